@@ -28,6 +28,8 @@ COMMANDS = {
     "models": "what is on disk; download, remove, suggest",
     "cache": "the prompt cache on disk: show, clear, check",
     "chats": "conversations that are kept: list, search, show, export, import, delete, restore, repair",
+    "doctor": "check this installation and machine, for a bug report",
+    "completion": "complete commands, flags, models and topics in bash, zsh or fish",
 }
 
 

@@ -30,7 +30,11 @@ MOST_LINES = 60
 
 def parser(renderer: type[RendererHTML] = RendererHTML) -> MarkdownIt:
     """Return a parser of the chat's Markdown."""
-    made = MarkdownIt("commonmark", {"html": False}, renderer_cls=renderer).enable(["table", "strikethrough"])
+    made = MarkdownIt("commonmark", {"html": False, "linkify": True}, renderer_cls=renderer)
+    made.enable(["table", "strikethrough"])
+    made.inline.ruler.enable(
+        "linkify"
+    )  # an address with its scheme; the rule that finds all others takes ten times as long
     made.block.ruler.before("fence", BLOCK, _block_formula, {"alt": ["paragraph", "reference", "blockquote", "list"]})
     made.inline.ruler.before("escape", INLINE, _inline_formula)
     made.core.ruler.after("inline", "tasks", _tasks)

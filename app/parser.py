@@ -27,6 +27,8 @@ TOPICS = {
     "models": "models",
     "cache": "cache",
     "chats": "chat",
+    "completion": "completion, environment",
+    "doctor": "doctor, environment, exit",
 }
 """What `tokamac help` has on a command."""
 
@@ -115,6 +117,15 @@ class ActionParser(Parser):
             "action", nargs="?", type=_one_of(actions), metavar="ACTION", default=first, help=f"see above ({first})"
         )
 
+    @property
+    def actions(self) -> Mapping[str, str]:
+        """The actions, and what each does."""
+        return self._does
+
+    def takes(self, action: str, name: str) -> bool:
+        """Return whether an action takes the argument of this name."""
+        return action in self._takers.get(name, self._does)
+
     def only(self, actions: Collection[str], *names: str) -> None:
         """Say that the arguments of these names are for these actions alone: the help of the others leaves them out."""
         self._takers.update(dict.fromkeys(names, actions))
@@ -143,7 +154,7 @@ class ActionParser(Parser):
     def _narrow(self, action: str) -> None:
         """Leave in the help what goes with ``action``."""
         for each in self._actions:
-            if each.dest == "action" or action not in self._takers.get(each.dest, self._does):
+            if each.dest == "action" or not self.takes(action, each.dest):
                 each.help = argparse.SUPPRESS
         lines = (self.epilog or "").splitlines()
         own = [line for line in lines if line.startswith(f"  {self.prog} {action}")]

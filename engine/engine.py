@@ -3,6 +3,7 @@
 import atexit
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -24,7 +25,18 @@ from .chat import (
 )
 from .device import cannot_import, check_backends, installed_backends, leave_thread
 from .errors import EngineClosedError, OptionError
-from .events import Event, Finished, Live, LoadProgress, Message, Price, TextChunk, TokenLogprob
+from .events import (
+    Event,
+    Finished,
+    Live,
+    LoadProgress,
+    MemoryPressure,
+    Message,
+    PrefillProgress,
+    Price,
+    TextChunk,
+    TokenLogprob,
+)
 from .metrics import Recorder
 from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
 from .perf.memory import check_address_space
@@ -34,6 +46,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from .kv.divergence import Trial, TrialProgress
+    from .passes.log import PassLog
+    from .passes.tokens import PromptText, StepTokens
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
@@ -271,6 +285,40 @@ class Engine:
         size = None if chunk is None else given_count(chunk, "a chunk", least=1)
         return self._replies.call(lambda: self._runner.logprobs(ids, size))
 
+    def look_again(
+        self,
+        prompt: Sequence[Message],
+        reply: Message,
+        *,
+        passes: "PassLog | None" = None,
+        prompt_tokens: int | None = None,
+        cached_tokens: int = 0,
+        template: TemplateOptions | None = None,
+    ) -> Generator["PrefillProgress | MemoryPressure | PromptText | StepTokens", None, None]:
+        """Compute again how likely the tokens of a reply were, and which others were likely in their places.
+
+        Yields progress, once the prompt's text, and the reply's tokens in order, some at a time. prompt: the messages that it
+        answers. passes: its ``Finished.passes``; without it the tokens are those that its text has now. prompt_tokens,
+        cached_tokens: of its metrics. Costs a pass over the reply, and over the prompt as far as the prompt cache does not hold it;
+        cancelled like ``generate``. Raises what ``generate`` raises for that prompt, and PassLogError.
+        """
+        from .passes.likely import ReplyQuestion
+        from .passes.walk import ReplyWalk
+
+        told, walk = given_template(template), ReplyWalk(prompt_tokens or 0, cached_tokens, passes)
+        asked = ReplyQuestion(tuple(given_messages(prompt)), reply, walk.timed.ids, prompt_tokens, walk.begins)
+        found: deque[PromptText | StepTokens] = deque()
+        events = self._replies.stream(
+            lambda stream: UnpacedReply(self._runner.look_again(asked, told, stream.is_cancelled, found.append))
+        )
+        with closing(events):
+            for event in events:
+                while found:
+                    yield found.popleft()
+                if isinstance(event, PrefillProgress | MemoryPressure):
+                    yield event
+        yield from found
+
     def perplexity(
         self,
         text: str | Sequence[int],
@@ -430,6 +478,10 @@ class Engine:
         Idle time does the same by itself. Until then ``expected_tps`` is None. Waits for a reply in progress.
         """
         self._replies.call(self._runner.measure)
+
+    def call_when_measured(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called on the engine's thread whenever idle time has told more of the machine; it must return at once."""
+        self._runner.call_when_measured(act)
 
     def between(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, run on the engine's thread, which alone may touch MLX, between two requests.

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from .errors import OptionError
 from .metrics import Metrics, Outlier
+from .passes.log import PassLog
 from .perf.diagnosis import Diagnosis
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -161,6 +162,7 @@ class Finished:
     thinking_ended_at: the budget of tokens that ended the thinking; None where nothing but the model did.
     tool_calls: what the reply calls, in order. The reason is "tool_calls" where it ends so that they are answered; of a call that
     could not be read (``ToolCall.problem``) alone it is "stop".
+    passes: what was recorded of its passes; None where there was none.
     """
 
     reason: FinishReason
@@ -176,6 +178,7 @@ class Finished:
     logprobs: tuple[TokenLogprob, ...] = ()
     thinking_ended_at: int | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    passes: PassLog | None = None
 
 
 Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | ToolCall | Finished

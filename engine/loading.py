@@ -104,7 +104,8 @@ def load(
     )
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
-    machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
+    machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read, unpacked=is_unpacked(loaded.module))
+    machine.refresh()
     machine.pace = fitted(machine.chip)
     capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace)
     rotation = _rotation_notes(loaded.config, short=short_factors)

@@ -315,7 +315,8 @@ class StepCost:
 class Recorder:
     """The time stamps (seconds, one monotonic clock) and counts of one reply.
 
-    marks: what happened between its tokens, in order.
+    marks: what happened between its tokens, in order. ids: of its tokens. pieces: of the prompt, how many tokens each has, and when
+    it was computed.
     """
 
     clock: Clock = time.perf_counter
@@ -325,6 +326,8 @@ class Recorder:
     cached_tokens: int = 0
     prefilled: int = 0
     token_times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    pieces: list[tuple[int, float]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     ended_s: float | None = None
     _gaps: GapLog = field(default_factory=GapLog)
@@ -336,7 +339,15 @@ class Recorder:
     def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note that the caches are ready, and the rest of the prompt is about to be computed."""
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
+        self.prefilled = 0
+        self.pieces.clear()
         self.prefill_began_s = self.clock()
+
+    def computed(self, tokens: int) -> None:
+        """Note that ``tokens`` of the prompt are in the caches now, those that were there before not counted."""
+        if tokens > self.prefilled:
+            self.pieces.append((tokens - self.prefilled, self.clock()))
+        self.prefilled = tokens
 
     def token(self) -> None:
         """Note that a token has reached the host."""

@@ -11,6 +11,8 @@ from .events import Event, Finished, FinishReason, Live, PrefillProgress, Trunca
 from .generation import Generation, PrefillChunker
 from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate
 from .options import Sampling
+from .passes.cost import cost_of
+from .passes.log import PassLog, log_of
 from .perf import macos
 from .perf.diagnosis import Diagnosis, diagnose
 from .perf.macos import ThrottleWatch
@@ -177,8 +179,8 @@ class ReplyTask:
 
     def metrics(self) -> Metrics:
         """Return the reply's metrics so far."""
-        metrics = self._measured()
-        return self._measured() if self._runtime.machine.observe(metrics) else metrics
+        metrics, machine = self._measured(), self._runtime.machine
+        return machine.bounded(self._measured() if machine.observe(metrics) else metrics)
 
     def _measured(self) -> Metrics:
         recorder = self._request.recorder
@@ -209,7 +211,7 @@ class ReplyTask:
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
             for _ in chunker.compute(generation, ids[len(generation.cached_ids) : stop]):
-                self._request.recorder.prefilled = len(generation.cached_ids) - cached
+                self._request.recorder.computed(len(generation.cached_ids) - cached)
                 if self._cancelled():
                     return
                 yield PrefillProgress(len(generation.cached_ids), len(ids), cached)
@@ -241,6 +243,7 @@ class ReplyTask:
             for token in generation.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
+                request.recorder.ids.append(token)
                 self._throttled.look()
                 score = sampler.take_score()
                 if token in sets.ends:
@@ -269,6 +272,7 @@ class ReplyTask:
         request.recorder.end()
         self._throttled.look(now=True)
         metrics = self.metrics()
+        self._runtime.machine.keep()
         ids, logprobs = came_from.take()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
@@ -284,6 +288,7 @@ class ReplyTask:
             logprobs=logprobs,
             thinking_ended_at=thinking.ended_at,
             tool_calls=tuple(text.calls),
+            passes=self._passes(),
         )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
@@ -292,6 +297,11 @@ class ReplyTask:
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
         throttled = replace(situation, throttles=self._throttled.seen)
         return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
+
+    def _passes(self) -> PassLog | None:
+        runtime = self._runtime
+        cost, throttled = cost_of(runtime.work, runtime.machine.chip), self._throttled.explains_gaps
+        return log_of(self._request.recorder, cost, ahead=runtime.ahead, throttled=throttled)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""

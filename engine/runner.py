@@ -29,6 +29,8 @@ from .kv.divergence import Trial, TrialProgress
 from .metrics import Recorder
 from .model.config import read_config
 from .options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions, Thinking
+from .passes.likely import ReplyQuestion, look_again
+from .passes.tokens import PromptText, StepTokens
 from .perf.bandwidth import is_busy
 from .perf.memory import Memory, snapshot
 from .perf.mitigation import whole_chunks
@@ -60,9 +62,15 @@ QUIET_S = 3.0
 AGAIN_S = 20.0
 """Seconds until a busy machine is looked at again."""
 
+MOST_AGAIN_S = 1800.0
+"""The same at most, where timing the bandwidth came to nothing and it is tried more and more rarely."""
+
 
 class IdleProfiler:
-    """Measures a part of a step at a time, and hands the pace to the machine once all are known."""
+    """Times the bandwidth where it is not trusted, then a part of a step at a time; hands over the pace once all are known.
+
+    when_measured: called after the bandwidth was timed.
+    """
 
     def __init__(
         self, machine: MachineSpeed, measuring: LatencyProfiler | None, clock: Callable[[], float] = time.monotonic
@@ -72,6 +80,9 @@ class IdleProfiler:
         self._steps: Iterator[None] | None = None
         self._clock = clock
         self._quiet_since: float | None = None
+        self._ended = False
+        self.when_measured: Callable[[], None] = lambda: None
+        self._resting_until, self._again_s = 0.0, AGAIN_S
         self._take()
         if measuring is not None and not measuring.remaining:
             self._measuring = None
@@ -82,33 +93,51 @@ class IdleProfiler:
 
     def idle(self) -> float | None:
         """Measure one part, if it is time; return after how many seconds to call again, or None when all is known."""
-        if self._measuring is None:
+        if self._steps is None and not self._wanted:
             return None
         now = self._clock()
         if self._quiet_since is None:
             self._quiet_since = now  # idle again
-        if now < self._quiet_since + QUIET_S:
-            return self._quiet_since + QUIET_S - now
+        begins = max(self._quiet_since + QUIET_S, self._resting_until)
+        if now < begins:
+            return begins - now
         if self._steps is None:
             if is_busy():
                 return AGAIN_S
-            self._steps = self._measuring.steps()
+            self._steps = self._work()
         try:
             self._step(self._steps)
         except (RuntimeError, ValueError):  # a product that MLX has no kernel for here: the pace stays unknown
-            self.end()
-        return None if self._measuring is None else 0.0
+            self._measuring = self._steps = None
+        if self._steps is None and self._wanted:  # others came in between
+            wait_s, self._again_s = self._again_s, min(2 * self._again_s, MOST_AGAIN_S)
+            self._resting_until = now + wait_s
+            return wait_s
+        return None if self._steps is None else 0.0
 
     def finish(self) -> None:
         """Measure all that is missing now, busy or not: for a benchmark, which takes the machine for itself."""
-        if self._measuring is not None:
-            steps = self._steps or self._measuring.steps()
-            while self._measuring is not None:
+        steps = self._steps or (self._work() if self._wanted else None)
+        if steps is not None:
+            self._steps = steps
+            while self._steps is not None:
                 self._step(steps)
 
     def end(self) -> None:
         """Measure no more, and let go of the model."""
         self._measuring = self._steps = None
+        self._ended = True
+
+    @property
+    def _wanted(self) -> bool:
+        return not self._ended and (self._measuring is not None or self._machine.wants_timing)
+
+    def _work(self) -> Iterator[None]:
+        if self._machine.wants_timing:
+            yield from self._machine.time_bandwidth()
+            self.when_measured()
+        if self._measuring is not None:
+            yield from self._measuring.steps()
 
     def _step(self, steps: Iterator[None]) -> None:
         for _ in steps:
@@ -208,6 +237,7 @@ class Runner:
         Raises OptionError, ContextError or TemplateError.
         """
         self._profiler.later()
+        self.runtime.machine.refresh()
         resolved = sampling.resolved(self.spec.recommended)
         prompting = self._prompting(template)
         prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
@@ -347,6 +377,18 @@ class Runner:
         with computing():
             return score(self.runtime, ids, size, keep=prompting.pinned([]))
 
+    def look_again(
+        self,
+        question: ReplyQuestion,
+        template: TemplateOptions,
+        cancelled: Callable[[], bool],
+        then: Callable[[PromptText | StepTokens], None],
+    ) -> Generator[Event, None, None]:
+        """Compute the probabilities of a reply's tokens again; see ``Engine.look_again``."""
+        self._profiler.later()
+        prompting = self._prompting(template)
+        yield from look_again(self.runtime, self._store, prompting, question, cancelled=cancelled, then=then)
+
     def perplexity(
         self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
     ) -> Generator[PerplexityProgress | Perplexity, None, None]:
@@ -380,6 +422,10 @@ class Runner:
         self._prompting().check_ids(ids)
         config = read_config(self.spec.path)
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
+
+    def call_when_measured(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called on this thread after the bandwidth was timed in idle time."""
+        self._profiler.when_measured = act
 
     def measure(self) -> None:
         """Measure the machine's pace with this model now, where nothing published knows it."""

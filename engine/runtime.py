@@ -1,6 +1,7 @@
 """What every request of an engine shares: the model, its tokenizer, its cache plan, and what a step of it costs."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .device import DeviceKind
@@ -8,7 +9,7 @@ from .kv import CachePlan
 from .metrics import Metrics, StepCost
 from .options import KVSpec
 from .perf import memory
-from .perf.bandwidth import believed, learn
+from .perf.bandwidth import UNPACKED_BOUND, BandwidthRecord, believed, learn
 from .perf.diagnosis import Situation
 from .perf.hardware import Chip
 from .perf.mitigation import Chunking
@@ -25,23 +26,65 @@ SETTLED_TOKENS = 16
 class MachineSpeed:
     """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed.
 
-    bytes_read: of a decode step's weights: the size for which the bandwidth was measured. None: what is learned is not kept.
+    bytes_read: of a decode step's weights: the size for which the bandwidth is kept. None: nothing is measured or kept.
+    unpacked: the weights are held as float32, whatever they were stored as.
     """
 
     chip: Chip
     pace: LatencyModel | None = None
     bytes_read: int | None = None
+    unpacked: bool = False
+    _reached_gbs: float | None = None
+
+    @property
+    def wants_timing(self) -> bool:
+        """Whether the bandwidth is to be timed once the machine is idle."""
+        return self._is_measured and self._record.wants_timing
+
+    def time_bandwidth(self) -> Iterator[None]:
+        """Time the bandwidth, a part of a second a step."""
+        yield from self._record.time()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what is kept by now: other programs of this kind measure, too."""
+        if self._reached_gbs is not None:  # of a reply that nobody read to its end
+            self.keep()
+        elif self._is_measured:
+            self.chip = self._told(self._record.describe(self.chip))
 
     def observe(self, metrics: Metrics) -> bool:
-        """Learn from a reply's metrics; return whether its ceiling must be computed again."""
-        if metrics.generated_tokens < SETTLED_TOKENS:
+        """Learn from a reply's metrics so far; return whether its ceiling must be computed again. Keeps nothing: see ``keep``."""
+        achieved = metrics.achieved_gbs
+        if metrics.generated_tokens < SETTLED_TOKENS or achieved is None:
             return False
-        before, self.chip = self.chip, believed(self.chip, metrics.achieved_gbs)
-        if self.chip == before:
-            return False
-        if self.bytes_read is not None:
-            learn(self.chip, self.bytes_read)  # every other reckoning of this model says the same
-        return True
+        self._reached_gbs = max(achieved, self._reached_gbs or 0.0)
+        before, self.chip = self.chip, believed(self.chip, achieved)
+        return self.chip != before
+
+    def bounded(self, metrics: Metrics) -> Metrics:
+        """Return metrics whose ceiling is not below what a reply did that is too short to learn from: unknown then."""
+        too_low = metrics.ceiling_tps is not None and (metrics.decode_tps or 0.0) > metrics.ceiling_tps
+        return replace(metrics, ceiling_tps=None) if too_low and self.chip.source == "measured" else metrics
+
+    def keep(self) -> None:
+        """Keep what replies have reached, at the end of one: every other reckoning of this model says the same then."""
+        if self._is_measured and self._reached_gbs is not None:
+            self.chip = self._told(learn(self.chip, self.bytes_read or 0, self._reached_gbs))
+            self._reached_gbs = None
+
+    def _told(self, chip: Chip) -> Chip:
+        """The chip whose condition says what its bandwidth bounds."""
+        known = self.unpacked and chip.bandwidth_gbs is not None
+        return replace(chip, condition=f"{chip.condition}; {UNPACKED_BOUND}") if known else chip
+
+    @property
+    def _is_measured(self) -> bool:
+        return self.bytes_read is not None and self.chip.source != "table"
+
+    @property
+    def _record(self) -> BandwidthRecord:
+        return BandwidthRecord.of(self.chip, self.bytes_read or 0)
 
 
 @dataclass(frozen=True, slots=True)

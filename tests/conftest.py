@@ -50,18 +50,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def bandwidth_file() -> Path:
-    """Where this machine's memory bandwidth is kept, measured once: a busy machine keeps none, and every load would measure."""
+    """Where this machine's memory bandwidth is kept, timed once: a busy machine keeps none, and every load would time it."""
     from tokamac.engine.perf import bandwidth
     from tokamac.engine.perf.hardware import detect
 
     chip, size = detect(), bandwidth.SMALLEST
     if chip.bandwidth_gbs is None and (gbs := bandwidth.measure_bandwidth(size)) is not None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bandwidth, "is_busy", lambda: False)
-            patch.setattr(bandwidth, "measure_bandwidth", lambda _, device: gbs)
-            while size <= bandwidth.LARGEST:  # no working set is read faster than the smallest
-                bandwidth.with_bandwidth(chip, size)
-                size *= 2
+        while size <= bandwidth.LARGEST:  # no working set is read faster than the smallest
+            bandwidth.BandwidthRecord.of(chip, size).keep(bandwidth.KeptBandwidth(2 * gbs, trusted=True))
+            size *= 2
     return bandwidth.store_file()
 
 

@@ -21,6 +21,7 @@ from tokamac.engine import Engine
 from tokamac.engine import metrics as rates
 from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError
 from tokamac.engine.events import (
+    Alternative,
     Event,
     Finished,
     FinishReason,
@@ -32,6 +33,9 @@ from tokamac.engine.events import (
     TextChunk,
 )
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
+from tokamac.engine.passes.cost import cost_of
+from tokamac.engine.passes.log import PassLog, log_of
+from tokamac.engine.passes.tokens import PromptText, StepToken, StepTokens
 from tokamac.engine.perf.diagnosis import Situation, diagnose
 from tokamac.engine.perf.hardware import lookup
 from tokamac.engine.perf.memory import Memory
@@ -175,6 +179,13 @@ SCENARIOS[MAC_MODEL] = Scenario(
 T = TypeVar("T")
 
 PREFILL_TPS = 600.0
+END = 1
+"""The id of the mark that ends a reply."""
+
+
+def own_id(number: int) -> int:
+    """Return the id of a reply's token; the next odd one is that of the other likely token in its place."""
+    return 2 * (number + 1)
 
 
 def _pieces(text: str) -> list[str]:
@@ -286,7 +297,34 @@ class ScriptedEngine(Engine):
         verdict = diagnose(metrics, WORK, CHIP, PACE, replace(SITUATION, keeps_prompts=self._keeps))
         most = None if template.thinking == "off" else template.thinking_budget
         spent = most if most is not None and len(_pieces(self._scenario.thinking)) > most and said["answer"] else None
-        yield Finished(reason, said["answer"], metrics, said["thinking"], diagnosis=verdict, thinking_ended_at=spent)
+        passes = log_of(stamps.recorder(), cost_of(WORK, CHIP), ahead=True)
+        yield Finished(
+            reason, said["answer"], metrics, said["thinking"], diagnosis=verdict, thinking_ended_at=spent, passes=passes
+        )
+
+    def look_again(
+        self,
+        prompt: Sequence[Message],
+        reply: Message,
+        *,
+        passes: PassLog | None = None,
+        prompt_tokens: int | None = None,
+        cached_tokens: int = 0,
+        template: TemplateOptions | None = None,
+    ) -> Iterator[PrefillProgress | PromptText | StepTokens]:
+        """Tell the reply's pieces as its tokens, each the likeliest, and what it would have been backwards as another."""
+        del passes, cached_tokens, template
+        yield PromptText(prompt_tokens or self._tokens(prompt), ("the prompt",))
+        pieces, at = _pieces(reply.thinking) + _pieces(reply.content), 0
+        for first in range(0, len(pieces), 128):
+            found = []
+            for number, piece in enumerate(pieces[first : first + 128], first):
+                others = (Alternative(own_id(number) + 1, piece[::-1], -2.0), Alternative(END, "<|end|>", -4.0))
+                thought = min(at, len(reply.thinking))
+                found.append(StepToken(own_id(number), piece, -0.25, others, thought, at - thought, True, (END,)))
+                at += len(piece)
+            yield StepTokens(first, len(pieces), tuple(found))
+            yield PrefillProgress(first + len(found), len(pieces), 0)
 
     def _prefill(self, stamps: "_Stamps") -> Iterator[Event]:
         new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps
@@ -333,6 +371,9 @@ class ScriptedEngine(Engine):
         active = WEIGHT_BYTES + self._known * KV_BYTES_PER_TOKEN
         return Memory(active, active, 0, None, 12_000_000_000, None)
 
+    def call_when_measured(self, act: Callable[[], None]) -> None:
+        """Nothing is measured here."""
+
     def limits(self, context: int) -> Limits:
         """Tell what the chip allows."""
         return replace(
@@ -358,6 +399,18 @@ class _Stamps:
         self.prompt, self.cached, self.prefilled = prompt, cached, cached
         self.begun = self.prefill_end = time.monotonic()
         self.tokens: list[float] = []
+
+    def recorder(self) -> rates.Recorder:
+        """Return what the real engine would have recorded."""
+        computed = self.prefilled - self.cached - 1
+        return rates.Recorder(
+            prefill_began_s=self.begun,
+            prompt_tokens=self.prompt,
+            cached_tokens=self.cached,
+            token_times=list(self.tokens),
+            ids=[own_id(number) for number in range(len(self.tokens))],
+            pieces=[(computed, self.prefill_end)] if computed > 0 else [],
+        )
 
     def metrics(self) -> rates.Metrics:
         """Return the metrics so far."""

@@ -62,6 +62,7 @@ def test_every_chat_reads_whole(chats: Store) -> None:
     chats.check()
     assert [chat.title for chat in chats.chats()] == ["What is a token? (fork)", "What is a token?", "Two phases"]
     assert [chat.title for chat in chats.chats(deleted=True)] == ["Delete me: what is MLX?"]
+    assert {(chat.pinned_at, chat.folder) for chat in chats.chats()} == {(None, "")}
     phases, fork, deleted = chats.chats()[2], chats.chats()[0], chats.chats(deleted=True)[0]
     assert (phases.title_origin, phases.settings) == ("user", {"system": "Answer briefly."})
     assert [(each.text, each.parent) for each in chats.archive(phases.id).messages] == [
@@ -90,11 +91,18 @@ def test_every_chat_reads_whole(chats: Store) -> None:
     assert chats.undelete(deleted.id).deleted_at is None
 
 
-def test_a_chat_is_exported_as_it_was_then_and_what_was_exported_is_imported(chats: Store) -> None:
+def test_what_was_exported_is_imported_and_exported_as_the_conversation_alone(chats: Store) -> None:
     page = (WRITTEN / "two-phases.md").read_text()
     then = chats.archive(chats.chats()[2].id)
-    assert to_markdown(then) == page
     read = parse(page, now=0.0)
+    now = to_markdown(then)
+    assert to_markdown(parse(page, now=0.0)) == now
+    assert len(now) < len(page) / 2
+    again = parse(now, now=0.0)
+    assert [(each.text, each.attachments) for each in again.messages] == [
+        (e.text, e.attachments) for e in read.messages
+    ]
+    assert all(message.metrics for message in read.messages if message.role == "assistant")
     assert [message.text for message in read.messages] == [message.text for message in chats.path(then.chat.id)]
     assert read.messages[2].attachments == chats.path(then.chat.id)[2].attachments
 

@@ -57,6 +57,8 @@ def answers(question: Question, limit: int | None = None) -> Iterator[Answer | W
     match question.wanted:
         case "table":
             yield _table(question, limit)
+        case "cache":
+            yield _cache(question, limit)
         case "chips":
             yield _chips(question)
         case "models":
@@ -124,6 +126,21 @@ def _chips(question: Question) -> Answer:
     subject = model_ref(question.model)
     outcomes = on_chips(subject.config, case_of(question), everywhere(question.where.memory_gb), own=subject.packing)
     return Answer(subject.name, "every chip of the table", chips=tuple(map(_chip, outcomes)))
+
+
+def _cache(question: Question, limit: int | None) -> Answer:
+    from tokamac.engine.errors import OptionError
+    from tokamac.engine.passes.without_cache import cache_worth
+    from tokamac.engine.perf.footprint import weigh
+    from tokamac.engine.perf.what_if import contexts_up_to
+
+    case, found, subject = _inspected(question, limit)
+    place, packing = found.place, case.packing(subject.packing)
+    weighed = weigh(subject.config, place.device, place.memory_bytes, packing=packing)
+    if isinstance(weighed, str):
+        raise OptionError(weighed, "Choose another model.")
+    worth = cache_worth(weighed, case, place, contexts_up_to(subject.config))
+    return Answer(found.model, chip_name(place.chip), place.budget_rule or "", found.context_length, cache=worth)
 
 
 def _inspected(question: Question, limit: int | None) -> "tuple[WhatIfCase, Inspection, ModelRef]":

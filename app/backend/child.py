@@ -27,6 +27,7 @@ from tokamac.engine.text.tools import as_text, has_calls
 
 from .. import settings
 from .advice import Advisor
+from .looking import Looker
 from .outbox import Outbox, Pulse
 from .protocol import (
     LONGEST_LINE,
@@ -41,12 +42,15 @@ from .protocol import (
     Generate,
     Load,
     Loaded,
+    LookAgain,
+    MachineMeasured,
     MemoryUse,
     ModelInfo,
     Priced,
     Quit,
     ReplyEvent,
     Request,
+    StopLooking,
     Unload,
     Unloaded,
     Warm,
@@ -213,6 +217,7 @@ class Child:
         self._prices = pricer(outbox, self._accepted)
         self._counts = counter(outbox)
         self._advisor = Advisor(outbox)
+        self._looker = Looker(outbox, self._accepted)
         self._unloaded = threading.Lock()
         self._pulse = Pulse(outbox, self._measurements)
 
@@ -251,6 +256,10 @@ class Child:
                     self._counts.ask(self._engine, request)
                 case AskWhatIf():
                     self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)
+                case LookAgain():
+                    self._looker.ask(self._engine, request)
+                case StopLooking():
+                    self._looker.stop()
                 case Unload():
                     self._close()
                     self._outbox.put(Unloaded())
@@ -276,14 +285,23 @@ class Child:
             self._engine, info = self._load(request, self._outbox.put)
         self._later_system, self._takes_tools, self._told_trouble = info.later_system, info.takes_tools, False
         self._outbox.suit(info.device)
-        limits = self._engine.limits(1)
-        self._outbox.put(Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, _memory_use(self._engine)))
+        engine = self._engine
+        limits, memory = engine.limits(1), _memory_use(engine)
+        told = (limits.ceiling_tps, limits.bandwidth_gbs, memory, limits.bandwidth_condition)
+        self._outbox.put(Loaded(info, *told))
+        engine.call_when_measured(lambda: self._tell_limits(engine))
         if info.advice is not None and settings.is_new(info.advice):
             self._outbox.put(EngineNotice(info.advice))
+
+    def _tell_limits(self, engine: "Engine") -> None:
+        """Tell what the machine allows, after it was measured in idle time. Called on the engine's thread."""
+        limits = engine.limits(1)
+        self._outbox.put(MachineMeasured(limits.ceiling_tps, limits.bandwidth_gbs, limits.bandwidth_condition))
 
     def _reply(self, request: Generate) -> None:
         if (engine := self._engine) is None:
             raise TokamacError("no model is loaded", "Choose one with /model.")
+        self._looker.stop()
         messages, template = self._accepted(request.messages), request.template
         end: Finished | None = None
         self._running = request.id
@@ -358,6 +376,7 @@ class Child:
         return ReplyEvent(running, live)
 
     def _close(self) -> None:
+        self._looker.stop()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()

@@ -326,12 +326,36 @@ class PullRefused:
     hint: str
 
 
-PullLine = PullProgress | Pulled | Removed | PullRefused
+@dataclass(frozen=True, slots=True)
+class HubModelLine:
+    """A model that a search of the hub found (engine/hub/search.py); told again once its config has come. None is unknown."""
+
+    id: str
+    nbytes: int | None
+    context: int | None
+    licence: str | None
+    downloads: int | None
+    good_for: str
+    mlx: bool
+    config_folder: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The search is over: all that was found for ``words``."""
+
+    words: str
+    models: tuple[HubModelLine, ...]
+
+
+PullLine = PullProgress | Pulled | Removed | PullRefused | HubModelLine | Searched
 
 _PULL_KINDS: dict[object, type[PullLine]] = {
     "progress": PullProgress,
     "pulled": Pulled,
     "removed": Removed,
+    "found": HubModelLine,
+    "searched": Searched,
     "error": PullRefused,
 }
 
@@ -344,6 +368,11 @@ def models_command() -> list[str]:
 def pull_arguments(model: str) -> list[str]:
     """Return the arguments that bring ``model`` to disk."""
     return ["--json", "--", "pull", model]
+
+
+def search_arguments(words: str) -> list[str]:
+    """Return the arguments that search the hub."""
+    return ["--json", "--", "search", words]
 
 
 def remove_arguments(model: str, *, unfinished: bool) -> list[str]:

@@ -17,6 +17,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
+from tokamac.engine.passes.log import PassLog
+from tokamac.engine.passes.tokens import PromptText, StepTokens
+from tokamac.engine.passes.without_cache import CacheWorth
 from tokamac.engine.perf.diagnosis import Waits
 
 
@@ -109,9 +112,9 @@ def _shape(kind: Any) -> dict[str, tuple[Any, bool]]:
     }
 
 
-Wanted = Literal["table", "chips", "models", "disk"]
-"""table: one thing changed at a time, decoding over contexts, and the roofline. chips: the same case on every chip of the table.
-models: those of the catalogue, best first. disk: those that are named, in their order."""
+Wanted = Literal["table", "cache", "chips", "models", "disk"]
+"""table: one thing changed at a time, decoding over contexts, and the roofline. cache: what a KV cache is worth. chips: the same
+case on every chip of the table. models: those of the catalogue, best first. disk: those that are named, in their order."""
 
 Change = Literal["as asked", "weights", "keys and values", "context"]
 
@@ -263,6 +266,7 @@ class Answer:
     chips: tuple[ChipLine, ...] = ()
     models: tuple[ModelLine, ...] = ()
     notes: tuple[str, ...] = ()
+    cache: CacheWorth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +364,28 @@ class AskWhatIf:
 
 
 @dataclass(frozen=True, slots=True)
+class LookAgain:
+    """Compute how likely the tokens of a reply were; ``LookedAt`` comes piece by piece, when the engine is free.
+
+    Any reply that is asked for ends it, and so does another. prompt: the messages that the reply answers. passes, prompt_tokens,
+    cached_tokens: what was recorded of it; None is not known. template: as for ``Generate``.
+    """
+
+    id: int
+    prompt: tuple[Message, ...]
+    reply: Message
+    passes: PassLog | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class StopLooking:
+    """Nobody waits any more for what ``LookAgain`` asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unload:
     """Give the model's memory back."""
 
@@ -369,7 +395,7 @@ class Quit:
     """End the process."""
 
 
-Request = Load | Generate | Cancel | Warm | AskPrice | AskCount | AskWhatIf | Unload | Quit
+Request = Load | Generate | Cancel | Warm | AskPrice | AskCount | AskWhatIf | LookAgain | StopLooking | Unload | Quit
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,12 +454,13 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The model is ready. ``ceiling_tps`` is that of an empty context."""
+    """The model is ready. ceiling_tps: of an empty context. bandwidth_note: how it was measured, or why it is unknown."""
 
     info: ModelInfo
     ceiling_tps: float | None = None
     bandwidth_gbs: float | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
+    bandwidth_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +517,31 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True)
+class LookedAt:
+    """A part of the answer to ``LookAgain`` of the same id: the prompt, or some tokens; or how far it is, of ``total``.
+
+    ended: nothing more comes. error: why it ended early; "" where it did not.
+    """
+
+    id: int
+    prompt: PromptText | None = None
+    tokens: StepTokens | None = None
+    done: int = 0
+    total: int = 0
+    ended: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMeasured:
+    """The machine was measured in idle time, and its limits with the loaded model are known better. Fields as of ``Loaded``."""
+
+    ceiling_tps: float | None
+    bandwidth_gbs: float | None
+    bandwidth_note: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineNotice:
     """Something the user should know that ends nothing; sent once for each loaded model."""
 
@@ -511,8 +563,8 @@ class Failed:
 
 
 EngineMessage = (
-    LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | WhatIf | EngineNotice | Heartbeat
-    | Failed
+    LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | WhatIf | LookedAt | EngineNotice
+    | Heartbeat | MachineMeasured | Failed
 )  # fmt: skip
 
 

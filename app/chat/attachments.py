@@ -16,10 +16,12 @@ come before the user's words, each in a block that it can't end itself:
 import codecs
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -184,6 +186,87 @@ class AttachError(TokamacError):
     """A file can't be attached."""
 
 
+LINES = re.compile(r"(.+):([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
+"""A path and a range of lines, both included: ``main.py:10-40``."""
+MOST_IN_FOLDER = 200
+LARGEST_FOLDER_CHARACTERS = 2_000_000
+_GIT_S = 10.0
+
+
+def read_named(typed: str, folder: Path) -> Attachment:
+    """Return what ``typed`` names, relative to ``folder``: a file, lines of it (``main.py:10-40``), or a folder's text files.
+
+    Raises AttachError.
+    """
+    if (ranged := LINES.fullmatch(typed)) and not (folder / Path(typed).expanduser()).exists():
+        return _lines(read_file(ranged[1], folder), int(ranged[2]), int(ranged[3]))
+    if (folder / Path(typed).expanduser()).is_dir():
+        return read_folder(typed, folder)
+    return read_file(typed, folder)
+
+
+def _lines(whole: Attachment, first: int, last: int) -> Attachment:
+    """Return the lines ``first`` to ``last`` of a file, from 1, both included."""
+    lines = whole.text.split("\n")
+    if not first <= last or first > len(lines):
+        raise AttachError(f"{whole.name} has lines 1 to {len(lines)}", "Write the range as FILE:FIRST-LAST.")
+    last = min(last, len(lines))
+    return Attachment(f"{whole.name}:{first}-{last}", "\n".join(lines[first - 1 : last]), whole.kind)
+
+
+def read_folder(typed: str, folder: Path) -> Attachment:
+    """Return all text files below a folder as one attachment, each under its path. Raises AttachError.
+
+    What git ignores is left out, and hidden files; so is what is no text. There is a limit on files and characters.
+    """
+    root, name = folder / Path(typed).expanduser(), sanitise_line(typed.rstrip("/.") or typed)
+    found: list[Attachment] = []
+    for path in _listed(root):
+        with suppress(AttachError):
+            if kind_of(path) != "pdf":
+                found.append(read_file(path, root))
+        if len(found) > MOST_IN_FOLDER or sum(len(each.text) for each in found) > LARGEST_FOLDER_CHARACTERS:
+            most = f"{MOST_IN_FOLDER} text files or {LARGEST_FOLDER_CHARACTERS // 10**6} MB"
+            raise AttachError(f"{name} holds more than {most}", "Attach a folder inside it, or its files one by one.")
+    if not found:
+        raise AttachError(f"There are no text files in {name}", "Attach a file by its path.")
+    files = "1 file" if len(found) == 1 else f"{len(found)} files"
+    return Attachment(f"{name}/ ({files})", whole("", found), "text")
+
+
+def _listed(root: Path) -> list[str]:
+    """Return the files below ``root``, as git lists them where it does, else all that are not hidden."""
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "-c",
+        "core.fsmonitor=false",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=False)
+        listed = done.stdout.decode("utf-8", "replace").split("\0") if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired):
+        listed = None
+    if listed is None:
+        listed = []
+        for folder, folders, files in os.walk(root):
+            folders[:] = sorted(each for each in folders if not each.startswith(".") and each not in _DEPENDENCIES)
+            listed += [os.path.relpath(Path(folder, each), root) for each in files if not each.startswith(".")]
+            if len(listed) > 50 * MOST_IN_FOLDER:
+                break
+    inside = (each for each in listed if each and not any(part.startswith(".") for part in PurePath(each).parts))
+    return sorted(each for each in inside if not (root / each).is_symlink())
+
+
+_DEPENDENCIES = frozenset({"__pycache__", "node_modules", "target", "venv"})
+
+
 def read_file(typed: str, folder: Path) -> Attachment:
     """Return the file at the path ``typed``, relative to ``folder``, as an attachment. A PDF may take seconds.
 
@@ -195,7 +278,7 @@ def read_file(typed: str, folder: Path) -> Attachment:
     try:
         path = folder / Path(typed).expanduser()
         data = _read(path, name, LARGEST_PDF_BYTES if is_pdf else LARGEST_TEXT_BYTES)
-        text = pdf_text(data) if is_pdf else _decoded(data, name)
+        text = pdf_text(data) if is_pdf else decoded(data, name)
     except FileNotFoundError:
         raise AttachError(f"There is no file {name}", "Check its path.") from None
     except IsADirectoryError:
@@ -224,7 +307,8 @@ def _read(path: Path, name: str, most: int) -> bytes:
         raise AttachError(f"{name} has {size:,.1f} MB; the limit is {most // 10**6}", "Attach a part of it.") from error
 
 
-def _decoded(data: bytes, name: str) -> str:
+def decoded(data: bytes, name: str) -> str:
+    """Return the text of a file: UTF-8, or UTF-16 that says so by its first bytes. Raises AttachError for what is no text."""
     encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     binary = b"\0" in data and encoding != "utf-16"
     try:

@@ -125,6 +125,11 @@ class TokenCounts:
         new = dict.fromkeys(each for each in wanted if each not in self._known and each not in pending)
         return [self._ask(each) for each in new] if model is not None else []
 
+    @property
+    def pending(self) -> bool:
+        """Whether any answer is still to come."""
+        return bool(self._asked)
+
     def awaits(self, wanted: Iterable[Countable]) -> bool:
         """Whether the answer for any of ``wanted`` is still to come."""
         pending = set(self._asked.values())
@@ -372,8 +377,8 @@ def questions(conversation: Conversation, system: str, key: int, info: ModelInfo
 def _answers(conversation: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
     if (prompt := conversation.prompt_of(key)) is None:
         return []
-    asked = messages(system, conversation.tree.turns_to(conversation.end_of_prompt(prompt.key)))
-    *before, written = messages(system, conversation.tree.turns_to(prompt.key))
+    asked = messages(system, conversation.sent(conversation.tree.turns_to(conversation.end_of_prompt(prompt.key))))
+    *before, written = messages(system, conversation.sent(conversation.tree.turns_to(prompt.key)))
     edit = PriceQuestion("edit", (*before, replace(written, content=OTHER + written.content)), most=True)
     return [PriceQuestion("again", asked), *_continuing(conversation.partial_reply(key), asked, info), edit]
 
@@ -404,7 +409,7 @@ def path(conversation: Conversation, system: str, key: int, name: str = PATH) ->
 
 
 def _next_prompt(conversation: Conversation, system: str, end: int) -> tuple[Message, ...]:
-    return messages(system, [*conversation.tree.turns_to(end), Turn("")])
+    return messages(system, [*conversation.sent(conversation.tree.turns_to(end)), Turn("")])
 
 
 def of_path(price: Price) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.options import KVSpec
@@ -27,6 +27,9 @@ from .preferences import Preferences, chosen, sentences
 from .recording import LEFT, Recording
 from .session import Session
 from .steps import Step
+
+if TYPE_CHECKING:
+    from ..markdown import OpenableLink
 
 Severity = Literal["information", "warning", "error"]
 NOT_SAVED = "Chats are not saved in this session; the reason was shown at the start."
@@ -178,6 +181,31 @@ def title(view: ChatView, text: str) -> None:
         raise RefusedError("Write the title after the command: /title Keys and values")
     if recording.retitle(text):
         view.tell("Chat renamed.")
+
+
+def pin(view: ChatView, name: str) -> None:
+    """Pin the chat ``name``, or the open one; a pinned one is pinned no longer."""
+    recording = recording_of(view)
+    if not (wanted := name or recording.chat):
+        raise RefusedError("This chat has no messages yet, so it can't be pinned.")
+    found = view.find_chat(wanted) if name else recording.store.chat(wanted)
+    pinned = recording.store.pin(found.id, pinned=found.pinned_at is None).pinned_at is not None
+    view.tell(f"{'Pinned' if pinned else 'No longer pinned'}: {_titled(view, found)}.")
+
+
+def folder(view: ChatView, name: str) -> None:
+    """Move the open chat to the folder ``name``, or say which there are."""
+    recording = recording_of(view)
+    if not name:
+        known = [f"{sanitise_line(each)} ({count})" for each, count in recording.store.folders()]
+        view.say(f"Folders: {', '.join(known)}." if known else "There are no folders yet. /folder NAME makes one.")
+        return
+    if recording.chat is None:
+        raise RefusedError("This chat has no messages yet, so it can't be in a folder.")
+    moved = recording.store.move(recording.chat, "" if name.lower() == "none" else name)
+    view.tell(
+        f"This chat is in the folder {sanitise_line(moved.folder)}." if moved.folder else "This chat is in no folder."
+    )
 
 
 def delete_chat(view: ChatView, name: str) -> None:
@@ -338,6 +366,24 @@ def copy_code(view: ChatView, _: str) -> None:
     view.tell(which + view.copy(sanitise(blocks[-back])))
 
 
+def links_of(view: ChatView) -> "list[OpenableLink]":
+    """Return the links of the selected message, or of the last reply before it that has any. Raises RefusedError."""
+    from ..markdown import links
+
+    node = view.selected()
+    path = [] if node is None else view.session.conversation.tree.path_to(node.key)
+    for each in reversed(path):
+        text = each.prompt or (each.reply.text if each.reply is not None else "")
+        if found := links(sanitise(text)):
+            return found
+    raise RefusedError("There is no link here.")
+
+
+def list_links(view: ChatView, _: str) -> None:
+    """Say the links of the last reply that has any."""
+    view.say("\n".join(f"{sanitise_line(link.text)}: {link.address}" for link in links_of(view)))
+
+
 # Models and settings ------------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +423,8 @@ def thinking(view: ChatView, text: str) -> None:
 COMMANDS: Mapping[str, Command] = {
     "new_chat": new_chat,
     "title": title,
+    "pin": pin,
+    "folder": folder,
     "delete_chat": delete_chat,
     "restore_chat": restore_chat,
     "fork": fork,
@@ -388,6 +436,7 @@ COMMANDS: Mapping[str, Command] = {
     "newer": newer,
     "copy_message": copy_message,
     "copy_code": copy_code,
+    "links": list_links,
     "adapter": adapter,
     "pull": pull,
     "thinking": thinking,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import KVSpec
 
-from ..backend.protocol import Load, Loaded, MemoryUse, ModelInfo
+from ..backend.protocol import Load, Loaded, MachineMeasured, MemoryUse, ModelInfo
 from ..settings import CHAT_KV
 from .steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
 
@@ -117,6 +117,7 @@ class EngineConnection:
         phase, phase_since: what the engine is doing, and since when on the session's clock.
         problem: why no model is loaded; "" while all is well.
         info, memory, ceiling_tps, bandwidth_gbs: of the loaded model; None is unknown.
+        bandwidth_note: how the bandwidth was measured, or why it is unknown.
         loading: how far loading has come.
         deaths: how often the process died since the last reply that ended well.
     """
@@ -131,6 +132,7 @@ class EngineConnection:
         self.memory = MemoryUse()
         self.ceiling_tps: float | None = None
         self.bandwidth_gbs: float | None = None
+        self.bandwidth_note = ""
         self.deaths = 0
         self._clock = clock
         self._alive = False
@@ -186,7 +188,7 @@ class EngineConnection:
     def loaded(self, event: Loaded) -> list[Step]:
         """Note the loaded model; return what the user should know of it."""
         self.info, self.memory = event.info, event.memory
-        self.ceiling_tps, self.bandwidth_gbs = event.ceiling_tps, event.bandwidth_gbs
+        self.measured(event)
         self._last_working = self.load
         self.loading = None
         self.enter(EnginePhase.IDLE)
@@ -194,6 +196,11 @@ class EngineConnection:
         notes = [note for note in event.info.notes if chosen or note.startswith(f"adapter {event.info.adapter}: ")]
         costs = [Notice(sentence(note), "warning") for note in event.info.memory_notes]
         return [*costs, *(Notice(note) for note in notes)]
+
+    def measured(self, event: Loaded | MachineMeasured) -> None:
+        """Note what the machine allows the loaded model."""
+        self.ceiling_tps, self.bandwidth_gbs = event.ceiling_tps, event.bandwidth_gbs
+        self.bandwidth_note = event.bandwidth_note
 
     def fall_back(self) -> bool:
         """Want the model that worked last; return whether there is another one than the one that failed."""

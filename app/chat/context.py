@@ -6,7 +6,7 @@ The engine counts each part's tokens; what a chat template adds around them is s
 less than the prompt: where even that is over the limit, the prompt is refused before it is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,3 +100,78 @@ def _advice(part: ContextPart) -> str:
 def _beginning(part: ContextPart) -> str:
     """Return its name as a sentence begins with it."""
     return part.name if part.kind == "file" else part.name[:1].upper() + part.name[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """A row of what is in the context.
+
+    tokens: None while they are unknown. left_out: it is kept, but not sent. key, file: what ``Session.prune`` takes; a key of 0
+    can't be left out.
+    """
+
+    kind: Kind
+    name: str
+    tokens: int | None
+    left_out: bool = False
+    key: int = 0
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextUse:
+    """What the next prompt holds, in its order. capacity: tokens that the context holds; None is unknown."""
+
+    rows: tuple[ContextRow, ...]
+    capacity: int | None
+
+    @property
+    def used(self) -> int:
+        """The tokens that would be sent, as far as they are known."""
+        return sum(row.tokens or 0 for row in self.rows if not row.left_out)
+
+    @property
+    def free(self) -> int | None:
+        """The tokens that are left; None is unknown."""
+        return None if self.capacity is None else max(0, self.capacity - self.used)
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the tokens of system, files, turns and draft that would be sent."""
+        named = {"system": "system", "file": "files", "prompt": "prompts", "reply": "replies", "draft": "draft"}
+        found = dict.fromkeys(named.values(), 0)
+        for row in self.rows:
+            if not row.left_out:
+                found[named[row.kind]] += row.tokens or 0
+        return found
+
+    def consequence(self, index: int) -> str:
+        """Return what leaving a row out, or sending it again, would do: nothing after its place stays in the prompt cache."""
+        row = self.rows[index]
+        if not row.key:
+            return "This part is always sent."
+        moved = [each for each in self.rows if each.key == row.key and row.file in ("", each.file)]
+        behind = self.rows[self.rows.index(moved[0]) :]
+        kept = [each for each in behind if each not in moved and not each.left_out and each.kind != "draft"]
+        tokens, again = _sum(moved), _sum(kept) + (_sum(moved) if row.left_out else 0)
+        verb = "Sending it again takes" if row.left_out else "Leaving it out frees"
+        return f"{verb} {units.count(tokens)} tokens; the next prompt recomputes {units.count(again)}."
+
+
+def _sum(rows: Iterable[ContextRow]) -> int:
+    return sum(row.tokens or 0 for row in rows)
+
+
+def list_parts(
+    system: str, turns: Sequence[Turn], draft: Draft, pruned: set[tuple[int, str]], count: Count
+) -> list[ContextRow]:
+    """Return the rows of what would be sent, with what is left out of it."""
+    rows: list[ContextRow] = []
+    of_reply = {turn.reply_key: turn.key for turn in turns}
+    for part in parts(system, turns, draft):
+        key = of_reply.get(part.key, part.key) if part.kind == "reply" else part.key
+        file = part.name if part.kind == "file" and key else ""
+        left_out = (key, "") in pruned or (bool(file) and (key, file) in pruned)
+        said = part.counted if isinstance(part.counted, str) else part.counted.name
+        name = sanitise_line(" ".join(said[:200].split()))
+        rows.append(ContextRow(part.kind, name, count(part.counted), left_out, key, file))
+    return rows

@@ -14,6 +14,7 @@ from typing import Literal
 
 from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextKind, ToolCall
 from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.passes.log import PassLog
 from tokamac.engine.perf.diagnosis import Diagnosis
 from tokamac.engine.text.continuation import whole_characters
 
@@ -31,6 +32,7 @@ class Reply:
 
     model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
     thinking_ended_at: the budget of tokens that ended the thinking; None where none did. calls: of tools, in order.
+    passes: what was recorded of its steps.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Reply:
     reason: str = ""
     thinking_ended_at: int | None = None
     calls: tuple[ToolCall, ...] = ()
+    passes: PassLog | None = None
 
     @property
     def as_message(self) -> Message:
@@ -339,11 +342,18 @@ class ReplyProgress:
 
 
 class Conversation:
-    """A conversation, and the reply in it that is being made, if one is. progress: of that reply, or of the last one."""
+    """A conversation, and the reply in it that is being made, if one is.
 
-    def __init__(self, tree: Tree | None = None) -> None:
+    Attributes:
+        tree: its messages.
+        progress: of the running reply, or of the last one.
+        pruned: what is kept, but not sent: a prompt's key with "", which is its whole turn, or with the name of a file of it.
+    """
+
+    def __init__(self, tree: Tree | None = None, pruned: Iterable[tuple[int, str]] = ()) -> None:
         self.tree = Tree() if tree is None else tree
         self.progress = ReplyProgress()
+        self.pruned = set(pruned)
         self._builder = ReplyBuilder()
         self._reply: int | None = None
 
@@ -390,6 +400,7 @@ class Conversation:
                 diagnosis=finished.diagnosis,
                 thinking_ended_at=finished.thinking_ended_at,
                 calls=finished.tool_calls,
+                passes=finished.passes,
             )
         assert self._reply is not None
         self.tree.end(self._reply, reply)
@@ -454,4 +465,13 @@ class Conversation:
     def request(self, system: str, draft: str | None = None) -> tuple[Message, ...]:
         """Return the conversation as the engine takes it, ``draft`` at its end where one is given."""
         more: Sequence[Turn] = () if draft is None else (Turn(draft),)
-        return messages(system, [*self.turns, *more])
+        return messages(system, [*self.sent(self.turns), *more])
+
+    def sent(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Return ``turns`` without what is left out of the prompt. The prompt that is answered is never left out."""
+        return [self._sent(turn, last=turn is turns[-1]) for turn in turns] if self.pruned else list(turns)
+
+    def _sent(self, turn: Turn, *, last: bool) -> Turn:
+        if (turn.key, "") in self.pruned and not (last and turn.reply is None):
+            return replace(turn, prompt="", attachments=(), reply=None)
+        return replace(turn, attachments=tuple(a for a in turn.attachments if (turn.key, a.name) not in self.pruned))

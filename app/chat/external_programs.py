@@ -1,4 +1,4 @@
-"""Programs of the user's system: the clipboard's tool, and the editor.
+"""Programs of the user's system: the clipboard's tool, the browser, and the editor.
 
 Copying is done by the system's own tool where there is one, else by the terminal (OSC 52) and to a file; the notice says which. The
 editor is $VISUAL, $EDITOR, or one that is installed; it works on a file that is removed afterwards.
@@ -9,28 +9,31 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tokamac.engine.files import read_bytes, read_text
 
 from ..backend.command_process import how_ended
-from ..sanitise import sanitise
+from ..sanitise import safe_link, sanitise
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
 FILE = "copied.txt"
 UTF8 = {"LC_ALL": "", "LC_CTYPE": "UTF-8"}
 """What pbcopy must find: it reads its input in the encoding of the locale, and without one in MacRoman."""
+OPENING_S = 10.0
 PATIENCE_S = 2.0
 """A tool that takes longer hangs."""
 
 
 class NotTakenError(Exception):
-    """No tool of the system copied the text; ``str(error)`` is why, a part of a sentence."""
+    """No program of the system took the text or the address; ``str(error)`` is why, a part of a sentence."""
 
 
-def copy_text(text: str, folder: Path, terminal: Callable[[str], object] | None = None) -> str:
+def copy_text(text: str, folder: Path, terminal: Callable[[str], object] | None = None, *, known: bool = False) -> str:
     """Copy ``text`` by the system's own tool, else into a file in ``folder``; return a sentence that says which.
 
     Args:
@@ -51,10 +54,19 @@ def copy_text(text: str, folder: Path, terminal: Callable[[str], object] | None 
     except OSError as error:
         saved = f"{file} can't be written: {error.strerror}."
     else:
-        saved = f"The text is also in {file}." if terminal is not None else f"The text, {size_of(text)}, is in {file}."
+        if known and terminal is not None:
+            return f"Copied {size_of(text)}."
+        quits = "Nothing to paste? Until you quit, the text is also in"
+        saved = f"{quits} {file}." if terminal is not None else f"The text, {size_of(text)}, is in {file}."
     if terminal is not None:
-        return f"Copied {size_of(text)} through the terminal (OSC 52), if it allows this. {saved}"
+        return f"Copied {size_of(text)}. {saved}"
     return f"{problem}. {saved}"
+
+
+def forget_copied(folder: Path) -> None:
+    """Remove what was last copied into the file in ``folder``."""
+    with suppress(OSError):
+        (folder / FILE).unlink(missing_ok=True)
 
 
 def copy_by_tool(text: str) -> str:
@@ -77,6 +89,24 @@ def copy_by_tool(text: str) -> str:
     except OSError as error:
         raise NotTakenError(f"{tool[0]} can't be run: {error.strerror}") from None
     return tool[0]
+
+
+def open_address(address: str) -> None:
+    """Open ``address`` with the program that the system has for it. Raises NotTakenError."""
+    if not safe_link(address):
+        raise NotTakenError("only addresses of the web and of mail are opened")
+    if os.environ.get("SSH_CONNECTION"):
+        raise NotTakenError("over SSH, it would open on the remote machine")
+    program = "open" if sys.platform == "darwin" else "xdg-open"
+    if program == "xdg-open" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        raise NotTakenError("there is no desktop here")  # a browser for terminals would draw over the chat
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run((program, address), check=True, timeout=OPENING_S, stdin=quiet, stdout=quiet, stderr=quiet)
+    except subprocess.TimeoutExpired:
+        return  # it waits for the browser that it has started
+    except (OSError, subprocess.CalledProcessError):
+        raise NotTakenError(f"{program} can't open it") from None
 
 
 def write_private(file: Path, text: str) -> None:

@@ -179,7 +179,7 @@ def _terms(session: Session, *keys: str) -> tuple[Input, ...]:
 
 def _bandwidth(session: Session) -> tuple[Input, ...]:
     """Return the memory's bandwidth, and its source."""
-    source = "the table of chips, or measured on this machine"
+    source = session.engine.bandwidth_note or "the table of chips, or measured on this machine"
     known = Input("bandwidth", units.bandwidth(session.engine.bandwidth_gbs), source)
     return _terms(session, "bandwidth") or (known,)
 
@@ -344,7 +344,10 @@ def _ceiling(session: Session) -> Explained:
             *_step(session),
         ),
         "computed from the above",
-        "How close the reply came to the limit that memory bandwidth sets. No program can exceed 100 %.",
+        "How close the reply came to the limit that memory bandwidth sets. 100 % is the hardware limit.",
+        f"the memory's speed is {session.engine.bandwidth_note}"
+        if ceiling is None and session.engine.bandwidth_note
+        else "",
     )
 
 

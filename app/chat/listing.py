@@ -3,7 +3,10 @@
 The texts are foreign and made safe here. ``ChatSearch`` opens a store of its own for each question, so that any thread may ask.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from ..sanitise import sanitise_line
@@ -21,11 +24,13 @@ EXCERPT = 40
 
 @dataclass(frozen=True, slots=True)
 class ChatMatches:
-    """What matches ``text``: chats by their titles, and messages by their words."""
+    """What matches ``text``: chats by their titles, and messages by their words. folders: all there are; folder: the one shown."""
 
     text: str
     chats: tuple[StoredChat, ...]
     hits: tuple[Hit, ...]
+    folders: tuple[str, ...] = ()
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,24 @@ class ChatSearch:
 
     path: Path
 
-    def find(self, text: str) -> ChatMatches:
-        """Return the chats and messages that match ``text``."""
+    def find(self, text: str, folder: str | None = None) -> ChatMatches:
+        """Return the chats and messages that match ``text``, pinned chats first; of one ``folder``, its chats alone."""
         with Store.open(self.path) as store:
-            chats = store.chats(text, limit=MOST_CHATS)
-            hits = store.search(text, limit=MOST_HITS) if len(text.strip()) >= LEAST_CHARACTERS else []
-        return ChatMatches(text, tuple(chats), tuple(hits))
+            chats = store.chats(text, limit=MOST_CHATS, pinned_first=True, folder=folder)
+            searched = len(text.strip()) >= LEAST_CHARACTERS and folder is None
+            hits = store.search(text, limit=MOST_HITS) if searched else []
+            folders = tuple(name for name, _ in store.folders())
+        return ChatMatches(text, tuple(chats), tuple(hits), folders, folder)
+
+    def pin(self, chat: str, *, pinned: bool) -> None:
+        """Keep a chat at the top, or no longer."""
+        with Store.open(self.path) as store:
+            store.pin(chat, pinned=pinned)
+
+    def move(self, chat: str, folder: str) -> None:
+        """Put a chat into a folder; "" takes it out."""
+        with Store.open(self.path) as store:
+            store.move(chat, folder)
 
     def delete(self, chat: str) -> None:
         """Delete a chat; it can be restored."""
@@ -69,6 +86,57 @@ def ago(seconds: float) -> str:
     return "just now"
 
 
+def date_of(seconds: float, now: float) -> str:
+    """Return when something was: ``14:05`` today, ``Mon 14:05`` in the last week, ``21 Nov`` this year, else ``2025-11-21``."""
+    at, today = datetime.fromtimestamp(seconds), datetime.fromtimestamp(now).date()
+    if at.date() == today:
+        return f"{at:%H:%M}"
+    if timedelta() < today - at.date() < timedelta(days=7):
+        return f"{at:%a %H:%M}"
+    return f"{at.day} {at:%b}" if at.year == today.year else f"{at:%Y-%m-%d}"
+
+
+def group_of(chat: StoredChat, now: float) -> str:
+    """Return the heading that a chat stands under in a list: ``Pinned``, ``Today``, ``Yesterday`` …, ``October 2026``."""
+    if chat.pinned_at is not None:
+        return "Pinned"
+    at, today = datetime.fromtimestamp(chat.updated_at).date(), datetime.fromtimestamp(now).date()
+    days = (today - at).days
+    named = ((0, "Today"), (1, "Yesterday"), (7, "Last 7 days"), (30, "Last 30 days"))
+    return next((name for most, name in named if days <= most), f"{at:%B %Y}")
+
+
+def grouped(chats: Sequence[StoredChat], now: float) -> Iterator[tuple[str, StoredChat]]:
+    """Yield each chat with the heading to put before it; "" where it stands under the last one."""
+    last = ""
+    for chat in chats:
+        group = group_of(chat, now)
+        yield ("" if group == last else group), chat
+        last = group
+
+
+_HEADING = re.compile(r"^#{1,6} +", re.MULTILINE)
+_STARS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
+
+
+def without_marks(text: str) -> str:
+    """Return Markdown on its way to one line, without the marks of headings and of bold text."""
+    return _STARS.sub("", _HEADING.sub("", text))
+
+
+def plain_hit(hit: Hit) -> Hit:
+    """Return a hit whose snippet has no marks of headings and bold text."""
+    gone = sorted(match.span() for shape in (_HEADING, _STARS) for match in shape.finditer(hit.snippet))
+
+    def moved(at: int) -> int:
+        return at - sum(max(0, min(end, at) - begin) for begin, end in gone)
+
+    kept = "".join(char for at, char in enumerate(hit.snippet) if not any(begin <= at < end for begin, end in gone))
+    marks = tuple((moved(begin), moved(end)) for begin, end in hit.marks)
+    cut = len(hit.snippet) - len(kept)
+    return replace(hit, snippet=kept, marks=tuple(m for m in marks if m[0] < m[1]), length=hit.length - cut)
+
+
 def excerpt(text: str) -> str:
     """Return how a text begins, on one line."""
     line = sanitise_line(" ".join(text.split()))
@@ -77,6 +145,7 @@ def excerpt(text: str) -> str:
 
 def part(hit: Hit) -> str:
     """Return the part of a message that matches, on one line, with … where it is cut."""
+    hit = plain_hit(hit)
     before = "…" if hit.start else ""
     after = "…" if hit.start + len(hit.snippet) < hit.length else ""
     return f"{before}{sanitise_line(' '.join(hit.snippet.split()))}{after}"
@@ -105,7 +174,7 @@ def said_in(node: MessageNode, most: int) -> tuple[str, str]:
 
 
 def _beginning(text: str, most: int) -> str:
-    said = sanitise_line(text.lstrip()[: 4 * most])  # more is not shown, whatever it becomes
+    said = sanitise_line(without_marks(text.lstrip()[: 4 * most]))  # more is not shown, whatever it becomes
     return said if len(said) <= most else f"{said[: most - 1]}…"
 
 

@@ -14,43 +14,51 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from tokamac.engine.files import read_text
 from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
+from tokamac.engine.hub.search import good_for
 from tokamac.engine.options import KVSpec
 
 from .. import units
+from ..backend.command_process import HubModelLine
 from ..backend.protocol import Group, ModelLine, Question, WhatIf
 from ..sanitise import sanitise_line
 from .jobs import Download, DownloadStage
 
-Home = Literal["embedded", "folder", "cache"]
-"""Where a model is, which decides what can be done with it. A folder is the user's own."""
+Home = Literal["embedded", "folder", "models", "other", "cache"]
+"""Where a model is, which decides what can be done with it. A folder is the user's own; models: in the models folder; other: it is
+another program's, and only read."""
 
 _ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A model on this disk. ``model``: what loads it. nbytes: of all its files. whole: no file is missing."""
+    """A model on this disk. ``model``: what loads it. nbytes: of all its files. whole: no file is missing.
+
+    context: tokens that it was made for; None is unknown.
+    """
 
     model: str
     home: Home
     path: Path
     nbytes: int
     whole: bool = True
+    context: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModels:
-    """The models on this disk. free_bytes: free space where downloads go; None is unknown."""
+    """The models on this disk. free_bytes: free space where downloads go; None is unknown. gguf: how many can't be read."""
 
     models: tuple[OnDisk, ...] = ()
     free_bytes: int | None = None
+    gguf: int = 0
 
 
 def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
@@ -67,9 +75,41 @@ def names_on_disk(cache: Path) -> list[str]:
     return [GUIDE, *ids]
 
 
-def models_on_disk(cache: Path, folders: Iterable[str]) -> LocalModels:
-    """Return the models on disk. Reads configs and the headers of weights: some milliseconds a model."""
-    return LocalModels(tuple(_models(cache, folders)), _free_bytes(cache))
+def models_on_disk(cache: Path, folders: Iterable[str], models_folder: Path | None = None) -> LocalModels:
+    """Return the models on disk. Reads configs and the headers of weights: some milliseconds a model.
+
+    folders: those that the user opened. models_folder: where converted models go. LM Studio's are found by themselves.
+    """
+    from tokamac.engine.hub.other_apps import lm_studio_models
+
+    found = {each.path.resolve(): each for each in _models(cache, folders)}
+    others = lm_studio_models()
+    for home, paths in (("models", _converted(models_folder)), ("other", others.folders)):
+        for path in paths:
+            if path.resolve() not in found:
+                nbytes = _bytes(path.glob("*.*"))
+                found[path.resolve()] = OnDisk(str(path), "models" if home == "models" else "other", path, nbytes)
+    gguf = len(others.gguf) + sum(any(folder.glob("snapshots/*/*.gguf")) for folder in _repositories(cache))
+    models = tuple(replace(each, context=_context(each.path)) for each in found.values())
+    return LocalModels(models, _free_bytes(cache), gguf)
+
+
+def _converted(models_folder: Path | None) -> list[Path]:
+    """Return the models in the models folder."""
+    if models_folder is None or not models_folder.is_dir():
+        return []
+    return sorted(config.parent for config in models_folder.glob("[!.]*/config.json"))
+
+
+def _context(folder: Path) -> int | None:
+    """Return the tokens that the model in ``folder`` was made for."""
+    from tokamac.engine.model.config import context_length, normalise
+
+    try:
+        config = json.loads(read_text(folder / "config.json"))
+        return context_length(normalise(config)) if isinstance(config, dict) else None
+    except Exception:  # a config may hold anything; whether it loads is asked elsewhere
+        return None
 
 
 def is_id(model: str) -> bool:
@@ -389,8 +429,8 @@ class Estimates:
         return True
 
 
-Section = Literal["typed", "converting", "downloads", "embedded", "disk", "start", "catalogue"] | Group
-"""What rows stand under. catalogue: what was not estimated yet, in no order that means anything."""
+Section = Literal["typed", "start", "converting", "downloads", "embedded", "disk", "catalogue", "hub"] | Group
+"""What rows stand under. catalogue: what was not estimated yet, in no order that means anything. hub: what a search found."""
 
 MOST_LISTED: dict[Group, int] = {
     "recommended": 12,
@@ -403,11 +443,33 @@ MOST_LISTED: dict[Group, int] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model whatever machine it runs on. context: tokens it was made for; None and "" are unknown.
+
+    downloads: of the last month.
+    """
+
+    context: int | None = None
+    licence: str = ""
+    good_for: str = ""
+    downloads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogueOffer:
     """A model of the catalogue before it is estimated. nbytes: to download; None is unknown."""
 
     model: str
     nbytes: int | None
+    facts: ModelFacts = ModelFacts()  # frozen
+
+
+@dataclass(frozen=True, slots=True)
+class HubModels:
+    """What a search of the hub found. state: how it goes, or why there is nothing, in a line; "" where nothing was searched."""
+
+    models: tuple[HubModelLine, ...] = ()
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +482,8 @@ class ModelRow:
         converting: the progress of its conversion.
         line: how it would run here; None where that is not known yet, ``pending`` where it was asked.
         start: it is the model to start with.
+        path: where it is on the disk; None where that says nothing.
+        facts: what holds on every machine.
     """
 
     model: str
@@ -432,6 +496,8 @@ class ModelRow:
     download: Download | None = None
     converting: str = ""
     start: StartHere | None = None
+    path: Path | None = None
+    facts: ModelFacts = ModelFacts()  # frozen
 
     @property
     def id(self) -> str:
@@ -447,19 +513,50 @@ def rows(
     downloads: Sequence[Download],
     *,
     conversions: Mapping[str, str] = MappingProxyType({}),
+    hub: HubModels = HubModels(),  # frozen
+    ungrouped: bool = False,
 ) -> list[ModelRow]:
     """Return the rows that match ``text``, in order; without a text, only the best of each group of the catalogue.
 
-    conversions: the models that are being converted, with their progress.
+    Nothing moves while estimates come in: without a text the catalogue is left out until its order is known.
+
+    Args:
+        text: words that the names must have.
+        disk: what is here.
+        offers: the catalogue.
+        estimates: how models would run.
+        downloads: those that have begun.
+        conversions: the models that are being converted, with their progress.
+        hub: what a search found, which is listed as the hub has it.
+        ungrouped: the catalogue is listed in the order of ``offers``, whatever is known by now.
     """
     wanted = text.casefold().split()
     going = {each.model: each for each in downloads}
+    facts = {offer.model: offer.facts for offer in offers}
     under_way = [ModelRow(model, "converting", converting=progress) for model, progress in conversions.items()]
-    found = [*under_way, *_downloads(disk, estimates, going), *_here(disk, estimates, going)]
-    known = {row.model for row in found if not row.converting}
-    found += _offered([offer for offer in offers if offer.model not in known], estimates, everything=bool(wanted))
+    here = [*under_way, *_downloads(disk, estimates, going), *_here(disk, estimates, going, facts)]
+    known = {row.model for row in here if not row.converting}
+    lacking = [offer for offer in offers if offer.model not in known]
+    if estimates.advice is None or ungrouped:
+        offered = list(_ungrouped(lacking, estimates)) if wanted else []
+    else:
+        offered = list(_offered(lacking, estimates, everything=bool(wanted)))
+    first = [row for row in offered if row.section == "start"]
+    found = [*first, *here, *(row for row in offered if row.section != "start")]
     fitting = [row for row in found if all(word in row.model.casefold() for word in wanted)]
+    listed = {row.model for row in fitting}
+    fitting += (row for row in _of_hub(hub, estimates) if row.model not in listed)
     return [*_typed(text.strip(), fitting), *fitting]
+
+
+def _of_hub(hub: HubModels, estimates: Estimates) -> Iterator[ModelRow]:
+    for each in hub.models:
+        line = None if each.config_folder is None else estimates.disk.get(each.config_folder)
+        nbytes = each.nbytes or (None if line is None else line.download_bytes)
+        facts = ModelFacts(each.context, each.licence or "", each.good_for, each.downloads)
+        yield ModelRow(
+            each.id, "hub", nbytes, line=line, pending=line is None and bool(each.config_folder), facts=facts
+        )
 
 
 def best_guess(offers: Sequence[CatalogueOffer], memory_bytes: int | None) -> list[CatalogueOffer]:
@@ -494,30 +591,55 @@ def _total(line: ModelLine | None) -> int | None:
     return None if line is None else line.download_bytes
 
 
-def _here(disk: LocalModels, estimates: Estimates, going: Mapping[str, Download]) -> Iterator[ModelRow]:
+def _here(
+    disk: LocalModels, estimates: Estimates, going: Mapping[str, Download], facts: Mapping[str, ModelFacts]
+) -> Iterator[ModelRow]:
     whole = [each for each in disk.models if each.whole and each.model not in going]
     for each in sorted(whole, key=lambda each: (each.home != "embedded", each.model.casefold())):
-        yield _row_of(each, estimates)
+        yield _row_of(each, estimates, facts.get(each.model, ModelFacts()))
 
 
-def _row_of(each: OnDisk, estimates: Estimates) -> ModelRow:
+GUIDE_FACTS = ModelFacts(good_for="questions about Tokamac")
+
+
+def _row_of(each: OnDisk, estimates: Estimates, known: ModelFacts) -> ModelRow:
     line = estimates.disk.get(each.model)
     section: Section = "embedded" if each.home == "embedded" else "disk"
-    return ModelRow(each.model, section, each.nbytes, each.home, on_disk=True, line=line, pending=line is None)
+    if each.home == "embedded":
+        known = GUIDE_FACTS
+    facts = replace(known, context=each.context or known.context, good_for=known.good_for or good_for(each.path.name))
+    path = each.path if each.home in ("folder", "models", "other") else None
+    return ModelRow(
+        each.model,
+        section,
+        each.nbytes,
+        each.home,
+        on_disk=True,
+        line=line,
+        pending=line is None,
+        path=path,
+        facts=facts,
+    )
+
+
+def _ungrouped(offers: Sequence[CatalogueOffer], estimates: Estimates) -> Iterator[ModelRow]:
+    """Yield the catalogue in the order of ``offers``, with what is known by now."""
+    for offer in offers:
+        line, pending = estimates.catalogue.get(offer.model), estimates.advice is None
+        nbytes = _download(line, offer.nbytes)
+        yield ModelRow(offer.model, "catalogue", nbytes, line=line, pending=line is None and pending, facts=offer.facts)
 
 
 def _offered(offers: Sequence[CatalogueOffer], estimates: Estimates, *, everything: bool) -> Iterator[ModelRow]:
-    """Yield the catalogue in its groups once they are known. everything: also what does not fit or ranks low."""
+    """Yield the catalogue in its groups, which are known. everything: also what does not fit or ranks low."""
     advice, sizes = estimates.advice, {offer.model: offer.nbytes for offer in offers}
+    facts = {offer.model: offer.facts for offer in offers}
     if advice is None:
-        for offer in offers if everything else offers[: MOST_LISTED["recommended"]]:
-            line = estimates.catalogue.get(offer.model)
-            yield ModelRow(offer.model, "catalogue", _download(line, offer.nbytes), line=line, pending=line is None)
         return
     start = advice.start
     if start is not None and start.model in sizes:
         line = next(line for line in advice.lines if line.model == start.model)
-        yield ModelRow(start.model, "start", start.download_bytes, line=line, start=start)
+        yield ModelRow(start.model, "start", start.download_bytes, line=line, start=start, facts=facts[start.model])
     for group in get_args(Group):
         if group == "speed unknown" and not everything and advice.of("recommended"):
             continue
@@ -525,11 +647,11 @@ def _offered(offers: Sequence[CatalogueOffer], estimates: Estimates, *, everythi
             line for line in advice.of(group) if line.model in sizes and (start is None or line.model != start.model)
         ]
         for line in lines if everything else lines[: MOST_LISTED[group]]:
-            yield ModelRow(line.model, group, _download(line, sizes[line.model]), line=line)
+            yield ModelRow(line.model, group, _download(line, sizes[line.model]), line=line, facts=facts[line.model])
     known = {line.model for line in advice.lines}
     for offer in offers:
         if everything and offer.model not in known:
-            yield ModelRow(offer.model, "catalogue", offer.nbytes)
+            yield ModelRow(offer.model, "catalogue", offer.nbytes, facts=offer.facts)
 
 
 def _download(line: ModelLine | None, nbytes: int | None) -> int | None:
@@ -541,6 +663,8 @@ def section_title(section: Section, estimates: Estimates) -> str:
     match section:
         case "start":
             return "Start here"
+        case "hub":
+            return "On Hugging Face"
         case "recommended":
             return f"Recommended for {estimates.place}, best first"
         case "speed unknown":
@@ -591,4 +715,8 @@ class Removal:
             return "It is downloading. Press F6 to cancel and delete the download."
         if row.home == "embedded":
             return "It is part of the program."
+        if row.home == "other":
+            return "It belongs to LM Studio: remove it there."
+        if row.home == "models":
+            return f"It is yours, in {row.path}. Delete that folder to remove it."
         return "" if row.on_disk else "It is not on this disk."

@@ -17,6 +17,7 @@ from typing import Any
 from tokamac.engine.events import ToolCall
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import NOTHING_TOLD
+from tokamac.engine.passes.log import PassLog
 from tokamac.engine.perf.diagnosis import Diagnosis
 
 from ..backend.protocol import ShapeError, build
@@ -33,7 +34,8 @@ from .steps import Step
 class ReplyRecord:
     """What is stored of a reply beside its text.
 
-    reason: why it failed; thinking_ended_at: the budget that ended its thinking. Neither is written where there was none.
+    reason: why it failed; thinking_ended_at: the budget that ended its thinking; passes: what was recorded of its steps. None of
+    them is written where there was none.
     """
 
     ending: Ending = "stop"
@@ -43,6 +45,7 @@ class ReplyRecord:
     diagnosis: Diagnosis | None = None
     reason: str = ""
     thinking_ended_at: int | None = None
+    passes: PassLog | None = None
 
 
 _RECORDED = tuple(each.name for each in fields(ReplyRecord))
@@ -55,6 +58,8 @@ def measured(reply: Reply) -> dict[str, Any]:
         del plain["reason"]
     if reply.thinking_ended_at is None:
         del plain["thinking_ended_at"]
+    if reply.passes is None:
+        del plain["passes"]
     return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
 
 
@@ -270,6 +275,8 @@ def _state(node: MessageNode) -> str:
 
 
 CHECKPOINT_S = 2.0
+PRUNED = "left_out"
+"""The key, in a chat's settings, of what is not sent."""
 LEFT = "Your unsent prompt stays in the previous chat."
 AGAIN = "Not saved: {} The next prompt tries again."
 SAVED = "The whole chat is saved again."
@@ -433,6 +440,12 @@ class Recording:
             ledger = self._open.ledger
             self._owe("head", lambda chat: self._keep_head(ledger, chat, head))
 
+    def pruned(self) -> None:
+        """Something is left out of what is sent, or is sent again."""
+        conversation, ledger = self._session.conversation, self._open.ledger
+        if self.chat is not None:
+            self._owe("pruned", lambda chat: self._keep_pruned(ledger, chat, conversation))
+
     def left(self) -> None:
         """Another conversation is open: one that went on in the background, or one of which nothing is saved yet."""
         conversation = self._session.conversation
@@ -492,6 +505,14 @@ class Recording:
             return False
         busy = self._session.is_active(self._session.conversation)
         return self.unsaved or busy or self.ledger.is_current()
+
+    def pruned_of(self, chat: str) -> set[tuple[int, str]]:
+        """Return what of ``chat`` is not sent: stored messages, with "" or the name of a file. Raises StoreError."""
+        stored = self.store.chat(chat).settings.get(PRUNED)
+        pairs = (
+            [each for each in stored if isinstance(each, list) and len(each) == 2] if isinstance(stored, list) else []
+        )
+        return {(key, name) for key, name in pairs if isinstance(key, int) and isinstance(name, str)}
 
     def own(self, chat: str) -> ChatOverrides:
         """Return the settings of ``chat`` itself. Raises StoreError."""
@@ -612,6 +633,12 @@ class Recording:
     def _keep_head(self, ledger: Ledger, chat: str, head: int) -> None:
         if (stored := ledger.stored(head)) is not None:
             self.store.set_head(chat, stored)
+
+    def _keep_pruned(self, ledger: Ledger, chat: str, conversation: Conversation) -> None:
+        stored = sorted(
+            (ledger.stored(key), name) for key, name in conversation.pruned if ledger.stored(key) is not None
+        )
+        self.store.set_settings(chat, {PRUNED: [list(each) for each in stored] or None})
 
     def _keep_draft(self, opened: OpenChat, chat: str, text: str) -> None:
         self.store.set_draft(chat, text)

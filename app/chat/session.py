@@ -11,7 +11,7 @@ The conversation that is shown and the one that is written may differ: leaving a
 and it makes one reply at a time, so prompts wait in one queue, each with its conversation and settings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tokamac.engine.events import (
@@ -41,6 +41,8 @@ from ..backend.protocol import (
     Heartbeat,
     Load,
     Loaded,
+    LookedAt,
+    MachineMeasured,
     MemoryUse,
     Priced,
     ReplyEvent,
@@ -67,8 +69,8 @@ from .background import (
     why_whole,
 )
 from .connection import CancelWatchdog, EngineConnection, Idle, sentence
-from .context import parts, refusal
-from .conversation import Conversation, Ending, MessageNode, Reply, ReplyProgress, Tree, Turn, cut_here
+from .context import ContextUse, list_parts, parts, refusal
+from .conversation import Conversation, Ending, MessageNode, Reply, ReplyProgress, Tree, Turn, cut_here, messages
 from .steps import (
     Ask,
     DraftReturned,
@@ -78,6 +80,7 @@ from .steps import (
     Notice,
     Opened,
     PromptRefused,
+    Pruned,
     ReplyEnded,
     ReplyGrew,
     Resumed,
@@ -314,6 +317,27 @@ class Session:
             return ""
         return refusal(parts("", (), Draft("", draft.attachments)), self._count, limit)
 
+    def context_use(self, draft: Draft) -> ContextUse:
+        """Return what the next prompt, ``draft`` at its end, would hold; ``count_context`` has its tokens counted."""
+        info, pruned = self.engine.info, self.conversation.pruned
+        rows = list_parts(self.system, self.turns, draft, pruned, self._count)
+        return ContextUse(tuple(rows), None if info is None else info.capacity)
+
+    def count_context(self, draft: Draft) -> list[Step]:
+        """Ask for the tokens of what is in the context, where they are not known."""
+        if self.engine.phase is not EnginePhase.IDLE:
+            return []
+        wanted = [part.counted for part in parts(self.system, self.turns, draft)]
+        return self._before_title(self.counts.ask(self.engine.info, wanted))
+
+    def prune(self, key: int, file: str = "") -> list[Step]:
+        """Leave the turn of the prompt ``key``, or a file of it, out of what is sent; what is left out is sent again."""
+        self.conversation.pruned ^= {(key, file)}
+        self._refused = (Draft(), "")
+        self.warmup.reset()
+        self.prices.reset()
+        return [Pruned(), *self._warm_history()]
+
     @property
     def _settings(self) -> ReplySettings:
         return ReplySettings(self.system, self.sampling, self._template)
@@ -356,6 +380,17 @@ class Session:
             return [Notice(why, "warning")]
         return self._answer(prompt, cut_here(reply))
 
+    def branch_from(self, key: int, begun: Reply) -> list[Step]:
+        """Generate another reply beside the reply ``key`` that goes on from ``begun``."""
+        if (prompt := self.conversation.prompt_of(key)) is None:
+            return [Notice(NO_PROMPT, "warning")]
+        return self._refusal("go on from this step") or self._answer(prompt, begun)
+
+    def prompt_before(self, key: int) -> tuple[Message, ...]:
+        """Return what the reply ``key`` answers, as the engine is given it now."""
+        tree = self.conversation.tree
+        return messages(self.system, tree.turns_to(tree.nodes[key].parent))
+
     def edit(self, key: int, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Send ``text``, and what goes with it, in place of the prompt ``key``, which stays beside it."""
         if refusal := self._refusal("send the edited message"):
@@ -373,12 +408,12 @@ class Session:
         self.conversation.tree.go(key)
         return [Moved(tuple(self.turns)), *self._warm_history()]
 
-    def open(self, tree: Tree) -> list[Step]:
-        """Show another conversation; the model, its settings and the system prompt stay.
+    def open(self, tree: Tree, pruned: Iterable[tuple[int, str]] = ()) -> list[Step]:
+        """Show another conversation; the model, its settings and the system prompt stay. pruned: what of it is not sent.
 
         What runs and waits in the one before goes on, unless ``give_up`` was called.
         """
-        return self.show(Conversation(tree))
+        return self.show(Conversation(tree, pruned))
 
     def show(self, conversation: Conversation) -> list[Step]:
         """Show a conversation of this session, whose reply may be running."""
@@ -544,13 +579,16 @@ class Session:
                 return self._loaded(event)
             case Failed(_, error, hint):
                 return self._load_failed(" ".join(f"{error}. {hint}".split()))
+            case MachineMeasured():
+                self.engine.measured(event)
+                return []
             case EngineNotice(text):
                 return self.engine.notify(text)
             case Died():
                 return self._died(event)
             case Garbled(error):
                 return [Notice(f"Ignored a line from the engine that is not a message: {error}", "warning")]
-            case Unloaded() | Heartbeat() | WhatIf():  # the answer to a what-if goes to the screen that asked
+            case Unloaded() | Heartbeat() | WhatIf() | LookedAt():  # answers go to the screen that asked
                 return []
 
     def _loaded(self, event: Loaded) -> list[Step]:
@@ -700,7 +738,7 @@ class Session:
         Only what may be too long is counted: a token is a byte at least.
         """
         info, limit = self.engine.info, context_limit(self.engine.info, self.engine.load.kv)
-        found = parts(settings.system, prompt.conversation.turns, prompt.draft)
+        found = parts(settings.system, prompt.conversation.sent(prompt.conversation.turns), prompt.draft)
         if limit is None or sum(part.most_tokens for part in found) < limit:
             return [], ""
         wanted = [part.counted for part in found]

@@ -70,6 +70,11 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Pruned:
+    """Something of the conversation is left out of what is sent, or is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """Another conversation is held from here on: show ``turns``. new: it is empty, and nothing of it is kept yet."""
 
@@ -125,6 +130,7 @@ Step = (
     | ReplyGrew
     | ReplyEnded
     | Moved
+    | Pruned
     | Opened
     | Titled
     | DraftReturned

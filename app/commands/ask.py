@@ -9,11 +9,13 @@ The question comes last, so that another one about the same file begins with wha
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.events import (
@@ -28,9 +30,12 @@ from tokamac.engine.events import (
 )
 from tokamac.engine.files import NotRegularError, open_regular
 from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.options import TemplateOptions
+from tokamac.engine.passes.tokens import StepTokens
 
 from .. import INTERRUPTED
-from ..chat.attachments import fence_for
+from ..backend.protocol import LookedAt
+from ..chat.attachments import AttachError, PDFError, decoded, fence_for, kind_of, pdf_text
 from ..keep_awake import awake
 from ..options import (
     adapter_of,
@@ -54,6 +59,9 @@ from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
 from ..sanitise import Sanitiser
 from . import loading
+
+if TYPE_CHECKING:
+    from tokamac.engine import Engine
 
 STDIN = "-"
 
@@ -118,12 +126,11 @@ def _text(data: bytes, name: str) -> str:
             f"{name} has more than {LONGEST_INPUT // 10**6} MB", "No context holds that: give a part of it."
         )
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8 text", "Only text can be read; convert it first.") from error
-    if "\0" in text:
-        raise InputError(f"{name} is a binary file", "Only text can be read; convert it first.")
-    return text
+        return pdf_text(data) if kind_of(name) == "pdf" else decoded(data, name)
+    except PDFError as error:
+        raise InputError(f"{name} can't be read: {error.message}", error.hint) from error
+    except AttachError as error:
+        raise InputError(error.message, "Only text can be read; convert it first.") from error
 
 
 def _block(title: str, text: str) -> str:
@@ -150,6 +157,11 @@ def parser() -> Parser:
         "--json", action="store_true", help="events as JSON lines: truncated, squeezed, prefill, text, finished, error"
     )
     add_logprobs_flag(made)
+    made.add_argument(
+        "--steps",
+        metavar="FILE",
+        help="write the steps of the reply as JSON lines: times, bytes and the likely tokens of each; - is stderr",
+    )
     made.add_argument(
         "-v",
         "--verbose",
@@ -190,7 +202,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             adapter=adapter_of(options, model),
         )
         with engine, loading.interrupting(engine.cancel):
-            return write(engine.generate(messages, wanted, template=template), writer)
+            end: list[Finished] = []
+            status = write(engine.generate(messages, wanted, template=template), writer, end.append)
+            if options.steps is not None and end:
+                write_steps(engine, messages, end[0], options.steps, template)
+            return status
     except KeyboardInterrupt:
         writer.interrupted()
         raise
@@ -198,8 +214,44 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         writer.close()
 
 
-def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
-    """Write the events of a reply as they come; return the exit status."""
+def write_steps(
+    engine: "Engine", messages: Sequence[Message], end: Finished, name: str, template: TemplateOptions
+) -> None:
+    """Write each step of the reply on a line of the file ``name``, or of stderr. Raises InputError where it can't be written."""
+    from ..chat.conversation import Reply
+    from ..reply_steps import ReplySteps
+
+    steps, metrics = ReplySteps(Reply(end.text, end.thinking, metrics=end.metrics, passes=end.passes)), end.metrics
+    bar = Progress("computing the likely tokens", unit="tokens", plain=False)
+    told = engine.look_again(
+        messages,
+        Message("assistant", end.text, end.thinking),
+        passes=end.passes,
+        prompt_tokens=metrics.prompt_tokens,
+        cached_tokens=metrics.cached_tokens,
+        template=template,
+    )
+    for event in told if end.reason != "cancelled" else ():  # whoever interrupts does not want more computed
+        match event:
+            case StepTokens():
+                steps.take(LookedAt(0, tokens=event))
+            case PrefillProgress(done, total):
+                bar.update(done, total)
+    bar.clear()
+    try:
+        with nullcontext(sys.stderr) if name == STDIN else Path(name).expanduser().open("w", encoding="utf-8") as file:
+            for index in range(len(steps)):
+                file.write(json.dumps(steps.record(index)) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"{name} can't be written: {error.strerror}", access_hint(error, "Check its folder.")
+        ) from error
+
+
+def write(
+    events: Iterator[Event], writer: "JsonWriter | TextWriter", then: Callable[[Finished], object] = lambda _: None
+) -> int:
+    """Write the events of a reply as they come, and give ``then`` the last; return the exit status."""
     reason = ""
     for event in events:
         if isinstance(event, PrefillProgress):
@@ -214,6 +266,7 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
             writer.called(event)
         else:
             writer.finished(event)
+            then(event)
             reason = event.reason
     return INTERRUPTED if reason == "cancelled" else 0
 

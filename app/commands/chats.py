@@ -237,7 +237,8 @@ def _plain(chat: "StoredChat") -> dict[str, Any]:
     from ..store.export import chat_record
 
     record = chat_record(chat)
-    return {"id": chat.id, **{key: record[key] for key in ("title", "created", "updated", "model")}}
+    shown = {key: record[key] for key in ("title", "created", "updated", "model")}
+    return {"id": chat.id, **shown, "pinned": chat.pinned_at is not None, "folder": chat.folder}
 
 
 def _listed(chats: "list[StoredChat]", *, deleted: bool) -> str:
@@ -246,7 +247,12 @@ def _listed(chats: "list[StoredChat]", *, deleted: bool) -> str:
     rows = [["id", "last used", "model", "title"]]
     for chat in chats:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated_at))
-        rows.append([chat.id, used, sanitise_line(chat.model).rpartition("/")[2], _title(chat)])
+        notes = [
+            *(["pinned"] if chat.pinned_at is not None else []),
+            *([sanitise_line(chat.folder)] if chat.folder else []),
+        ]
+        title = _title(chat) + (f" ({', '.join(notes)})" if notes else "")
+        rows.append([chat.id, used, sanitise_line(chat.model).rpartition("/")[2], title])
     return f"{table(rows)}\n\n{count(len(chats))} chat{'' if len(chats) == 1 else 's'}"
 
 

@@ -31,11 +31,13 @@ from ..parser import Parser
 from ..sanitise import sanitise_line
 from ..units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
 from ..verdict import closeness
+from ..without_cache import ROOMY, worth_json, worth_text
 from . import loading
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tokamac.engine.passes.without_cache import CacheWorth
     from tokamac.engine.perf.cost import Form
     from tokamac.engine.perf.footprint import KVRow, KVTable
     from tokamac.engine.perf.hardware import Chip
@@ -122,6 +124,10 @@ def parser() -> Parser:
     shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
     chips = "also on every chip of the table; --memory is then that of every Mac in it"
     shown.add_argument("--chips", action="store_true", help=chips)
+    cache = (
+        "also what a KV cache is worth: a reply with and without one, its size by layout and bits, requests that fit"
+    )
+    shown.add_argument("--no-cache", action="store_true", help=cache)
     plot = "draw decode over context, and the roofline with both phases"
     shown.add_argument("--plot", action="store_true", help=plot)
     made.add_argument("--json", action="store_true", help="one JSON object")
@@ -166,9 +172,9 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
     if options.json and options.plot:
         parser.error("--plot draws, so it does not go with --json")
     if options.adapter is not None:
-        for name in ("table", "chips", "plot"):
+        for name in ("table", "chips", "no_cache", "plot"):
             if getattr(options, name):
-                parser.error(f"--{name} is of the model alone, so it does not go with --adapter")
+                parser.error(f"--{name.replace('_', '-')} is of the model alone, so it does not go with --adapter")
 
 
 def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCase":
@@ -185,12 +191,15 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCas
 def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
     everything = {**found.to_json(), "quality": _quality(subject)}
-    if not (options.table or options.chips):
+    if not (options.table or options.chips or options.no_cache):
         return {key: everything[key] for key in _FIELDS}
     if options.table:
         everything["table"] = [_row(each) for each in _table(subject, found)]
     if options.chips:
         everything["chips"] = [_row(each) for each in _chips(options, subject, found)]
+    if options.no_cache:
+        worth = _worth(subject, found)
+        everything["without_cache"] = {"reason": worth} if isinstance(worth, str) else worth_json(worth)
     return everything
 
 
@@ -227,8 +236,32 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
         print(f"\n{cases_report(_table(subject, found), found.form)}")
     if options.chips:
         print(f"\n{chips_report(_chips(options, subject, found), memory=options.memory is not None)}")
+    if options.no_cache:
+        worth = _worth(subject, found)
+        told = (
+            f"what a KV cache is worth is unknown: {worth}" if isinstance(worth, str) else worth_text(worth, columns())
+        )
+        print(f"\n{told}")
     if options.plot:
         _plot(subject, found)
+
+
+def _worth(subject: "ModelRef", found: "Inspection") -> "CacheWorth | str":
+    """Return what a KV cache is worth to the model, or why that is not known."""
+    from tokamac.engine.passes.without_cache import cache_worth
+    from tokamac.engine.perf.footprint import weigh
+    from tokamac.engine.perf.what_if import contexts_up_to
+
+    place, packing = found.place, found.case.packing(subject.packing)
+    weighed = weigh(subject.config, place.device, place.memory_bytes, packing=packing)
+    return (
+        weighed if isinstance(weighed, str) else cache_worth(weighed, found.case, place, contexts_up_to(subject.config))
+    )
+
+
+def columns() -> int:
+    """Return the columns that text may take: a terminal's, or as many as it likes."""
+    return shutil.get_terminal_size((ROOMY, 24)).columns if is_terminal(sys.stdout) else ROOMY
 
 
 def _plot(subject: "ModelRef", found: "Inspection") -> None:
@@ -379,19 +412,30 @@ def _figures(found: "Inspection") -> list[list[str]]:
     decode, prefill = (None, None) if phases is None else (phases.decode, phases.prefill)
     kept = f"{size(found.kv_bytes_per_token)} a token, {size(found.kv_bytes)} at {found.context:,} tokens"
     chip = found.chip
-    speed = UNKNOWN if chip.bandwidth_gbs is None else f"{bandwidth(chip.bandwidth_gbs)} ({chip.source})"
+    known = chip.bandwidth_gbs is not None
+    speed = f"{bandwidth(chip.bandwidth_gbs)} ({chip.source})" if known else f"memory speed {UNKNOWN}"
     first = f"after {seconds(found.ttft_s)}, for a prompt of {prompt:,} tokens" if found.ttft_s else UNKNOWN
     return [
         ["KV cache", kept],
         ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
         ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {speed}"],
-        ["ceiling", f"{rate(found.ceiling_tps)}: no kernel can be faster"],
+        *([["", chip.condition]] if chip.condition else []),
+        ["ceiling", f"{rate(found.ceiling_tps)}{_what_it_bounds(found)}"],
         ["expected", f"{rate(found.expected_tps)}{_bound(decode)}"],
         ["prefill", f"{rate(found.prefill_tps)}{_bound(prefill)}"],
         ["first token", first],
         ["memory", f"{size(memory.total)} of {size(memory.budget)}: {_verdict(memory, found.place)}"],
         ["", f"weights {size(memory.weights)}, KV cache {size(memory.kv)}, temporaries {size(memory.working)}"],
     ]
+
+
+def _what_it_bounds(found: "Inspection") -> str:
+    """Return what the ceiling holds for; nothing where it is unknown."""
+    from tokamac.engine.perf.bandwidth import UNPACKED_BOUND
+
+    if found.ceiling_tps is None:
+        return ""
+    return f": the hardware limit {UNPACKED_BOUND}" if found.form == "unpacked" else ": no kernel can be faster"
 
 
 def _bound(phase: "Phase | None") -> str:

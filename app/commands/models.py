@@ -22,6 +22,7 @@ from .inspect import add_place_flags, chip_name, measure_it, place_of
 
 if TYPE_CHECKING:
     from tokamac.engine.hub.download import ModelOnDisk
+    from tokamac.engine.hub.search import HubModel
     from tokamac.engine.perf.inspection import Prospect
     from tokamac.engine.perf.machine import Machine
     from tokamac.engine.perf.what_if import Group, Suggestion
@@ -36,6 +37,7 @@ ACTIONS = {
     "list": "how large each is, whether it fits and how fast it should be here",
     "pull": "download a model, or bring it up to date; an interrupted download goes on where it stopped",
     "remove": "take a model off the disk",
+    "search": "find models on Hugging Face that run here, those in MLX's format first",
     "suggest": "one model to start with, and which others run well here or on another machine",
 }
 SUGGEST_FLAGS = ("context", "chip", "gpu_cores", "memory")
@@ -48,18 +50,24 @@ def parser() -> ActionParser:
         "Models on disk, in the Hugging Face cache that other tools share (HF_HOME moves it). HF_TOKEN opens gated ones.",
         "  tokamac models list\n"
         "  tokamac models suggest --context 16384\n"
+        "  tokamac models search qwen3 coder\n"
         "  tokamac models pull mlx-community/Qwen3-4B-Instruct-2507-4bit\n"
         "  tokamac models remove mlx-community/Qwen3-4B-Instruct-2507-4bit",
         ACTIONS,
     )
-    made.add_argument("id", nargs="?", metavar="ID", help="a Hugging Face id, org/name or org/name@revision")
+    made.add_argument(
+        "words",
+        nargs="*",
+        metavar="ID|WORDS",
+        help="a Hugging Face id, org/name or org/name@revision; words to search for",
+    )
     made.add_argument("--json", action="store_true", help="JSON lines, the last one the result")
     removing = made.add_argument_group("remove")
     removing.add_argument("--unfinished", action="store_true", help="only what a download left that did not end")
     suggesting = made.add_argument_group("suggest")
     suggesting.add_argument("--context", type=positive, metavar="N", help="tokens of the prompt to reckon with (8192)")
     add_place_flags(made)
-    made.only(("pull", "remove"), "id")
+    made.only(("pull", "remove", "search"), "words")
     made.only(("remove",), "unfinished")
     made.only(("suggest",), *SUGGEST_FLAGS)
     return made
@@ -73,10 +81,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             return list_(json=options.json)
         case "suggest":
             return suggest(parser, options)
+        case "search":
+            return search(" ".join(options.words), json=options.json)
         case "pull":
-            return pull(options.id, json=options.json)
+            return pull(options.words[0], json=options.json)
         case _:
-            return remove(options.id, unfinished=options.unfinished, json=options.json)
+            return remove(options.words[0], unfinished=options.unfinished, json=options.json)
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
@@ -86,10 +96,15 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         parser.error(f"{action} takes no flags of suggest")
     if action != "remove" and options.unfinished:
         parser.error(f"{action} takes no --unfinished")
-    if action in ("list", "suggest") and options.id:
+    words = options.words
+    if action in ("list", "suggest") and words:
         parser.error(f"{action} takes no ID")
-    if action in ("pull", "remove") and not options.id:
+    if action in ("pull", "remove") and not words:
         parser.error(f"{action} needs an ID, such as mlx-community/Qwen3-4B-Instruct-2507-4bit")
+    if action in ("pull", "remove") and len(words) > 1:
+        parser.error(f"unrecognized arguments: {' '.join(words[1:])}")
+    if action == "search" and not "".join(words).strip():
+        parser.error("search needs words, such as: tokamac models search qwen3 coder")
 
 
 @awake
@@ -123,6 +138,39 @@ def remove(model: str, *, unfinished: bool, json: bool) -> int:
     return 0
 
 
+def search(words: str, *, json: bool) -> int:
+    """Print what Hugging Face finds; return the exit status. With --json a line for each, again once its config has come."""
+    from tokamac.engine.hub import search as hub
+    from tokamac.engine.perf.measurement_store import store_file
+
+    found: dict[str, hub.HubModel] = {}
+    for model in hub.search(words, store_file("configs")):
+        found[model.id] = model
+        if json:
+            json_line({"event": "found", **hub.plain(model)})
+    if json:
+        json_line({"event": "searched", "words": words, "models": [hub.plain(each) for each in found.values()]})
+    elif found:
+        head = ["model", "format", "size", "context", "licence", "downloads", "good for"]
+        print(table([head, *map(_found_row, found.values())], right=(2, 3, 5)))
+        note("note: tokamac models pull ID downloads one; tokamac inspect ID then says how it runs here")
+    else:
+        print(f"Hugging Face has no model for {sanitise_line(words)} that runs here")
+    return 0
+
+
+def _found_row(model: "HubModel") -> list[str]:
+    return [
+        sanitise_line(model.id),
+        "MLX" if model.mlx else "safetensors",
+        size(model.nbytes),
+        short(model.context),
+        sanitise_line(model.licence or UNKNOWN),
+        short(model.downloads),
+        model.good_for,
+    ]
+
+
 class _Lines:
     """Progress as JSON lines, a few a second."""
 
@@ -138,21 +186,29 @@ class _Lines:
 
 
 def list_(*, json: bool) -> int:
-    """Print the models in the Hugging Face cache; return the exit status."""
+    """Print the embedded model and those in the Hugging Face cache; return the exit status."""
     from tokamac.engine.hub import download
 
-    found = download.list_models()
-    weighed = _weigh(found) if found else []
+    weighed = _weigh((_guide(), *download.list_models()))
     if json:
         json_line({"context": CONTEXT, "models": [_plain(*each) for each in weighed]})
-    elif found:
+    else:
         head = ["model", "size", "bits", "", "expected", "last used"]
         print(table([head, *(_row(*each) for each in weighed)], right=(1, 2, 4)))
         held = f"{count(CONTEXT)} tokens held, or all that a model's own context holds"
         print(f"\nFit and expected speed are for {held}.")
-    else:
-        print("no models on disk; get one with: tokamac models pull ID")
+        if len(weighed) == 1:
+            print("Only the embedded model is here. More: tokamac models suggest, then tokamac models pull ID")
     return 0
+
+
+def _guide() -> "ModelOnDisk":
+    """The embedded model, which is always here, as one of the list."""
+    from tokamac.assets import asset_path
+    from tokamac.engine.hub.cache import GUIDE, ModelOnDisk
+
+    folder = asset_path("guide", "model")
+    return ModelOnDisk(GUIDE, folder, sum(path.stat().st_size for path in folder.glob("*")), None, whole=True)
 
 
 def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospect | None]]":
@@ -174,7 +230,8 @@ def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospe
 
 
 def _row(model: "ModelOnDisk", found: "Prospect | None") -> list[str]:
-    used = time.strftime("%Y-%m-%d", time.localtime(model.last_used_s))
+    last = model.last_used_s
+    used = "embedded" if last is None else time.strftime("%Y-%m-%d", time.localtime(last))
     if found is None:
         return [sanitise_line(model.id), size(model.nbytes), "", "not whole: pull it again", "", used]
     bits = found.outcome.bits_per_weight

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
+from .. import units
 from ..chat import actions, commands
 from ..chat.actions import ACTIONS
-from ..chat.attachments import Draft, read_file
+from ..chat.attachments import Draft, read_named
 from ..chat.commands import RefusedError, recording_of, save_settings
 from ..chat.conversation import Reply, Tree, Turn
 from ..chat.external_programs import EditorError, edit_text, editor_command
 from ..chat.figures import FIGURES, Explained, Figure, explain
-from ..chat.listing import EXCERPT, ago, ending_text, part, said_in
+from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
 from ..chat.models import lasting
 from ..chat.preferences import (
     KV_FIELDS,
@@ -38,6 +39,7 @@ from ..chat.recording import LEFT
 from ..chat.steps import EnginePhase
 from ..options import given_adapter
 from ..settings import Settings, gigabytes_of
+from ..store.values import StoredChat
 from . import processes
 
 if TYPE_CHECKING:
@@ -60,8 +62,8 @@ def new_chat(repl: "Repl", _: str) -> None:
 def chats(repl: "Repl", words: str) -> None:
     """List the chats that were used last, or those that contain the words."""
     store, now = recording_of(repl).store, time.time()
-    found = store.chats(words, limit=MOST_LISTED)
-    lines = [f"{chat.title or 'untitled'}, {ago(now - chat.updated_at)} ({chat.id})" for chat in found]
+    found = store.chats(words, limit=MOST_LISTED, pinned_first=True)
+    lines = [_chat_line(chat, now) for chat in found]
     repl.listed = tuple(chat.id for chat in found)
     if words:
         hits = store.search(words, MOST_LISTED)
@@ -72,6 +74,13 @@ def chats(repl: "Repl", words: str) -> None:
         repl.console.aside("/open and a number or an ID opens one.")
     else:
         repl.say("No matches." if words else "No chats yet.")
+
+
+def _chat_line(chat: StoredChat, now: float) -> str:
+    notes = [ago(now - chat.updated_at), date_of(chat.updated_at, now)]
+    notes += ["pinned"] if chat.pinned_at is not None else []
+    notes += [f"in {chat.folder}"] if chat.folder else []
+    return f"{chat.title or 'untitled'}, {', '.join(notes)} ({chat.id})"
 
 
 def open_(repl: "Repl", name: str) -> None:
@@ -186,6 +195,28 @@ def end(repl: "Repl", _: str) -> None:
     repl.say(last_turn(repl.session.turns))
 
 
+def context(repl: "Repl", number: str) -> None:
+    """List what is in the context, or leave a part out."""
+    draft = repl.composer.draft
+    repl.perform(repl.session.count_context(draft))
+    repl.driver.settle_counts()
+    use = repl.session.context_use(draft)
+    wanted = whole_number(number) or 0
+    if number and not 0 < wanted <= len(use.rows):
+        raise RefusedError(f"There is no part {number:.40}: /context lists them, 1 to {len(use.rows)}.")
+    if number:
+        row = use.rows[wanted - 1]
+        repl.tell(use.consequence(wanted - 1))
+        if row.key:
+            repl.perform(repl.session.prune(row.key, row.file))
+        return
+    for at, row in enumerate(use.rows, 1):
+        left = ", left out" if row.left_out else ""
+        repl.say(f"{at}. {row.kind}, {units.count(row.tokens)} tokens{left}: {row.name[:EXCERPT]}")
+    repl.say(f"{units.count(use.used)} tokens used, {units.count(use.free)} free of {units.count(use.capacity)}.")
+    repl.console.aside("/context and a number leaves a file or a turn out, or sends it again.")
+
+
 def editor(repl: "Repl", _: str) -> None:
     """Write a prompt in the user's own editor, and send it."""
     try:
@@ -203,7 +234,7 @@ def attach(repl: "Repl", path: str) -> None:
     """Attach a file to the next prompt."""
     if not path:
         raise RefusedError("Write the file after the command: /attach notes.md")
-    made, draft = read_file(path, Path()), repl.composer.draft
+    made, draft = read_named(path, Path()), repl.composer.draft
     others = tuple(each for each in draft.attachments if each.name != made.name)
     repl.composer.draft = Draft(draft.text, (*others, made))
     repl.tell(f"Attached to the next prompt: {made.name}, {len(made.text):,} characters.")
@@ -417,6 +448,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "export": export,
     "import": import_,
     "branches": branches,
+    "context": context,
     "scroll_end": end,
     "choose_model": model,
     "adapter": adapter,
@@ -426,6 +458,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "thinking": thinking,
     "gauges": gauges,
     "explain": explain_reply,
+    "steps": processes.steps,
     "what_if": processes.what_if,
     "convert": processes.convert,
     "editor": editor,

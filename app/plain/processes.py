@@ -1,4 +1,4 @@
-"""Commands of the plain chat that run a process and wait for it: /convert, /pull, /whatif and /guide.
+"""Commands of the plain chat that wait for a process: /convert, /pull, /whatif, /steps and /guide.
 
 Ctrl-C asks the process to stop, as it would in a shell. Progress is told rarely: a screen reader would read it over all else. The
 guide has an engine's process of its own, so that the chat and its model stay as they are.
@@ -37,8 +37,10 @@ from ..backend.command_process import (
     models_command,
     pull_arguments,
 )
-from ..backend.protocol import ReplyEvent
+from ..backend.protocol import LookedAt, ReplyEvent
+from ..chat.commands import RefusedError
 from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
+from ..chat.preferences import whole_number
 from ..units import count, size
 from .console import heard
 
@@ -290,6 +292,59 @@ def _kv_flags(kv: KVSpec, own: Sequence[str]) -> Iterator[str]:
     if kv.window is not None and "--kv-window" not in given:
         yield f"--kv-window={kv.window}"
         yield f"--kv-keep={kv.keep}"
+
+
+TAIL = 40
+"""Characters of what a new version goes on from."""
+LISTED_STEPS = 12
+"""Slow steps that /steps lists."""
+
+
+def steps(repl: "Repl", written: str) -> None:
+    """List the steps of the last reply, explain one of them, or go on from it with another token."""
+    from ..reply_steps import ReplySteps, visible, why_not
+
+    found = repl.session.conversation.reply_at(None)
+    if found is None or found.reply is None:
+        raise RefusedError("There is no reply to walk through yet.")
+    shown = ReplySteps(found.reply)
+    if not written:
+        repl.say("\n".join(shown.summary(LISTED_STEPS)))
+        repl.console.aside(f"/steps and a number from 1 to {len(shown):,} explains a step and its likely tokens.")
+        return
+    number, choice = _numbers(written)
+    repl.driver.settle(loaded=True)
+    if why := why_not(repl.session, found.reply):
+        shown.take(LookedAt(found.key, ended=True, error=why))
+    else:
+        question = shown.question(found.key, repl.session.prompt_before(found.key), repl.session.template)
+        repl.driver.look_again(question, shown.take)
+    if not 1 <= number <= len(shown):
+        raise RefusedError(f"This reply has {len(shown):,} steps.")
+    if choice is not None:
+        begun = shown.branch(number - 1, choice)
+        tail = visible((begun.thinking + begun.text)[-TAIL:])
+        repl.tell(f"A new version of the reply goes on from “…{tail}”.")
+        repl.reply(lambda: repl.session.branch_from(found.key, begun))
+        return
+    lines = (f"{line.label:<9} {line.text}".rstrip() for line in shown.lines(number - 1))
+    repl.say("\n".join([shown.title(number - 1), *lines]))
+    if remark := shown.status():
+        repl.tell(remark)
+
+
+def _numbers(written: str) -> tuple[int, int | None]:
+    """Return the step that is asked for, and which of its other tokens to go on with, if that is asked. Raises RefusedError."""
+    numbers = [whole_number(word) for word in written.split()]
+    match numbers:
+        case [int(step)]:
+            return step, None
+        case [int(step), int(choice)]:
+            return step, choice
+        case _:
+            raise RefusedError(
+                "Write the number of a step after the command: /steps 12. /steps 12 2 goes on with its token 2."
+            )
 
 
 Events = queue.SimpleQueue[BackendEvent | None]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from .. import INTERRUPTED, units
 from ..backend.client import BackendEvent, Died, EngineProcess
-from ..backend.protocol import Load
+from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
 from ..chat.actions import ACTIONS, Keymap
 from ..chat.attachments import Draft, apart, joined
 from ..chat.commands import CodeCycle, LoadChoice, Severity, save_settings
@@ -40,6 +40,7 @@ from ..chat.steps import (
     Notice,
     Opened,
     PromptRefused,
+    Pruned,
     ReplyEnded,
     ReplyGrew,
     StartEngine,
@@ -111,6 +112,8 @@ class Driver:
                 self._ended(reply)
             case Moved():
                 self._record(lambda recording: recording.moved())
+            case Pruned():
+                self._record(lambda recording: recording.pruned())
             case Opened():
                 self._record(lambda recording: recording.left())
             case Titled(title):
@@ -171,6 +174,16 @@ class Driver:
                         self._take(number, event)
                 self._tell_progress()
 
+    def settle_counts(self) -> None:
+        """Take what the engine says until what was asked of it is counted, or it is busy."""
+        with heard(lambda: self._events.put(_Interrupt())):
+            while self.session.counts.pending and self.session.engine.phase is EnginePhase.IDLE:
+                match self._next():
+                    case (number, event):
+                        self._take(number, event)
+                    case _:
+                        return
+
     def stop(self) -> None:
         """Stop what is waited for, if anything is."""
         if self.session.engine.replying or self.session.queued:
@@ -211,6 +224,24 @@ class Driver:
         """Start another process of the same kind; its log stands beside this one's. Raises OSError."""
         log = self._begun.log
         return EngineProcess(self._begun.command, log.with_stem(f"{log.stem}-guide"), on_event)
+
+    def look_again(self, question: LookAgain, take: Callable[[LookedAt], None]) -> None:
+        """Give ``take`` what the engine tells of a reply's tokens, until that ends. Ctrl-C stops it."""
+        number, process = self._process_number, self._process
+        with heard(lambda: self._events.put(_Interrupt())):
+            if process is not None:
+                process.send(question)
+            while process is not None and number == self._process_number:
+                match self._next():
+                    case _Interrupt():
+                        process.send(StopLooking())
+                    case (from_process, event):
+                        self._take(from_process, event)
+                        if from_process == number and isinstance(event, LookedAt) and event.id == question.id:
+                            take(event)
+                            if event.ended:
+                                return
+        take(LookedAt(question.id, ended=True, error="The engine stopped."))
 
     def close(self) -> None:
         """End the engine's process."""
@@ -631,7 +662,7 @@ class Repl:
         if chat != left and self.composer.unsent.whole and not unkept.whole:
             self.tell(LEFT)
         driver.preferences.hold(own, driver.session)
-        driver.perform(driver.session.open(tree))
+        driver.perform(driver.session.open(tree, recording.pruned_of(chat)))
         recording.hold(chat, tree, draft)
         self.composer.hold(joined([apart(draft), unkept]))
         if self.console.shown:

@@ -130,6 +130,10 @@ STEPS: tuple[Step, ...] = (
         *_SEARCH,
     ),
     _TOOLS,
+    (
+        "ALTER TABLE chats ADD COLUMN pinned_at REAL",
+        "ALTER TABLE chats ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
+    ),
 )
 """What leads to each version, from 1; the program's version is their number."""
 

@@ -6,23 +6,24 @@
 
 What is read is data: it is checked, stored as it is, and nothing in it is followed or run.
 
-Markdown holds the branch on which a conversation stands; it reads well anywhere and comes back exactly. What the text alone can't
-say stands in comments, each on a line of its own. What a comment opens reaches to the next one:
+Markdown is the conversation, on the branch on which it stands, with a line of figures below each reply. It reads well anywhere, and
+comes back with every text as it was; settings and measurements of messages are in JSON alone. What the text can't say stands in
+short comments, each on a line of its own. What a comment opens reaches to the next one:
 
-    <!-- tokamac-chat {"version": 1, "title": "Bandwidth", …} -->
+    <!-- tokamac-chat {"version": 2, "title": "Bandwidth", …} -->
     # Bandwidth
 
-    <!-- tokamac-message {"role": "user", …} -->
+    <!-- tokamac-message {"role": "user", "created": "…"} -->
     ## You
 
-    <!-- tokamac-text -->
     Why is decode memory-bound?
 
     <!-- tokamac-end -->
 
-``tokamac-thinking`` holds folded text and ``tokamac-attachment`` a fenced one. A line of a message that begins like such a comment
-gets a backslash before it, which Markdown does not show. Markdown that other programs wrote is read as well: a heading, or a bold
-line, with a known name begins each message.
+``tokamac-thinking`` holds folded text, after which ``tokamac-text`` opens the message's own, ``tokamac-attachment`` a fenced one,
+and ``tokamac-figures`` the line that only people read. A line of a message that begins like such a comment gets a backslash before
+it, which Markdown does not show. Version 1, which Tokamac 0.1 wrote, is read too: all metrics stood in its comments. So is what
+other programs wrote: a heading, or a bold line, with a known name begins each message.
 
 JSON holds all branches. It is read strictly: an unknown key is an error that names it. Moments are ISO 8601 in UTC. Ids of chats
 and drafts stay behind: the one is the store's, the other was never sent.
@@ -36,7 +37,7 @@ Messages come parents first; ``thinking``, ``model``, ``settings``, ``metrics``,
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +47,7 @@ from tokamac.engine.errors import OptionError, access_hint
 from tokamac.engine.events import Role, ToolCall
 from tokamac.engine.files import TooLargeError, read_bytes, to_disk
 
+from .. import units
 from ..backend.protocol import ShapeError, build
 from .values import (
     Archive,
@@ -61,6 +63,8 @@ from .values import (
 )
 
 VERSION = 1
+MARKDOWN_VERSION = 2
+"""Of Markdown; 1 is read as well."""
 T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -303,6 +307,7 @@ _ESCAPABLE = re.compile(r"^(?=\\*<!-- tokamac-)", re.MULTILINE)
 _ESCAPED = re.compile(r"^\\(?=\\*<!-- tokamac-)", re.MULTILINE)
 _FOLDED = re.compile(r"\A<details><summary>Thinking</summary>\n\n(.*)\n\n</details>\n*\Z", re.DOTALL)
 _FENCED = re.compile(r"\A[^\n]*\n\n(`{3,})\n(.*)\n\1\n*\Z", re.DOTALL)
+_HEADED = re.compile(r"\A## [^\n]*\n\n(.*\S.*)\Z", re.DOTALL)
 _WHO = {"system": "System", "user": "You", "assistant": "Assistant", "tool": "Tool"}
 
 
@@ -313,7 +318,7 @@ def is_ours(text: str) -> bool:
 
 def to_markdown(archive: Archive) -> str:
     """Return the messages from the chat's beginning to its head as Markdown."""
-    chat = {"version": VERSION, **chat_record(archive.chat)}
+    chat = {"version": MARKDOWN_VERSION, **chat_record(archive.chat)}
     parts = [f"{_mark('chat', chat)}# {_plain(archive.chat.title or 'Chat')}\n\n"]
     parts += [_message(message) for message in branch(archive)]
     return "".join([*parts, _mark("end")])
@@ -335,8 +340,8 @@ def from_markdown(text: str) -> Archive:
     for section in sections[1:-1]:
         _take(section, messages)
     record = dict(sections[0].record)
-    if build(int, record.pop("version", None), "line 1: version") != VERSION:
-        raise ShapeError(f"it is not of version {VERSION}, which this tokamac reads")
+    if not 1 <= build(int, record.pop("version", None), "line 1: version") <= MARKDOWN_VERSION:
+        raise ShapeError(f"it is not of version 1 or {MARKDOWN_VERSION}, which this tokamac reads")
     return Archive(replace(chat_from(record, "line 1"), head=messages[-1].id if messages else None), tuple(messages))
 
 
@@ -367,17 +372,23 @@ def _take(section: _Section, messages: list[StoredMessage]) -> None:
     """Add what the section says to the messages, or to the last of them."""
     where = f"line {section.line}"
     if section.kind == "message":
-        _require_heading(section, 1)
         number = len(messages) + 1
-        messages.append(message_from(section.record, where, number, number - 1 or None))
+        message = message_from(section.record, where, number, number - 1 or None)
+        if headed := _HEADED.match(section.body):
+            message = replace(message, text=_unescaped(_without_gap(headed[1])))
+        else:
+            _require_heading(section, 1)
+        messages.append(message)
         return
     if not messages:
         raise ShapeError(f"{where}: tokamac-{section.kind} belongs to no message")
     message = messages[-1]
     if section.kind == "text":
-        body = section.body
-        body = body[:-2] if body.endswith("\n\n") else body.removesuffix("\n")
-        message = replace(message, text=_unescaped(body))
+        if message.text:
+            raise ShapeError(f"{where}: there is text before tokamac-text already")
+        message = replace(message, text=_unescaped(_without_gap(section.body)))
+    elif section.kind == "figures":
+        _require_heading(section, 1)
     elif section.kind == "thinking":
         message = replace(message, thinking=_unescaped(_inside(_FOLDED, section, 1)))
     elif section.kind == "attachment":
@@ -388,16 +399,53 @@ def _take(section: _Section, messages: list[StoredMessage]) -> None:
     messages[-1] = message
 
 
+def _without_gap(body: str) -> str:
+    """Return a text without the blank line that parts it from the next comment."""
+    return body[:-2] if body.endswith("\n\n") else body.removesuffix("\n")
+
+
 def _message(message: StoredMessage) -> str:
     who = _plain(message.model) if message.role == "assistant" and message.model else _WHO[message.role]
     if message.role == "tool" and message.calls:
         who = f"{who}: {_plain(message.calls[0].name)}"
-    out = f"{_mark('message', message_record(message))}## {who}\n\n"
+    ended = {
+        key: said for key, said in (message.metrics or {}).items() if key in ("ending", "reason") and said != "stop"
+    }
+    record = message_record(
+        replace(message, settings={}, metrics=ended or None)
+    )  # how it ended is part of what is read
+    if message.state == "complete":
+        del record["state"]
+    out = f"{_mark('message', record)}## {who}\n\n"
     if message.thinking:
         folded = f"<details><summary>Thinking</summary>\n\n{_escaped(message.thinking)}\n\n</details>"
         out += f"{_mark('thinking')}{folded}\n\n"
-    out += f"{_mark('text')}{_escaped(message.text)}\n\n"
-    return out + "".join(_attachment(each) for each in message.attachments)
+    if message.thinking or not message.text.strip():
+        out += _mark("text")
+    out += f"{_escaped(message.text)}\n\n"
+    out += "".join(_attachment(each) for each in message.attachments)
+    figures = figures_line(message)
+    return out + (f"{_mark('figures')}*{figures}*\n\n" if figures else "")
+
+
+def figures_line(message: StoredMessage) -> str:
+    """Return a reply's figures on one line: ``72 tok/s · 37 tokens · first token 0.06 s · model``; "" where none are known."""
+    measured = (message.metrics or {}).get("metrics")
+    if message.role != "assistant" or not isinstance(measured, Mapping):
+        return ""
+    decode, tokens, first = (_positive(measured.get(key)) for key in ("decode_tps", "generated_tokens", "ttft_s"))
+    parts = [
+        "" if decode is None else units.rate(decode),
+        "" if tokens is None else f"{units.count(int(tokens))} tokens",
+        "" if first is None else f"first token {units.seconds(first)}",
+    ]
+    known = [part for part in parts if part]
+    return " · ".join([*known, *([_plain(message.model)] if message.model else [])]) if known else ""
+
+
+def _positive(value: object) -> float | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
+    return float(value) if number else None  # type: ignore[arg-type]
 
 
 def _attachment(attachment: Attachment) -> str:

@@ -87,7 +87,7 @@ def add_chat(connection: sqlite3.Connection, draft: StoredChat) -> StoredChat:
     _insert(
         connection, "chats", id=name, title=one_line(storable(draft.title)), title_origin=draft.title_origin,
         created_at=draft.created_at, updated_at=draft.updated_at, model=storable(draft.model),
-        settings=as_json(draft.settings), draft=storable(draft.draft),
+        settings=as_json(draft.settings), draft=storable(draft.draft), folder=one_line(storable(draft.folder)),
     )  # fmt: skip
     return chat(connection, name)
 

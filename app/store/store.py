@@ -49,6 +49,7 @@ from .values import (
 
 Clock = Callable[[], float]
 PREVIEW_CHARS = 80
+MOST_FOLDER_CHARS = 60
 UNDO_S = 30 * 86400.0
 """How long a deleted chat can be brought back."""
 _MERGED_PAGES = 500
@@ -83,23 +84,50 @@ class Questions:
         """The file of the store."""
         return self._database.path
 
-    def chats(self, words: str = "", *, limit: int = 50, offset: int = 0, deleted: bool = False) -> list[StoredChat]:
+    def chats(
+        self,
+        words: str = "",
+        *,
+        limit: int = 50,
+        offset: int = 0,
+        deleted: bool = False,
+        pinned_first: bool = False,
+        folder: str | None = None,
+    ) -> list[StoredChat]:
         """Return chats, last used first, whose titles hold all the words, whatever their case and accents.
 
-        Chats with neither message nor draft are left out. deleted: those that were deleted, instead of the others.
+        Chats with neither message nor draft are left out.
+
+        Args:
+            words: in any order; "" leaves none out.
+            limit: how many at most.
+            offset: how many of the first to leave out.
+            deleted: those that were deleted, instead of the others.
+            pinned_first: those that are pinned come before the others, the one pinned last first.
+            folder: only those in this folder; "" are those in none, None are all.
         """
+        order = "pinned_at DESC, " if pinned_first else ""  # NULL is less than any moment
         with self._database.reading() as connection:
             wanted = fold(storable(words)).split()
             where = [
                 f"deleted_at IS {'NOT ' * deleted}NULL",
                 _HOLDS_SOMETHING,
                 *["instr(fold(title), ?) > 0"] * len(wanted),
+                *["folder = ?"] * (folder is not None),
             ]
             rows = connection.execute(
-                f"SELECT * FROM chats WHERE {' AND '.join(where)} ORDER BY updated_at DESC, id LIMIT ? OFFSET ?",
-                (*wanted, limit, offset),
+                f"SELECT * FROM chats WHERE {' AND '.join(where)} ORDER BY {order}updated_at DESC, id LIMIT ? OFFSET ?",
+                (*wanted, *([folder] if folder is not None else []), limit, offset),
             )
             return [messages.chat_of(row) for row in rows]
+
+    def folders(self) -> list[tuple[str, int]]:
+        """Return the folders by name, each with how many chats are in it; those of deleted chats are left out."""
+        rows = self._database.read(
+            f"SELECT folder, count(*) AS chats FROM chats WHERE folder <> '' AND deleted_at IS NULL AND {_HOLDS_SOMETHING}"
+            " GROUP BY folder ORDER BY fold(folder), folder"
+        )
+        return [(row["folder"], int(row["chats"])) for row in rows]
 
     def chat(self, name: str) -> StoredChat:
         """Return the chat of this id, or the only one whose id begins so; a deleted one too."""
@@ -297,6 +325,16 @@ class Store(Questions):
             if at.title_origin == "user" and origin != "user":
                 return at
             return messages.update_chat(connection, chat, title=line, title_origin=origin)
+
+    def pin(self, chat: str, *, pinned: bool = True) -> StoredChat:
+        """Keep a chat at the top of the lists, or no longer."""
+        with self._database.writing() as connection:
+            return messages.update_chat(connection, chat, pinned_at=self._now() if pinned else None)
+
+    def move(self, chat: str, folder: str) -> StoredChat:
+        """Put a chat into the folder of this name, which need not be there yet; "" takes it out of its folder."""
+        with self._database.writing() as connection:
+            return messages.update_chat(connection, chat, folder=one_line(storable(folder))[:MOST_FOLDER_CHARS])
 
     def set_draft(self, chat: str, text: str) -> None:
         """Keep what stands in the prompt and was not sent."""

@@ -61,6 +61,7 @@ class StoredChat:
 
     settings: what holds for this chat alone (sampling, KV, system prompt). head: the message at which the chat now stands; None
     until there is one. updated_at: when a message last came. deleted_at: None unless it was deleted and not yet purged.
+    pinned_at: when the user pinned it; None where it is not. folder: its name; "" is none.
     """
 
     id: str
@@ -73,6 +74,8 @@ class StoredChat:
     draft: str = ""
     head: int | None = None
     deleted_at: float | None = None
+    pinned_at: float | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

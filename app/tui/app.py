@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import cache
 from typing import Any, cast
 
 from rich.segment import Segment
@@ -21,6 +22,8 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
+from textual.style import Style
+from textual.widget import Widget
 
 from ..chat.external_programs import through_tmux
 from ..chat.listing import excerpt
@@ -29,21 +32,15 @@ from ..chat.session import Session
 from ..sanitise import bare, safe_link, sanitise
 from .actions.chats import delete_open
 from .bridge import Bridge
+from .driver import AnchoringDriver, AppleTerminalDriver
 from .screens.chat import ChatScreen, OpenStore
 from .screens.chats import DeleteOpen
-from .theme import DARK, DEFAULT, LIGHT, TERMINAL, text_colours
+from .theme import DARK, LIGHT, TERMINAL, text_colours
 
 
 def is_apple_terminal() -> bool:
     """Whether this runs directly in Terminal.app: tmux and others in it answer for themselves, under another name."""
     return os.environ.get("TERM_PROGRAM") == "Apple_Terminal"
-
-
-class AppleTerminalDriver(LinuxDriver):
-    """Does not ask whether the terminal reports its size in band: the signal is enough."""
-
-    def _query_in_band_window_resize(self) -> None:
-        """Ask nothing."""
 
 
 class OutputFilter(LineFilter):
@@ -91,6 +88,7 @@ class TokamacApp(App[int]):
         "screens/chat.tcss",
         "screens/dialog.tcss",
         "screens/explain.tcss",
+        "screens/steps.tcss",
         "screens/whatif.tcss",
         "screens/convert.tcss",
         "screens/model.tcss",
@@ -104,6 +102,8 @@ class TokamacApp(App[int]):
         preferences: Preferences,
         open_store: OpenStore = lambda: None,
         warnings: Iterable[str] = (),
+        *,
+        dark: bool = True,
     ) -> None:
         # Without colours, the terminal's own must not be converted: they would become black on black.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
@@ -115,14 +115,20 @@ class TokamacApp(App[int]):
         for theme in (TERMINAL, DARK, LIGHT):
             self.register_theme(theme)
         chosen = preferences.settings.theme
-        self.theme = chosen if chosen in self.available_themes else DEFAULT
+        self._usual_theme = (DARK if dark else LIGHT).name
+        if self.no_color:  # its styles say by attributes what others say by colours
+            self.theme = TERMINAL.name
+        else:
+            self.theme = chosen if chosen in self.available_themes else self._usual_theme
         if chosen and chosen not in self.available_themes:
             self._warnings += (f"There is no theme {chosen!r}.",)
 
     def get_driver_class(self) -> type[Driver]:
         """Return the driver for this terminal."""
         chosen = super().get_driver_class()
-        return AppleTerminalDriver if chosen is LinuxDriver and is_apple_terminal() else chosen
+        if chosen is not LinuxDriver:
+            return chosen
+        return AppleTerminalDriver if is_apple_terminal() else AnchoringDriver
 
     def get_default_screen(self) -> Screen[None]:
         """Return the chat."""
@@ -142,6 +148,10 @@ class TokamacApp(App[int]):
         """Restore the terminal's title."""
         if self._names_terminal and self._driver is not None:
             self._driver.write(RESTORE)
+
+    async def action_quit(self) -> None:
+        """Quit as the chat does, also from a dialog: Textual's own binding of Ctrl+Q comes first."""
+        self.chat.do("leave")
 
     def watch_sub_title(self, chat: str) -> None:
         """Show the chat's title as the terminal's."""
@@ -197,10 +207,26 @@ class TokamacApp(App[int]):
             message.gone()
 
     def _theme_chosen(self, _: object) -> None:
-        if self.theme != (self._preferences.settings.theme or DEFAULT):
+        if self.theme != (self._preferences.settings.theme or self._usual_theme):
             problem = self._preferences.keep(replace(self._preferences.settings, theme=self.theme))
             if problem:
                 self.notify(problem, severity="warning", markup=False)
+
+
+@cache
+def keep_reverse() -> None:
+    """Have widgets draw ``text-style: reverse`` of a part, such as a list's chosen row; Textual 8.2.8 forgets it there."""
+    drawn = Widget.get_visual_style
+
+    def get_visual_style(widget: Widget, *component_classes: str, partial: bool = False) -> Style:
+        style = drawn(widget, *component_classes, partial=partial)
+        turned = any(widget.get_component_styles(name).text_style.reverse for name in component_classes if name)
+        return style + REVERSE if turned else style
+
+    setattr(Widget, "get_visual_style", get_visual_style)  # noqa: B010 (mypy knows no method that is replaced)
+
+
+REVERSE = Style(reverse=True)
 
 
 class _Keys(Enum):

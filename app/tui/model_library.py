@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokamac.engine import metrics as rates
 from tokamac.engine.hub.download import last_speed
 
 from ..backend.command_process import (
+    HubModelLine,
     Puller,
     PullLine,
     PullRefused,
@@ -17,6 +18,7 @@ from ..backend.command_process import (
     converter_command,
     models_command,
     remove_arguments,
+    search_arguments,
 )
 from ..backend.protocol import Loaded, WhatIf
 from ..chat.jobs import ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
@@ -25,7 +27,9 @@ from ..chat.models import (
     CatalogueOffer,
     Estimates,
     Folders,
+    HubModels,
     LocalModels,
+    ModelFacts,
     ModelRow,
     best_guess,
     hub_cache,
@@ -51,6 +55,85 @@ ASKED_S = 10.0
 
 REPLY_LOOK_S = 0.5
 """How often a new model checks whether the running reply has ended."""
+
+
+SEARCHING = "searching …"
+LEAST_WORDS = 3
+"""Characters from which the hub is asked."""
+
+
+class HubSearch:
+    """What Hugging Face has for the words that were searched last. ``spawn`` runs a coroutine in the background.
+
+    changed: called after every change.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        changed: Callable[[], None],
+    ) -> None:
+        self._puller = Puller(command)
+        self._spawn = spawn
+        self._changed = changed
+        self._words = ""
+        self._waits = False  # these words are still to be searched
+        self._at_work = False
+        self._models: dict[str, HubModelLine] = {}
+        self._state = ""
+
+    @property
+    def found(self) -> HubModels:
+        """What is known by now."""
+        return HubModels(tuple(self._models.values()), self._state)
+
+    def want(self, text: str) -> None:
+        """Search for ``text``, unless that was searched last, or is too short, or a path. What is being searched is given up."""
+        words = " ".join(text.split())
+        if words == self._words:
+            return
+        self._words, self._models = words, {}
+        self._waits = len(words) >= LEAST_WORDS and not words.startswith(("/", "~", "."))
+        self._state = SEARCHING if self._waits else ""
+        if self._at_work:
+            self._spawn(self._puller.interrupt())
+        elif self._waits:
+            self._at_work = True
+            self._spawn(self._work())
+        self._changed()
+
+    async def _work(self) -> None:
+        """Search for what is wanted last."""
+        try:
+            while self._waits:
+                self._waits = False
+                await self._search(self._words)
+        finally:
+            self._at_work = False
+
+    async def _search(self, words: str) -> None:
+        def take(line: PullLine) -> None:
+            if words != self._words:  # it was asked to stop before there was a process to hear it
+                self._spawn(self._puller.interrupt())
+                return
+            match line:
+                case HubModelLine():
+                    self._models[line.id] = line
+                    self._changed()
+                case PullRefused(error):
+                    self._state = sanitise_line(error)
+                case _:
+                    self._state = "" if self._models else "no model for these words runs here"
+
+        try:
+            await self._puller.run(search_arguments(words), take)
+        except OSError as error:
+            self._state = f"not searched: {error}"
+        if words == self._words:
+            self._state = "the search ended early" if self._state == SEARCHING else self._state
+            self._changed()
 
 
 class ModelLibrary:
@@ -82,6 +165,12 @@ class ModelLibrary:
             changed=self._changed,
             ended=self._converted,
         )
+        self.hub = HubSearch(
+            models_command(),
+            spawn=lambda work: chat.run_worker(work, group="hub search"),
+            changed=self._found,
+        )
+        self._flat = ""  # the text whose rows were listed before the catalogue was in order: they keep their places
         self._asked_s: float | None = None  # when the user was asked whether to quit
         chat.what_ifs.listeners.append(self.heard)
 
@@ -102,8 +191,18 @@ class ModelLibrary:
     def rows(self, text: str) -> list[ModelRow]:
         """Return the models to choose from that match ``text``."""
         converting = self.conversions.running
-        conversions = {} if converting is None else {converting.source: self.conversions.job.brief()}
-        return rows(text, self.disk, self._catalogue(), self.estimates, self.downloads.all, conversions=conversions)
+        if self.estimates.advice is None or not text.strip():
+            self._flat = text
+        return rows(
+            text,
+            self.disk,
+            self._catalogue(),
+            self.estimates,
+            self.downloads.all,
+            conversions={} if converting is None else {converting.source: self.conversions.job.brief()},
+            hub=self.hub.found if text.strip() else HubModels(),
+            ungrouped=bool(text.strip()) and text == self._flat,
+        )
 
     def look(self) -> None:
         """Look at the disk in the background, and estimate what is found."""
@@ -158,7 +257,7 @@ class ModelLibrary:
     # In the background ----------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        self.disk = await asyncio.to_thread(models_on_disk, hub_cache(), self._folders.all())
+        self.disk = await asyncio.to_thread(models_on_disk, hub_cache(), self._folders.all(), self.models_folder)
         self.looked = True
         self._tell()
         await asyncio.sleep(REST_S)
@@ -191,8 +290,15 @@ class ModelLibrary:
         self.estimates.forget(model)
         self.look()
 
+    def _found(self) -> None:
+        """Estimate what the hub has, and show it."""
+        if self.watcher is not None:
+            self._want()
+            self._tell()
+
     def _want(self) -> None:
         names = [each.model for each in self.disk.models if each.whole]
+        names += [each.config_folder for each in self.hub.found.models if each.config_folder is not None]
         load = self._chat.session.engine.load
         self.estimates.want(names, load.kv, load.memory)
 
@@ -202,7 +308,11 @@ class ModelLibrary:
             from tokamac.engine.perf.memory import machine_total
 
             found = [
-                CatalogueOffer(each.id, each.published_bytes) for entry in catalogue() for each in entry.repositories
+                CatalogueOffer(
+                    each.id, each.published_bytes, ModelFacts(entry.context, entry.licence or "", entry.good_for)
+                )
+                for entry in catalogue()
+                for each in entry.repositories
             ]
             self._offers = best_guess(found, machine_total())
         return self._offers

@@ -1,8 +1,8 @@
 """Tokamac's own themes, colours of text that can be read in every theme, and the few things drawn as text.
 
-``terminal`` is the default: only the sixteen colours that the user chose for their terminal, on its own background, so that it is
-as light and as readable as everything else there. Selections are reversed, which needs no colour. The two others are in 24 bits,
-or the nearest of 256; their greys are nearly neutral, as the nearest of a bluish dark grey would be navy blue or black.
+``tokamac-dark`` and ``tokamac-light`` are the default, by the terminal's background (``background``): in 24 bits, or the nearest of
+256; their greys are nearly neutral, as the nearest of a bluish dark grey would be navy blue or black. ``terminal`` has only the
+sixteen colours that the user chose for their terminal, on its own background; what is chosen is reversed there.
 
 Many themes have accents or greys too close to their background for text. So the colours of text (``text-muted``, ``text-primary``
 …) and of prose are derived until they have the contrast of WCAG 2.
@@ -155,8 +155,6 @@ SELECTED = 0.25
 ACCENTS = ("primary", "secondary", "accent", "warning", "error", "success")
 PROSE = {"prose-code": "secondary", "prose-marker": "primary", "prose-heading": "primary"}
 """The colours of prose, and what other themes have for them."""
-DEFAULT = TERMINAL.name
-"""The default theme."""
 
 
 def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:

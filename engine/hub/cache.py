@@ -111,12 +111,12 @@ class Repo:
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """A model in the cache. ``nbytes`` counts all its revisions; ``last_used_s`` is a Unix time; ``whole``: nothing lacks."""
+    """A model in the cache. ``nbytes`` counts all its revisions; ``whole``: nothing lacks. last_used_s: a Unix time, or None."""
 
     id: str
     path: Path
     nbytes: int
-    last_used_s: float
+    last_used_s: float | None
     whole: bool
 
 

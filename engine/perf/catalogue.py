@@ -44,6 +44,7 @@ class CatalogueEntry:
 
     tokenizer_bytes: of the files beside the weights. tower_parameters: vision and audio weights that repositories hold in 16 bits
     and the engine does not load; projector_parameters: more of those, packed like the rest. source: where the config was read.
+    context: tokens it was made for, by its model card. licence: as Hugging Face abbreviates it. good_for: a short phrase.
     """
 
     name: str
@@ -55,6 +56,9 @@ class CatalogueEntry:
     projector_parameters: int
     source: str
     note: str
+    context: int | None = None
+    licence: str | None = None
+    good_for: str = ""
 
     def config_of(self, repository: Repository) -> dict[str, Any] | None:
         """Return the config of a repository: the model's, with its packing where modules differ and the head it stores."""
@@ -119,6 +123,9 @@ def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
         projector_parameters=row.get("projector_parameters", 0),
         source=row["source"],
         note=row.get("note", ""),
+        context=row.get("context"),
+        licence=row.get("licence"),
+        good_for=row.get("good_for", ""),
     )
 
 

@@ -347,7 +347,7 @@ class _Reply:
     def machine_terms(self) -> Iterator[Term]:
         """Yield what the machine can do."""
         chip, source = self.chip, SOURCES[self.chip.source]
-        bandwidth = f"{source} for another bin" if chip.other_bin else source
+        bandwidth = f"{source} for another bin" if chip.other_bin else chip.condition or source
         peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
         ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
         yield Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {bandwidth}", chip.bandwidth_gbs, "GB/s")

@@ -35,7 +35,8 @@ class Chip:
     bandwidth_gbs: memory bandwidth, 10^9 bytes a second; ``source`` says where it comes from, ``citation`` who published it.
     fp16_tflops: dense half-precision peak, 10^12 operations a second; nax_fp16_tflops with neural accelerators, an estimate.
     peak_source: where fp16_tflops comes from. units: what multiplies matrices here; None is whatever a chip of this name can, as
-    for one that is only named. other_bin: the table has no bin with these cores: the bandwidth is others'.
+    for one that is only named. other_bin: the table has no bin with these cores: the bandwidth is others'. condition:
+    how a bandwidth was measured, or why none is known, for people.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Chip:
     peak_source: Source = "unknown"
     units: Units | None = None
     other_bin: bool = False
+    condition: str = ""
 
 
 @functools.cache

@@ -197,6 +197,7 @@ class Inspection:
             "prompt": self.case.prompt,
             "context_length": self.context_length,
             "bandwidth_source": chip.source,
+            "bandwidth_condition": chip.condition or None,
             "reason": self.reason,
         }
 

@@ -44,16 +44,9 @@ def read_all(file: Path) -> dict[str, float]:
     return {key: float(value) for key, value in numbers.items() if 0 < value < 1e6}
 
 
-def keep(file: Path, values: Mapping[str, float]) -> None:
-    """Add numbers to a file, mode 0600, whole or not at all. Where it can't be written they are not kept: that costs a second."""
+def keep(file: Path, values: Mapping[str, Any]) -> None:
+    """Add numbers, or objects, to a file, mode 0600, whole or not at all. Where it can't be written they are not kept."""
     write(file, {**load(file), **values})
-
-
-def forget(file: Path, key: str) -> None:
-    """Take a number out of a file, if it is there and the file can be written."""
-    known = load(file)
-    if key in known:
-        write(file, {name: value for name, value in known.items() if name != key})
 
 
 def write(file: Path, values: Mapping[str, Any]) -> None:

@@ -466,7 +466,8 @@ def _phase(chip: Chip, tokens: int, bytes_read: int | None, operations: int | No
 class Limits:
     """Bounds of decoding at a context of ``context`` tokens. Bytes, GB/s (10^9), tokens a second; None is unknown.
 
-    bandwidth_source: the chip table, a measurement on this machine, or unknown.
+    bandwidth_source: the chip table, a measurement on this machine, or unknown; bandwidth_condition: how it was measured, or why
+    it is unknown.
     expected_tps: what good kernels reach; unknown until published measurements or this machine's own say it.
     """
 
@@ -478,6 +479,7 @@ class Limits:
     bandwidth_source: Source
     ceiling_tps: float | None
     expected_tps: float | None = None
+    bandwidth_condition: str = ""
 
 
 def limits_of(context: int, work: Workload, chip: Chip, latency: LatencyModel | None) -> Limits:
@@ -503,4 +505,5 @@ def limits_for(
         bandwidth_gbs=chip.bandwidth_gbs,
         bandwidth_source=chip.source,
         ceiling_tps=ceiling_tps(chip.bandwidth_gbs, step),
+        bandwidth_condition=chip.condition,
     )

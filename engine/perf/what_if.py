@@ -290,7 +290,7 @@ def _unknown(loaded: WeighedModel, predicted: Prediction, kv: KVSpec) -> str | N
     if loaded.work.weight_bytes() is None:
         return "its config does not say how many experts a token uses"
     if place.chip.bandwidth_gbs is None:
-        return f"the memory bandwidth of {place.chip.name} is not known"
+        return f"the memory bandwidth of {place.chip.name} is {place.chip.condition or 'not known'}"
     if loaded.latency is None:
         if place.local:
             return UNMEASURED_KV if kv.quantized else UNMEASURED

@@ -6,7 +6,7 @@ lose its own middle: a file with a question after it keeps both its ends. Nothin
 cut in the same way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -192,6 +192,15 @@ class Prompting:
             thinking_budget=self._template.thinking_budget,
             calls=tokenizer.call_reader(len(ids)),
         )
+
+    def without_end(self, reply: Message, ids: Sequence[int]) -> Iterator[Message]:
+        """Yield what ``reply`` may have been before its last tokens ``ids`` came: a space may belong to either."""
+        answer = self._tokenizer.decode(ids)
+        if answer and reply.content.endswith(answer):
+            begun = reply.content[: -len(answer)]
+            yield from (
+                replace(reply, content=each) for each in dict.fromkeys((begun, begun.removesuffix(" "))) if each
+            )
 
     def check_ids(self, ids: list[int]) -> None:
         """Raise OptionError for ids outside the vocabulary."""

@@ -78,7 +78,11 @@ from tokamac.engine.events import (
 from tokamac.engine.files import FLUSH_S
 from tokamac.engine.metrics import Cause, Gaps, Metrics, Outlier, Throttle
 from tokamac.engine.options import STAGES, KVSpec, Sampling
+from tokamac.engine.passes.cost import PassCost
+from tokamac.engine.passes.log import PassLog, PromptPiece
+from tokamac.engine.passes.tokens import PromptText, StepToken, StepTokens
 from tokamac.engine.perf.diagnosis import Concern, Diagnosis, Remedy, RemedyName, Term, TimePart, Unit, Waits
+from tokamac.engine.perf.workload import Attention, KVUse
 
 # The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's.
 
@@ -596,6 +600,25 @@ DIAGNOSIS = st.builds(
     st.lists(TERM, max_size=3).map(tuple),
     st.lists(st.sampled_from(typing.get_args(Throttle)), max_size=2).map(tuple),
 )
+KV_USE = st.builds(KVUse, NUMBERS, st.none() | NUMBERS, NUMBERS)
+PASS_COST = st.builds(
+    PassCost,
+    NUMBERS,
+    NUMBERS,
+    st.none() | FLOATS,
+    st.none() | NUMBERS,
+    NUMBERS,
+    st.lists(st.tuples(NUMBERS, KV_USE), max_size=2).map(tuple),
+    st.lists(st.tuples(NUMBERS, st.builds(Attention, NUMBERS, st.none() | NUMBERS)), max_size=2).map(tuple),
+    st.none() | FLOATS,
+    st.none() | FLOATS,
+)
+PIECES = st.lists(st.builds(PromptPiece, NUMBERS, FLOATS), max_size=3).map(tuple)
+PASSES = st.none() | st.builds(PassLog, PIECES, NUMBERS, TEXT, PASS_COST, st.booleans())
+ALTERNATIVES = st.lists(st.builds(Alternative, NUMBERS, TEXT, FLOATS), max_size=2).map(tuple)
+STEP_TOKENS = st.lists(
+    st.builds(StepToken, NUMBERS, TEXT, FLOATS, ALTERNATIVES, NUMBERS, NUMBERS, st.booleans()), max_size=2
+).map(tuple)
 ASKER = st.sampled_from(typing.get_args(Asker))
 REQUESTS = st.one_of(
     st.builds(protocol.Load, TEXT, KV, st.booleans()),
@@ -605,6 +628,10 @@ REQUESTS = st.one_of(
     st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskCount, NUMBERS, TEXT),
     st.builds(protocol.AskWhatIf, NUMBERS, QUESTION),
+    st.builds(
+        protocol.LookAgain, NUMBERS, st.lists(MESSAGE, max_size=2).map(tuple), MESSAGE, PASSES, st.none() | NUMBERS
+    ),
+    st.just(protocol.StopLooking()),
     st.just(protocol.Unload()),
     st.just(protocol.Quit()),
 )
@@ -634,10 +661,12 @@ EVENT = {
         outliers=OUTLIERS,
         diagnosis=st.none() | DIAGNOSIS,
         stopped_by=st.none() | TEXT | NUMBERS,
+        passes=PASSES,
     ),
 }
 MESSAGES = st.one_of(
     st.builds(LoadProgress, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
+    st.builds(protocol.MachineMeasured, st.none() | FLOATS, st.none() | FLOATS, TEXT),
     st.builds(protocol.Loaded, st.builds(protocol.ModelInfo, TEXT), st.none() | FLOATS),
     st.just(protocol.Unloaded()),
     st.builds(protocol.ReplyEvent, NUMBERS, st.one_of(*EVENT.values())),
@@ -646,6 +675,8 @@ MESSAGES = st.one_of(
     st.builds(protocol.Counted, NUMBERS, st.none() | NUMBERS),
     st.builds(protocol.Priced, ASKER, NUMBERS, st.none() | PRICE),
     st.builds(protocol.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
+    st.builds(protocol.LookedAt, NUMBERS, st.none() | st.builds(PromptText, NUMBERS, st.just(("a",)))),
+    st.builds(protocol.LookedAt, NUMBERS, st.none(), st.builds(StepTokens, NUMBERS, NUMBERS, STEP_TOKENS)),
     st.builds(protocol.EngineNotice, TEXT),
     st.just(protocol.Heartbeat()),
     st.builds(protocol.Failed, st.none() | NUMBERS, TEXT, TEXT),

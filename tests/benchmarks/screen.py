@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,15 +22,18 @@ from tests.benchmarks.plan import BenchError, Plan
 from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, holds, plain, ratios, series
 from tests.benchmarks.screen_app import ENGINES
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
-from tests.scripted_engine import ANSWER
+from tests.scripted_engine import ANSWER, CHIP, WORK
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
 from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, decode_message
-from tokamac.app.chat.conversation import Turn, messages
+from tokamac.app.chat.conversation import Reply, Turn, messages
+from tokamac.app.chat.recording import measured
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, StoredChat, StoredMessage
 from tokamac.engine.events import Finished
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
+from tokamac.engine.passes.cost import cost_of
+from tokamac.engine.passes.log import PassLog, PromptPiece, TimedTokens, pack
 
 # Section: what the chat's screen costs the model.
 
@@ -347,6 +350,8 @@ LETTERS = "абвгдежзийклмнопрстуфхцчшщъыьэюяАБ�
 """No reply holds them, and none is typed twice into one prompt: what is painted after a key is its echo."""
 WRITING = "tokens at"
 TYPIST_S = (0.06, 0.14)  # between keys, from and to
+STEPS = 4_000
+F10 = "\x1b[21~"
 CHATS, ENTER = "\x0c", "\r"
 LOADED = " bpw"  # in the side panel
 SETTLES_S = 5.0
@@ -363,12 +368,15 @@ def measure_chat_use(plan: Plan) -> Section:
         fill(home / "chats" / "chats.db", Words(), count)
         with Store.open(home / "chats" / "chats.db") as store:
             store.adopt(_long_chat())
+            walked = store.adopt(_chat_of_steps()).id
         starts = series([_first_paint_s(home) for _ in range(plan.rounds)])
         opens = series([_open_s(home) for _ in range(plan.rounds)])
+        walks = series([_steps_s(home, walked) for _ in range(plan.rounds)])
         echoes = series(list(_echoes_ms(home, replies=plan.count(5, 1))))
     rows = [
         at_most(f"first paint with {count + LONG:,} stored messages", starts, 0.7, "s"),
         at_most(f"a chat of {LONG} messages: from the key to its end painted", opens, 0.4, "s"),
+        at_most(f"Steps of a reply of {STEPS:,} tokens: from the key to its first step painted", walks, 0.3, "s"),
         at_most("a key's echo while a reply is written, median", _middle(echoes), 30, "ms"),
         at_most("a key's echo while a reply is written, p99", _p99_chat_use(echoes), 30, "ms"),
         *_idle(plan),
@@ -396,6 +404,27 @@ def _long_chat() -> Archive:
     ]
     messages[-1] = replace(messages[-1], text=f"{messages[-1].text}\n\n{LAST_WORDS}")
     return Archive(replace(plain_chat.chat, title=TITLE), tuple(messages))
+
+
+def _chat_of_steps() -> Archive:
+    """Return a chat of one prompt, whose reply has a long log of its steps."""
+    chat = conversation(Words(), 2, 1.0)
+    ids = tuple((number * 2_654_435_761) % 152_000 for number in range(STEPS))
+    ms = tuple(20.0 + (number * 7_919 % 1_000) / 100 for number in range(STEPS))
+    cost = cost_of(WORK, CHIP)
+    log = PassLog((PromptPiece(99, 250.0),), STEPS, pack(TimedTokens(ids, ms, {7: ("swap",)})), cost, ahead=True)
+    unknown = dict.fromkeys(field.name for field in fields(Metrics))
+    metrics = Metrics(**{**unknown, "prompt_tokens": 100, "cached_tokens": 0, "generated_tokens": STEPS})  # type: ignore[arg-type]
+    reply = replace(chat.messages[-1], metrics=measured(Reply(chat.messages[-1].text, metrics=metrics, passes=log)))
+    return Archive(chat.chat, (*chat.messages[:-1], reply))
+
+
+def _steps_s(home: Path, chat: str) -> float:
+    command = [sys.executable, "-m", "tests.benchmarks.screen_app", "scripted", "guide", "100000", str(home), chat]
+    with Terminal(command, at_home(home)) as terminal:
+        terminal.wait_for(LOADED, 30)
+        time.sleep(1.0)  # the chat is open
+        return terminal.answers(F10, "of the reply", 30)
 
 
 def _first_paint_s(home: Path) -> float:

@@ -1,6 +1,7 @@
 """The real chat, which notes how replies ended: run by screen.py in a pseudo-terminal.
 
-python -m tests.benchmarks.screen_app ENGINE MODEL TOKENS FOLDER writes FOLDER/replies, one line of the wire's protocol a reply.
+python -m tests.benchmarks.screen_app ENGINE MODEL TOKENS FOLDER [CHAT] writes FOLDER/replies, one line of the wire's protocol a
+reply.
 ENGINE is the engine's process, a name in ENGINES.
 """
 
@@ -24,7 +25,7 @@ ENGINES = {"long": long_child.COMMAND, "scripted": SCRIPTED}
 """A model that recites, and an engine without one, whose model is a scenario."""
 
 
-def main(engine: str, model: str, tokens: int, folder: Path) -> int:
+def main(engine: str, model: str, tokens: int, folder: Path, chat: str | None = None) -> int:
     """Run until Ctrl+Q."""
     app, bridge = build(
         ChatOptions(
@@ -33,6 +34,7 @@ def main(engine: str, model: str, tokens: int, folder: Path) -> int:
             settings_path=folder / "settings.toml",
             log_path=folder / "engine.log",
             store_path=folder / "chats" / "chats.db",
+            chat=chat,
         )
     )
     bridge._command = ENGINES[engine]
@@ -56,4 +58,4 @@ def main(engine: str, model: str, tokens: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:6]))

@@ -18,6 +18,7 @@ from ...chat import commands, recording
 from ...chat.attachments import Draft, apart, joined
 from ...chat.background import PATH, PriceQuestion
 from ...chat.commands import recording_of
+from ...chat.context import ContextUse
 from ...chat.conversation import Reply
 from ...chat.listing import ChatSearch, ending_text, excerpt
 from ...chat.preferences import ChatOverrides
@@ -151,7 +152,7 @@ def _switch(
 
 def chats(chat: "ChatScreen", _: str) -> None:
     """List and search the conversations."""
-    from ..screens.chats import ChatsScreen
+    from ..screens.chats import Background, ChatsScreen
 
     recording = recording_of(chat)
 
@@ -161,7 +162,14 @@ def chats(chat: "ChatScreen", _: str) -> None:
         if pick is not None:
             chat.run_command(lambda: open_chat(chat, pick.chat, pick.message))
 
-    chat.app.push_screen(ChatsScreen(ChatSearch(recording.store.file), recording.chat, chat.session.keymap), closed)
+    search = ChatSearch(recording.store.file)
+    listed = ChatsScreen(
+        search,
+        recording.chat,
+        chat.session.keymap,
+        background=lambda: Background(recording.running, recording.waiting),
+    )
+    chat.app.push_screen(listed, closed)
 
 
 def open_(chat: "ChatScreen", name: str) -> None:
@@ -192,8 +200,8 @@ def open_chat(chat: "ChatScreen", wanted: str, message: int | None = None, *, le
         chat.composer.hold(joined([rest, unsaved]))
     elif not is_open:
         tree, draft = recording.read(wanted)
-        own = recording.own(wanted)
-        stays, unsaved = _switch(chat, own, lambda: chat.session.open(tree), leaving=leaving and not again)
+        own, pruned = recording.own(wanted), recording.pruned_of(wanted)
+        stays, unsaved = _switch(chat, own, lambda: chat.session.open(tree, pruned), leaving=leaving and not again)
         recording.hold(wanted, tree, draft)
         chat.composer.hold(unsaved if again else joined([apart(draft), unsaved]))
     if kept is not None or not is_open:
@@ -296,3 +304,19 @@ def _purge_later(chat: "ChatScreen", file: Path) -> None:
             chat.app.call_from_thread(chat.tell, problem, "warning")
 
     timer = chat.set_interval(recording.LOOK_S, look)
+
+
+def context(chat: "ChatScreen", _: str) -> None:
+    """Show what is in the context, and leave parts of it out."""
+    from ..screens.context import ContextScreen
+
+    draft = chat.query_one(Prompt).draft
+
+    def use() -> ContextUse:
+        if steps := chat.session.count_context(draft):
+            chat.perform(steps)
+        return chat.session.context_use(draft)
+
+    chat.app.push_screen(
+        ContextScreen(use, lambda key, file: chat.perform(chat.session.prune(key, file))), lambda _: chat.show()
+    )

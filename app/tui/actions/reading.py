@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...chat.commands import RefusedError, exported, imported, recording_of, save_settings
+from ...backend.protocol import LookedAt, StopLooking
+from ...chat.commands import RefusedError, exported, imported, links_of, recording_of, save_settings
 from ...sanitise import sanitise_line
 from ...store.store import Store
 from ...store.values import StoreError
@@ -16,6 +17,8 @@ from ..widgets.prompt_input import Prompt
 from ..widgets.transcript import Transcript
 
 if TYPE_CHECKING:
+    from ...backend.client import BackendEvent
+    from ...chat.conversation import Reply
     from ..screens.chat import ChatScreen
 
 
@@ -26,7 +29,45 @@ def explain(chat: "ChatScreen", _: str) -> None:
     replies = [turn.reply for turn in chat.session.turns if turn.reply is not None and turn.reply.metrics is not None]
     if not replies:
         raise RefusedError("There is no reply to explain yet.")
-    chat.app.push_screen(ExplainScreen(replies), lambda wonders: chat.do("what_if") if wonders else None)
+    chat.app.push_screen(ExplainScreen(replies), lambda wonders: chat.do(wonders) if wonders else None)
+
+
+def steps(chat: "ChatScreen", _: str) -> None:
+    """Walk through the steps of the selected reply, or the last one."""
+    from ...reply_steps import ReplySteps, why_not
+    from ..screens.steps import StepsScreen
+
+    session, node = chat.session, chat.selected()
+    found = None if node is None else session.conversation.reply_at(node.key) or session.conversation.reply_at(None)
+    if found is None:
+        raise RefusedError("There is no reply to walk through yet.")
+    if found.reply is None:
+        raise RefusedError("The reply is still being written. Its steps are there when it ends.")
+    key, shown = found.key, ReplySteps(found.reply)
+
+    def ask() -> None:
+        shown.begin()
+        if why := why_not(session, found.reply):
+            shown.take(LookedAt(key, ended=True, error=why))
+        else:
+            chat.bridge.ask(shown.question(key, session.prompt_before(key), session.template))
+
+    def closed(begun: "Reply | None") -> None:
+        chat.bridge.ask(StopLooking())
+        if begun is not None:
+            chat.reply(lambda: session.branch_from(key, begun))
+
+    chat.app.push_screen(StepsScreen(shown, ask, lambda: chat.bridge.ask(StopLooking()), number=key), closed)
+
+
+def told_of_steps(chat: "ChatScreen", event: "BackendEvent") -> None:
+    """Hand what the engine tells of a reply's tokens to the screen that shows its steps."""
+    if isinstance(event, LookedAt):
+        from ..screens.steps import StepsScreen
+
+        for screen in chat.app.screen_stack:
+            if isinstance(screen, StepsScreen):
+                screen.take(event)
 
 
 def toggle_panel(chat: "ChatScreen", _: str) -> None:
@@ -55,6 +96,13 @@ def help_(chat: "ChatScreen", _: str) -> None:
 def messages(chat: "ChatScreen", _: str) -> None:
     """Select the last message."""
     chat.query_one(Transcript).focus()
+
+
+def links(chat: "ChatScreen", _: str) -> None:
+    """Show the links of the selected message."""
+    from ..screens.links import show_links
+
+    show_links(chat, links_of(chat))
 
 
 def scroll_end(chat: "ChatScreen", _: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...chat import actions
-from ...chat.attachments import AttachError, Draft, read_file
+from ...chat.attachments import AttachError, Draft, read_named
 from ...chat.commands import RefusedError
 from ...chat.external_programs import EditorError, edit_text, editor_command
 from ...chat.steps import TurnBegun
@@ -110,7 +110,7 @@ async def _read(chat: "ChatScreen", path: str) -> None:
     chat.reading.append(path)
     chat.show()
     try:  # aside: a file may be on a slow disk, a PDF takes seconds
-        chat.query_one(Prompt).attach(await asyncio.to_thread(read_file, path, Path()))
+        chat.query_one(Prompt).attach(await asyncio.to_thread(read_named, path, Path()))
     except AttachError as error:
         chat.tell(error.one_line(), "warning")
     finally:

@@ -21,7 +21,9 @@ from .rows import Row, wrapped
 
 BAR = "█"
 USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)
-USER_SELECTED = Frame(Content.styled(BAR, "$accent") + Content.styled(" ", "on $surface"), "on $surface", right=0)
+USER_SELECTED = Frame(
+    Content.styled("▸", "bold reverse $accent") + Content.styled(" ", "on $surface"), "on $surface", right=0
+)
 THOUGHT = f"italic {FAINT}"
 FOLDED = Frame(Content(" "), THOUGHT)
 UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
@@ -230,7 +232,7 @@ class ReplyMessage:
         return 3 + guess(self.reply.text, width) + len(self.reply.reason) // max(1, width)
 
     def _named(self) -> PageRow:
-        name = Content.styled(self._model, "bold $text-accent" if self._selected else "bold $text-primary")
+        name = Content.styled(self._model, "bold reverse $text-accent" if self._selected else "bold $text-primary")
         place = Content("  ") + _placed(self._place) if self._place[1] > 1 else Content("")
         return PageRow(Row(name + place), SELECTED_NAME if self._selected else PLAIN)
 

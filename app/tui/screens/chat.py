@@ -40,6 +40,7 @@ from ...chat.steps import (
     Notice,
     Opened,
     PromptRefused,
+    Pruned,
     ReplyEnded,
     ReplyGrew,
     Resumed,
@@ -50,7 +51,7 @@ from ...chat.steps import (
 )
 from ...sanitise import sanitise, sanitise_line
 from ...store.store import Store
-from ...store.values import StoredChat, StoreError
+from ...store.values import StoredChat, StoreError, title_of
 from ..actions import bindings, chats, model, reading, writing
 from ..actions.chats import begin
 from ..actions.writing import submit
@@ -58,9 +59,10 @@ from ..bridge import Bridge, EngineSaid
 from ..model_library import ModelLibrary
 from ..theme import FAINT
 from ..widgets.gauges import NARROW, Gauges
-from ..widgets.prompt_input import Chips, Prompt
+from ..widgets.prompt_input import Chips, Completions, Prompt
 from ..widgets.status import Activity, StatusLine
-from ..widgets.transcript import Transcript, share_on
+from ..widgets.transcript import SIDE, WIDEST, Transcript, share_on
+from . import links
 
 EDITING = "editing · Esc cancels"
 """On the border of the input box during an edit."""
@@ -255,6 +257,7 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "chats": chats.chats,
     "open": chats.open_,
     "branches": chats.branches,
+    "context": chats.context,
     "choose_model": model.choose_model,
     "unload": model.unload,
     "system_prompt": model.system_prompt,
@@ -264,10 +267,12 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "export": reading.export,
     "import": reading.import_,
     "explain": reading.explain,
+    "steps": reading.steps,
     "toggle_panel": reading.toggle_panel,
     "palette": reading.palette,
     "messages": reading.messages,
     "gauges": reading.gauges,
+    "links": reading.links,
     "scroll_end": reading.scroll_end,
     "page_up": reading.page_up,
     "page_down": reading.page_down,
@@ -286,9 +291,17 @@ class Columns(Horizontal):
 
 
 class Stack(Vertical):
-    """One above the other."""
+    """One above the other. In a wide window, all stand where the transcript's column of text is."""
 
     BLANK = True
+
+    def on_resize(self, event: Resize) -> None:
+        """Keep the column."""
+        side = max(0, (event.size.width - WIDEST - 2 * SIDE) // 2)
+        for child in self.children:
+            if not isinstance(child, Transcript):
+                base = 1 if isinstance(child, Prompt | Completions) else 0
+                child.styles.margin = (0, side + base)
 
 
 class Heading(Static):
@@ -331,6 +344,7 @@ class ChatScreen(Screen[None]):
         self.shows_ids = False
         self.chosen = LoadChoice()
         self.code_cycle = CodeCycle()
+        self.copied = False  # anything, so that the user knows where copies are
         self.history = History()
         self.reading: list[str] = []  # files that are being read
         self._prompt = Prompt()
@@ -436,6 +450,8 @@ class ChatScreen(Screen[None]):
             case Moved(turns):
                 transcript.show_turns(turns)
                 self._record(lambda recording: recording.moved())
+            case Pruned():
+                self._record(lambda recording: recording.pruned())
             case Opened(turns):
                 transcript.show_turns(turns)
                 self._record(lambda recording: recording.left())
@@ -474,6 +490,7 @@ class ChatScreen(Screen[None]):
                     save_settings(self, settings)
             steps = self.session.on_event(message.event)
             self.what_ifs.take(self.app, message.event)
+            reading.told_of_steps(self, message.event)
             if self.session.engine.busy and self.session.engine.phase is was and all(is_growth(s) for s in steps):
                 # Text comes often: the transcript draws it at its own pace, or together with new figures.
                 for step in steps:
@@ -499,7 +516,7 @@ class ChatScreen(Screen[None]):
         transcript = self.query_one(Transcript)
         transcript.greet(guide=self.session.engine.load.model == GUIDE)
         self.app.sub_title = title = self.recording.title if self.recording is not None else ""
-        self.query_one(Heading).show(title)
+        self.query_one(Heading).show("" if self._repeats(title, transcript) else title)
         self.query_one(Activity).show(
             self.session,
             time.monotonic(),
@@ -512,6 +529,11 @@ class ChatScreen(Screen[None]):
         self.query_one(StatusLine).show(self.session, essentials=essentials, selecting=selecting)
         if self._panel_shown:
             self.query_one(Gauges).show(self.session)
+
+    def _repeats(self, title: str, transcript: Transcript) -> bool:
+        """Whether ``title`` is only the first prompt again, which is on screen below it."""
+        turns = self.session.turns if title and transcript.max_scroll_y == 0 else []
+        return bool(turns) and title == title_of(turns[0].prompt)
 
     @property
     def _panel_shown(self) -> bool:
@@ -597,7 +619,8 @@ class ChatScreen(Screen[None]):
 
     def copy(self, text: str) -> str:
         """Copy ``text``; return a sentence that says how."""
-        return copy_text(text, self.preferences.home, self.app.copy_to_clipboard)
+        known, self.copied = self.copied, True
+        return copy_text(text, self.preferences.home, self.app.copy_to_clipboard, known=known)
 
     def load(self, load: Load) -> None:
         """Load a model; ``chosen`` is kept in the settings once it has loaded."""
@@ -614,6 +637,19 @@ class ChatScreen(Screen[None]):
             submit(self, message.draft)
         else:
             self._early.append(message.draft)
+
+    @on(Transcript.LinkClicked)
+    def open_link(self, message: Transcript.LinkClicked) -> None:
+        """Open the link that was clicked, or say where it leads."""
+        if message.opens:
+            links.open_link(self, message.address)
+        else:
+            self.tell(f"{message.address}\nCtrl+click opens it.")
+
+    @on(Transcript.CodeClicked)
+    def copy_clicked(self, message: Transcript.CodeClicked) -> None:
+        """Copy the block whose first line was clicked."""
+        self.tell(self.copy(message.text))
 
     @on(Prompt.Picked)
     def attach(self, message: Prompt.Picked) -> None:

@@ -7,7 +7,7 @@ continuing its path, as soon as the engine has told it.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -29,7 +29,7 @@ from tokamac.engine.events import Price, Role
 from ...chat.actions import Keymap
 from ...chat.background import of_path
 from ...chat.conversation import Tree
-from ...chat.listing import ChatMatches, ChatSearch, ago, excerpt, said_in
+from ...chat.listing import ChatMatches, ChatSearch, ago, date_of, excerpt, grouped, plain_hit, said_in
 from ...chat.models import short_name
 from ...sanitise import sanitise, sanitise_line
 from ...store.values import Hit, StoredChat, StoreError
@@ -43,13 +43,44 @@ LEAD = 24
 WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: ", "tool": "tool: "}
 
 
-def chat_row(chat: StoredChat, *, is_open: bool, seconds: float, room: int) -> Content:
-    """Return a chat's row of ``room`` cells. is_open: it is the one on screen. seconds: since its last message."""
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What goes on: the ID of the chat whose reply runs, if one does, and of those in which a prompt waits."""
+
+    running: str | None = None
+    waiting: tuple[str, ...] = ()
+
+    def of(self, chat: str) -> str:
+        """Return what a row says of ``chat``."""
+        return "writing …" if chat == self.running else "queued" if chat in self.waiting else ""
+
+
+def chat_row(
+    chat: StoredChat, *, is_open: bool, seconds: float, room: int, date: str = "", doing: str = "", folders: bool = True
+) -> Content:
+    """Return a chat's row of ``room`` cells.
+
+    Args:
+        chat: the chat.
+        is_open: it is the one on screen.
+        seconds: since its last message.
+        room: cells.
+        date: of its last message, beside its age.
+        doing: what goes on in it, in place of its age.
+        folders: whether to name its folder.
+    """
     title = sanitise_line(chat.title) or ("draft: " + excerpt(chat.draft) if chat.draft else "untitled")
     here = Content.styled("● ", "$text-primary") if is_open else Content("  ")
-    model = short_name(chat.model)
-    choices = ((ago(seconds), model, chat.id), (model, chat.id), (chat.id,))
+    here += Content.styled("★ ", "$text-secondary") if chat.pinned_at is not None else Content("")
+    folder = excerpt(chat.folder) if folders and chat.folder else ""
+    if folder:
+        title = f"{folder} / {title}"
+    model, age = short_name(chat.model), doing or ago(seconds)
+    longest = [(age, date, model, chat.id), (age, model, chat.id)]
+    shorter = [(age, chat.id), (age,)] if doing else [(date or model, model if date else "", chat.id), (chat.id,)]
+    choices: list[tuple[str, ...]] = [*longest, *shorter]
     notes = [" · ".join(part for part in parts if part) for parts in choices]
+    room -= here.cell_length - 2
     left = room - 2 - min(cell_len(title), LEAST_TITLE)
     note = next((f"  {each}" for each in notes if cell_len(each) + 2 <= left), "")
     row = here + Content(title).truncate(max(room - 2 - cell_len(note), 1), ellipsis=True)
@@ -58,12 +89,13 @@ def chat_row(chat: StoredChat, *, is_open: bool, seconds: float, room: int) -> C
 
 def hit_row(hit: Hit) -> Content:
     """Return a message with its matches marked, and below it its chat. The list does not wrap and cuts both lines."""
+    hit = plain_hit(hit)
     snippet, end = Content(""), 0
     for begin, stop in hit.marks:
         before = _one_line(hit.snippet[end:begin])
         if end == 0 and len(before) > LEAD:
             before = "…" + before[-LEAD:]
-        snippet += Content(before) + Content.styled(_one_line(hit.snippet[begin:stop]), "bold $text-primary")
+        snippet += Content(before) + Content.styled(_one_line(hit.snippet[begin:stop]), "bold underline $text-primary")
         end = stop
     found = Content("  ") + Content.styled(WHO[hit.role], FAINT) + snippet + Content(_one_line(hit.snippet[end:]))
     return found + Content.styled(f"\n      in {sanitise_line(hit.title)}", FAINT)
@@ -73,8 +105,18 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", sanitise(text))
 
 
-LISTING = ("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z restores", "Esc closes")
+LISTING = (
+    "Enter opens",
+    "Ctrl+E renames",
+    "Ctrl+K pins",
+    "Ctrl+F folder",
+    "Ctrl+D deletes",
+    "Ctrl+Z restores",
+    "Esc closes",
+)
 NAMING = ("Enter saves", "Esc cancels")
+LOOK_BACKGROUND_S = 0.5
+"""How often the marks of what goes on in the background are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +142,7 @@ class SelectedChat:
 
 
 class DeleteOpen(Message):
-    """Asks the chat screen to delete the open conversation. gone: to be called once it is."""
+    """Asks the chat screen to delete a conversation that is open, on screen or in the background. gone: to be called once it is."""
 
     def __init__(self, chat: str, gone: Callable[[], None]) -> None:
         super().__init__()
@@ -117,12 +159,25 @@ class ChatsScreen(Dialog[Pick]):
         Binding("ctrl+d", "delete", "Delete", id="chats.delete", priority=True),
         Binding("ctrl+z", "undo", "Undo", id="chats.undo", priority=True),
         Binding("ctrl+e", "rename", "Rename", id="chats.rename", priority=True),
+        Binding("ctrl+k", "pin", "Pin", id="chats.pin", priority=True),
+        Binding("ctrl+f", "move", "Folder", id="chats.folder", priority=True),
+        Binding("ctrl+y", "next_folder", "Next folder", id="chats.next_folder", priority=True),
     ]
 
     def __init__(
-        self, search: ChatSearch, open_id: str | None, keymap: Keymap, clock: Callable[[], float] = time.time
+        self,
+        search: ChatSearch,
+        open_id: str | None,
+        keymap: Keymap,
+        clock: Callable[[], float] = time.time,
+        background: Callable[[], Background] = Background,
     ) -> None:
         super().__init__()
+        self._background = background
+        self._doing = background()
+        self._folder: str | None = None
+        self._moving = False
+        self._entries: list[StoredChat | Hit | None] = []
         self._keymap = keymap
         self._search = search
         self._open_id = open_id
@@ -143,6 +198,13 @@ class ChatsScreen(Dialog[Pick]):
         """List all of them."""
         self.say_keys(*LISTING)
         self.find("")
+        self.set_interval(LOOK_BACKGROUND_S, self._look)
+
+    def _look(self) -> None:
+        """Mark what goes on in the background now."""
+        if (doing := self._background()) != self._doing:
+            self._doing = doing
+            self._refill()
 
     @on(Input.Changed)
     def typed(self, event: Input.Changed) -> None:
@@ -155,7 +217,7 @@ class ChatsScreen(Dialog[Pick]):
         """Ask the store on another thread, so that typing stays responsive."""
         asked = get_current_worker()
         try:
-            found: ChatMatches | StoreError = self._search.find(text)
+            found: ChatMatches | StoreError = self._search.find(text, self._folder)
         except StoreError as error:
             found = error
         self.app.call_from_thread(self._take, asked, found)
@@ -166,21 +228,40 @@ class ChatsScreen(Dialog[Pick]):
             return
         if isinstance(found, StoreError):
             self._say(found.one_line())
-        elif found.text == self.query_one(Input).value:  # else more was typed since
+        elif (found.text, found.folder) == (self.query_one(Input).value, self._folder):  # else more was typed since
             self._show(found)
 
     def _show(self, found: ChatMatches) -> None:
         """Show the matches. For the same search, the cursor stays on its row."""
-        at = self.query_one(OptionList).highlighted if found.text == self._shown.text else None
+        same = (found.text, found.folder) == (self._shown.text, self._shown.folder)
+        at = self._pointed() if same else None
         self._shown = found
         self._fill(at or 0)
-        self._say("" if found.chats or found.hits else "No matches." if found.text.strip() else "No chats yet.")
+        self._say(self._state())
+
+    def _state(self) -> str:
+        """Return the line above the list: which folder is shown, or that there is nothing."""
+        found = self._shown
+        if found.folder is not None:
+            return f"Folder: {sanitise_line(found.folder)} · Ctrl+Y shows the next one"
+        if not found.chats and not found.hits:
+            return "No matches." if found.text.strip() else "No chats yet."
+        return f"{len(found.folders)} folders · Ctrl+Y shows one" if len(found.folders) > 1 else ""
+
+    def _pointed(self) -> int | None:
+        """Return which of the chats and messages is selected; headings don't count."""
+        index = self.query_one(OptionList).highlighted
+        return None if index is None else sum(each is not None for each in self._entries[:index])
 
     def _fill(self, at: int | None) -> None:
+        """List the matches again. at: which of the chats and messages is selected then."""
         listed = self.query_one(OptionList)
+        rows = self._rows(self._shown)
+        self._entries = [entry for _, entry in rows]
+        places = [index for index, entry in enumerate(self._entries) if entry is not None]
         listed.clear_options()
-        listed.add_options([Option(row) for row in self._rows(self._shown)])
-        listed.highlighted = at
+        listed.add_options([Option(row, disabled=entry is None) for row, entry in rows])
+        listed.highlighted = places[min(at, len(places) - 1)] if at is not None and places else None
 
     @on(Resize)
     def resized(self) -> None:
@@ -189,17 +270,29 @@ class ChatsScreen(Dialog[Pick]):
 
     def _refill(self) -> None:
         for listed in self.query(OptionList):  # there is none any more where it was closed meanwhile
-            self._fill(listed.highlighted)
+            del listed
+            self._fill(self._pointed())
 
-    def _rows(self, found: ChatMatches) -> Sequence[Content]:
+    def _rows(self, found: ChatMatches) -> Sequence[tuple[Content, StoredChat | Hit | None]]:
+        """Return the rows with what they are of; of headings, None. Matches of a search have none."""
         listed = self.query_one(OptionList)
         room = listed.content_region.width - listed.styles.scrollbar_size_vertical
         now = self._clock()
-        chats = (
-            chat_row(chat, is_open=chat.id == self._open_id, seconds=now - chat.updated_at, room=room)
-            for chat in found.chats
-        )
-        return [*chats, *map(hit_row, found.hits)]
+        rows: list[tuple[Content, StoredChat | Hit | None]] = []
+        for heading, chat in grouped(found.chats, now):
+            if heading and not found.text.strip():
+                rows.append((Content.styled(heading, FAINT), None))
+            row = chat_row(
+                chat,
+                is_open=chat.id == self._open_id,
+                seconds=now - chat.updated_at,
+                room=room,
+                date=date_of(chat.updated_at, now),
+                doing=self._doing.of(chat.id),
+                folders=found.folder is None,
+            )
+            rows.append((row, chat))
+        return [*rows, *((hit_row(hit), hit) for hit in found.hits)]
 
     def _say(self, text: str) -> None:
         state = self.query_one("#state", Static)
@@ -211,7 +304,9 @@ class ChatsScreen(Dialog[Pick]):
     @on(Input.Submitted)
     def entered(self) -> None:
         """Open the selected row, or save the new title."""
-        if self._naming is not None:
+        if self._naming is not None and self._moving:
+            self._moved(self._naming, self.query_one(Input).value)
+        elif self._naming is not None:
             self._named(self._naming, self.query_one(Input).value)
         elif (index := self.query_one(OptionList).highlighted) is not None:
             self._open(index)
@@ -222,17 +317,24 @@ class ChatsScreen(Dialog[Pick]):
         self._open(event.option_index)
 
     def _open(self, index: int) -> None:
-        chats, hits = self._shown.chats, self._shown.hits
-        if index < len(chats):
-            self.dismiss(Pick(chats[index].id))
-        else:
-            hit = hits[index - len(chats)]
-            self.dismiss(Pick(hit.chat, hit.message))
+        match self._entries[index]:
+            case StoredChat(id=chat):
+                self.dismiss(Pick(chat))
+            case Hit(chat=chat, message=message):
+                self.dismiss(Pick(chat, message))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """While a title is written, the keys of the list belong to the input line."""
         del parameters
-        return self._naming is None or action not in ("delete", "undo", "rename", "to_list")
+        return self._naming is None or action not in (
+            "delete",
+            "undo",
+            "rename",
+            "to_list",
+            "pin",
+            "move",
+            "next_folder",
+        )
 
     def action_to_list(self) -> None:
         """Go to the list."""
@@ -241,20 +343,20 @@ class ChatsScreen(Dialog[Pick]):
     # Changing -------------------------------------------------------------------------------------------------------------
 
     def _selected(self) -> SelectedChat | None:
-        index, chats = self.query_one(OptionList).highlighted, self._shown.chats
-        if index is None:
-            return None
-        if index < len(chats):
-            return SelectedChat(chats[index].id, chats[index].title, by_message=False)
-        hit = self._shown.hits[index - len(chats)]
-        return SelectedChat(hit.chat, hit.title, by_message=True)
+        index = self.query_one(OptionList).highlighted
+        match None if index is None else self._entries[index]:
+            case StoredChat(id=chat, title=title):
+                return SelectedChat(chat, title, by_message=False)
+            case Hit(chat=chat, title=title):
+                return SelectedChat(chat, title, by_message=True)
+        return None
 
     def action_delete(self) -> None:
         """Delete the selected chat; it can be restored."""
         selected = self._selected()
         if selected is None:
             return
-        if selected.chat == self._open_id:
+        if selected.chat == self._open_id or self._background().of(selected.chat):
             self.post_message(DeleteOpen(selected.chat, lambda: self._gone(selected.chat)))
         elif self._try(lambda: self._search.delete(selected.chat)):
             self._gone(selected.chat)
@@ -272,11 +374,11 @@ class ChatsScreen(Dialog[Pick]):
 
     def _take_out(self, chat: str) -> None:
         """Remove a chat's rows at once, so that the next key is not for them again, and select the row after them."""
-        shown, at = self._shown, self.query_one(OptionList).highlighted
+        shown, at = self._shown, self._pointed()
         of = [*(each.id for each in shown.chats), *(hit.chat for hit in shown.hits)]
         chats = tuple(each for each in shown.chats if each.id != chat)
         hits = tuple(hit for hit in shown.hits if hit.chat != chat)
-        self._shown = ChatMatches(shown.text, chats, hits)
+        self._shown = replace(shown, chats=chats, hits=hits)
         self._fill(sum(each != chat for each in of[:at]))
 
     def action_undo(self) -> None:
@@ -302,9 +404,47 @@ class ChatsScreen(Dialog[Pick]):
         if not title.strip() or self._try(lambda: self._search.rename(chat, title.strip())):
             self._list_again()
 
+    def action_pin(self) -> None:
+        """Keep the selected chat at the top, or no longer."""
+        index = self.query_one(OptionList).highlighted
+        chat = None if index is None else self._entries[index]
+        if not isinstance(chat, StoredChat):
+            self._say("Select a chat, not a message in it, to pin it.")
+        elif self._try(lambda: self._search.pin(chat.id, pinned=chat.pinned_at is None)):
+            self.find(self.query_one(Input).value)
+
+    def action_move(self) -> None:
+        """Ask for the folder of the selected chat."""
+        selected = self._selected()
+        if selected is None:
+            return
+        known = ", ".join(map(sanitise_line, self._shown.folders))
+        chat = next((each for each in self._shown.chats if each.id == selected.chat), None)
+        self._naming, self._moving = selected.chat, True
+        box = self.query_one(Input)
+        box.value = sanitise_line(chat.folder) if chat is not None else ""
+        box.cursor_position = len(box.value)
+        box.focus()
+        self.say_keys(*NAMING)
+        there = f" There are: {known}." if known else ""
+        self._say(f"Folder of {selected.name}; empty takes it out.{there}")
+
+    def _moved(self, chat: str, folder: str) -> None:
+        if self._try(lambda: self._search.move(chat, folder)):
+            self._list_again()
+
+    def action_next_folder(self) -> None:
+        """Show the chats of the next folder, and after the last one all of them."""
+        names: list[str | None] = [None, *self._shown.folders]
+        at = names.index(self._folder) if self._folder in names else 0
+        self._folder = names[(at + 1) % len(names)]
+        if len(names) == 1:
+            self._say("There are no folders yet. Ctrl+F puts a chat into one.")
+        self.find(self.query_one(Input).value)
+
     def _list_again(self) -> None:
         """List all chats again."""
-        self._naming = None
+        self._naming, self._moving = None, False
         self.say_keys(*LISTING)
         self.query_one(Input).value = ""
         self.find("")

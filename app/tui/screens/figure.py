@@ -5,6 +5,7 @@ limits, and what would help.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -224,14 +225,15 @@ def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
             yield from _indented(Content.styled(sanitise_line(line), FAINT), width, indent=2)
 
 
-class ExplainScreen(Dialog[bool]):
-    """The diagnosis of one of ``replies``, first the last one. The result is whether to open "what if"."""
+class ExplainScreen(Dialog[Literal["what_if", "steps"]]):
+    """The diagnosis of one of ``replies``, first the last one. The result is the action to go on with."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f2", "leave", "Close", id="explain.leave", show=False),
         Binding("left", "move(-1)", "Earlier reply", id="explain.earlier", priority=True),
         Binding("right", "move(1)", "Later reply", id="explain.later", priority=True),
         Binding("f3", "what_if", "What if", id="explain.what_if"),
+        Binding("f10,s", "steps", "Steps", id="explain.steps"),
     ]
 
     def __init__(self, replies: Sequence[Reply]) -> None:
@@ -256,7 +258,7 @@ class ExplainScreen(Dialog[bool]):
     def _show(self) -> None:
         box, many = self.query_one("#explain"), len(self._replies) > 1
         box.border_title = f"Explain · reply {self._index + 1} of {len(self._replies)}"
-        self.say_keys(*(["← → other replies"] if many else []), "F3 what if", "Esc closes")
+        self.say_keys(*(["← → other replies"] if many else []), "F3 what if", "S steps", "Esc closes")
         width = max(box.content_size.width - 1, 1)  # beside the scroll bar
         self.query_one("#explanation", Static).update(explanation(self._replies[self._index], width))
 
@@ -270,4 +272,8 @@ class ExplainScreen(Dialog[bool]):
 
     def action_what_if(self) -> None:
         """Close, and ask what if."""
-        self.dismiss(True)
+        self.dismiss("what_if")
+
+    def action_steps(self) -> None:
+        """Close, and walk through the steps."""
+        self.dismiss("steps")

@@ -31,11 +31,11 @@ ALSO = "Other"
 GROUPS: dict[str, str] = {
     "Writing": "send newline stop attach detach earlier later editor",
     "Selected message (Tab, then Up and Down)": (
-        "messages edit again continue older newer fork copy_message copy_code"
+        "messages edit again continue older newer fork copy_message copy_code links"
     ),
-    "Conversations": "new_chat chats open title regenerate branches delete_chat restore_chat export import",
+    "Conversations": "new_chat chats open title pin folder context regenerate branches delete_chat restore_chat export import",
     "Models and settings": "choose_model pull adapter unload convert system_prompt settings thinking",
-    "Speed and memory": "toggle_panel gauges explain what_if",
+    "Speed and memory": "toggle_panel gauges explain steps what_if",
     "Reading": "scroll_end page_up page_down copy",
     ALSO: "palette ask_guide help leave",
 }

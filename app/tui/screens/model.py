@@ -5,6 +5,7 @@ changed row by row, so that the eye keeps its place. What is typed narrows the l
 foreign text: made safe, no markup. A conversion is planned first, then runs in a process of its own.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -15,6 +16,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.events import Resize
+from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -35,8 +37,10 @@ PENDING = "…"
 ROOMY = 92
 """Columns from which an id stands with its owner."""
 
-COLUMNS = (("size", 9), ("bits", 6), ("here", 13), ("expected", 13))
-NARROW, NARROWEST = 64, 46
+COLUMNS = (("size", 9), ("expected", 13), ("here", 13), ("context", 9))
+WIDE_COLUMNS = (*COLUMNS, ("licence", 12))
+GOOD_FOR = 25
+WIDE, NARROW, NARROWEST = 104, 72, 52
 """Columns below which some of these have no room."""
 
 VERDICTS = {
@@ -54,6 +58,7 @@ ALL_WEIGHTS = 0.6
 def head(width: int) -> Content:
     """Return the column heads of a list of ``width`` cells."""
     names = "".join(name.rjust(cells) for name, cells in _columns(width))
+    names += "  good for" if width >= WIDE else ""
     return Content.styled("  " + "model".ljust(_name_cells(width)) + names, FAINT)
 
 
@@ -80,7 +85,11 @@ def _right(row: ModelRow, width: int) -> Content:
     if row.section == "typed":
         return Content.styled(" " + _typed(row), FAINT).truncate(width - 2 - LEAST_NAME, ellipsis=True)
     cells = _cells(row)
-    return Content("").join(cells[column] for column, _ in _columns(width))
+    shown = Content("").join(cells[column] for column, _ in _columns(width))
+    if width < WIDE:
+        return shown
+    purpose = Content.styled(sanitise_line(row.facts.good_for), FAINT).truncate(GOOD_FOR - 2, ellipsis=True)
+    return shown + "  " + purpose.pad_right(GOOD_FOR - 2 - purpose.cell_length)
 
 
 def detail(row: ModelRow, said: str) -> Content:
@@ -126,7 +135,7 @@ def _amount(download: Download) -> str:
 def _typed(row: ModelRow) -> str:
     if row.home == "folder":
         return "a folder: Enter loads it"
-    return "not on this disk: Enter downloads it" if is_id(row.model) else "Enter loads it"
+    return "not on this disk: Enter downloads it" if is_id(row.model) else "Enter searches Hugging Face"
 
 
 def _cells(row: ModelRow) -> dict[str, Content]:
@@ -135,11 +144,12 @@ def _cells(row: ModelRow) -> dict[str, Content]:
     verdict = pending if line is None else SHORTER.get(line.verdict, line.verdict)
     texts = {
         "size": units.size(row.nbytes) if row.nbytes is not None else pending,
-        "bits": pending if line is None else _bits(line),
         "here": verdict,
         "expected": pending if line is None else units.rate(line.figures.expected_tps),
+        "context": "" if row.facts.context is None else units.short(row.facts.context),
+        "licence": sanitise_line(row.facts.licence)[:10],
     }
-    return {name: _cell(texts[name], cells) for name, cells in COLUMNS}
+    return {name: _cell(texts[name], cells) for name, cells in WIDE_COLUMNS}
 
 
 def _cell(text: str, cells: int) -> Content:
@@ -149,9 +159,11 @@ def _cell(text: str, cells: int) -> Content:
 
 def _columns(width: int) -> tuple[tuple[str, int], ...]:
     """Return the columns that fit into ``width`` cells."""
+    if width >= WIDE:
+        return WIDE_COLUMNS
     if width >= NARROW:
         return COLUMNS
-    kept = ("here",) if width < NARROWEST else ("size", "here")
+    kept = ("expected",) if width < NARROWEST else ("size", "expected")
     return tuple(column for column in COLUMNS if column[0] in kept)
 
 
@@ -174,6 +186,11 @@ def _facts(row: ModelRow) -> Iterator[str]:
         yield progress_text(row.download)
     elif row.nbytes is not None:
         yield f"{units.size(row.nbytes)} {'on disk' if row.on_disk else 'to download'}"
+    if row.start is not None:
+        yield row.start.wait
+    if row.path is not None:
+        yield f"in {sanitise_line(str(row.path.parent))}{' (LM Studio)' if row.home == 'other' else ''}"
+    yield from _known(row)
     if line is None:
         if row.pending:
             yield "its speed here is being estimated"
@@ -183,6 +200,21 @@ def _facts(row: ModelRow) -> Iterator[str]:
         yield "text only: images and audio are not supported"
     yield sanitise_line(line.figures.reason)
     yield _speeds(line)
+
+
+def _known(row: ModelRow) -> Iterator[str]:
+    """Yield what holds on every machine."""
+    facts, line = row.facts, row.line
+    if facts.good_for:
+        yield f"good for: {sanitise_line(facts.good_for)}"
+    if facts.context is not None:
+        yield f"context {facts.context:,} tokens"
+    if facts.licence:
+        yield f"licence {sanitise_line(facts.licence)}"
+    if facts.downloads is not None:
+        yield f"{units.short(facts.downloads)} downloads a month"
+    if line is not None and line.bits_per_weight is not None:
+        yield f"{line.bits_per_weight:.1f} bits"
 
 
 def _speeds(line: ModelLine) -> str:
@@ -200,7 +232,7 @@ def _active(line: ModelLine) -> str:
 
 
 def _name_cells(width: int) -> int:
-    return max(10, width - 2 - sum(cells for _, cells in _columns(width)))
+    return max(10, width - 2 - sum(cells for _, cells in _columns(width)) - (GOOD_FOR if width >= WIDE else 0))
 
 
 def _name(model: str, cells: int, *, owner: bool) -> Content:
@@ -241,10 +273,12 @@ class ModelList(OptionList, can_focus=False):
         """Go a page down, or up where ``step`` is negative."""
         (self.action_page_up if step < 0 else self.action_page_down)()  # type: ignore[no-untyped-call]  # Textual's
 
-    def show(self, rows: Sequence[ModelRow], library: ModelLibrary, *, loaded: str, afresh: bool) -> None:
-        """Show ``rows``, and keep the selected one. afresh: select the loaded model, or else the first."""
+    def show(
+        self, rows: Sequence[ModelRow], library: ModelLibrary, *, loaded: str, afresh: bool, searching: bool = False
+    ) -> None:
+        """Show ``rows``, and keep the selected one. afresh: select the loaded model, or else the first. searching: for words."""
         before = None if afresh else self.selected
-        lines = dict(self._drawn(rows, library, loaded))
+        lines = dict(self._drawn(rows, library, loaded, searching=searching))
         self._shown_rows = {row.id: row for row in rows}
         if list(lines) == list(self._shown_lines):
             for id_, line in lines.items():
@@ -266,13 +300,26 @@ class ModelList(OptionList, can_focus=False):
         ]
         self.highlighted = self.get_option_index(wanted[0].id) if wanted else None
 
-    def _drawn(self, rows: Sequence[ModelRow], library: ModelLibrary, loaded: str) -> Iterator[tuple[str, Content]]:
-        section: Section | None = None
+    def _drawn(
+        self, rows: Sequence[ModelRow], library: ModelLibrary, loaded: str, *, searching: bool
+    ) -> Iterator[tuple[str, Content]]:
+        title, here = "", False
+        if library.estimates.advice is None and not searching:
+            yield "start", section_line("Start here")
+            yield "start:", Content.styled(f"  {estimating(library)}", FAINT)
         for row in rows:
-            if row.section != section:
-                section = row.section
-                yield section, section_line(_title(section, library))
+            if (now := _title(row.section, library)) != title:
+                if here:
+                    yield from _gguf(library)
+                title, here = now, row.section in ("embedded", "disk")
+                yield row.section, section_line(title)
             yield row.id, row_line(row, self.cells, loaded=row.model == loaded and row.on_disk)
+        if here:
+            yield from _gguf(library)
+        if searching and (state := library.hub.found.state):
+            if not any(row.section == "hub" for row in rows):
+                yield "hub", section_line("On Hugging Face")
+            yield "hub:", Content.styled(f"  {state}", FAINT)
 
 
 def _title(section: Section, library: ModelLibrary) -> str:
@@ -283,16 +330,36 @@ def _title(section: Section, library: ModelLibrary) -> str:
             return "Converting"
         case "downloads":
             return "Downloads"
-        case "embedded":
-            return "Embedded"
-        case "disk":
-            return f"On disk · {units.size(library.disk.free_bytes)} free"
+        case "embedded" | "disk":
+            return f"On this {HERE} · {units.size(library.disk.free_bytes)} free"
         case _:
             return section_title(section, library.estimates)
 
 
+HERE = "Mac" if sys.platform == "darwin" else "disk"
+
+
+def estimating(library: ModelLibrary) -> str:
+    """Return how far the estimates are that say which model to start with."""
+    done, total = library.estimates.progress
+    if library.estimates.problem:
+        return f"unknown: {sanitise_line(library.estimates.problem)}"
+    return f"estimating {done} of {total} models …" if total else "estimating …"
+
+
+def _gguf(library: ModelLibrary) -> Iterator[tuple[str, Content]]:
+    """Yield a line on models in a format that is not read here."""
+    if number := library.disk.gguf:
+        models = "1 GGUF model is" if number == 1 else f"{number} GGUF models are"
+        said = f"  {models} not readable here: type the name to find it in MLX's format"
+        yield "gguf", Content.styled(said, FAINT)
+
+
 SHORT = 18
 """Rows of a window below which the list takes those around it."""
+
+REST_S = 0.6
+"""A pause of this length in typing asks the hub."""
 
 ACTIVE = (DownloadStage.WAITING, DownloadStage.RUNNING)
 
@@ -329,12 +396,13 @@ class ModelScreen(Dialog[str]):
         self._removal = Removal()
         self._afresh = True
         self._said = ""
+        self._rest: Timer | None = None
 
     def compose(self) -> ComposeResult:
         """Yield the input line, the list, and the details of the selected row."""
         with Vertical(classes="box") as box:
             box.border_title = "Model"
-            yield Input(placeholder="Filter, a folder, or a Hugging Face ID", compact=True)
+            yield Input(placeholder="Search here and on Hugging Face, or write a folder or an ID", compact=True)
             yield Static(id="head", markup=False)
             yield ModelList()
             yield Static(id="detail", markup=False)
@@ -368,10 +436,16 @@ class ModelScreen(Dialog[str]):
 
     @on(Input.Changed)
     def typed(self) -> None:
-        """Narrow the list, and select its first row."""
+        """Narrow the list, and select its first row; once the user pauses, search the hub."""
         self._removal.forget()
         self._afresh = True
         self.refresh_rows()
+        if self._rest is not None:
+            self._rest.stop()
+        self._rest = self.set_timer(REST_S, self._search)
+
+    def _search(self) -> None:
+        self._library.hub.want(self.query_one(Input).value)
 
     def refresh_rows(self) -> None:
         """Bring the list up to date. Once the user has moved in it, the selected row stays selected."""
@@ -382,7 +456,8 @@ class ModelScreen(Dialog[str]):
         text = self.query_one(Input).value
         width = self._list.cells
         self.query_one("#head", Static).update(head(width))
-        self._list.show(self._library.rows(text), self._library, loaded=self._loaded, afresh=self._afresh)
+        rows, searching = self._library.rows(text), bool(text.strip())
+        self._list.show(rows, self._library, loaded=self._loaded, afresh=self._afresh, searching=searching)
         self._tell()
 
     @property
@@ -431,6 +506,9 @@ class ModelScreen(Dialog[str]):
             self.action_remove()
         elif row.converting:
             self.action_convert()
+        elif row.section == "typed" and row.home is None and not is_id(row.model):
+            self._search()
+            self._say("Searching Hugging Face for it; the results come below.")
         elif row.download is not None and row.download.stage in ACTIVE:
             self._library.downloads.start(row.model, loads=True)
             self._say("It loads when the download is complete.")

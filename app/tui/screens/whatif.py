@@ -14,7 +14,7 @@ from textual import on
 from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding
 from textual.color import Color
-from textual.containers import Container, Horizontal, Vertical
+from textual.containers import Container, Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
 from textual.suggester import SuggestFromList
@@ -51,6 +51,7 @@ from ...chat.what_if_form import (
 from ...sanitise import sanitise_line
 from ...units import lowest
 from ...verdict import BOUND
+from ...without_cache import worth_text
 from ..theme import FAINT
 from . import Dialog
 
@@ -323,7 +324,14 @@ def _tick(value: float) -> str:
 
 REST_S = 0.4  # longer than the gaps of a typist within a number
 NARROW = 90
-WANTED: dict[str, Wanted] = {"cases": "table", "curve": "table", "roof": "table", "chips": "chips", "models": "models"}
+WANTED: dict[str, Wanted] = {
+    "cases": "table",
+    "curve": "table",
+    "roof": "table",
+    "cache": "cache",
+    "chips": "chips",
+    "models": "models",
+}
 Ask = Callable[[Question], int]
 
 
@@ -364,6 +372,8 @@ class WhatIfScreen(Dialog[None]):
                     yield CurvePlot(id="curve-plot")
                 with TabPane("Roofline", id="roof"):
                     yield RoofPlot(id="roof-plot")
+                with TabPane("No cache", id="cache"), VerticalScroll(id="worth"):
+                    yield Static("", id="worth-text", markup=False)
                 with TabPane("Chips", id="chips"):
                     yield _table("chip-table", CHIPS)
                 with TabPane("Models", id="models"):
@@ -454,6 +464,9 @@ class WhatIfScreen(Dialog[None]):
                 _refill(self.query_one("#case-table", DataTable), columns, rows)
                 self.query_one(CurvePlot).show(answer.curve)
                 self.query_one(RoofPlot).show(answer.roof)
+            case "cache" if answer.cache is not None:
+                width = max(self.query_one("#tabs").size.width - 2, 20)  # beside the scroll bar
+                self.query_one("#worth-text", Static).update(Content(worth_text(answer.cache, width)))
             case "chips":
                 _refill(self.query_one("#chip-table", DataTable), CHIPS, chip_rows(answer.chips))
             case "models":
@@ -484,6 +497,8 @@ class WhatIfScreen(Dialog[None]):
                 said = curve_text(answer)
             case "roof":
                 said = roof_text(answer)
+            case "cache":
+                said = "scroll with ↑ ↓"
             case _:
                 said = self._reason(tab, answer) or " · ".join(each for each in (*answer.notes, answer.rule) if each)
         closer = "Enter shows its cases" if tab == "models" else ""

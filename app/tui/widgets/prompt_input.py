@@ -30,6 +30,7 @@ from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...sanitise import sanitise, sanitise_line
 from ...store.values import Attachment
+from ..markdown.rows import wrapped
 from ..theme import FAINT
 
 MOST_OFFERED = 8
@@ -39,6 +40,7 @@ WALK_S = 0.5
 FRESH_S = 10.0
 _SKIPPED = frozenset({"__pycache__", "node_modules", "target", "venv"})
 _TOKEN = re.compile(r"(?:^|(?<=[\s(\[{\"']))@(\S*)$")
+_RANGE = re.compile(r"(.+?)(:[0-9]+-[0-9]+)")
 _PLACED = re.compile(r"(~[^/]*|\.{1,2})?/|~|\.{1,2}$")
 
 
@@ -167,9 +169,18 @@ class Completions(OptionList, can_focus=False):
         self.complete(None)
 
     def _find(self, named: PartialPath) -> None:
-        paths, worker = self._finder.find(named.part), get_current_worker()
+        ranged, worker = _RANGE.fullmatch(named.part), get_current_worker()
+        part, lines = (ranged[1], ranged[2]) if ranged else (named.part, "")
+        options = [
+            Option(Content(path + lines), path + lines)
+            for path in self._finder.find(part)
+            if not (lines and path[-1] == "/")
+        ]
+        if part.endswith("/") and not lines:
+            whole = Content(part) + Content.styled("  all text files in it", FAINT)
+            options.append(Option(whole, f"{part}."))
         if not worker.is_cancelled:
-            self.app.call_from_thread(self._show, named, [Option(Content(path), path) for path in paths])
+            self.app.call_from_thread(self._show, named, options)
 
     def _show(self, named: PartialPath | PartialCommand, options: Sequence[Option]) -> None:
         if named != self._named:
@@ -449,7 +460,8 @@ class Chips(Static):
         over = session.overfull(draft)
         lines = [*_waiting(session.queued, most), *_attached(draft.attachments, reading, session, over=bool(over))]
         if over:
-            lines.append(Content.styled(over, "$text-error"))
+            width = max(20, self.content_size.width or self.container_size.width - 6)
+            lines += [row.content for row in wrapped(Content.styled(over, "$text-error"), width)]
         content = Content("\n").join(lines)
         if not content.is_same(self._shown):
             self._shown = content

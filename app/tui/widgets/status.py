@@ -47,6 +47,7 @@ MESSAGE_KEYS = {
     "newer": "newer",
     "continue": "continue",
     "copy_code": "copy code",
+    "links": "links",
 }
 """The keys of a selected message, by the ids of actions; the first stay longest where the line is short."""
 

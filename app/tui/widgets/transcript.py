@@ -6,10 +6,11 @@ know; at the very first start, a tour of five lines (``Welcome``).
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from textual import events
 from textual.content import Content
+from textual.message import Message
 from textual.reactive import var
 
 from tokamac.engine.events import TextKind
@@ -290,10 +291,30 @@ class Transcript(PageView, can_focus=False):
     def _selectable(self) -> list[Spoken]:
         return [message for message in self.messages if isinstance(message, Spoken)]
 
+    @dataclass
+    class LinkClicked(Message):
+        """A link was clicked. opens: with a key held that opens it."""
+
+        address: str
+        opens: bool
+
+    @dataclass
+    class CodeClicked(Message):
+        """The first line of a block of code was clicked."""
+
+        text: str
+
     def on_click(self, event: events.Click) -> None:
-        """Unfold or fold the thinking that was clicked."""
+        """Unfold or fold the thinking that was clicked; tell of a link, or of code to copy."""
         y = self.scroll_offset.y + event.y
         if self.text_selection is not None or not 0 <= y < self._page.height:
+            return
+        row, address = self._page.row(y), event.style.link
+        if address:
+            self.post_message(self.LinkClicked(address, event.ctrl or event.meta))
+            return
+        if row is not None and row.code is not None:
+            self.post_message(self.CodeClicked(row.code.code))
             return
         index, within = self._page.at(y)
         message = self.messages[index]

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +20,18 @@ from hypothesis import strategies as st
 
 from tokamac.app import cli
 from tokamac.app.chat import attachments, external_programs
-from tokamac.app.chat.attachments import AttachError, Draft, apart, attachment, is_long, joined, pasted, read_file
+from tokamac.app.chat.attachments import (
+    MOST_IN_FOLDER,
+    AttachError,
+    Draft,
+    apart,
+    attachment,
+    is_long,
+    joined,
+    pasted,
+    read_file,
+    read_named,
+)
 from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
 from tokamac.app.commands import ask, bench_report, kv_quality
 from tokamac.app.sanitise import sanitise
@@ -458,11 +470,19 @@ async def test_the_terminal_and_a_private_file_get_the_text_exactly(
     async with chat("fast") as c:
         said = await copied(c, written, monkeypatch, tmp_path / "home")
     file = tmp_path / "home" / external_programs.FILE
-    assert f"Copied {len(TEXT)} characters through the terminal (OSC 52)" in said
+    assert f"Copied {len(TEXT)} characters. Nothing to paste?" in said
     assert str(file) in said
     assert [asked_for(sequence) for sequence in written if "]52" in sequence] == [TEXT]
     assert file.read_bytes().decode() == TEXT
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+async def test_the_file_of_copies_is_named_once_and_is_gone_in_the_end(tmp_path: Path, written: list[str]) -> None:
+    assert external_programs.copy_text(TEXT, tmp_path, written.append, known=True) == f"Copied {len(TEXT)} characters."
+    assert (tmp_path / external_programs.FILE).exists()
+    for _ in range(2):
+        external_programs.forget_copied(tmp_path)
+        assert not (tmp_path / external_programs.FILE).exists()
 
 
 async def test_in_tmux_the_outer_terminal_is_asked_as_well(
@@ -505,3 +525,41 @@ def test_pbcopy_is_told_that_it_gets_utf_8_whatever_the_locale(tmp_path: Path, m
     assert external_programs.copy_by_tool(TEXT) == "pbcopy"
     assert (tmp_path / "locale").read_text() == ",UTF-8"
     assert (tmp_path / "copied").read_bytes().decode() == TEXT
+
+
+def test_lines_of_a_file_are_attached_by_their_numbers(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("".join(f"line {number}\n" for number in range(1, 11)))
+    made = read_named("main.py:2-4", tmp_path)
+    assert (made.name, made.text, made.kind) == ("main.py:2-4", "line 2\nline 3\nline 4", "code")
+    assert read_named("main.py:9-99", tmp_path).name == "main.py:9-10"
+    for wrong in ("main.py:4-2", "main.py:11-12"):
+        with pytest.raises(AttachError, match="has lines 1 to 10"):
+            read_named(wrong, tmp_path)
+    (tmp_path / "odd:1-2").write_text("its own name")
+    assert read_named("odd:1-2", tmp_path).text == "its own name"
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_a_folder_is_its_text_files_but_what_git_ignores(tmp_path: Path, git: bool) -> None:
+    (tmp_path / "src" / "deep").mkdir(parents=True)
+    (tmp_path / "src" / "a.py").write_text("a = 1")
+    (tmp_path / "src" / "deep" / "b.md").write_text("# b")
+    (tmp_path / "src" / ".hidden").write_text("secret")
+    (tmp_path / "src" / "picture.bin").write_bytes(b"\0\1")
+    (tmp_path / "src" / "made.log").write_text("noise")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    if git:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    made = read_named("src/.", tmp_path)
+    expected = ["a.py", "deep/b.md"] if git else ["a.py", "deep/b.md", "made.log"]
+    assert made.name == f"src/ ({len(expected)} files)"
+    assert [each.name for each in apart(made.text).attachments] == expected
+
+
+def test_an_empty_folder_and_one_that_is_too_large_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AttachError, match="no text files"):
+        read_named(".", tmp_path)
+    for number in range(MOST_IN_FOLDER + 1):
+        (tmp_path / f"{number}.txt").write_text("x")
+    with pytest.raises(AttachError, match="holds more than 200 text files"):
+        read_named(str(tmp_path), tmp_path)

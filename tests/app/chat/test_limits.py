@@ -14,6 +14,7 @@ from tests.app.conftest import Chat
 from tests.app.tui.test_app import Start as ChatStart
 from tokamac.app import settings
 from tokamac.app.backend.protocol import (
+    AskCount,
     AskPrice,
     Counted,
     Failed,
@@ -28,9 +29,20 @@ from tokamac.app.backend.protocol import (
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.background import KnownPrice, PriceQuestion, TokenCounts, amount, of_path
 from tokamac.app.chat.conversation import Ending, Reply, Tree
-from tokamac.app.chat.recording import measured, tree_of
+from tokamac.app.chat.preferences import Preferences
+from tokamac.app.chat.recording import Recording, measured, tree_of
 from tokamac.app.chat.session import LONGEST_REASON, Session, reason
-from tokamac.app.chat.steps import Ask, DraftReturned, EndEngine, EnginePhase, Notice, ReplyEnded, StartEngine, Step
+from tokamac.app.chat.steps import (
+    Ask,
+    DraftReturned,
+    EndEngine,
+    EnginePhase,
+    Notice,
+    Pruned,
+    ReplyEnded,
+    StartEngine,
+    Step,
+)
 from tokamac.app.export.html import entries
 from tokamac.app.plain.commands import last_turn
 from tokamac.app.settings import Settings
@@ -392,6 +404,79 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
         c.app.chat.do("detach")
         assert "failed" not in await c.ask("")
         assert "alone is" not in c.screen_text()
+
+
+def counted_session() -> Session:
+    """A session with two turns, of a model of 4 characters a token, all counted."""
+    session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=1000)))
+    session.submit("one", (NOTES,))
+    session.on_event(ReplyEvent(1, Finished("stop", "a" * 40, METRICS)))
+    session.submit("two")
+    session.on_event(ReplyEvent(2, Finished("stop", "b" * 80, METRICS)))
+    for step in session.count_context(Draft("three")):
+        if isinstance(step, Ask) and isinstance(step.request, AskCount):
+            session.on_event(Counted(step.request.id, len(step.request.text) // 4))
+    return session
+
+
+def test_what_is_in_the_context_is_counted_by_part_and_left_out_by_choice() -> None:
+    session = counted_session()
+    use = session.context_use(Draft("three"))
+    assert [row.kind for row in use.rows] == ["system", "file", "prompt", "reply", "prompt", "reply", "draft"]
+    assert all(row.tokens is not None for row in use.rows)
+    assert use.free == 1000 - use.used
+    file = use.rows[1]
+    assert (file.name, file.key, file.file) == ("notes.md", 1, "notes.md")
+    rest = sum(row.tokens or 0 for row in use.rows[2:6])
+    assert use.consequence(1) == f"Leaving it out frees {file.tokens} tokens; the next prompt recomputes {rest}."
+    assert use.consequence(0) == "This part is always sent."
+    assert session.prune(1, "notes.md")[0] == Pruned()
+    pruned = session.context_use(Draft("three"))
+    assert pruned.rows[1].left_out
+    assert pruned.used == use.used - (file.tokens or 0)
+    assert pruned.consequence(1).startswith(f"Sending it again takes {file.tokens} tokens; the next prompt recomputes")
+    request = next(
+        r for r in (s.request for s in session.submit("three") if isinstance(s, Ask)) if isinstance(r, Generate)
+    )
+    assert [m.content for m in request.messages] == ["Be brief.", "one", "a" * 40, "two", "b" * 80, "three"]
+    assert session.turns[0].attachments == (NOTES,)  # kept
+
+
+def test_a_turn_is_left_out_whole_and_comes_back_by_the_same_key() -> None:
+    session = counted_session()
+    before = session.context_use(Draft())
+    session.prune(1)
+    assert [row.left_out for row in session.context_use(Draft()).rows] == [False, True, True, True, False, False]
+    assert [m.content for m in session.conversation.request("", "three")] == ["two", "b" * 80, "three"]
+    session.prune(1)
+    assert session.context_use(Draft()) == before
+
+
+def test_what_is_left_out_stays_so_in_a_stored_chat(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s" / "chats.db") as store:
+        chat = store.new_chat().id
+        store.set_settings(chat, {"left_out": [[3, "notes.md"], [4, ""], "else", [1]]})
+        recording = Recording(counted_session(), store, Preferences(Settings(), tmp_path / "x"), print, Clock())
+        assert recording.pruned_of(chat) == {(3, "notes.md"), (4, "")}
+
+
+async def test_the_context_is_a_bar_and_a_list_from_which_parts_are_left_out(chat: Start) -> None:
+    async with chat("fast", size=(100, 30)) as c:
+        await c.ready()
+        await c.ask("about apples")
+        await c.pilot.press("f10")
+        await c.until(lambda: "about apples" in c.screen_text() and "free" in c.screen_text(), "the context")
+        await c.until(lambda: "…  you" not in c.screen_text(), "the counts")
+        await c.pilot.press("enter")
+        await c.until(lambda: "left out" in c.screen_text())
+        await c.until(lambda: c.recording.store.chat(c.held).settings.get("left_out"), "what is stored")
+        assert "Sending it again takes" in c.screen_text()
+        await c.pilot.press("enter")
+        await c.until(lambda: "left out" not in c.screen_text())
+        await c.pilot.press("escape")
+        assert c.session.conversation.pruned == set()
 
 
 # A model that nobody uses gives its memory back, and comes back when the user writes; memory that was short is

@@ -18,7 +18,7 @@ from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
 from tokamac.app.backend.advice import model_line
-from tokamac.app.backend.command_process import Pulled, PullProgress, PullRefused, Removed, understood
+from tokamac.app.backend.command_process import HubModelLine, Pulled, PullProgress, PullRefused, Removed, understood
 from tokamac.app.backend.protocol import Figures, Group, Load, ModelLine, WhatIf
 from tokamac.app.chat import commands
 from tokamac.app.chat.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
@@ -28,9 +28,11 @@ from tokamac.app.chat.models import (
     CatalogueOffer,
     Estimates,
     Folders,
+    HubModels,
     LocalModels,
     ModelRow,
     OnDisk,
+    Removal,
     advise,
     best_guess,
     hub_cache,
@@ -160,18 +162,68 @@ def named(found: list[ModelRow]) -> list[str]:
 def test_the_sections_stand_in_order_and_nothing_is_there_twice() -> None:
     found = rows("", DISK, OFFERS, estimated("org/c", "org/a", "org/b", "org/Mine", hopeless="org/b"), ())
     assert named(found) == [
+        "start:org/c",
         "downloads:org/part",
         "embedded:guide",
         "disk:org/Mine",
-        "start:org/c",
         "recommended:org/a",
     ]
 
 
-def test_while_nothing_is_weighed_the_list_is_there_and_says_that_more_comes() -> None:
-    found = rows("", DISK, OFFERS, Estimates(lambda _: 1), ())
-    assert [row.model for row in found if row.pending] == ["guide", "org/Mine", "org/a", "org/b", "org/c"]
-    assert found[-1].nbytes == 9
+def test_while_nothing_is_weighed_no_order_is_shown_that_would_change() -> None:
+    nothing = Estimates(lambda _: 1)
+    found = rows("", DISK, OFFERS, nothing, ())
+    assert [row.model for row in found if row.pending] == ["guide", "org/Mine"]
+    searched = named(rows("org", DISK, OFFERS, nothing, ()))
+    assert searched[-3:] == ["catalogue:org/a", "catalogue:org/b", "catalogue:org/c"]
+    known = estimated("org/c", "org/a", "org/b", hopeless="org/b")
+    assert named(rows("org", DISK, OFFERS, known, (), ungrouped=True)) == searched
+
+
+def test_what_the_hub_found_comes_last_and_not_twice() -> None:
+    found = HubModels(
+        tuple(
+            HubModelLine(name, 5, 4096, "mit", 7, "writing code", mlx=True, config_folder=folder)
+            for name, folder in (("org/a", None), ("else/x", "/configs/x"))
+        )
+    )
+    estimates = estimated("org/a")
+    estimates.disk["/configs/x"] = line("/configs/x")
+    *_, last = rows("org/a", DISK, OFFERS, estimates, (), hub=found)
+    assert (last.id, last.nbytes, last.line) == ("hub:else/x", 5, estimates.disk["/configs/x"])
+    assert (last.facts.context, last.facts.licence, last.facts.good_for) == (4096, "mit", "writing code")
+    assert sum(row.model == "org/a" for row in rows("org/a", DISK, OFFERS, estimates, (), hub=found)) == 1
+
+
+def test_a_conversion_is_marked_and_can_not_be_removed() -> None:
+    (first, *_) = rows("", DISK, (), estimated(), (), conversions={"org/Mine": "converting 4 %"})
+    assert (first.id, first.converting) == ("converting:org/Mine", "converting 4 %")
+    assert "being converted" in Removal.refusal(first, "guide")
+
+
+def test_models_of_the_models_folder_and_of_lm_studio_are_found_and_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine, theirs = tmp_path / "models" / "small-4bit", tmp_path / ".lmstudio" / "models" / "org" / "Coder-4bit"
+    for folder in (mine, theirs, tmp_path / "models" / ".small-4bit.partial"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+        (folder / "model.safetensors").write_bytes(b"weights")
+    gguf = tmp_path / ".lmstudio" / "models" / "org" / "Other"
+    gguf.mkdir()
+    (gguf / "other.gguf").write_bytes(b"GGUF")
+    disk = models_on_disk(tmp_path / "cache", [str(mine)], tmp_path / "models")
+    assert [(each.model, each.home, each.context) for each in disk.models[1:]] == [
+        (str(mine), "folder", 512), (str(theirs), "other", 512),
+    ]  # fmt: skip
+    assert disk.gguf == 1
+    disk = models_on_disk(tmp_path / "cache", [], tmp_path / "models")
+    assert [each.home for each in disk.models[1:]] == ["models", "other"]
+    found = {row.home: row for row in rows("", disk, (), estimated(), ())}
+    assert "LM Studio" in Removal.refusal(found["other"], "guide")
+    assert str(mine) in Removal.refusal(found["models"], "guide")
+    assert found["other"].facts.good_for == "writing code"
 
 
 def test_words_narrow_the_list_also_to_what_does_not_fit() -> None:

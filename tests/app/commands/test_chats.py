@@ -66,7 +66,7 @@ def test_chats_are_listed_last_used_first_with_nothing_a_terminal_obeys(tokamac:
     assert "\x1b" not in rows[0]
     listed = one(tokamac("chats", "--json"))["chats"]
     assert [chat["id"] for chat in listed] == [second.id, first.id]
-    assert all(" ".join(chat) == "id title created updated model" for chat in listed)
+    assert all(" ".join(chat) == "id title created updated model pinned folder" for chat in listed)
 
 
 @pytest.mark.usefixtures("_own_chats")

@@ -115,6 +115,18 @@ def test_the_table_has_a_row_for_each_case(tokamac: Run) -> None:
     assert "40,960" in shown
 
 
+def test_what_a_cache_is_worth(tokamac: Run) -> None:
+    flags = (*M4_MAX, "--no-cache", "--prompt", "64", "--context", "77")
+    worth = found(tokamac, QWEN, *flags)["without_cache"]
+    assert (worth["total"]["units_with"], worth["total"]["units_without"]) == (64 + 12, sum(range(64, 77)))
+    assert len(worth["sizes"]) == 12
+    assert {figure["said"] for figure in worth["known_figures"]} >= {"4.78", "209", "9.62", "83.9"}
+    shown = tokamac("inspect", QWEN, *flags).out
+    assert "STEP BY STEP (times to expect here)" in shown
+    assert "window 4,096, 4 sinks" in shown
+    assert "DeepSeek V4 Pro, 1M tokens" in shown
+
+
 def test_every_chip_of_the_table(tokamac: Run) -> None:
     rows = found(tokamac, QWEN, *M4_MAX, "--chips")["chips"]
     assert len(rows) > 40
@@ -244,7 +256,8 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_list_has_size_bits_fit_and_speed(tokamac: Run, on_disk: Path) -> None:
     done = tokamac("models", "list", "--json")
-    (model,) = json.loads(done.out)["models"]
+    guide, model = json.loads(done.out)["models"]
+    assert (guide["id"], guide["whole"], guide["last_used_s"]) == ("guide", True, None)
     assert (model["id"], model["whole"], model["fits"], model["bits_per_weight"]) == ("org/tiny", True, True, 32.0)
     assert model["bytes"] == sum(path.stat().st_size for path in (on_disk / "snapshots").rglob("*") if path.is_file())
     assert model["memory_bytes"] > 0
@@ -254,6 +267,7 @@ def test_the_list_for_people_says_it_in_words(tokamac: Run, on_disk: Path) -> No
     shown = tokamac("models")
     assert shown.status == 0
     assert "org/tiny" in shown.out
+    assert shown.out.splitlines()[1].startswith("guide ")
     assert "32.00" in shown.out
     assert "fits" in shown.out or "runs well" in shown.out
     assert "for 8,192 tokens held" in shown.out

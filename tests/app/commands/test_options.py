@@ -391,6 +391,28 @@ def test_thinking_is_turned_off_and_on(tokamac: Run, thinks: Path) -> None:
     assert kinds(asked(tokamac, thinks, "--template-option", "enable_thinking=false")) == {"answer"}
 
 
+def test_steps_are_written_as_json_lines(tokamac: Run, thinks: Path, tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    finished = asked(tokamac, thinks, "--steps", str(file))[-1]
+    steps = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    tokens = [step for step in steps if step["kind"] == "step"]
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert len(tokens) == finished["metrics"]["generated_tokens"]  # type: ignore[index]
+    assert [step["token"] for step in tokens] == list(range(1, len(tokens) + 1))
+    for step in tokens:
+        assert 0 <= step["probability"] <= 1
+        assert len(step["others"]) == 5
+        assert step["ms"] > 0
+        assert step["weight_bytes"] > 0
+    said = tokamac("ask", "Hello", "-m", thinks, *GREEDY[:-1], "--steps", "-")
+    assert [json.loads(line)["kind"] for line in said.err.splitlines() if line.startswith("{")].count("step") == len(
+        tokens
+    )
+    refused = tokamac("ask", "Hello", "-m", thinks, *GREEDY[:-1], "--steps", str(tmp_path / "no" / "file"))
+    assert refused.status == 1
+    assert "can't be written" in refused.err
+
+
 def test_other_keywords_reach_the_template(tokamac: Run, thinks: Path) -> None:
     def read(*flags: str) -> int:
         metrics = asked(tokamac, thinks, *flags)[-1]["metrics"]

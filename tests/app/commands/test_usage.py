@@ -23,6 +23,7 @@ from tokamac.app import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE, cli, parser, sett
 from tokamac.app import help as texts
 from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.cli import COMMANDS
+from tokamac.app.commands.ask import InputError, compose
 
 # Exit codes, help, wrong usage: no model is needed.
 
@@ -155,6 +156,16 @@ def test_binary_files_and_input_are_refused(tokamac: Run, tmp_path: Path) -> Non
     ):
         assert result.status == 1
         assert "text" in result.err
+
+
+def test_a_file_is_read_as_an_attachment_is(tmp_path: Path) -> None:
+    (tmp_path / "wide.txt").write_bytes("Häuser".encode("utf-16"))
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfplain")
+    assert "Häuser" in compose("sum up", [str(tmp_path / "wide.txt")])
+    assert "\nplain\n" in compose("sum up", [str(tmp_path / "marked.txt")])
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    with pytest.raises(InputError, match="broken.pdf can't be read"):
+        compose("sum up", [str(tmp_path / "broken.pdf")])
 
 
 def test_a_model_of_no_name_in_a_hostile_path(tokamac: Run) -> None:

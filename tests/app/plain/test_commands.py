@@ -129,6 +129,24 @@ def test_without_a_reply_a_figure_says_why_it_is_unknown() -> None:
     assert "decode rate: unknown (there is no reply yet)\n" in out
 
 
+def test_steps_are_listed_and_each_is_explained_with_its_likely_tokens() -> None:
+    _, out, err = piped("hi\n/steps\n/steps 2\n/steps 999\n/steps two\n", "fast")
+    assert re.search(r"^\d+ steps: the prompt in 1 piece, then 128 tokens$", out, re.MULTILINE)
+    assert "A usual step took " in out
+    told = out[out.index("Step 2 of") :].splitlines()
+    assert told[0].endswith("token 1 of the reply")
+    assert any(line.startswith("out") and "78% likely, the likeliest" in line for line in told)
+    assert any(line.startswith("weights") and "2.26 GB read" in line for line in told)
+    assert "This reply has 129 steps." in err
+    assert "Write the number of a step after the command" in err
+
+
+def test_a_reply_goes_on_from_a_step_with_another_token() -> None:
+    _, out, err = piped("hi\n/steps 3 1\n/branches\n", "fast")
+    assert "A new version of the reply goes on from “…Deco" in err
+    assert "2 of 2" in out or "2." in out
+
+
 # The model --------------------------------------------------------------------------------------------------------------
 
 
@@ -499,6 +517,23 @@ def test_a_chat_is_deleted_and_brought_back_by_its_place_in_the_list_or_its_id(d
     ]
     assert "No chat has an id that begins with zz" in err
     assert [text for text, _ in prompts(data)] == ["apples", "figs"]
+
+
+def test_a_chat_is_pinned_put_into_a_folder_and_its_context_pruned_in_lines(data: Path) -> None:
+    written = "apples\n/pin\n/folder work\n/folder\n/chats\n/context\n/context 1\n/context\n/context 9\n"
+    status, out, err = piped(written, "fast")
+    assert (status, "1. apples, just now, " in out, ", pinned, in work (" in out) == (0, True, True)
+    assert "Folders: work (1)." in out
+    assert re.search(r"^1\. prompt, \d+ tokens: apples$", out, re.MULTILINE)
+    assert re.search(r"^1\. prompt, \d+ tokens, left out: apples$", out, re.MULTILINE)
+    assert re.search(r"^2\. reply, [\d,]+ tokens, left out: ", out, re.MULTILINE)
+    assert "Pinned: apples" in err
+    assert "This chat is in the folder work." in err
+    assert "the next prompt recomputes 0." in err
+    assert "There is no part 9: /context lists them, 1 to 2." in err
+    with Store.open(data) as store:
+        (chat,) = store.chats()
+        assert (chat.folder, chat.settings["left_out"]) == ("work", [[1, ""]])
 
 
 def test_a_number_beyond_the_list_is_not_the_beginning_of_an_id(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,9 @@ def test_a_file_of_version_1_opens_with_all_that_is_in_it(file: Path) -> None:
         ]
         assert store.path(chat.id)[0].attachments[0].text == "attached"
         assert [hit.message for hit in store.search("token")] == [1]
+        assert (chat.pinned_at, chat.folder, store.folders()) == (None, "", [])
+        assert store.pin(chat.id).pinned_at is not None
+        assert store.move(chat.id, "work\nnotes").folder == "work notes"
         store.check()
 
 

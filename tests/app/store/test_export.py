@@ -22,7 +22,7 @@ from tokamac.app.export import export_chat, free_name, with_system_apart
 from tokamac.app.export.html import to_html
 from tokamac.app.export.svg import to_svg
 from tokamac.app.store import export
-from tokamac.app.store.export import parse, read, to_json, to_markdown, write
+from tokamac.app.store.export import figures_line, parse, read, to_json, to_markdown, write
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError, storable
 from tokamac.engine.events import ToolCall
@@ -95,8 +95,37 @@ def test_json_gives_back_every_branch_exactly(archive: Archive) -> None:
 
 @settings(UNHURRIED)
 @given(archives(branches=False))
-def test_markdown_gives_back_the_branch_exactly(archive: Archive) -> None:
-    assert parse(to_markdown(archive), now=0) == archive
+def test_markdown_gives_back_every_text_of_the_branch_exactly(archive: Archive) -> None:
+    assert parse(to_markdown(archive), now=0) == Archive(archive.chat, unmeasured(archive.messages))
+
+
+MEASURED = {"metrics": {"decode_tps": 72.3, "generated_tokens": 37, "ttft_s": 0.06}, "diagnosis": {"formula": "x = y"}}
+
+
+def test_markdown_is_the_conversation_with_a_line_of_figures_below_each_reply() -> None:
+    asked = StoredMessage(1, "", None, "user", "Why?", "", "complete", 0.0)
+    said = StoredMessage(2, "", 1, "assistant", "Because.", "", "complete", 0.0, "org/model", {"top_p": 1}, MEASURED)
+    archive = Archive(StoredChat("", "Why", "user", 0.0, 0.0, "", head=2), (asked, said))
+    text = to_markdown(archive)
+    shown = [line for line in text.splitlines() if line and not line.startswith("<!--")]
+    figures = "*72.3 tok/s · 37 tokens · first token 60 ms · org/model*"
+    assert shown == ["# Why", "## You", "Why?", "## org/model", "Because.", figures]
+    assert "formula" not in text
+    assert max(len(line) for line in text.splitlines()) < 220
+    assert parse(text, now=0) == Archive(archive.chat, unmeasured(archive.messages))
+    assert "formula" in to_json(archive)
+
+
+@pytest.mark.parametrize("value", [None, True, "72", -1.0, 0, 1e300, [1]])
+def test_figures_that_are_none_are_left_out(value: object) -> None:
+    metrics = {"metrics": {"decode_tps": value, "generated_tokens": value, "ttft_s": value}}
+    said = StoredMessage(1, "", None, "assistant", "Because.", "", "complete", 0.0, "m", {}, metrics)
+    assert figures_line(said) == ""
+
+
+def unmeasured(messages: tuple[StoredMessage, ...]) -> tuple[StoredMessage, ...]:
+    """The messages without what JSON alone holds."""
+    return tuple(replace(message, settings={}, metrics=None) for message in messages)
 
 
 @settings(UNHURRIED)
@@ -272,13 +301,22 @@ MARKDOWN = to_markdown(parse(json.dumps(GOOD), now=0))
         ("<!-- tokamac-end -->\n", "", "its end is missing"),
         ("<!-- tokamac-end -->\n", "<!-- tokamac-end -->\nmore", "belongs to no message"),
         ("## You\n", "## You\nand more\n", "line 4: there is text after tokamac-message"),
-        ('"version": 1', '"version": 2', "version 1"),
-        ('"version": 1, ', "", "line 1: version"),
+        ('"version": 2', '"version": 3', "version 1 or 2"),
+        ('"version": 2, ', "", "line 1: version"),
         ('"role": "user"', '"role": "cook"', "line 4.role"),
         ('"role": "user"', '"role": "user", "age": 3', "line 4: unknown field 'age'"),
         ('"role": "user"', '"role": user', "line 4: Expecting value"),
-        ("<!-- tokamac-text -->", "<!-- tokamac-song -->", "tokamac-song is not known"),
-        ("<!-- tokamac-text -->", "<!-- tokamac-thinking -->", "the block of tokamac-thinking is not whole"),
+        ("<!-- tokamac-end -->", "<!-- tokamac-song -->\n<!-- tokamac-end -->", "tokamac-song is not known"),
+        (
+            "<!-- tokamac-end -->",
+            "<!-- tokamac-thinking -->\n<!-- tokamac-end -->",
+            "the block of tokamac-thinking is not whole",
+        ),
+        (
+            "<!-- tokamac-end -->",
+            "<!-- tokamac-text -->\nmore\n<!-- tokamac-end -->",
+            "there is text before tokamac-text already",
+        ),
         ('"title": "t"', '"title": t', "line 1: Expecting value"),
     ],
 )
@@ -587,7 +625,9 @@ async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_pat
 def test_our_markdown_holds_what_a_page_shows() -> None:
     made = conversation("**ok**", metrics=METRICS)
     back = parse(to_markdown(made), now=0.0)
-    assert to_html(back) == to_html(made)
+    figures = re.compile(r'<p class="figures">.*?</p>\n?', re.DOTALL)
+    assert figures.sub("", to_html(back)) == figures.sub("", to_html(made))
+    assert "cut at" in to_html(back)
 
 
 def test_calls_and_their_results_come_back_from_every_file() -> None:
@@ -606,3 +646,13 @@ def test_calls_and_their_results_come_back_from_every_file() -> None:
     wrong = to_json(archive).replace('"{\\"path\\": \\"a <b>.md\\"}"', '"[]"')
     with pytest.raises(StoreError, match="no JSON object"):
         parse(wrong, now=0.0)
+
+
+def test_the_log_of_the_steps_is_in_json_and_not_in_markdown() -> None:
+    log = {"pieces": [], "tokens": 2, "packed": "AAAA" * 100}
+    reply = StoredMessage(2, "", 1, "assistant", "Yes.", "", "complete", 1.0, metrics={"ending": "stop", "passes": log})
+    asked = StoredMessage(1, "", None, "user", "Is it?", "", "complete", 1.0)
+    archive = Archive(StoredChat("", "t", "user", 0.0, 0.0, "", head=2), (asked, reply))
+    assert "AAAA" not in to_markdown(archive)
+    assert "passes" not in (parse(to_markdown(archive), now=0.0).messages[1].metrics or {})
+    assert parse(to_json(archive), now=0.0).messages[1].metrics == reply.metrics

@@ -6,7 +6,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.app.conftest import PATIENCE_S, Chat
 from tokamac.app.backend.protocol import AskPrice, Request
 from tokamac.app.chat.actions import Keymap
 from tokamac.app.chat.conversation import Reply, Tree
-from tokamac.app.chat.listing import ChatMatches, ChatSearch
+from tokamac.app.chat.listing import ChatMatches, ChatSearch, date_of, group_of, plain_hit, without_marks
 from tokamac.app.chat.recording import LEFT
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.sanitise import sanitise_line
@@ -66,6 +67,55 @@ def test_a_chat_without_a_model_has_no_gap_where_its_name_would_be() -> None:
 def test_a_model_in_a_folder_is_named_by_the_folder() -> None:
     row = chat_row(chat("Speed", model="/models/mine/"), is_open=False, seconds=300, room=60).plain
     assert f" · mine · {ID}" in row
+
+
+def test_a_row_tells_what_goes_on_in_its_chat_its_date_its_pin_and_its_folder() -> None:
+    pinned = replace(chat("Speed"), pinned_at=1.0, folder="work")
+    row = chat_row(pinned, is_open=True, seconds=300, room=90, date="14:05").plain
+    assert row.startswith("● ★ work / Speed")
+    assert row.endswith(f"5 minutes ago · 14:05 · model · {ID}")
+    assert chat_row(pinned, is_open=False, seconds=300, room=90, folders=False).plain.startswith("  ★ Speed")
+    for room in (90, 46, 40):
+        assert "writing …" in chat_row(pinned, is_open=False, seconds=300, room=room, doing="writing …").plain
+
+
+@pytest.mark.parametrize(
+    ("at", "group", "date"),
+    [
+        ("2026-11-23 14:05", "Today", "14:05"),
+        ("2026-11-22 23:59", "Yesterday", "Sun 23:59"),
+        ("2026-11-17 08:00", "Last 7 days", "Tue 08:00"),
+        ("2026-11-03 08:00", "Last 30 days", "3 Nov"),
+        ("2026-05-03 08:00", "May 2026", "3 May"),
+        ("2025-12-31 08:00", "December 2025", "2025-12-31"),
+    ],
+)
+def test_chats_stand_under_their_day_with_a_date(at: str, group: str, date: str) -> None:
+    now, then = (datetime.fromisoformat(each).timestamp() for each in ("2026-11-23 15:00", at))
+    assert group_of(replace(chat("t"), updated_at=then), now) == group
+    assert group_of(replace(chat("t"), updated_at=then, pinned_at=1.0), now) == "Pinned"
+    assert date_of(then, now) == date
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("a **bold** word", "a bold word"),
+        ("**Where** it, **really**.", "Where it, really."),
+        ("# Title\n## Next", "Title\nNext"),
+        ("2**3, a ** b and __init__", "2**3, a ** b and __init__"),
+    ],
+)
+def test_lists_show_no_marks_of_bold_text_and_headings(text: str, plain: str) -> None:
+    assert without_marks(text) == plain
+    assert plain_hit(hit(text)).snippet == plain
+
+
+def test_a_match_stays_marked_where_marks_of_bold_text_go() -> None:
+    found = hit("the **weights** are", (6, 13))
+    plain = plain_hit(found)
+    assert [plain.snippet[begin:end] for begin, end in plain.marks] == ["weights"]
+    assert "**" not in hit_row(found).plain
 
 
 @given(st.text(min_size=1, max_size=90), st.integers(1, 200), st.booleans())
@@ -118,8 +168,8 @@ class Slow(ChatSearch):
     asked: list[str] = field(default_factory=list)
     answers: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def find(self, text: str) -> ChatMatches:
-        found = super().find(text)
+    def find(self, text: str, folder: str | None = None) -> ChatMatches:
+        found = super().find(text, folder)
         self.asked.append(text)
         assert self.answers.acquire(timeout=60)
         return found
@@ -138,13 +188,19 @@ def rename(file: Path, was: str, title: str) -> None:
 
 def rows(screen: ChatsScreen) -> list[str]:
     options = screen.query_one(OptionList).options
-    return [str(option.prompt).split()[0] for option in options]
+    return [str(option.prompt).split()[0] for option in options if not option.disabled]
 
 
 def pointed(screen: ChatsScreen) -> str:
-    index = screen.query_one(OptionList).highlighted
-    assert index is not None
-    return rows(screen)[index]
+    option = screen.query_one(OptionList).highlighted_option
+    assert option is not None
+    return str(option.prompt).split()[0]
+
+
+def point(screen: ChatsScreen, at: int) -> None:
+    """Select the chat that is listed at this place, headings not counted."""
+    listed = screen.query_one(OptionList)
+    listed.highlighted = [index for index, option in enumerate(listed.options) if not option.disabled][at]
 
 
 async def opened(c: Chat) -> ChatsScreen:
@@ -175,7 +231,7 @@ async def test_after_a_deletion_the_next_row_is_pointed_at(chat: Start, file: Pa
 async def test_two_deletions_before_the_store_answers_are_of_two_chats(chat: Start, file: Path) -> None:
     async with chat("fast", size=(140, 40)) as c:
         screen = await opened(c)
-        screen.query_one(OptionList).highlighted = 1
+        point(screen, 1)
         screen.action_delete()
         screen.action_delete()
         assert sorted(titles(file, deleted=True)) == ["pears", "plums"]
@@ -187,7 +243,7 @@ async def test_two_deletions_before_the_store_answers_are_of_two_chats(chat: Sta
 async def test_what_is_typed_points_at_what_fits_first(chat: Start, file: Path) -> None:
     async with chat("fast", size=(140, 40)) as c:
         screen = await opened(c)
-        screen.query_one(OptionList).highlighted = 3
+        point(screen, 3)
         await c.pilot.press("p")
         await c.until(lambda: rows(screen) == ["apples", "pears", "plums"])
         assert pointed(screen) == "apples"
@@ -659,7 +715,7 @@ def test_the_chat_deleted_last_is_not_the_one_used_last(tmp_path: Any) -> None:
 
 def shown(c: Chat) -> int:
     lists = c.app.screen.query(OptionList)
-    return lists.first().option_count if lists else -1
+    return sum(not option.disabled for option in lists.first().options) if lists else -1
 
 
 # The open chat deleted in the list of chats: what Ctrl+D does there, and how it comes back.
@@ -667,13 +723,13 @@ def shown(c: Chat) -> int:
 
 def rows_delete_listed(c: Chat) -> list[str]:
     lists = c.app.screen.query(OptionList)
-    return [str(option.prompt) for option in lists.first().options] if lists else []
+    return [str(option.prompt) for option in lists.first().options if not option.disabled] if lists else []
 
 
 def pointed_delete_listed(c: Chat) -> str:
-    listed = c.app.screen.query_one(OptionList)
-    assert listed.highlighted is not None
-    return rows_delete_listed(c)[listed.highlighted]
+    option = c.app.screen.query_one(OptionList).highlighted_option
+    assert option is not None
+    return str(option.prompt)
 
 
 async def listed(c: Chat, *prompts: str) -> None:
@@ -742,7 +798,7 @@ async def test_one_that_is_found_by_what_was_said_is_deleted_too(chat: Start) ->
         await listed(c, "pears", "apples and quinces")
         await c.pilot.press(*"quinces")
         await c.until(lambda: any("in apples" in row for row in rows_delete_listed(c)))
-        c.app.screen.query_one(OptionList).highlighted = len(rows_delete_listed(c)) - 1
+        point(c.app.screen, -1)
         await c.pilot.press("ctrl+d")
         await c.until(lambda: rows_delete_listed(c) == [] and not c.app.screen.workers)
         assert (deleted(c), kept(c), c.held) == (["apples and quinces"], ["pears"], None)
@@ -773,3 +829,49 @@ async def test_where_not_all_of_it_could_be_saved_it_stays(chat: Start) -> None:
         await c.until(lambda: "that part would be lost" in c.notices)
         assert (deleted(c), c.prompts, len(rows_delete_listed(c))) == ([], ["apples", "and pears"], 1)
         c.refuse_writes(refused=False)
+
+
+async def test_chats_are_pinned_and_put_into_folders_in_the_list(chat: Start, file: Path) -> None:
+    async with chat("fast", size=(140, 40)) as c:
+        screen = await opened(c)
+        assert str(screen.query_one(OptionList).options[0].prompt) == "January 1970"
+        point(screen, 2)
+        third = pointed(screen)
+        await c.pilot.press("ctrl+k")
+        await c.until(lambda: str(screen.query_one(OptionList).options[0].prompt) == "Pinned" and not screen.workers)
+        assert third in str(screen.query_one(OptionList).options[1].prompt)
+        point(screen, 0)
+        await c.pilot.press("ctrl+f", *"work", "enter")
+        await c.until(lambda: "work / " in str(screen.query_one(OptionList).options[1].prompt))
+        await c.pilot.press("ctrl+y")
+        await c.until(lambda: len(rows(screen)) == 1)
+        assert "Folder: work" in c.screen_text()
+        await c.pilot.press("ctrl+y")
+        await c.until(lambda: len(rows(screen)) == len(FRUITS))
+        with Store.open(file) as store:
+            (pinned,) = [each for each in store.chats() if each.pinned_at is not None]
+            assert (pinned.title.split()[0], pinned.folder, store.folders()) == (third, "work", [("work", 1)])
+
+
+async def test_the_title_is_not_shown_above_the_prompt_that_it_repeats(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.ready()
+        await c.send("Why is decode slow?")
+        await c.phase(EnginePhase.IDLE)
+        if c.transcript.max_scroll_y == 0:
+            assert c.screen_text().count("Why is decode slow?") == 1
+        await c.send("/title Speed of decode")
+        await c.until(lambda: "Speed of decode" in c.screen_text())
+
+
+async def test_a_reply_in_the_background_is_marked_and_its_chat_not_deleted(chat: Start) -> None:
+    async with chat("slow", size=(120, 30)) as c:
+        await c.ready()
+        await c.send("about apples")
+        await c.until(lambda: c.held)
+        first = c.held
+        await c.pilot.press("ctrl+n", "ctrl+l")
+        await c.until(lambda: "writing …" in c.screen_text(), "the mark")
+        await c.pilot.press("ctrl+d")
+        await c.until(lambda: "A reply is running or queued in this chat" in c.notices)
+        assert c.recording.store.chat(first).deleted_at is None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -41,6 +41,7 @@ from tokamac.app.chat.what_if_form import FormError, first_question, question_of
 from tokamac.app.tui.screens import whatif
 from tokamac.app.tui.screens.figure import ExplainScreen, FigureScreen, explanation, shares
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
+from tokamac.app.tui.screens.steps import StepsScreen, StepStrip
 from tokamac.app.tui.screens.whatif import RoofPlot, WhatIfScreen, curve_text, even_steps, powers_of_ten, roof_text
 from tokamac.app.tui.widgets.gauges import POINTER, Gauges
 from tokamac.app.tui.widgets.prompt_input import Prompt
@@ -128,6 +129,141 @@ async def test_f3_leads_on_to_what_if(chat: Start) -> None:
         await explain(c)
         await c.pilot.press("f3")
         await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "what if")
+
+
+# F10: the steps of a reply.
+
+
+def shown_steps(chat: Any) -> str:
+    """All of the screen of steps in words."""
+    screen = chat.app.screen
+    parts = [
+        str(screen.query_one(f"#{name}", Static).render()) for name in ("legend", "around", "step-text", "looking")
+    ]
+    return "\n".join([str(screen.query_one("#steps").border_title), *parts])
+
+
+async def walk(chat: Any) -> StepsScreen:
+    await chat.pilot.press("f10")
+    await chat.until(lambda: isinstance(chat.app.screen, StepsScreen), "the steps")
+    await chat.until(lambda: "likely" in shown_steps(chat), "the likely tokens")
+    return cast(StepsScreen, chat.app.screen)
+
+
+@pytest.mark.parametrize("size", [(200, 50), (60, 20)])
+async def test_a_reply_is_walked_step_by_step(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("guide", size=size) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        screen = await walk(c)
+        text = shown_steps(c)
+        assert "token 1 of the reply" in text
+        for said in (
+            "“Deco”",
+            "78% likely, the likeliest",
+            "“oceD”",
+            "2.26 GB read",
+            "read, of 5 tokens",
+            "GFLOP",
+            "% of it",
+        ):
+            assert said in text
+        await c.pilot.press("right")
+        assert "the token “Deco”" in shown_steps(c)
+        await c.pilot.press("home")
+        await c.until(lambda: "prompt tokens at once" in shown_steps(c), "the piece of the prompt")
+        await c.pilot.press("end")
+        await c.until(lambda: "of the reply" in shown_steps(c), "the last step")
+        strip = screen.query_one(StepStrip)
+        assert len(strip.render().plain.splitlines()[0]) <= strip.size.width
+        await c.pilot.press("escape")
+        assert not isinstance(c.app.screen, StepsScreen)
+
+
+async def test_the_step_in_sight_is_marked_without_colour(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        screen = await walk(c)
+        drawn = screen.query_one(StepStrip).render()
+        assert "▲" in drawn.plain
+        assert any("reverse" in str(span.style) for span in drawn.spans)
+
+
+async def test_a_reply_goes_on_from_a_step_with_another_token(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        whole = c.session.turns[-1].reply.text
+        await walk(c)
+        await c.pilot.press("right", "2")
+        assert "a mark for the model" in shown_steps(c)
+        await c.pilot.press("1")
+        await c.until(lambda: not isinstance(c.app.screen, StepsScreen), "the chat")
+        await c.phase(EnginePhase.IDLE)
+        turn = c.session.turns[-1]
+        assert turn.reply_place == (2, 2)
+        assert turn.reply.text.startswith(whole[:4] + whole[4:8][::-1])
+        await c.pilot.press("f10")
+        await c.until(lambda: "likely" in shown_steps(c), "the steps of the new version")
+
+
+async def test_steps_are_played_and_paused(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        await walk(c)
+        first = shown_steps(c).splitlines()[0]
+        await c.pilot.press("space")
+        await c.until(lambda: shown_steps(c).splitlines()[0] != first, "a later step")
+        await c.pilot.press("space", "plus")
+        held = shown_steps(c).splitlines()[0]
+        assert "×2" in str(c.app.screen.query_one("#steps").border_subtitle)
+        await c.pilot.pause(0.2)
+        assert shown_steps(c).splitlines()[0] == held
+
+
+async def test_a_stored_reply_has_its_steps_when_it_is_opened_again(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        said, held = c.session.turns[-1].reply.passes, c.held
+    async with chat("guide", chat=held) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.until(lambda: c.session.turns, "the chat")
+        assert c.session.turns[-1].reply.passes == said
+        await walk(c)
+        assert "took" in shown_steps(c)
+        assert "not recorded" not in shown_steps(c)
+
+
+async def test_of_a_reply_whose_times_were_not_recorded_the_likely_tokens_are_shown(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        tree = c.session.conversation.tree
+        tree.end(tree.head, replace(tree.nodes[tree.head].reply, passes=None))
+        await walk(c)
+        assert "78% likely" in shown_steps(c)
+        assert "not recorded" in shown_steps(c)
+        await c.pilot.press("space")
+        assert "can't be played" in shown_steps(c)
+
+
+async def test_explain_leads_on_to_the_steps(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        await explain(c)
+        await c.pilot.press("s")
+        await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
+
+
+async def test_without_a_reply_there_are_no_steps(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("f10")
+        assert "no reply to walk through" in c.notices
 
 
 async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> None:
@@ -527,6 +663,19 @@ def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
 
 def note(chat: Any) -> str:
     return str(chat.app.screen.query_one("#note", Static).render())
+
+
+async def test_a_tab_tells_what_a_cache_is_worth(chat: Start) -> None:
+    async with chat("fast", size=(80, 30)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await open_screen(c)
+        c.app.screen.query_one("#tabs", TabbedContent).active = "cache"
+        told = c.app.screen.query_one("#worth-text", Static)
+        await c.until(lambda: "STEP BY STEP" in str(told.render()), "the answer")
+        text = str(told.render())
+        for said in ("times the work", "growing", "requests", "DeepSeek V4 Pro"):
+            assert said in text
+        assert max(map(len, text.splitlines())) <= 80
 
 
 async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Apple M4 Max|40") -> None:

@@ -7,6 +7,7 @@ from textual.content import Content
 from textual.style import Style
 
 from tokamac.app.chat.conversation import Reply
+from tokamac.app.markdown import links
 from tokamac.app.tui.markdown import page as tails
 from tokamac.app.tui.markdown.page import BLANK, Page, PageRow, Prose, Tail
 from tokamac.app.tui.markdown.parse import Block, Code, Flow, HorizontalRule, Section, Table, parse
@@ -127,6 +128,16 @@ def test_a_column_that_needs_more_gets_no_less_and_no_room_is_left(lengths: list
     cut = [width for width, length in zip(widths, lengths, strict=True) if width < length]
     assert max(cut, default=0) - min(cut, default=0) <= 1
     assert all(width <= min(cut, default=width) + 1 for width in widths)
+
+
+def test_the_links_that_can_be_opened() -> None:
+    source = "[a *b*](https://a.b/c) https://a.b/c, https://d.e. <f@g.h> ![i](http://i.j) [k](k.md) `https://l.m` n.o/p"
+    assert links(source) == [
+        ("a b", "https://a.b/c"),
+        ("https://d.e", "https://d.e"),
+        ("f@g.h", "mailto:f@g.h"),
+        ("i", "http://i.j"),
+    ]
 
 
 def test_html_and_markup_are_text() -> None:

@@ -135,14 +135,15 @@ async def picker(chat: Any) -> Picker:
 async def test_the_list_is_there_at_once_and_fills_in(chat: Start) -> None:
     async with chat("fast", size=(120, 40)) as c:
         p = await picker(c)
-        assert "mlx-community/" in p.text
+        assert "Start here" in p.text
+        assert "estimating" in p.text
         await p.until(lambda: "org/mine" in p.text, "the disk")
         await p.type("org/mine")
-        await p.until(lambda: "32.0" in p.text, "what this machine makes of it")
+        await p.until(lambda: "32.0 bits" in p.text, "what this machine makes of it")
         assert "needs" in p.detail
         assert "Ctrl+D removes" in p.keys
         await p.type("Qwen3-0.6B-4bit")
-        await p.until(lambda: "4.5" in p.text, "a model of the catalogue")
+        await p.until(lambda: "4.5 bits" in p.text, "a model of the catalogue")
         assert "351 MB to download" in p.detail
         assert "Enter downloads and loads" in p.keys
 
@@ -195,6 +196,45 @@ async def test_it_fits_every_terminal(chat: Start, size: tuple[int, int]) -> Non
 
 
 # Downloads ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cache")
+async def test_a_pause_in_typing_searches_the_hub(chat: Start, hub: Hub) -> None:
+    tags = ["mlx", "license:mit", "conversational"]
+    hub.listed = [
+        {"id": f"x/Tiny-{n}\x1b[31m", "tags": tags, "pipeline_tag": "text-generation", "downloads": n} for n in (1, 2)
+    ]
+    async with chat("fast", size=(120, 40)) as c:
+        p = await picker(c)
+        await p.type("tiny")
+        await p.until(lambda: "searching" in p.text, "the search")
+        await p.until(lambda: "hub:x/Tiny-2\x1b[31m" in [row.id for row in c.app.chat.library.rows("tiny")], "results")
+        await p.until(lambda: "On Hugging Face" in p.text and "Tiny-2" in p.text, "them on the screen")
+        assert "\x1b" not in p.text
+        hub.status = 404
+        await p.type("nothing else")
+        await p.until(lambda: "HTTP 404" in p.text, "why there is nothing")
+
+
+@pytest.mark.usefixtures("cache")
+async def test_a_conversion_is_marked_told_and_asked_about_before_quitting(chat: Start, tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    async with chat("fast", size=(100, 40)) as c:
+        await c.phase(EnginePhase.IDLE)
+        library = c.app.chat.library
+        library.conversions._converter = Converter([sys.executable, str(script)])
+        library.conversions.begin(ConversionForm("slow"), dry_run=False)
+        await c.until(lambda: "slow: converting 25 %" in c.screen_text(), "the progress")
+        await c.pilot.press("ctrl+q")
+        await c.until(lambda: "again quits" in c.notices, "the question")
+        p = await picker(c)
+        await p.until(lambda: "converting:slow" in [row.id for row in library.rows("")], "the mark")
+        await p.press("escape")
+        library.conversions.stop()
+        await c.until(lambda: "slow was not converted. Stopped." in c.notices, "the end")
+        library.conversions.begin(ConversionForm("good"), dry_run=False)
+        await c.until(lambda: "good is converted: small" in c.notices, "the result")
 
 
 def partial(cache: Path) -> Path:

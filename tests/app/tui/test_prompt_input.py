@@ -306,7 +306,7 @@ def test_what_is_called_so_goes_before_what_begins_so_and_that_before_other_name
     named = lambda part: [action.slash for action in matching(part)]  # noqa: E731
     assert named("") == SLASHES
     assert named("new") == ["new", "newer"]
-    assert named("Ex") == ["export", "explain", "quit"]
+    assert named("Ex") == ["export", "explain", "quit", "context"]
     assert named("regen") == ["again"]
     assert named("itl") == ["title"]
     assert named("home") == []

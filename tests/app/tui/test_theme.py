@@ -1,7 +1,13 @@
 """Themes that can be read in 24 bits and in 256 colours, and windows that are small."""
 
+import os
+import plistlib
+import pty
+import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +18,18 @@ from rich.color import Color, ColorSystem
 from textual.color import Color as TextualColor
 from textual.geometry import Region
 from textual.theme import BUILTIN_THEMES, Theme
-from textual.widgets import Input, Static, TextArea
+from textual.widgets import Input, Select, Static, TextArea
+from textual.widgets._select import SelectOverlay
 from textual.widgets._toast import Toast
 
 from tests.app.conftest import Chat
 from tokamac.app.chat.actions import Keymap, keymap
+from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.settings import Settings, save
+from tokamac.app.tui import build
+from tokamac.app.tui.background import QUESTIONS, guess, is_dark_answer
+from tokamac.app.tui.driver import anchored
 from tokamac.app.tui.markdown.parse import Inline, Table
 from tokamac.app.tui.markdown.rows import rows
 from tokamac.app.tui.screens import fitting
@@ -466,3 +478,252 @@ def test_grounds_and_text_are_different_greys_where_there_are_256_colours(theme:
         found.append(red)
     assert len(set(found)) == 4
     assert found[:3] == sorted(found[:3], reverse=theme is LIGHT)
+
+
+# What is chosen is seen, in few colours and in none --------------------------------------------------------------------------
+
+LOOKS = ["terminal", "no colours", DARK.name, LIGHT.name]
+
+
+@pytest.fixture
+def dress(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[Chat], None]:
+    """Give an app the look that the test is for; what must be so before it starts is so already."""
+    if request.param == "no colours":
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def wear(c: Chat) -> None:
+        if request.param != "no colours":
+            c.app.theme = request.param
+
+    return wear
+
+
+def cells(c: Chat, text: str) -> list[tuple[bool, str, str]]:
+    """How the segments that hold ``text`` are drawn: whether underlined, and their colours, those of reversed ones turned round."""
+    screen, found = c.app.screen, []
+    for strip in screen._compositor.render_strips(screen.size):
+        for segment in strip:
+            if text in segment.text and segment.style is not None:
+                style = segment.style
+                pair = [
+                    usual if color is None or color.is_default else color.name
+                    for color, usual in ((style.color, "text"), (style.bgcolor, "ground"))
+                ]
+                pair = pair[::-1] if style.reverse else pair
+                found.append((bool(style.underline), *pair))
+    return found
+
+
+def is_chosen(c: Chat, text: str, other: str) -> bool:
+    """Whether some drawing of ``text`` can be read, on another ground than ``other`` has."""
+    grounds = {ground for _, _, ground in cells(c, other)}
+    return any(fore != ground and ground not in grounds for _, fore, ground in cells(c, text))
+
+
+@pytest.mark.parametrize("dress", LOOKS, indirect=True)
+async def test_what_is_chosen_in_lists_and_menus_is_seen(chat: Start, dress: Callable[[Chat], None]) -> None:
+    async with chat("fast", size=(120, 40)) as c:
+        await c.ready()
+        dress(c)
+        await c.ask("what is a ring?")
+        await c.pilot.press("slash", "c")
+        await c.until(lambda: is_chosen(c, "/chats", "/copy"), "the chosen command")
+        await c.pilot.press("escape", "backspace", "backspace", "ctrl+l")
+        await c.until(lambda: is_chosen(c, "●", "Enter opens"), "the mark of the open chat, chosen")
+        await c.pilot.press(*"ring")
+        await c.until(lambda: any(each[0] for each in cells(c, "ring")), "the hit")
+        await c.pilot.press("down")
+        await c.until(
+            lambda: any(under and is_chosen(c, "ring", "Enter") for under, _, _ in cells(c, "ring")), "the hit, chosen"
+        )
+        assert all(fore != ground for _, fore, ground in cells(c, "ring"))
+        await c.pilot.press("escape", "tab")
+        await c.until(lambda: is_chosen(c, "fast", "Prefill multiplies"), "the selected message")
+        await c.pilot.press("up")
+        await c.until(lambda: cells(c, "▸"), "the selected prompt")
+
+
+@pytest.mark.parametrize("dress", LOOKS, indirect=True)
+async def test_a_list_that_drops_down_has_an_edge_and_shows_what_is_chosen(
+    chat: Start, dress: Callable[[Chat], None]
+) -> None:
+    async with chat("fast", size=(120, 40)) as c:
+        await c.ready()
+        dress(c)
+        await c.pilot.press("f4")
+        await c.until(lambda: c.app.screen.query(Select), "the form")
+        c.app.screen.query(Select).first().focus()
+        await c.pilot.press("enter", "down")
+        overlay = c.app.screen.query(SelectOverlay).first()
+        await c.until(lambda: overlay.display and overlay.highlighted, "the list")
+        await c.pilot.pause()
+        region = overlay.region
+        lines = [
+            "".join(segment.text for segment in strip.crop(region.x, region.right))
+            for strip in c.app.screen._compositor.render_strips(c.app.screen.size)[region.y : region.bottom]
+        ]
+        options = [line.strip(" │▊▎") for line in lines if line.strip(" ─│╭╮╰╯▔▁▊▎")]
+        assert options[1:] == ["2", "3", "4", "5", "6", "8"]  # and nothing of what is below
+        chosen = overlay.get_visual_style("option-list--option", "option-list--option-highlighted").rich_style
+        usual = overlay.get_visual_style("option-list--option").rich_style
+        assert bool(chosen.reverse) or chosen.bgcolor != usual.bgcolor
+
+
+@pytest.mark.parametrize("dress", LOOKS, indirect=True)
+async def test_an_empty_input_is_seen(chat: Start, dress: Callable[[Chat], None]) -> None:
+    async with chat("fast", size=(120, 40)) as c:
+        await c.ready()
+        dress(c)
+        await opened(c, "settings", SettingsScreen)
+        empty = next(
+            each for each in c.app.screen.query(Input) if not each.value and not each.placeholder and not each.has_focus
+        )
+        region = empty.region
+        strip = c.app.screen._compositor.render_strips(c.app.screen.size)[region.y]
+        inside, beside = (
+            {(segment.text.strip(), str(segment.style and segment.style.bgcolor)) for segment in strip.crop(*span)}
+            for span in ((region.x, region.right), (region.x - 2, region.x))
+        )
+        assert inside - beside
+
+
+# The terminal's background ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "dark"),
+    [
+        (b"\x1b]11;rgb:0000/0000/0000\x1b\\\x1b[?62;c", True),
+        (b"\x1b]11;rgb:ffff/ffff/e8e8\a", False),
+        (b"\x1b]11;rgba:ff/ff/ff/ff\x1b\\", False),
+        (b"\x1b]11;rgb:28/2c/34\a", True),
+        (b"\x1b[?62;c", None),
+        (b"", None),
+        (b"\x1b]11;rgb:xx/00/00\a", None),
+    ],
+)
+def test_an_answer_tells_how_dark_the_terminal_is(said: bytes, dark: bool | None) -> None:
+    assert is_dark_answer(said) is dark
+
+
+def test_without_an_answer_the_environment_tells_then_the_system(tmp_path: Path) -> None:
+    assert not guess({"COLORFGBG": "0;15"}, platform="darwin", home=tmp_path)
+    assert guess({"COLORFGBG": "15;default;0"}, platform="linux")
+    assert guess({"COLORFGBG": "15;default"}, platform="linux")
+    assert guess({}, platform="darwin", home=tmp_path), "nothing is known"
+    file = tmp_path / "Library" / "Preferences" / ".GlobalPreferences.plist"
+    file.parent.mkdir(parents=True)
+    for written, dark in (({"AppleInterfaceStyle": "Dark"}, True), ({}, False)):
+        file.write_bytes(plistlib.dumps(written))
+        assert guess({}, platform="darwin", home=tmp_path) is dark
+    file.write_bytes(b"damaged")
+    assert guess({}, platform="darwin", home=tmp_path)
+
+
+ASKS = """
+import sys
+from tokamac.app.tui.background import BackgroundQuery
+with BackgroundQuery() as query:
+    dark = query.is_dark()
+print("dark" if dark else "light", flush=True)
+print("left", repr(sys.stdin.readline()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "dark"),
+    [(b"\x1b]11;rgb:ffff/ffff/ffff\x1b\\\x1b[?62;4c", "light"), (b"\x1b[?62;4c", "dark"), (b"", "dark")],
+    ids=["answers", "no colours", "silent"],
+)
+def test_a_terminal_is_asked_and_nothing_of_its_answer_is_left(answer: bytes, dark: str) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:  # pragma: no cover (the other process)
+        environment = {**os.environ, "TERM": "xterm-256color", "COLORFGBG": ""}
+        os.execve(sys.executable, [sys.executable, "-c", ASKS], environment)
+    try:
+        said = b""
+        while QUESTIONS not in said:
+            said += os.read(terminal, 1024)
+        os.write(terminal, answer)
+        while b"\n" not in said.replace(QUESTIONS, b""):
+            said += os.read(terminal, 1024)
+        os.write(terminal, b"typed\n")
+        while b"left" not in said or not said.endswith(b"\r\n"):
+            said += os.read(terminal, 1024)
+    finally:
+        os.waitpid(pid, 0)
+        os.close(terminal)
+    assert f"{dark}\r\n".encode() in said
+    assert rb"left 'typed\n'" in said
+
+
+@pytest.mark.parametrize(("dark", "name"), [(True, DARK.name), (False, LIGHT.name)])
+def test_the_theme_is_by_the_terminal_unless_one_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dark: bool, name: str
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    paths = {"settings_path": tmp_path / "s.toml", "log_path": tmp_path / "log", "store_path": tmp_path / "c.db"}
+    for written, expected in ((None, name), ("nord", "nord"), ("nosuch", name), (TERMINAL.name, TERMINAL.name)):
+        if written is not None:
+            save(tmp_path / "s.toml", Settings(theme=written))
+        app, bridge = build(ChatOptions(engine=["true"], **paths), lambda: dark)
+        bridge.close()
+        assert app.theme == expected
+    monkeypatch.setenv("NO_COLOR", "1")
+    app, bridge = build(ChatOptions(engine=["true"], **paths), lambda: dark)
+    bridge.close()
+    assert app.theme == TERMINAL.name
+
+
+# Emoji of several characters, which terminals draw in more or fewer cells than there are in the row ---------------------------
+
+CLUSTERS = ["👩‍💻", "🇩🇪", "👍🏽", "❤️", "⚠️", "1️⃣", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🧑🏿‍🚀", "👁️‍🗨️", "🤷🏻‍♀️", "🏴‍☠️", "☝🏿", "*️⃣", "🇺🇳🇪🇺"]
+
+
+def columns(data: str, width: Callable[[str], int]) -> dict[str, int]:
+    """Return in which column each letter is drawn by a terminal for which a character has so many cells."""
+    at = kept = 0
+    found = {}
+    for part in re.findall(r"\x1b7|\x1b8|\x1b\[\d+C|.", data):
+        match part:
+            case "\x1b7":
+                kept = at
+            case "\x1b8":
+                at = kept
+            case _ if part.endswith("C") and len(part) > 1:
+                at += int(part[2:-1])
+            case _:
+                found[part] = at
+                at += width(part)
+    return found
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("wide", [0, 1, 2])
+def test_an_edge_stays_where_it_is_however_a_terminal_draws_what_is_before_it(cluster: str, wide: int) -> None:
+    cells = cell_len(cluster)
+    row = f"a {cluster}b {cluster}|"
+    assert cell_len(row) == 2 + cells + 2 + cells + 1
+    drawn_by = columns(anchored(row), lambda char: 1 if char.isascii() else wide)
+    assert (drawn_by["a"], drawn_by["b"], drawn_by["|"]) == (0, 2 + cells, 4 + 2 * cells)
+
+
+@pytest.mark.parametrize("text", ["plain \x1b[31mtext│", "é ☕ 模型 α̂", "\x1b]2;a 👩‍💻 · tokamac\a", ""])
+def test_all_else_is_written_as_it_is(text: str) -> None:
+    assert anchored(text) == text
+
+
+@pytest.mark.parametrize("size", [(80, 40), (200, 50), (211, 50)])
+async def test_title_and_prompt_stand_where_the_column_of_text_does(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("fast", size=size) as c:
+        await c.ready()
+        await c.ask("what is a ring?")
+        await c.pilot.pause()
+        lines = c.screen_text().splitlines()
+        name = next(line.index("fast") for line in lines if line.strip().startswith("fast"))
+        assert next(line.index("what is a ring?") for line in lines) == name
+        box = next(line for line in lines if "╭" in line)
+        assert box.index("╭") == name - 2
+        assert "Write a message" in lines[lines.index(box) + 1][name : name + 20]

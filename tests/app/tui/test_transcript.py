@@ -15,6 +15,7 @@ from tokamac.app.chat.conversation import Reply, Turn
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, dumps
 from tokamac.app.tui.markdown.page import PageRow
+from tokamac.app.tui.screens.links import LinksScreen
 from tokamac.app.tui.widgets.page_view import Painter
 from tokamac.app.tui.widgets.transcript import SHARE_BESIDE_GPU, SLOWEST_S, FramePacer, share_on
 
@@ -381,3 +382,41 @@ def test_what_is_drawn_with_something_else_counts_as_drawn() -> None:
     assert pace.is_due(now=True)
     now, spent = 0.02, 0.03
     assert not pace.is_due()
+
+
+# Links, and code to copy --------------------------------------------------------------------------------------------------
+
+
+async def test_a_link_says_where_it_leads_and_code_is_copied_by_a_click(
+    chat: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "here and there")  # where a browser would open on the other machine
+    async with chat("fast", size=(100, 30)) as c:
+        await begin(c)
+        await write(c, "see [this place](https://a.b/c?d=e).\n\n```py\nx = 1\n```\n")
+        place = place_of(c, "this place")
+        style = c.app.screen.get_style_at(place.x + 1, place.y)
+        assert style.link == "https://a.b/c?d=e"
+        await c.pilot.click(offset=place + Offset(1, 0))
+        await c.until(lambda: "https://a.b/c?d=e\nCtrl+click" in c.notices, "where it leads")
+        await c.pilot.click(offset=place + Offset(1, 0), control=True)
+        await c.until(lambda: "https://a.b/c?d=e\nCopied" in c.notices, "its copy")
+        await c.pilot.click(offset=place_of(c, "copy: /code"))
+        await c.until(lambda: "Copied 5 characters" in c.notices, "the code's copy")
+
+
+async def test_the_links_of_a_message_are_listed_and_copied_by_keys(
+    chat: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "here and there")
+    async with chat("fast", size=(100, 30)) as c:
+        await c.ready()
+        c.app.chat.do("links")
+        await c.until(lambda: "There is no link here." in c.notices, "none")
+        await c.ask("read [one](https://one.example/a) and https://two.example")
+        await c.pilot.press("tab", "up", "l")
+        await c.until(lambda: isinstance(c.app.screen, LinksScreen), "the links")
+        await c.pilot.pause()
+        assert "https://one.example/a" in c.screen_text()
+        await c.pilot.press("down", "c")
+        await c.until(lambda: "https://two.example\nCopied" in c.notices, "the copy")

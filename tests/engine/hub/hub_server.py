@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 COMMIT = "a" * 40
 NEWER = "b" * 40
@@ -37,6 +38,8 @@ class Hub:
     stalled: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, Range
     sent: dict[str, int] = field(default_factory=dict)  # bytes by file name
+    listed: list[dict[str, Any]] = field(default_factory=list)  # what /api/models lists, as the hub says it
+    configs: dict[str, bytes] = field(default_factory=dict)  # config.json of those, by id
     url: str = ""
 
     def fetched(self) -> set[str]:
@@ -94,10 +97,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
-        path = self.path.split("?", maxsplit=1)[0]
+        path, _, query = self.path.partition("?")
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
         if self.hub.status:
             self._fail(self.hub.status, "")
+        elif path in ("", "/"):
+            self._send_json({})
+        elif path == "/api/models":
+            self._list(parse_qs(query))
+        elif (content := self.hub.configs.get(path.strip("/").removesuffix("/resolve/main/config.json"))) is not None:
+            self._send_bytes(content)
         elif path.startswith(f"/api/models/{self.hub.repo}"):
             self._api(path)
         elif path.startswith(f"/{self.hub.repo}/resolve/"):
@@ -123,12 +132,31 @@ class _Handler(BaseHTTPRequestHandler):
             elif name in self.hub.hashes:
                 entry["blobId"] = self.hub.hashes[name]
             siblings.append(entry)
-        data = json.dumps({"_id": "1", "id": self.hub.repo, "sha": self.hub.commit, "siblings": siblings}).encode()
+        self._send_json({"_id": "1", "id": self.hub.repo, "sha": self.hub.commit, "siblings": siblings})
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        """Answer as the hub does: each that has the words in its id and all of the tags."""
+        words, tags = query.get("search", [""])[0].lower().split(), set(query.get("filter", []))
+        kinds = query.get("pipeline_tag", [])
+        found = [
+            each
+            for each in self.hub.listed
+            if all(word in each["id"].lower() for word in words)
+            and tags <= set(each["tags"])
+            and (not kinds or each.get("pipeline_tag") in kinds)
+        ]
+        self._send_json(found)
+
+    def _send_json(self, value: Any) -> None:
+        self._send_bytes(json.dumps(value).encode())
+
+    def _send_bytes(self, data: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command == "GET":
+            self.wfile.write(data)
 
     def _file(self, name: str, *, body: bool) -> None:
         hub = self.hub

@@ -26,8 +26,9 @@ from tokamac.engine.model.cpu import is_unpacked
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import bandwidth, measurement_store, timing
+from tokamac.engine.perf.bandwidth import Sample
 from tokamac.engine.perf.cost import cost_of_model
-from tokamac.engine.perf.hardware import Chip
+from tokamac.engine.perf.hardware import Chip, detect
 from tokamac.engine.perf.timing import (
     PASSES,
     ROWS,
@@ -43,7 +44,7 @@ from tokamac.engine.perf.timing import (
     kept_tflops,
 )
 from tokamac.engine.perf.workload import Product, work_of
-from tokamac.engine.runner import AGAIN_S, QUIET_S, IdleProfiler
+from tokamac.engine.runner import AGAIN_S, MOST_AGAIN_S, QUIET_S, IdleProfiler
 from tokamac.engine.runtime import MachineSpeed
 
 # A pace made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found
@@ -145,6 +146,7 @@ def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is timed a few times only: no test here looks at how long one took."""
     monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(bandwidth, "BUDGET_S", 0.0)
     monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
     monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
     monkeypatch.setattr(timing, "is_busy", lambda _: False)
@@ -823,6 +825,57 @@ def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPa
         engine.memory()  # a request after which the thread is idle
         assert measured.wait(60)
         assert engine.limits(10).expected_tps is not None
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_idle_time_times_the_bandwidth_that_a_reply_has_beaten(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if detect().bandwidth_gbs is not None:
+        pytest.skip("this chip is in the table")
+    monkeypatch.setattr(runner, "QUIET_S", 3600.0)  # not before the reply
+    monkeypatch.setattr(bandwidth, "store_file", lambda: tmp_path / "bandwidth.json")
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: False)
+    monkeypatch.setattr(bandwidth, "_timed", set())
+    samples = [Sample(1e-9, 0.0)]
+    monkeypatch.setattr(bandwidth, "trials", lambda *_: iter(samples))
+    with Engine.load(folder, prompt_cache=None) as engine:
+        assert engine.limits(10).bandwidth_gbs == 1e-9
+        *_, finished = engine.generate([1, 2, 3], Sampling(temperature=0.0, max_tokens=20))
+        assert isinstance(finished, Finished)
+        assert finished.metrics.ceiling_tps is None
+        limits = engine.limits(10)
+        assert (limits.bandwidth_gbs, limits.ceiling_tps) == (None, None)
+        assert "when the machine is idle" in limits.bandwidth_condition
+        samples[:] = [Sample(1e5, 0.1)]
+        told = threading.Event()
+        engine.call_when_measured(told.set)
+        monkeypatch.setattr(runner, "QUIET_S", 0.0)
+        engine.memory()  # a request after which the thread is idle
+        assert told.wait(60)
+        assert engine.limits(10).bandwidth_gbs == 1e5
+        *_, finished = engine.generate([1, 2, 3], Sampling(temperature=0.0, max_tokens=20))
+        assert isinstance(finished, Finished)
+        assert (finished.metrics.ceiling_tps or 0) > (finished.metrics.decode_tps or 0)
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_machine_that_is_never_idle_is_timed_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bandwidth, "store_file", lambda: tmp_path / "bandwidth.json")
+    tried: list[int] = []
+    monkeypatch.setattr(bandwidth, "trials", lambda size, _: tried.append(size) or iter([Sample(5.0, 0.9)]))
+    clock, machine = Clock(), MachineSpeed(Chip("Test CPU", None, None, None, "unknown"), bytes_read=1)
+    paced = IdleProfiler(machine, None, clock)
+    waits = []
+    for _ in range(40):
+        waits.append(paced.idle())
+        clock.now += waits[-1] or 0.0
+    rests = [wait for wait in waits[1:] if wait]
+    assert rests[:3] == [AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S]
+    assert max(rests) == MOST_AGAIN_S
+    assert machine.chip.bandwidth_gbs is None
 
 
 @pytest.mark.usefixtures("hurried_in_quiet")

@@ -20,7 +20,7 @@ from tokamac.engine.errors import ModelDamagedError, ModelNotFoundError, ModelUn
 from tokamac.engine.kv.plan import plan_caches, spare_slots
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf import inspection, timing
+from tokamac.engine.perf import bandwidth, inspection, timing
 from tokamac.engine.perf.bandwidth import LARGEST
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import kv_bytes, kv_bytes_per_token, kv_layers, pinned_bytes
@@ -683,6 +683,8 @@ def test_what_was_measured_here_is_found_again_without_loading_the_model(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(timing, "is_busy", lambda _: False)  # what a busy machine measures is not kept
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: False)
+    monkeypatch.setattr(bandwidth, "OTHERS_SHARE", 1.0)
     folder = make_tiny(tmp_path / "tiny")
     before = inspect(model_ref(folder), WhatIfCase(context=256, prompt=128))
     with Engine.load(folder, prompt_cache=None) as engine:

@@ -1,0 +1,291 @@
+"""``tokamac doctor``: what this installation and this machine are, and what is wrong with them, for a bug report.
+
+Every check looks, and changes nothing. A check that fails is a line with what to do, never the end of the others. The last one
+loads the embedded model and takes some decode steps: whether MLX computes here, and how fast.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from tokamac.engine.errors import TokamacError
+
+from .. import settings
+from ..output import json_line, note
+from ..parser import Parser
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, bandwidth, milliseconds, rate, size
+
+State = Literal["ok", "note", "broken"]
+
+PACKAGES = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "textual", "numpy")
+LEAST_PYTHON = (3, 11)
+LEAST_FREE = 2 * 10**9
+"""Bytes free on a disk below which a download or the prompt cache will soon fail."""
+LEAST_COLUMNS, LEAST_ROWS = 40, 12
+STEPS = 48
+"""Tokens that the embedded model writes: some tenths of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found. fix: what to do, where it is broken or could be better. section: what it belongs to."""
+
+    name: str
+    value: str
+    state: State = "ok"
+    fix: str = ""
+    section: str = ""
+
+
+def parser() -> Parser:
+    """Return what the command takes."""
+    made = Parser(
+        "doctor",
+        "Check this installation and this machine: versions, chip, memory, folders, terminal, settings, and a few steps of the "
+        "embedded model. Paste the output into a bug report: it has no private paths.",
+        "  tokamac doctor\n  tokamac doctor --json > report.json",
+    )
+    made.add_argument("--json", action="store_true", help="JSON lines, a finding each, the last one the result")
+    return made
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # every command's form
+    """Check everything; return 1 where something is broken."""
+    found: list[Finding] = []
+    section = ""
+    for each in findings():
+        found.append(each)
+        if options.json:
+            json_line({"event": "finding", **asdict(each)})
+            continue
+        if each.section != section:
+            print(f"\n{each.section}" if section else each.section)
+            section = each.section
+        mark = {"ok": " ", "note": "!", "broken": "✗"}[each.state]
+        print(f"{mark} {each.name:<18}{each.value}")
+        if each.fix:
+            print(f"{'':20}→ {each.fix}")
+        sys.stdout.flush()  # the last check takes a moment
+    broken = [each for each in found if each.state == "broken"]
+    if options.json:
+        json_line({"event": "checked", "ok": not broken, "broken": [each.name for each in broken]})
+    elif broken:
+        note(f"\ntokamac: broken: {', '.join(each.name for each in broken)}. What to do stands behind the arrows.")
+    else:
+        print("\nNothing is broken.")
+    return 1 if broken else 0
+
+
+def findings() -> Iterator[Finding]:
+    """Yield what every check found. One that fails is itself a finding."""
+    for section, check in CHECKS.items():
+        try:
+            for each in check():
+                yield replace(each, section=section, value=private(each.value), fix=private(each.fix))
+        except Exception as error:  # whatever is wrong here is what the user wants to know
+            known = error if isinstance(error, TokamacError) else None
+            said = private(known.message if known else f"{type(error).__name__}: {error}")
+            hint = private(known.hint if known else "Please report it, with the lines above.")
+            yield Finding(section.lower(), said, "broken", hint, section)
+
+
+def private(text: str, home: str | None = None) -> str:
+    """Return a text without the home folder's path, which may hold a name."""
+    own = str(Path.home()) if home is None else home
+    plain = sanitise_line(text)
+    return plain if own in ("", "/") else plain.replace(own, "~")
+
+
+def private_path(path: Path) -> str:
+    """Return a path below the home folder with ~ for it; of any other its last part alone."""
+    return private(str(path)) if path.is_relative_to(Path.home()) else f"…/{path.name} (outside of ~)"
+
+
+def _program() -> Iterator[Finding]:
+    version = _version("tokamac")
+    yield Finding("tokamac", version or "not installed: run from its source")
+    enough = sys.version_info >= LEAST_PYTHON
+    wanted = ".".join(map(str, LEAST_PYTHON))
+    python = f"{platform.python_version()} ({platform.python_implementation()}, {platform.machine()})"
+    yield Finding(
+        "Python", python, "ok" if enough else "broken", "" if enough else f"Install Python {wanted} or later."
+    )
+    for name in PACKAGES:
+        known = _version(name)
+        fix = "" if known else f"Install Tokamac again: pip install --force-reinstall {name}"
+        yield Finding(name, known or "missing", "ok" if known else "broken", fix)
+    from tokamac.engine.device import check_backends, installed_backends
+    from tokamac.engine.requirements import unmet_here
+
+    backends = installed_backends()
+    named = ", ".join(f"{name} {_version(name)}" for name in backends) or "within mlx itself"
+    try:
+        check_backends(backends)
+        yield Finding("MLX backend", named)
+    except TokamacError as error:
+        yield Finding("MLX backend", error.message, "broken", error.hint)
+    if lacks := unmet_here():
+        yield Finding("requirements", "not met", "broken", lacks)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _machine() -> Iterator[Finding]:
+    mac = platform.mac_ver()[0]
+    yield Finding("system", f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}")
+    from tokamac.engine.device import device_kind
+    from tokamac.engine.perf import memory
+    from tokamac.engine.perf.hardware import advice, detect
+
+    chip = detect()
+    cores = "" if chip.gpu_cores is None else f", {chip.gpu_cores} GPU cores"
+    yield Finding("chip", f"{chip.name}{cores}, computing on {device_kind()}, {os.cpu_count()} processors")
+    if (said := advice()) is not None:
+        yield Finding("accelerators", "not used", "note", said)
+    yield from _memory_speed()
+    total, budget, free = memory.machine_total(), memory.array_budget(), memory.available()
+    given = settings.load(settings.default_path()).settings.memory_gb
+    limit = size(budget) if given is None else f"{given:g} GB, as the settings say"
+    yield Finding("memory", f"{size(total)}, models may use {limit}, {size(free)} free now")
+
+
+def _memory_speed() -> Iterator[Finding]:
+    from tokamac.engine.perf.machine import here
+
+    chip = here().chip
+    told = f" ({chip.condition})" if chip.condition else f" ({chip.source})"
+    yield Finding("memory bandwidth", f"{bandwidth(chip.bandwidth_gbs)}{told}")
+
+
+def _folders() -> Iterator[Finding]:
+    from tokamac.engine.perf import measurement_store
+    from tokamac.engine.prompt_cache.folder import default_root
+
+    from ..chat.models import hub_cache
+    from ..store.database import default_path
+
+    for name, folder in {
+        "settings": settings.default_path().parent,
+        "chats": default_path().parent,
+        "prompt cache": default_root(),
+        "measurements": measurement_store.store_file("bandwidth.json").parent,
+        "Hugging Face": hub_cache(),
+    }.items():
+        yield folder_finding(name, folder)
+
+
+def folder_finding(name: str, folder: Path) -> Finding:
+    """Return whether a folder can be read and written, or made where it is not there, and how much its disk has free."""
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    usable = there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)
+    where = f"{private_path(folder)}{'' if folder.exists() else ' (made when needed)'}"
+    if not usable:
+        return Finding(
+            name, f"{where}: can't be written", "broken", f"Check the owner and permissions of {private_path(there)}."
+        )
+    free = shutil.disk_usage(there).free
+    mode = f", mode {there.stat().st_mode & 0o777:o}" if folder.exists() else ""
+    if free < LEAST_FREE:
+        return Finding(name, f"{where}, {size(free)} free{mode}", "note", "Free some space: downloads will fail.")
+    return Finding(name, f"{where}, {size(free)} free{mode}")
+
+
+def _terminal() -> Iterator[Finding]:
+    yield from terminal_findings(os.environ, shutil.get_terminal_size(), sys.stdout.isatty())
+
+
+def terminal_findings(environment: Mapping[str, str], found: os.terminal_size, is_terminal: bool) -> Iterator[Finding]:
+    """Yield what the terminal can do."""
+    term = environment.get("TERM", "")
+    program = environment.get("TERM_PROGRAM") or ("tmux" if environment.get("TMUX") else "")
+    simple = term in ("", "dumb")
+    fix = "The chat uses plain lines here (--plain)." if simple else ""
+    yield Finding("TERM", f"{term or 'not set'}{f', {program}' if program else ''}", "note" if simple else "ok", fix)
+    yield Finding("colours", _colours(environment))
+    if not is_terminal:
+        yield Finding("size", "stdout is no terminal")
+        return
+    small = found.columns < LEAST_COLUMNS or found.lines < LEAST_ROWS
+    fix = f"The chat needs about {LEAST_COLUMNS} columns and {LEAST_ROWS} rows." if small else ""
+    yield Finding("size", f"{found.columns} × {found.lines}", "note" if small else "ok", fix)
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    fix = "" if encoding == "utf8" else "Set LANG to a UTF-8 locale, such as en_US.UTF-8."
+    yield Finding("encoding", sys.stdout.encoding or UNKNOWN, "note" if fix else "ok", fix)
+
+
+def _colours(environment: Mapping[str, str]) -> str:
+    """Return how many colours the terminal says it has."""
+    term, wide = environment.get("TERM", ""), environment.get("COLORTERM", "")
+    if environment.get("NO_COLOR"):
+        return "none, as NO_COLOR asks"
+    if wide in ("truecolor", "24bit"):
+        return f"16.7 million (COLORTERM={wide})"
+    return "256" if "256color" in term else "none" if term in ("", "dumb") else "16"
+
+
+def _models() -> Iterator[Finding]:
+    from ..chat.models import hub_cache, models_on_disk
+
+    disk = models_on_disk(hub_cache(), ())
+    broken = sum(not each.whole for each in disk.models)
+    held = sum(each.nbytes for each in disk.models if each.home == "cache")
+    value = f"{len(disk.models) - broken} whole, {size(held)} in the Hugging Face cache"
+    if broken:
+        yield Finding("models", f"{value}, {broken} incomplete", "note", "tokamac models list shows which.")
+    else:
+        yield Finding("models", value)
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        if os.environ.get(name):
+            yield Finding(name, "set")
+    yield Finding("HF_TOKEN", "set" if os.environ.get("HF_TOKEN") else "not set")
+
+
+def _settings() -> Iterator[Finding]:
+    loaded = settings.load(settings.default_path())
+    yield Finding("settings", "fine" if not loaded.warnings else f"{len(loaded.warnings)} problems")
+    for warning in loaded.warnings:
+        yield Finding("problem", warning, "note", "tokamac help settings shows what each may be.")
+    theme = loaded.settings.theme or "the default"
+    yield Finding("theme", theme)
+
+
+def _steps() -> Iterator[Finding]:
+    from tokamac.engine import Engine, Finished, Message, Sampling
+
+    with Engine.load("guide", prompt_cache=None) as engine:
+        prompt = [Message("user", "What is TTFT?")]
+        *_, last = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=STEPS))
+        assert isinstance(last, Finished)
+        limits, metrics = engine.limits(len(prompt[0].content)), last.metrics
+    gap = None if metrics.itl_ms is None else metrics.itl_ms.p50
+    yield Finding("decode step", f"{milliseconds(gap)} with guide ({rate(metrics.decode_tps)})")
+    yield Finding("expected", rate(limits.expected_tps))
+    yield Finding("ceiling", rate(metrics.ceiling_tps))
+    if not last.text.strip():
+        yield Finding(
+            "answer", "empty", "broken", "MLX computes wrongly here. Reinstall it: pip install --force-reinstall mlx"
+        )
+
+
+CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "Program": _program,
+    "Machine": _machine,
+    "Folders": _folders,
+    "Terminal": _terminal,
+    "Models": _models,
+    "Settings": _settings,
+    "Engine": _steps,
+}
