@@ -43,7 +43,8 @@ CHAT_KV = KVSpec(keep="system")
 """How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
 
 VALUES = (
-    "model", "theme", "system", "panel", "unload_after_min", "memory_gb", "models_folder", "keep_awake", "titles", "toured",
+    "model", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "models_folder", "keep_awake", "titles",
+    "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
 OPTIONS = ("sampling", "template", "kv")
@@ -59,15 +60,16 @@ class Settings:
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
     (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake:
     whether a Mac may not sleep while a model works. models_folder: where the chat puts models that it converts; empty is
-    ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``.
-    toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters: by model. keys: of actions
-    by id, as they were written. Raises OptionError for values out of range.
+    ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``. panel, all_figures: whether the side panel is
+    shown, and with every figure. toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters:
+    by model. keys: of actions by id, as they were written. Raises OptionError for values out of range.
     """
 
     model: str = "guide"
     theme: str = ""
     system: str = ""
     panel: bool = True
+    all_figures: bool = False
     unload_after_min: int | None = None
     memory_gb: float | None = None
     models_folder: str = ""

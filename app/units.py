@@ -97,6 +97,15 @@ def _hours(value: int) -> str:
     return f"{hours:,} h {rest:02d} min"
 
 
+def wait(value: float | None) -> str:
+    """Return a wait for the first token, always in seconds, so that two of them compare at a glance: 0.06 s."""
+    if value is None:
+        return UNKNOWN
+    if value < 0.005:
+        return "under 0.01 s"
+    return f"{value:.2f} s" if value < 0.995 else seconds(value)
+
+
 def _figures(value: float) -> str:
     if value >= 99.95:
         return f"{value:,.0f}"

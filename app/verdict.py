@@ -10,42 +10,137 @@ from typing import Protocol
 
 from tokamac.engine.events import MemoryPressure
 from tokamac.engine.metrics import Metrics, Throttle
-from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Unit, Waits
+from tokamac.engine.perf.diagnosis import (
+    BEHIND,
+    WORTH_S,
+    WORTH_SHARE,
+    Diagnosis,
+    PartName,
+    Remedy,
+    RemedyName,
+    Term,
+    TimePart,
+    Unit,
+    Waits,
+)
 from tokamac.engine.perf.memory import giving_way
 
 from . import units
-from .units import UNKNOWN, count, percent, rate, seconds
+from .units import UNKNOWN, count, percent, rate, seconds, wait
 
 PLACE = re.compile(r"\{(\w+)\}")
 """Another term's key in a formula."""
 BOUND: dict[Waits, str] = {
-    "memory": "bound by memory",
-    "compute": "bound by arithmetic",
-    "host": "bound by the host (Python, launching kernels)",
-    "overhead": "bound by neither memory nor arithmetic",
-    "not memory": "not bound by memory",
+    "memory": "limited by memory bandwidth",
+    "compute": "limited by arithmetic",
+    "host": "limited by the processor, which prepares each step (Python, launching kernels)",
+    "overhead": "limited by the overhead of each step, not by memory or arithmetic",
+    "not memory": "not limited by memory",
+}
+READING_TPS = (4.0, 8.0)
+"""Tokens a second: slower than the first, one waits for the text; faster than the second, not. 240 words a minute are about 5."""
+
+
+def figures_text(metrics: Metrics) -> str:
+    """Return the line below a reply: ``72 tok/s · 37 tokens · first token 0.06 s``; what is unknown is left out."""
+    if metrics.ttft_s is None:
+        return "no token was made"
+    written = metrics.generated_tokens
+    speed = "" if metrics.decode_tps is None else rate(metrics.decode_tps)
+    tokens = f"{count(written)} token{'' if written == 1 else 's'}"
+    return " · ".join(part for part in (speed, tokens, f"first token {wait(metrics.ttft_s)}") if part)
+
+
+def remark(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
+    """Return what is worth saying below a reply: that it was held up, or waited for long; "" where all went as it should."""
+    if metrics.total_s is None or diagnosis is None:
+        return ""
+    if diagnosis.throttles:
+        return f"slowed down: {', '.join(BRIEF_THROTTLED[each] for each in diagnosis.throttles)}"
+    part = diagnosis.slowest
+    if is_held_up(part, metrics.total_s):
+        return f"{percent(part.of_expected)} of the expected speed"
+    if part.name == "wait" and part.seconds >= LONG_S:
+        return f"waited {seconds(part.seconds)} before the prompt was read"
+    if part.name == "prefill" and part.seconds >= LONG_S:
+        return f"reading the prompt took {_of(part.seconds, metrics.total_s)}"
+    return ""
+
+
+LONG_S = 1.0
+"""Seconds before the first token from which on a reader notices that they wait."""
+BRIEF_THROTTLED: dict[Throttle, str] = {"thermal": "hot chip", "low power": "Low Power Mode"}
+
+
+def is_held_up(part: TimePart, total_s: float | None) -> bool:
+    """Whether a part was so much slower than expected that it is worth a word: not where it lost milliseconds."""
+    if not part.behind or part.of_expected is None or total_s is None:
+        return False
+    return part.seconds * (1 - part.of_expected) >= max(WORTH_S, WORTH_SHARE * total_s)
+
+
+def headline(metrics: Metrics, diagnosis: Diagnosis | None) -> tuple[str, ...]:
+    """Return the verdict in short sentences, the plainest first: how the speed feels, what set it, what would help most."""
+    if metrics.total_s is None or metrics.ttft_s is None:
+        return ("No token was made.",)
+    said = [_pace(metrics.decode_tps)]
+    if diagnosis is not None:
+        said += [_cause(metrics, diagnosis), *(tip(each) for each in diagnosis.remedies[:1])]
+    return tuple(each for each in said if each) or (f"Took {seconds(metrics.total_s)}.",)
+
+
+def _pace(tps: float | None) -> str:
+    """Return how fast that is for a reader."""
+    if tps is None:
+        return ""
+    slow, fast = READING_TPS
+    if tps >= fast:
+        return "Faster than most people read."
+    return "About as fast as people read." if tps >= slow else "Slower than most people read."
+
+
+def _cause(metrics: Metrics, diagnosis: Diagnosis) -> str:
+    """Return what set the speed of a reply, as far as it is known."""
+    if diagnosis.throttles:
+        return " ".join(f"{THROTTLED[each]}." for each in diagnosis.throttles)
+    part = diagnosis.slowest
+    if is_held_up(part, metrics.total_s):
+        return f"{percent(part.of_expected)} of the expected speed: something else was using the machine."
+    if part.name == "wait" and part.seconds >= LONG_S:
+        return f"It waited {seconds(part.seconds)} before it read the prompt."
+    if part.name == "prefill" and part.seconds >= LONG_S:
+        return f"Reading the prompt took most of the time: {_of(part.seconds, metrics.total_s or part.seconds)}."
+    decode = diagnosis.part("decode")
+    if decode.bound != "host" and decode.of_expected is not None and decode.of_expected >= BEHIND:
+        beyond = decode.of_expected > 1 / BEHIND
+        return "Faster than expected here." if beyond else f"{percent(decode.of_expected)} of the speed expected here."
+    reached = "" if decode.of_ceiling is None else f": {percent(decode.of_ceiling)} of the hardware limit"
+    return "" if decode.bound is None else f"{BRIEFLY[decode.bound]}{reached}."
+
+
+BRIEFLY: dict[Waits, str] = {
+    "memory": "Limited by memory speed",
+    "compute": "Limited by arithmetic",
+    "host": "Limited by the processor that prepares each step",
+    "overhead": "Limited by the overhead of each step",
+    "not memory": "Not limited by memory",
 }
 
-BRIEFLY: dict[Waits, str] = {**BOUND, "overhead": "bound by overhead", "host": "bound by the host"}
-"""For a line that must be short: overhead is all that is neither reading memory nor arithmetic."""
-BRIEF_THROTTLED: dict[Throttle, str] = {"thermal": "chip hot", "low power": "Low Power Mode"}
-WHOLE = "/explain"
-"""What says the rest, in the chat and in the plain one."""
 
-
-def brief(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
-    """Return the line below a reply: its slowest part, what that waited for, and where the rest is said.
-
-    ``3.6 of 4.1 s in prefill, bound by overhead, unusually slow · /explain``
-    """
-    if metrics.total_s is None or diagnosis is None:
-        return sentence(metrics, diagnosis)
-    part = diagnosis.slowest
-    doing = "before the prompt was read" if part.name == "wait" else f"in {part.name}"
-    bound = "" if part.bound is None else BRIEFLY[part.bound]
-    throttles = [BRIEF_THROTTLED[each] for each in diagnosis.throttles]
-    said = [f"{_of(part.seconds, metrics.total_s)} {doing}", bound, "unusually slow" if part.behind else "", *throttles]
-    return f"{', '.join(each for each in said if each)} · {WHOLE}"
+def tip(remedy: Remedy) -> str:
+    """Return a change in one short sentence; "" for one that the verdict has said already."""
+    saves = f"would save {seconds(remedy.gain_s)}."
+    match remedy.name:
+        case "packed keys and values":
+            return f"{remedy.to}-bit keys and values {saves}"
+        case "packed weights":
+            return f"{remedy.to}-bit weights {saves}"
+        case "shorter context":
+            return f"Half the prompt {saves}"
+        case "prompt cache":
+            return f"The prompt cache {saves}"
+        case "quiet machine" | "full power" | "cool chip":
+            return ""
 
 
 def _of(part_s: float, whole_s: float) -> str:
@@ -56,21 +151,30 @@ def _of(part_s: float, whole_s: float) -> str:
 
 
 def sentence(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
-    """Return which part of a reply took the time, what it waited for, how near it came to what is possible, and what helps most."""
+    """Return in a few sentences what of a reply took the time, what limited that, how fast it is here, and what helps most."""
     if metrics.total_s is None or metrics.ttft_s is None:
         return "No token was made."
-    whole = f"{seconds(metrics.total_s)} in all"
+    whole = f"Took {seconds(metrics.total_s)}"
     if diagnosis is None:
         return f"{whole}, {seconds(metrics.ttft_s)} of it before the first token."
-    said = [
-        f"{whole}, of which {_took(diagnosis.slowest, metrics)}",
-        *(THROTTLED[each] for each in diagnosis.throttles),
-    ]
+    said = [f"{whole}: {_took(diagnosis.slowest, metrics)}.", *(f"{THROTTLED[each]}." for each in diagnosis.throttles)]
     if diagnosis.remedies:
-        said.append(remedy_text(diagnosis.remedies[0]))
+        said.append(_would_help(diagnosis.remedies[0], metrics.total_s))
     elif metrics.cached_tokens and diagnosis.slowest.name == "decode":
-        said.append(f"{count(metrics.cached_tokens)} of {count(metrics.prompt_tokens)} prompt tokens were still cached")
-    return f"{'; '.join(said)}."
+        cached = f"{count(metrics.cached_tokens)} of {count(metrics.prompt_tokens)} prompt tokens"
+        said.append(f"{cached} came from the prompt cache.")
+    return " ".join(said)
+
+
+def _would_help(remedy: Remedy, total_s: float) -> str:
+    """Return a change as a sentence of its own: what it is, and what it is predicted to bring."""
+    match remedy.name:
+        case "quiet machine":
+            alone = seconds(max(total_s - remedy.gain_s, 0.0))
+            return f"Something else was using the machine; alone it would have taken {alone}."
+        case "full power" | "cool chip":
+            return f"At full speed it would have taken {seconds(max(total_s - remedy.gain_s, 0.0))}."
+    return f"What would help: {remedy_text(remedy)}."
 
 
 def _took(part: TimePart, metrics: Metrics) -> str:
@@ -81,23 +185,23 @@ def _took(part: TimePart, metrics: Metrics) -> str:
     if part.name == "decode":
         verb, noun, number = "writing", "token", metrics.generated_tokens
     bound = "" if part.bound is None else BOUND[part.bound]
-    how = ": ".join(each for each in (bound, reached_text(part)) if each)
+    how = "; ".join(each for each in (bound, reached_text(part)) if each)
     tokens = f"{count(number)} {noun}{'' if number == 1 else 's'}"
     return f"{time} {verb} {tokens} ({part.name}{f', {how}' if how else ''})"
 
 
 def reached_text(part: TimePart) -> str:
     """Return how near a phase came to what the machine allows, and to what is expected there; empty where neither is known."""
-    said = [] if part.of_ceiling is None else [f"{percent(part.of_ceiling)} of what this machine allows"]
+    said = [] if part.of_ceiling is None else [f"{percent(part.of_ceiling)} of the hardware limit"]
     if part.of_expected is not None:
         only = "only " if part.behind and part.of_expected >= 0.01 else ""
-        said.append(f"{only}{percent(part.of_expected)} of what is expected")
+        said.append(f"{only}{percent(part.of_expected)} of the expected speed")
     return " and ".join(said)
 
 
 def remedy_text(remedy: Remedy) -> str:
-    """Return a change and what it is predicted to bring: ``4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less``."""
-    parts = ["", "", f"{seconds(remedy.gain_s)} less"]
+    """Return a change and what it is predicted to bring: ``4-bit weights: decode from 12.0 to 31.0 tok/s, saves 8.1 s``."""
+    parts = ["", "", f"saves {seconds(remedy.gain_s)}"]
     if remedy.before_s is not None and remedy.after_s is not None:
         parts[0] = f"prefill from {seconds(remedy.before_s)} to {seconds(remedy.after_s)}"
     if remedy.before_tps is not None and remedy.after_tps is not None:
@@ -111,14 +215,14 @@ def remedy_text(remedy: Remedy) -> str:
         case "shorter context":
             name = f"half the prompt ({count(remedy.to)} tokens)"
         case "prompt cache":
-            name = "with the prompt cache, this prompt once read"
-            parts[2] += " to the first token"
+            name = "the prompt cache, once it has read this prompt"
+            parts[2] += " before the first token"
         case "quiet machine":
-            name = "with this machine undisturbed"
+            name = "nothing else running"
         case "full power":
-            name = "with Low Power Mode off and this machine undisturbed"
+            name = "Low Power Mode off, nothing else running"
         case "cool chip":
-            name = "with a cool chip and this machine undisturbed"
+            name = "a cool chip, nothing else running"
     return f"{name}: {', '.join(part for part in parts if part)}"
 
 
@@ -127,20 +231,20 @@ HOW: dict[RemedyName, str] = {
     "packed weights": "tokamac convert MODEL --bits 4",
     "shorter context": "a shorter prompt, a new chat, or --kv-window",
     "prompt cache": "leave out --no-prompt-cache",
-    "quiet machine": "close what else computes, and let the machine cool",
-    "full power": "System Settings > Battery, on a desktop Mac Energy",
-    "cool chip": "let the machine cool, and close what else computes",
+    "quiet machine": "close other busy programs, and let the machine cool down",
+    "full power": "System Settings > Battery (Energy on a desktop Mac)",
+    "cool chip": "let the machine cool down, and close other busy programs",
 }
 """How each change is made."""
 
 THROTTLED: dict[Throttle, str] = {
-    "thermal": "macOS slowed the chip down because of its heat",
+    "thermal": "macOS slowed the chip down because it was hot",
     "low power": "Low Power Mode was on, which slows the chip down",
 }
 RELIEF: dict[Throttle, RemedyName] = {"thermal": "cool chip", "low power": "full power"}
 """What ends it."""
 DOING: dict[PartName, str] = {
-    "wait": "before the prompt was read: its turn, tokenizing, restoring the prompt cache",
+    "wait": "waiting before the prompt was read: the queue, tokenizing, loading the prompt cache",
     "prefill": "reading the prompt",
     "decode": "writing the reply",
 }
@@ -221,22 +325,22 @@ def _scaled(operations: float) -> str:
 
 def pressure_sentence(event: MemoryPressure) -> str:
     """Return what was done, what it costs other programs, and the memory that is expected now, beside what may be used."""
-    done = ["a piece of the prompt did not fit and is computed again"] if event.failed else []
+    done = ["part of the prompt did not fit and is computed again"] if event.failed else []
     if event.pool_bytes:
-        done.append(f"{units.size(event.pool_bytes)} of unused buffers were given back")
+        done.append(f"{units.size(event.pool_bytes)} of unused buffers were freed")
     if event.fused_bytes:
-        done.append(f"attention runs fused, which is slower and takes {units.size(event.fused_bytes)} less")
+        done.append(f"attention runs fused, which is slower and saves {units.size(event.fused_bytes)}")
     if event.chunk is not None:
         done.append(f"the prompt is read {units.count(event.chunk)} tokens at a time")
     if event.cache_bytes:
-        done.append(f"{units.size(event.cache_bytes)} of earlier prompts were let go of")
+        done.append(f"{units.size(event.cache_bytes)} of earlier prompts were dropped from memory")
     if event.from_others:
         done.append(giving_way(event.from_others))
     if event.ended:
-        done.append("the reply ends here, since more of it would not fit")
+        done.append("the reply ends here because more of it would not fit")
     needed = units.size(event.predicted_bytes)
     of = needed if event.budget_bytes is None else f"{needed} of {units.size(event.budget_bytes)}"
-    expected = f"that would take {of}" if event.ended else f"{of} are expected to be used"
+    expected = f"that would take {of}" if event.ended else f"{of} will be used"
     short = "memory pressure is critical" if event.critical else "memory is short"
     return f"{short}: {'; '.join([', '.join(done), expected] if done else [expected])}"
 
@@ -269,8 +373,8 @@ def closeness(found: ModelComparison | None, relative_error: float | None) -> st
     """Return what was found, the plainest first: the same choices, perplexity, KL divergence, the error of the weights."""
     said = []
     if found is not None and found.top1 is not None:
-        share = f"{100 * found.top1:.1f} % of {count(found.positions)} positions"
-        said.append(f"picks the same next token as the original in {share}")
+        positions = f"{100 * found.top1:.1f} % of {count(found.positions)} positions"
+        said.append(f"picks the same next token as the original in {positions}")
     if found is not None and found.perplexity_ratio is not None:
         more = 100 * (found.perplexity_ratio - 1)
         by = f"{abs(more):.1f} % {'higher' if more > 0 else 'lower'}" if abs(more) >= 0.05 else "the same"
@@ -279,5 +383,5 @@ def closeness(found: ModelComparison | None, relative_error: float | None) -> st
         spread = "" if found.kl_se is None else f" ± {found.kl_se:.2g}"
         said.append(f"KL divergence {found.kl:.3g}{spread} nats a token")
     if relative_error is not None:
-        said.append(f"relative error of its weights {100 * relative_error:.2g} %")
+        said.append(f"relative error of the weights {100 * relative_error:.2g} %")
     return "; ".join(said) or UNKNOWN

@@ -125,6 +125,13 @@ def ceiling_tps(bandwidth_gbs: float | None, bytes_per_step: int | None) -> floa
     return bandwidth_gbs * 1e9 / bytes_per_step
 
 
+def bytes_per_step(metrics: Metrics) -> int | None:
+    """Return the bytes that a step in the middle of a reply read: weights, keys and values; None where it is unknown."""
+    if metrics.weight_bytes_per_token is None:
+        return None
+    return metrics.weight_bytes_per_token + (metrics.kv_bytes_per_step or 0)
+
+
 def achieved_gbs(bytes_per_step: int | None, decode_tps: float | None) -> float | None:
     """Return the bandwidth that a decode rate amounts to, in GB/s."""
     if bytes_per_step is None or decode_tps is None:

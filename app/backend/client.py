@@ -183,7 +183,13 @@ class EngineProcess:
 
     def _watch(self) -> None:
         """Kill the process when it should be at work and is silent."""
+        now = time.monotonic()
         while self._busy.wait() and not self._ended.wait(self._silence_s / 4):
+            now, last = time.monotonic(), now
+            if (
+                now - last > self._silence_s / 2
+            ):  # this process itself was stopped: what the engine said waits to be read
+                self._heard = max(self._heard, now - self._silence_s / 2)
             if self._busy.is_set() and time.monotonic() - self._heard > self._silence_s:
                 self._frozen = True
                 self._signal()

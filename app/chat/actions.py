@@ -4,10 +4,13 @@ Both views are made from this table: the bindings, footer, palette and help of t
 What an action does is in ``app/chat/commands`` or in the view, under the same id. Keys from the user's settings replace the
 table's where they can. A slash command is found by a part of its name, by what other programs call it, or by a name that is nearly
 right; any other text is a prompt.
+
+Laptops have F-keys behind fn, and terminals keep some keys for themselves. So there is a leader key: after it, a letter does what
+an F-key does. Such a chord is written as its two keys with a space between: ``ctrl+x e``.
 """
 
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -17,6 +20,8 @@ Scope = Literal["chat", "message"]
 """Where keys work: everywhere in the chat, or while a message is selected (Tab)."""
 ARGUMENT: Final = "[on|off|low|medium|high|default|TOKENS]"
 """Of /thinking."""
+LEADER: Final = "leader"
+"""The action whose key begins chords; in settings, its name may stand for that key: ``leader e``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Action:
         multiline: whether that may have several lines in the plain chat.
         plain_argument, plain_help: the same for the plain chat, where its command differs; None: it does not.
         also: what other programs call the command.
+        yields: whether the user's choice for another action may take even its first key, which came later than the choice may have.
     """
 
     id: str
@@ -54,16 +60,17 @@ class Action:
     plain_argument: str | None = None
     plain_help: str | None = None
     also: tuple[str, ...] = ()
+    yields: bool = False
 
     @property
     def key_names(self) -> str:
         """The keys as a person reads them, or the command where there are none."""
-        return self.shown or ", ".join(map(_key_name, self.keys)) or f"/{self.slash}"
+        return self.shown or ", ".join(map(key_name, self.keys)) or f"/{self.slash}"
 
     @property
     def key_name(self) -> str:
         """The first key as a person reads it, or the command where there is none."""
-        return _key_name(self.keys[0]) if self.keys else f"/{self.slash}"
+        return key_name(self.keys[0]) if self.keys else f"/{self.slash}"
 
     @property
     def usage(self) -> str:
@@ -72,8 +79,16 @@ class Action:
 
     @property
     def bound_keys(self) -> str:
-        """The keys as Textual binds them; without keys, one that no terminal sends, so that a keymap can replace it."""
-        return ",".join(_KEYS.get(key, key) for key in self.keys) or f"none_{self.id}"
+        """The keys as Textual binds them; without keys, one that no terminal sends, so that a keymap can replace it.
+
+        Chords are left out: the leader's menu has them.
+        """
+        return ",".join(_KEYS.get(key, key) for key in self.keys if " " not in key) or f"none_{self.id}"
+
+    @property
+    def chord(self) -> str:
+        """The key after the leader; "" where there is none."""
+        return next((key.partition(" ")[2] for key in self.keys if " " in key), "")
 
     @property
     def for_plain(self) -> "Action":
@@ -82,7 +97,11 @@ class Action:
         return replace(self, keys=(), shown="", argument=argument, help=self.plain_help or self.help)
 
 
-def _key_name(key: str) -> str:
+def key_name(key: str) -> str:
+    """Return a key, or a chord, as a person reads it."""
+    if " " in key:
+        leader, _, then = key.partition(" ")
+        return f"{key_name(leader)} {then.upper()}"
     return key if len(key) == 1 else "+".join(_NAMES.get(part, part.capitalize()) for part in key.split("+"))
 
 
@@ -92,6 +111,8 @@ _NAMES = {
     "pagedown": "PageDown",
     "left_square_bracket": "[",
     "right_square_bracket": "]",
+    "underscore": "_",
+    "slash": "/",
 }
 _KEYS = {"[": "left_square_bracket", "]": "right_square_bracket", ",": "comma"}
 NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
@@ -198,7 +219,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("import", (), "Import", "Create a chat from a file: .md or .json.", slash="import", argument="PATH"),
     Action(
         "branches",
-        ("f6",),
+        ("f6", "ctrl+x t"),
         "Branches",
         "Show all versions of this chat as a tree, and switch between them.",
         slash="branches",
@@ -208,7 +229,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action(
         "context",
-        ("f10",),
+        ("ctrl+x i",),
         "Context",
         "Show what is in the context, in tokens, and leave parts of it out.",
         slash="context",
@@ -233,6 +254,14 @@ ACTIONS: tuple[Action, ...] = (
         slash="model",
         argument="[NAME]",
         also=("load",),
+    ),
+    Action(
+        "models",
+        (),
+        "Models",
+        "List the models here, or search Hugging Face for words.",
+        slash="models",
+        argument="[search WORDS]",
     ),
     Action(
         "pull",
@@ -281,16 +310,18 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action(
         "explain",
-        ("f2",),
+        ("f2", "ctrl+x e"),
         "Explain",
-        "Explain why the last reply took as long as it did, and what would help.",
+        "Explain why the last or the selected reply took as long as it did, and what would help.",
         footer=True,
         slash="explain",
+        plain_argument="[TURN]",
+        plain_help="Explain why the last reply, or that of a turn, took as long as it did, and what would help.",
         also=("why",),
     ),
     Action(
         "steps",
-        ("f10",),
+        ("f10", "ctrl+x s"),
         "Steps",
         "Walk through the steps of a reply: what each read, how long it took, and which other tokens were likely.",
         slash="steps",
@@ -300,7 +331,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action(
         "what_if",
-        ("f3",),
+        ("f3", "ctrl+x w"),
         "What if",
         "Compare precisions, KV settings, contexts and chips: memory, fit and speed.",
         slash="whatif",
@@ -309,7 +340,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action(
         "convert",
-        ("f4",),
+        ("f4", "ctrl+x c"),
         "Convert",
         "Quantize a model: see the plan, run it, use the result.",
         slash="convert",
@@ -350,8 +381,23 @@ ACTIONS: tuple[Action, ...] = (
         bound=False,
     ),
     Action("later", ("down",), "Later prompt", "On the last line: recall the next prompt.", palette=False, bound=False),
+    Action(
+        "undo",
+        ("ctrl+underscore", "ctrl+slash"),
+        "Undo",
+        "Undo the last change in the prompt.",
+        yields=True,
+    ),
+    Action("redo", ("ctrl+y",), "Redo", "Redo what was undone in the prompt.", yields=True),
     Action("editor", ("ctrl+g",), "Editor", "Write the prompt in $VISUAL or $EDITOR.", slash="editor"),
-    Action("toggle_panel", ("ctrl+b", "f5"), "Side panel", "Show or hide the gauges.", slash="panel"),
+    Action("toggle_panel", ("ctrl+b", "ctrl+x b"), "Side panel", "Show or hide the side panel.", slash="panel"),
+    Action(
+        "all_figures",
+        ("f5", "ctrl+x y"),
+        "All figures",
+        "Show every figure in the side panel, or only speed, first token and context.",
+        slash="figures",
+    ),
     Action(
         "palette",
         ("ctrl+p",),
@@ -365,12 +411,12 @@ ACTIONS: tuple[Action, ...] = (
         "messages",
         ("tab",),
         "Messages",
-        "Select a message: Up and Down move, Enter unfolds its thinking.",
+        "Select a message: Up and Down move; a letter, or Left and Right, chooses what to do, and Enter does it.",
         bound=False,
     ),
     Action(
         "gauges",
-        (),
+        ("ctrl+x f",),
         "Gauges",
         "Select a figure: Up and Down move, Enter explains it.",
         slash="gauges",
@@ -381,10 +427,21 @@ ACTIONS: tuple[Action, ...] = (
         "edit",
         ("e",),
         "Edit",
-        "Edit this prompt. The old version and its replies are kept.",
+        "Edit this message: a prompt, or a reply in your words. The old version is kept.",
         scope="message",
         slash="edit",
         plain_argument="[TEXT]",
+        plain_help="Edit the last prompt. The old version and its replies are kept.",
+        multiline=True,
+    ),
+    Action(
+        "edit_reply",
+        (),
+        "Edit the reply",
+        "Edit the last reply, or the selected one. Enter keeps your version; the old one is kept too.",
+        slash="revise",
+        plain_argument="[TEXT]",
+        plain_help="Replace the last reply with your own text. The old version is kept.",
         multiline=True,
     ),
     Action(
@@ -425,19 +482,34 @@ ACTIONS: tuple[Action, ...] = (
         plain_help="List the links of the last reply.",
     ),
     Action(
+        "scroll_top",
+        ("ctrl+home", "ctrl+x a"),
+        "Top",
+        "Jump to the start of the chat.",
+        slash="top",
+        plain_help="Show the first turn.",
+        yields=True,
+    ),
+    Action(
         "scroll_end",
-        ("ctrl+end",),
+        ("ctrl+end", "ctrl+x z"),
         "Follow",
         "Jump to the end and follow the reply.",
         slash="end",
         plain_help="Show the last turn again.",
     ),
-    Action("page_up", ("pageup", "f8"), "Page up", "Scroll up; this stops following.", slash="up"),
-    Action("page_down", ("pagedown", "f9"), "Page down", "Scroll down.", slash="down"),
-    Action("copy", ("ctrl+c",), "Copy", "Copy the selected text (drag with the mouse to select)."),
+    Action("page_up", ("pageup", "f8", "ctrl+x u"), "Page up", "Scroll up; this stops following.", slash="up"),
+    Action("page_down", ("pagedown", "f9", "ctrl+x d"), "Page down", "Scroll down.", slash="down"),
+    Action(
+        "copy",
+        ("ctrl+c",),
+        "Copy or stop",
+        "Copy the selected text (drag to select). Else stop the reply; pressed twice when idle, quit.",
+        palette=False,
+    ),
     Action(
         "ask_guide",
-        ("f7",),
+        ("f7", "ctrl+x g"),
         "Ask the guide",
         "Ask the embedded guide about this app. The chat and its model stay as they are.",
         slash="guide",
@@ -446,13 +518,46 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action(
         "help",
-        ("f1",),
+        ("f1", "ctrl+x h"),
         "Help",
-        "Show keys and actions.",
+        "Show keys and actions. Type to search.",
         footer=True,
         slash="help",
         plain_help="List these commands.",
-        also=("keys",),
+    ),
+    Action(
+        LEADER,
+        ("ctrl+x",),
+        "Keys",
+        "Then a letter does what an F-key does. Alone, it lists the letters. With text selected in the prompt, it cuts that.",
+        footer=True,
+        yields=True,
+    ),
+    Action(
+        "keys",
+        ("ctrl+x k",),
+        "Change keys",
+        "List every action with its keys, and change them.",
+        slash="keys",
+        argument="[ACTION KEY]",
+        plain_help="List the keys of the full screen, or set one: /keys explain f8; /keys explain default.",
+        also=("bindings", "keymap", "shortcuts"),
+    ),
+    Action(
+        "theme",
+        ("ctrl+x v",),
+        "Theme",
+        "Choose the colours: each theme is shown as you move to it.",
+        slash="theme",
+        argument="[NAME]",
+        also=("colors", "colours"),
+    ),
+    Action(
+        "suspend",
+        ("ctrl+z",),
+        "Suspend",
+        "Go back to the shell; fg continues. A reply that runs goes on.",
+        yields=True,
     ),
     Action("leave", ("ctrl+q",), "Quit", "Quit tokamac.", slash="quit", also=("bye", "exit")),
 )
@@ -547,11 +652,21 @@ def _aliases(action: Action) -> Iterator[str]:
 
 Chosen = Mapping[str, tuple[str, ...]]
 """Keys of actions, by id."""
+_LEADER_KEY = next(action.keys[0] for action in ACTIONS if action.id == LEADER)
 MODIFIERS = frozenset(("ctrl", "alt", "shift", "super"))
 EDITING = frozenset(("space", "backspace", "delete", "insert", "left", "right", "up", "down", "home", "end"))
 """Keys that the prompt needs for itself."""
 SAME = {"ctrl+i": "Tab", "ctrl+m": "Enter", "ctrl+left_square_bracket": "Esc"}
 """What a terminal sends alike."""
+RENAMED = {
+    "solidus": "slash",
+    "reverse_solidus": "backslash",
+    "commercial_at": "at",
+    "hyphen_minus": "minus",
+    "plus_sign": "plus",
+    "low_line": "underscore",
+}
+"""Keys that Textual calls otherwise than Unicode does."""
 NAMED_KEYS = EDITING | {"tab", "enter", "return", "escape", "pageup", "pagedown"} | {f"f{n}" for n in range(1, 25)}
 """Keys that have a name, as Textual has it."""
 
@@ -576,21 +691,54 @@ class Keymap:
 
 def keymap(chosen: Chosen) -> Keymap:
     """Return the registry with the chosen keys. An entry that is wrong gets a warning, and its action keeps its keys."""
-    taken, warnings = {}, []
-    for name, keys in chosen.items():
+    taken, problems = _taken(chosen)
+    warnings = [f"settings.toml: [keys] {name}: {why}. It stays in the file, unused." for name, why in problems.items()]
+    return Keymap(_led(_with(taken)), tuple(warnings))
+
+
+def refusal(action: str, keys: tuple[str, ...], chosen: Chosen) -> str:
+    """Return why an action can't have ``keys`` beside what else is chosen; "" where it can."""
+    others = {name: each for name, each in chosen.items() if name != action}
+    return _taken({**others, action: keys})[1].get(action, "")
+
+
+def _taken(chosen: Chosen) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the chosen keys that can be had, and why the others can't, by action. Of two that want one key, the first has it."""
+    taken: dict[str, tuple[str, ...]] = {}
+    problems: dict[str, str] = {}
+    leaders = {LEADER, _LEADER_KEY, *chosen.get(LEADER, ())}
+    for name, listed in chosen.items():
+        keys = tuple(_on_usual_leader(key, leaders) for key in listed)
         if problem := _problem(name, keys):
-            warnings.append(f"settings.toml: [keys] {name}: {problem}. It stays in the file, unused.")
+            problems[name] = problem
         else:
             taken[name] = tuple(dict.fromkeys(key if len(key) == 1 else one_name(key) for key in keys))
     while (clash := _clash(_with(taken))) is not None:
         key, holders = clash
         loser = next(action for action in reversed(taken) if action in holders)
         other = next(action for action in holders if action != loser)
-        warnings.append(
-            f"settings.toml: [keys] {loser}: {key} is already a key of {other}. It stays in the file, unused."
-        )
+        problems[loser] = f"{key} is already a key of {other}"
         del taken[loser]
-    return Keymap(_with(taken), tuple(warnings))
+    return taken, problems
+
+
+def _on_usual_leader(key: str, leaders: Collection[str]) -> str:
+    """Return a chord with the leader's usual key, by whichever name that was written."""
+    first, space, then = key.strip().partition(" ")
+    return f"{_LEADER_KEY} {then.strip()}" if space and first in leaders else key
+
+
+def _led(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Return the actions with their chords on the leader's own key; without a leader, without chords."""
+    (leader,) = (each.keys for each in actions if each.id == LEADER)
+    if leader[:1] == (_LEADER_KEY,):
+        return tuple(actions)
+    led = []
+    for each in actions:
+        chords = [f"{leader[0]} {key.partition(' ')[2]}" for key in each.keys if " " in key and leader]
+        keys = (*(key for key in each.keys if " " not in key), *chords)
+        led.append(replace(each, keys=keys) if keys != each.keys else each)
+    return tuple(led)
 
 
 def _with(taken: Chosen) -> tuple[Action, ...]:
@@ -600,7 +748,7 @@ def _with(taken: Chosen) -> tuple[Action, ...]:
     for action in ACTIONS:
         keys = taken.get(action.id)
         if keys is None:
-            spare = action.keys[1:] if action.bound else ()
+            spare = action.keys[0 if action.yields else 1 :] if action.bound else ()
             keys = tuple(key for key in action.keys if key not in spare or one_name(key) not in wanted)
         changed = action.id in taken or keys != action.keys
         actions.append(replace(action, keys=keys, shown="") if changed else action)
@@ -611,8 +759,7 @@ def _problem(name: str, keys: tuple[str, ...]) -> str:
     """Return why an action can't have these keys, whoever else has them; "" where it can."""
     action = next((each for each in ACTIONS if each.id == name), None)
     if action is None:
-        near = nearest(name, (each.id for each in ACTIONS))
-        return "there is no such action" + (f"; {near} is one" if near else "")
+        return no_action(name)
     if not action.bound:
         return "its keys belong to the prompt and are fixed"
     if not keys and not (action.slash or action.palette):
@@ -620,8 +767,25 @@ def _problem(name: str, keys: tuple[str, ...]) -> str:
     return next((problem for key in keys if (problem := _unusable(key, action.scope))), "")
 
 
+NEAREST = 3
+
+
+def no_action(name: str) -> str:
+    """Return a clause that there is no action of this id, with the nearest there are, and what lists all."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name.casefold(), [each.id for each in ACTIONS], NEAREST)
+    meant = f"; the nearest: {', '.join(near)}" if near else ""
+    return f"there is no such action{meant} (/keys, or tokamac help keys, lists all)"
+
+
 def _unusable(key: str, scope: Scope) -> str:
     """Return why a key can't be used in that scope; "" where it can."""
+    if " " in key:
+        first, _, then = key.partition(" ")
+        if first != _LEADER_KEY:
+            return f"{key!r:.30} does not begin with the leader key"
+        return "" if len(then) == 1 and then.isprintable() else f"{key!r:.30} does not end with one letter"
     modifiers, last = _parts(key)
     if not modifiers <= MODIFIERS or not _is_key(last):
         return f"there is no key {key!r:.30}"
@@ -634,10 +798,13 @@ def _unusable(key: str, scope: Scope) -> str:
 
 def one_name(key: str) -> str:
     """Return the name that Textual gives a key: ``[`` is ``left_square_bracket``, and modifiers come in one order."""
+    if " " in key:
+        leader, _, then = key.partition(" ")
+        return f"{one_name(leader)} {then.lower()}"
     modifiers, last = _parts(key)
     if len(last) == 1 and not last.isalnum():
         last = unicodedata.name(last, last).lower().replace(" ", "_").replace("-", "_")
-    return "+".join([*sorted(modifiers), last])
+    return "+".join([*sorted(modifiers), RENAMED.get(last, last)])
 
 
 def _parts(key: str) -> tuple[set[str], str]:
@@ -649,7 +816,7 @@ def _parts(key: str) -> tuple[set[str], str]:
 def _is_key(name: str) -> bool:
     if len(name) == 1:
         return name.isprintable() and name != " "
-    if name in NAMED_KEYS:
+    if name in NAMED_KEYS or name in RENAMED.values():
         return True
     try:
         unicodedata.lookup(name.replace("_", " "))  # left_square_bracket

@@ -288,7 +288,7 @@ def _cut(text: str) -> str:
 OTHER = "~ "
 """Put before a prompt, it makes all of it another text: what an edit takes at most."""
 INSTANT_S = 0.1
-READY = "ready"
+READY = "instant"
 """Of a path that can be gone on with at once: nothing of it is to be read again."""
 PATH = "branches"
 """The ``id`` of a question about a path, which stands in the tree of all paths."""
@@ -413,7 +413,7 @@ def _next_prompt(conversation: Conversation, system: str, end: int) -> tuple[Mes
 
 
 def of_path(price: Price) -> str:
-    """Return what a path would take before it can be gone on with: ``ready``, or ``1,204 tokens to read again, about 3.0 s``."""
+    """Return what a path would take before it can be continued: ``instant``, or ``1,204 tokens to read again, about 3.0 s``."""
     if is_ready(price):
         return READY
     return amount(price, " to read again")
@@ -443,8 +443,8 @@ def is_of_disk(price: Price) -> bool:
 
 def why_whole(reply: Reply, *, thinks: bool) -> str:
     """Return why there is no going on with a reply that was begun; "" where there is. thinks: whether the loaded model does."""
-    if reply.ending in ("stop", "tool_calls"):
-        return "This reply is whole: the model ended it by itself."
+    if reply.ending in ("stop", "tool_calls") and not reply.edited:
+        return "This reply is complete: the model ended it by itself."
     if not cut_here(reply).text and not thinks:
         return "The reply was cut in its thinking, and this model does not think: make it again."
     return ""

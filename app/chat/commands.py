@@ -19,6 +19,7 @@ from ..sanitise import sanitise, sanitise_line
 from ..settings import Settings, with_adapter
 from ..store.store import Store
 from ..store.values import StoredChat
+from .actions import Action, no_action, refusal
 from .attachments import Draft
 from .conversation import MessageNode
 from .listing import excerpt
@@ -111,6 +112,9 @@ class ChatView(Protocol):
     def begin_edit(self, key: int, draft: Draft, text: str) -> None:
         """Edit the prompt ``key``, which was ``draft``; ``text``: send this in its place at once."""
 
+    def begin_revision(self, key: int, said: str, text: str) -> None:
+        """Edit the reply ``key``, which ``said`` that; ``text``: put this in its place at once."""
+
     def open_chat(self, chat: str) -> None:
         """Open the stored chat of this ID. Raises StoreError."""
 
@@ -128,6 +132,9 @@ class ChatView(Protocol):
 
     def download(self, model: str) -> None:
         """Download a model, which is not loaded."""
+
+    def rekey(self) -> None:
+        """Hear and name the keys that hold now: some were changed."""
 
 
 Command = Callable[[ChatView, str], None]
@@ -285,6 +292,47 @@ def exported(view: ChatView) -> tuple[str, str]:
     return recording.chat, missing
 
 
+# Keys ---------------------------------------------------------------------------------------------------------------------
+
+
+def keys(view: ChatView, written: str) -> None:
+    """List the keys of the full screen, or change those of one action: ``explain f8, alt+e``, ``explain default``."""
+    name, _, wanted = written.partition(" ")
+    known = {action.id: action for action in view.preferences.keymap.actions}
+    if not name:
+        view.say("\n".join(_keys_line(action) for action in known.values()))
+    elif name not in known:
+        raise RefusedError(f"{sanitise_line(name)}: {no_action(name)}.")
+    elif not wanted:
+        view.say(f"{_keys_line(known[name])}. /keys {name} f8 gives it that key; /keys {name} default resets it.")
+    else:
+        chosen = () if wanted == NONE else tuple(key.strip().lower() for key in wanted.split(","))
+        view.tell(choose_keys(view, name, None if wanted == USUAL else chosen))
+
+
+USUAL, NONE = "default", "none"
+"""Instead of a key: those of the registry, or none."""
+
+
+def choose_keys(view: ChatView, action: str, keys: tuple[str, ...] | None) -> str:
+    """Give an action these keys, or its usual ones (None), from now on; return what it has, or what of it could not be written.
+
+    Raises RefusedError where it can't have them.
+    """
+    if keys is not None and (why := refusal(action, keys, view.preferences.settings.keys)):
+        raise RefusedError(f"{action} keeps its keys: {sanitise_line(why)}.")
+    problem = view.preferences.choose_keys(action, keys)
+    view.rekey()
+    now = next(each for each in view.preferences.keymap.actions if each.id == action)
+    return problem or f"{_keys_line(now)}."
+
+
+def _keys_line(action: Action) -> str:
+    """Return an action's id, label and keys: ``explain (Explain): F2, Ctrl+X E``."""
+    held = action.key_names if action.keys else f"no key{f'; {action.usage}' if action.slash else ''}"
+    return f"{action.id} ({action.label}): {held}"
+
+
 # Messages -----------------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +364,15 @@ def edit(view: ChatView, text: str) -> None:
     if (prompt := view.session.conversation.prompt_of(node.key)) is None:
         raise RefusedError("There is no prompt to edit here.")
     view.begin_edit(prompt.key, Draft(sanitise(prompt.prompt or ""), prompt.attachments), text)
+
+
+def edit_reply(view: ChatView, text: str) -> None:
+    """Edit the selected reply, or that to the selected prompt."""
+    node = view.selected()
+    at = None if node is None else view.session.conversation.reply_at(node.key)
+    if at is None or at.reply is None:
+        raise RefusedError("There is no reply to edit yet.")
+    view.begin_revision(at.key, sanitise(at.reply.text), sanitise(text))
 
 
 def older(view: ChatView, _: str) -> None:
@@ -432,6 +489,7 @@ COMMANDS: Mapping[str, Command] = {
     "again": again,
     "continue": continue_,
     "edit": edit,
+    "edit_reply": edit_reply,
     "older": older,
     "newer": newer,
     "copy_message": copy_message,
@@ -440,5 +498,6 @@ COMMANDS: Mapping[str, Command] = {
     "adapter": adapter,
     "pull": pull,
     "thinking": thinking,
+    "keys": keys,
 }
 """By the registry's ids."""

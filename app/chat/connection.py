@@ -1,12 +1,17 @@
 """The engine's process as a session knows it: what it is doing, whether it still hears, and when to let its model go. Pure."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from tokamac.engine import metrics as rates
 from tokamac.engine.events import LoadProgress
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.diagnosis import at_bandwidth
 
 from ..backend.protocol import Load, Loaded, MachineMeasured, MemoryUse, ModelInfo
 from ..settings import CHAT_KV
+from .conversation import Reply
 from .steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
 
 
@@ -201,6 +206,19 @@ class EngineConnection:
         """Note what the machine allows the loaded model."""
         self.ceiling_tps, self.bandwidth_gbs = event.ceiling_tps, event.bandwidth_gbs
         self.bandwidth_note = event.bandwidth_note
+
+    def learn(self, metrics: Metrics) -> None:
+        """Take the bandwidth that the engine believes after a reply: what it proved may be more than was measured."""
+        if (step := rates.bytes_per_step(metrics)) is not None:
+            self.bandwidth_gbs = rates.achieved_gbs(step, metrics.ceiling_tps)
+            self.ceiling_tps = rates.ceiling_tps(self.bandwidth_gbs, metrics.weight_bytes_per_token)
+
+    def with_ceiling(self, reply: Reply) -> Reply:
+        """Return ``reply`` with the ceiling by the bandwidth that is believed now, where the loaded model made it."""
+        if reply.metrics is None or self.info is None or self.info.name != reply.model:
+            return reply
+        metrics, diagnosis = at_bandwidth(reply.metrics, reply.diagnosis, self.bandwidth_gbs)
+        return replace(reply, metrics=metrics, diagnosis=diagnosis)
 
     def fall_back(self) -> bool:
         """Want the model that worked last; return whether there is another one than the one that failed."""

@@ -32,7 +32,7 @@ class Reply:
 
     model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
     thinking_ended_at: the budget of tokens that ended the thinking; None where none did. calls: of tools, in order.
-    passes: what was recorded of its steps.
+    passes: what was recorded of its steps. edited: the text is the user's, so that it has no figures.
     """
 
     text: str
@@ -47,6 +47,7 @@ class Reply:
     thinking_ended_at: int | None = None
     calls: tuple[ToolCall, ...] = ()
     passes: PassLog | None = None
+    edited: bool = False
 
     @property
     def as_message(self) -> Message:
@@ -57,6 +58,10 @@ class Reply:
     def is_said(self) -> bool:
         """Whether it holds an answer or a call."""
         return bool(self.text or self.calls)
+
+
+EDITED = "edited by you"
+"""Shown with a reply that the user edited."""
 
 
 def cut_here(reply: Reply) -> Reply:
@@ -214,6 +219,10 @@ class Tree:
         """Add what came of a call after ``parent``, its reply or the result of the call before it, and stand there."""
         return self._add(MessageNode(self._next(), parent, result=result))
 
+    def add_reply(self, parent: int | None, reply: Reply) -> MessageNode:
+        """Add a reply that is whole after ``parent``, and stand there."""
+        return self._add(MessageNode(self._next(), parent, reply=reply))
+
     def end(self, key: int, reply: Reply) -> None:
         """Say what the reply ``key`` became."""
         self.nodes[key] = replace(self.nodes[key], reply=reply)
@@ -321,9 +330,9 @@ def _with_system(turn: Turn, key: int, text: str) -> Turn:
 
 ENDINGS: dict[Ending, str] = {
     "stop": "",
-    "length": "cut at its limit",
+    "length": "cut off at the length limit",
     "cancelled": "stopped",
-    "lost": "lost with the engine",
+    "lost": "engine crashed here",
     "failed": "failed",
     "tool_calls": "",
 }
@@ -331,7 +340,10 @@ ENDINGS: dict[Ending, str] = {
 
 @dataclass(slots=True)
 class ReplyProgress:
-    """How the running reply of a conversation is doing, or how the last one did. left_out: tokens that its prompt went without."""
+    """How the running reply of a conversation is doing, or how the last one did.
+
+    left_out: tokens that its prompt went without. recalled: it was made earlier, and this is what was stored with it.
+    """
 
     prefill: PrefillProgress | None = None
     live: Live | None = None
@@ -339,6 +351,7 @@ class ReplyProgress:
     diagnosis: Diagnosis | None = None
     outliers: tuple[Outlier, ...] = ()
     left_out: int = 0
+    recalled: bool = False
 
 
 class Conversation:
@@ -377,6 +390,13 @@ class Conversation:
         self._builder = ReplyBuilder(begun)
         self._reply = self.tree.answer(prompt if asked.result is not None else self.end_of_prompt(prompt)).key
         return self.turns[-1]
+
+    def revise(self, key: int, text: str) -> None:
+        """Add a reply with the user's ``text`` beside the reply ``key``, and stand there."""
+        old = self.tree.nodes[key]
+        said = old.reply or Reply("")
+        made = self.tree.add_reply(old.parent, Reply(text, said.thinking, model=said.model, edited=True))
+        self.tree.go(made.key)
 
     def grow(self, text: str, kind: TextKind, now: float) -> None:
         """Add to the running reply."""
@@ -457,7 +477,7 @@ class Conversation:
         """
         node = self.reply_at(key)
         reply = None if node is None else node.reply
-        if reply is None or reply.ending in ("stop", "tool_calls"):
+        if reply is None or (reply.ending in ("stop", "tool_calls") and not reply.edited):
             return reply
         said = cut_here(reply)
         return reply if said.text or said.thinking else None

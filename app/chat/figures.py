@@ -1,58 +1,202 @@
 """The figures of the side panel: their values, and each explained by its formula, inputs, source and meaning.
 
-Pure: a session in, words out. No rate is computed here; those that a reply measured are shown with their inputs.
+Pure: a reply that was measured in, words out. It is the session's own, running or last, or an earlier one as it is stored with its
+message (``EarlierReply``). No rate is computed here; those that a reply measured are shown with their inputs. The ceiling has one
+source: the bandwidth that the engine believes now, for replies of earlier days too (``EngineConnection.with_ceiling``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from tokamac.engine import metrics as rates
+from tokamac.engine.events import Live, PrefillProgress
+from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import RECENT_GAPS, Metrics, Outlier
+from tokamac.engine.perf.diagnosis import Diagnosis
 
 from .. import units
+from ..backend.protocol import Load, MemoryUse, ModelInfo
 from ..sanitise import sanitise_line
-from ..verdict import BOUND, sentence, value_text, words
+from ..settings import is_new
+from ..verdict import BOUND, READING_TPS, headline, sentence, value_text, words
+from .actions import Keymap
+from .conversation import Reply
 from .session import Session
 from .steps import EnginePhase
 
 
-def decode_now(session: Session) -> float | None:
+class EngineState(Protocol):
+    """What figures need to know of the engine. ``EngineConnection`` has all of it."""
+
+    @property
+    def load(self) -> Load:
+        """The model that is wanted, with its settings."""
+
+    @property
+    def phase(self) -> EnginePhase:
+        """What the engine is doing."""
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The model that made the reply, where it is loaded."""
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Memory now, and as it was predicted for the reply."""
+
+    @property
+    def ceiling_tps(self) -> float | None:
+        """The ceiling at an empty context."""
+
+    @property
+    def bandwidth_gbs(self) -> float | None:
+        """The bandwidth that is believed now."""
+
+    @property
+    def bandwidth_note(self) -> str:
+        """On what that rests, or why there is none."""
+
+
+class Measured(Protocol):
+    """A reply and what was measured of it. ``Session`` is one: its running reply, or its last."""
+
+    @property
+    def engine(self) -> EngineState:
+        """The engine, as far as it concerns this reply."""
+
+    @property
+    def keymap(self) -> Keymap:
+        """The keys that hold."""
+
+    @property
+    def replying(self) -> bool:
+        """Whether it is being made."""
+
+    @property
+    def prefill(self) -> PrefillProgress | None:
+        """How far its prompt is read."""
+
+    @property
+    def live(self) -> Live | None:
+        """What was said of it last while it was written."""
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """What it cost so far."""
+
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """Its slowest gaps."""
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Why it took that long."""
+
+    @property
+    def left_out(self) -> int:
+        """Tokens that its prompt was shortened by."""
+
+    @property
+    def which(self) -> str:
+        """Which reply it is, in a word or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastEngine:
+    """The engine, for a reply that it made earlier. info: None where another model made it."""
+
+    load: Load
+    info: ModelInfo | None
+    memory: MemoryUse
+    ceiling_tps: float | None
+    bandwidth_gbs: float | None
+    bandwidth_note: str
+    phase: EnginePhase = EnginePhase.IDLE
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierReply:
+    """A reply before the last one, as it is stored with its message. See ``Measured`` for the attributes."""
+
+    engine: PastEngine
+    keymap: Keymap
+    metrics: Metrics
+    outliers: tuple[Outlier, ...]
+    diagnosis: Diagnosis | None
+    which: str
+    prefill: PrefillProgress | None = None
+    live: Live | None = None
+    left_out: int = 0
+    replying: bool = False
+
+
+def pointed_at(session: Session, key: int | None) -> Measured:
+    """Return the reply ``key`` as it was measured, or the one to the prompt ``key``; the running or last one for None.
+
+    A reply of which nothing was measured is no answer either: then it is the session's own.
+    """
+    node = None if key is None else session.conversation.reply_at(key)
+    replies = [turn.reply_key for turn in session.turns if turn.reply_key]
+    if node is None or node.reply is None or node.reply.metrics is None or node.key == replies[-1]:
+        return session
+    engine = session.engine
+    reply = engine.with_ceiling(node.reply)
+    assert reply.metrics is not None
+    same = engine.info is not None and engine.info.name == reply.model
+    return EarlierReply(
+        PastEngine(
+            load=engine.load if same else replace(engine.load, model=reply.model),
+            info=engine.info if same else None,
+            memory=replace(engine.memory, predicted_peak_bytes=None) if same else MemoryUse(),
+            ceiling_tps=engine.ceiling_tps if same else None,
+            bandwidth_gbs=engine.bandwidth_gbs if same else None,
+            bandwidth_note=engine.bandwidth_note if same else "",
+        ),
+        session.keymap,
+        reply.metrics,
+        reply.outliers,
+        reply.diagnosis,
+        f"earlier reply · {replies.index(node.key) + 1} of {len(replies)}",
+    )
+
+
+def decode_now(reply: Measured) -> float | None:
     """Return the decode rate over the last few gaps, in tokens a second, while a reply is written."""
-    if not session.replying or session.live is None or session.engine.phase is EnginePhase.PREFILL:
+    if not reply.replying or reply.live is None or reply.engine.phase is EnginePhase.PREFILL:
         return None
-    return rates.recent_rate(session.live.gaps_ms)
+    return rates.recent_rate(reply.live.gaps_ms)
 
 
-def achieved_gbs(session: Session) -> float | None:
+def achieved_gbs(reply: Measured) -> float | None:
     """Return the bandwidth that decoding uses, in GB/s: of the last few gaps while a reply is written, else of the whole reply."""
-    if session.replying and session.live is not None and session.engine.phase is not EnginePhase.PREFILL:
-        return session.live.achieved_gbs
-    return session.metrics.achieved_gbs if session.metrics is not None else None
+    if reply.replying and reply.live is not None and reply.engine.phase is not EnginePhase.PREFILL:
+        return reply.live.achieved_gbs
+    return reply.metrics.achieved_gbs if reply.metrics is not None else None
 
 
-def context_used(session: Session) -> int | None:
+def context_used(reply: Measured) -> int | None:
     """Return the tokens of the conversation, as far as known."""
-    if session.live is not None and session.replying:
-        return session.live.context_tokens
-    if session.metrics is not None:
-        return session.metrics.prompt_tokens + session.metrics.generated_tokens
-    if session.prefill is not None:
-        return session.prefill.done
+    if reply.live is not None and reply.replying:
+        return reply.live.context_tokens
+    if reply.metrics is not None:
+        return reply.metrics.prompt_tokens + reply.metrics.generated_tokens
+    if reply.prefill is not None:
+        return reply.prefill.done
     return None
 
 
-def context_held(session: Session) -> int | None:
+def context_held(reply: Measured) -> int | None:
     """Return the tokens of the conversation that the model still sees."""
-    used, capacity = context_used(session), capacity_of(session)
+    used, capacity = context_used(reply), capacity_of(reply)
     return used if used is None or capacity is None else min(used, capacity)
 
 
-def tokens_out_of_sight(session: Session) -> int:
+def tokens_out_of_sight(reply: Measured) -> int:
     """Return the tokens of the conversation that the model no longer sees: left out of the prompt, or rolled out since."""
-    used, capacity = context_used(session), capacity_of(session)
+    used, capacity = context_used(reply), capacity_of(reply)
     rolled = max(0, used - capacity) if used is not None and capacity is not None else 0
-    return session.left_out + rolled
+    return reply.left_out + rolled
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +218,14 @@ class Context:
         return self.cached + self.computed + self.written
 
 
-def context_of(session: Session) -> Context | None:
+def context_of(reply: Measured) -> Context | None:
     """Return what is in the context; None while nothing is known. The oldest tokens roll out: cached ones first."""
-    used, metrics, prefill = context_used(session), session.metrics, session.prefill
+    used, metrics, prefill = context_used(reply), reply.metrics, reply.prefill
     if used is None:
         return None
     cached = metrics.cached_tokens if metrics is not None else prefill.cached if prefill is not None else 0
     written = metrics.generated_tokens if metrics is not None else 0
-    capacity = capacity_of(session)
+    capacity = capacity_of(reply)
     gone = 0 if capacity is None else max(0, used - capacity)
     seen = []
     for part in (min(cached, used), max(0, used - cached - written), min(written, used)):
@@ -89,18 +233,18 @@ def context_of(session: Session) -> Context | None:
         gone -= part - left
         seen.append(left)
     free = None if capacity is None else max(0, capacity - sum(seen))
-    return Context(seen[0], seen[1], seen[2], free, tokens_out_of_sight(session))
+    return Context(seen[0], seen[1], seen[2], free, tokens_out_of_sight(reply))
 
 
-def peak_bytes(session: Session) -> int | None:
+def peak_bytes(reply: Measured) -> int | None:
     """Return the peak memory in bytes: of the reply, else since the model was loaded, else what is in use now."""
-    memory, metrics = session.engine.memory, session.metrics
+    memory, metrics = reply.engine.memory, reply.metrics
     return (metrics.peak_memory_bytes if metrics is not None else None) or memory.peak_bytes or memory.active_bytes
 
 
-def capacity_of(session: Session) -> int | None:
+def capacity_of(reply: Measured) -> int | None:
     """Return the tokens that fit into the context."""
-    return session.engine.info.capacity if session.engine.info is not None else None
+    return reply.engine.info.capacity if reply.engine.info is not None else None
 
 
 def share_of_ceiling(metrics: Metrics) -> float | None:
@@ -170,34 +314,34 @@ class Explained:
     why: str = ""
 
 
-def _terms(session: Session, *keys: str) -> tuple[Input, ...]:
+def _terms(reply: Measured, *keys: str) -> tuple[Input, ...]:
     """Return terms of the diagnosis, as far as it has them."""
-    terms = () if session.diagnosis is None else session.diagnosis.terms
+    terms = () if reply.diagnosis is None else reply.diagnosis.terms
     wanted = (term for term in terms if term.key in keys)
     return tuple(Input(term.name, value_text(term.value, term.unit), words(term, terms)) for term in wanted)
 
 
-def _bandwidth(session: Session) -> tuple[Input, ...]:
+def _bandwidth(reply: Measured) -> tuple[Input, ...]:
     """Return the memory's bandwidth, and its source."""
-    source = session.engine.bandwidth_note or "the table of chips, or measured on this machine"
-    known = Input("bandwidth", units.bandwidth(session.engine.bandwidth_gbs), source)
-    return _terms(session, "bandwidth") or (known,)
+    source = reply.engine.bandwidth_note or "the table of chips, or measured on this machine"
+    known = Input("bandwidth", units.bandwidth(reply.engine.bandwidth_gbs), source)
+    return _terms(reply, "bandwidth") or (known,)
 
 
-def _step(session: Session) -> tuple[Input, ...]:
+def _step(reply: Measured) -> tuple[Input, ...]:
     """Return what a step reads: the last step while a reply is written, else the one in its middle."""
-    if session.live is not None and session.replying:
-        read = units.size(session.live.bytes_per_step)
+    if reply.live is not None and reply.replying:
+        read = units.size(reply.live.bytes_per_step)
         return (Input("bytes a step", read, "weights, keys and values: the last step's"),)
-    m = session.metrics or UNMEASURED
+    m = reply.metrics or UNMEASURED
     return (
         Input("weights a step", units.size(m.weight_bytes_per_token), "counted from the tensors"),
         Input("keys and values", units.size(m.kv_bytes_per_step), "in the middle of the reply"),
     )
 
 
-def _model(session: Session) -> Explained:
-    info = session.engine.info
+def _model(reply: Measured) -> Explained:
+    info = reply.engine.info
     bits = None if info is None else info.bits_per_weight
     weights, parameters = (None, None) if info is None else (info.weight_bytes, info.parameters)
     return Explained(
@@ -207,7 +351,7 @@ def _model(session: Session) -> Explained:
         (
             Input("parameters", units.short(parameters), "counted in the model's files"),
             Input("bits per weight", units.UNKNOWN if bits is None else f"{bits:.2f}", "stored bits ÷ weights"),
-            Input("model", sanitise_line(session.engine.load.model if info is None else info.name), "your choice"),
+            Input("model", sanitise_line(reply.engine.load.model if info is None else info.name), "your choice"),
         ),
         "counted from the loaded tensors",
         "The memory that the model takes before it reads a word. Nearly all of it is read for each token it writes.",
@@ -215,8 +359,8 @@ def _model(session: Session) -> Explained:
     )
 
 
-def _ttft(session: Session) -> Explained:
-    m = session.metrics or UNMEASURED
+def _ttft(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
     waited = None if m.ttft_s is None or m.prefill_s is None else max(0.0, m.ttft_s - m.prefill_s)
     return Explained(
         "time to first token",
@@ -231,8 +375,8 @@ def _ttft(session: Session) -> Explained:
     )
 
 
-def _prefill(session: Session) -> Explained:
-    m = session.metrics or UNMEASURED
+def _prefill(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
     return Explained(
         "prefill rate",
         units.rate(m.prefill_tps),
@@ -240,15 +384,15 @@ def _prefill(session: Session) -> Explained:
         (
             Input("computed tokens", units.count(m.prefill_tokens), COUNTED),
             Input("seconds of prefill", units.seconds(m.prefill_s), CLOCK),
-            *_terms(session, "operations", "least", "wanted"),
+            *_terms(reply, "operations", "least", "wanted"),
         ),
         MEASURED,
         "How fast the prompt is read: many tokens at once, so arithmetic is usually the limit. Cached tokens never count.",
     )
 
 
-def _cached(session: Session) -> Explained:
-    m, prefill = session.metrics, session.prefill
+def _cached(reply: Measured) -> Explained:
+    m, prefill = reply.metrics, reply.prefill
     cached = m.cached_tokens if m is not None else None if prefill is None else prefill.cached
     prompt = m.prompt_tokens if m is not None else None if prefill is None else prefill.total
     return Explained(
@@ -261,9 +405,9 @@ def _cached(session: Session) -> Explained:
     )
 
 
-def _now(session: Session) -> Explained:
-    recent = () if session.live is None else session.live.gaps_ms[-RECENT_GAPS:]
-    now = decode_now(session)
+def _now(reply: Measured) -> Explained:
+    recent = () if reply.live is None else reply.live.gaps_ms[-RECENT_GAPS:]
+    now = decode_now(reply)
     return Explained(
         "decode rate now",
         units.rate(now),
@@ -274,12 +418,12 @@ def _now(session: Session) -> Explained:
         ),
         MEASURED,
         "How fast the reply is being written at this moment. The mean covers all of it.",
-        "" if now is not None or session.replying else "no reply is running",
+        "" if now is not None or reply.replying else "no reply is running",
     )
 
 
-def _mean(session: Session) -> Explained:
-    m = session.metrics or UNMEASURED
+def _mean(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
     between_s = None
     if m.total_s is not None and m.ttft_s is not None and m.generated_tokens >= 2:
         between_s = m.total_s - m.ttft_s
@@ -296,10 +440,10 @@ def _mean(session: Session) -> Explained:
     )
 
 
-def _gaps(session: Session) -> Explained:
-    m = session.metrics or UNMEASURED
+def _gaps(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
     itl, written = m.itl_ms, m.generated_tokens
-    count = None if session.metrics is None or written < 2 else written - 1
+    count = None if reply.metrics is None or written < 2 else written - 1
     shown = (("p50", itl.p50), ("p95", itl.p95), ("p99", itl.p99), ("longest", itl.max)) if itl is not None else ()
     return Explained(
         "gaps between tokens (ITL)",
@@ -314,8 +458,8 @@ def _gaps(session: Session) -> Explained:
     )
 
 
-def _slowest(session: Session) -> Explained:
-    outliers = session.outliers
+def _slowest(reply: Measured) -> Explained:
+    outliers = reply.outliers
     inputs = (
         Input(f"token {units.count(each.token)}", units.milliseconds(each.gap_ms), causes(each)) for each in outliers
     )
@@ -326,35 +470,42 @@ def _slowest(session: Session) -> Explained:
         tuple(inputs),
         "recorded while the token was made; a cause is named only if it explains half of the gap",
         "Where the reply stuttered, and what the engine was doing then.",
-        "" if outliers else "there are no outliers" if session.metrics is not None else NO_REPLY,
+        "" if outliers else "there are no outliers" if reply.metrics is not None else NO_REPLY,
     )
 
 
-def _ceiling(session: Session) -> Explained:
-    m = session.metrics or UNMEASURED
-    ceiling = session.engine.ceiling_tps if session.metrics is None else m.ceiling_tps
+def _at_context(reply: Measured) -> str:
+    """Return the context that a ceiling holds for: the middle of the reply."""
+    m = reply.metrics
+    return "" if m is None else f", at {units.count(m.prompt_tokens + m.generated_tokens // 2)} tokens of context"
+
+
+def _ceiling(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
+    ceiling = reply.engine.ceiling_tps if reply.metrics is None else m.ceiling_tps
     return Explained(
         "share of the ceiling",
         units.percent(share_of_ceiling(m)),
         "decode rate ÷ (bandwidth ÷ bytes a step)",
         (
             Input("decode rate", units.rate(m.decode_tps), MEASURED),
-            Input("ceiling", units.rate(ceiling), "bandwidth ÷ bytes a step"),
-            *_bandwidth(session),
-            *_step(session),
+            Input("ceiling", units.rate(ceiling), f"bandwidth ÷ bytes a step{_at_context(reply)}"),
+            *_bandwidth(reply),
+            *_step(reply),
         ),
         "computed from the above",
-        "How close the reply came to the limit that memory bandwidth sets. 100 % is the hardware limit.",
-        f"the memory's speed is {session.engine.bandwidth_note}"
-        if ceiling is None and session.engine.bandwidth_note
+        "How close the reply came to the limit that memory bandwidth sets: 100 % is the hardware limit. "
+        "The longer the context, the lower that limit, because each step reads all of it.",
+        f"the memory's speed is {reply.engine.bandwidth_note}"
+        if ceiling is None and reply.engine.bandwidth_note
         else "",
     )
 
 
-def _expected(session: Session) -> Explained:
-    m = session.metrics or UNMEASURED
-    how = next((term.source for term in _terms(session, "expected")), "what good kernels reach")
-    unmeasured = session.metrics is not None and m.expected_tps is None
+def _expected(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
+    how = next((term.source for term in _terms(reply, "expected")), "what good kernels reach")
+    unmeasured = reply.metrics is not None and m.expected_tps is None
     return Explained(
         "share of the expected",
         units.percent(share_of_expected(m)),
@@ -362,7 +513,7 @@ def _expected(session: Session) -> Explained:
         (
             Input("decode rate", units.rate(m.decode_tps), MEASURED),
             Input("expected rate", units.rate(m.expected_tps), how),
-            *_terms(session, "weights", "kv", "launching", "host"),
+            *_terms(reply, "weights", "kv", "launching", "host"),
         ),
         "fitted to published speeds of this chip, and no faster than the host builds a step; or timed in parts on this machine",
         "Whether this machine is as fast as it should be. Far below 100 %, something else takes its time.",
@@ -370,125 +521,143 @@ def _expected(session: Session) -> Explained:
     )
 
 
-def _achieved(session: Session) -> Explained:
-    decode = Input("decode rate", units.rate((session.metrics or UNMEASURED).decode_tps), MEASURED)
+def _achieved(reply: Measured) -> Explained:
+    decode = Input("decode rate", units.rate((reply.metrics or UNMEASURED).decode_tps), MEASURED)
     return Explained(
         "achieved bandwidth",
-        units.bandwidth(achieved_gbs(session)),
+        units.bandwidth(achieved_gbs(reply)),
         "bytes a step × decode rate",
-        (*_step(session), decode, *_bandwidth(session)),
+        (*_step(reply), decode, *_bandwidth(reply)),
         "computed from measurements; while a reply is written, from the last gaps",
         "How much data decoding really reads from memory each second.",
     )
 
 
-def _context(session: Session) -> Explained:
-    context = context_of(session)
+def _context(reply: Measured) -> Explained:
+    context = context_of(reply)
     parts: tuple[Input, ...] = ()
     if context is not None:
         parts = (
             Input("cached", units.count(context.cached), "found in the prompt cache"),
-            Input("computed", units.count(context.computed), "read for this reply"),
+            Input("read", units.count(context.computed), "for this reply"),
             Input("written", units.count(context.written), "by the reply"),
             Input("free", units.count(context.free), "space left"),
         )
     return Explained(
         "context",
         units.UNKNOWN if context is None else f"{units.count(context.held)} tokens",
-        "cached + computed + written",
-        (*parts, Input("context length", units.count(capacity_of(session)), "the model's, or the KV window's")),
+        "cached + read + written",
+        (*parts, Input("context length", units.count(capacity_of(reply)), "the model's, or the KV window's")),
         COUNTED,
         "What the model sees of the conversation. All of these tokens are read again for each token it writes.",
     )
 
 
-def _out_of_sight(session: Session) -> Explained:
-    context = context_of(session)
+def _out_of_sight(reply: Measured) -> Explained:
+    context = context_of(reply)
     gone = None if context is None else context.out_of_sight
-    rolled = None if gone is None else gone - session.left_out
-    rolls = session.engine.info is not None and session.engine.info.rolls
-    full = "when the context is full, the oldest tokens go"
+    rolled = None if gone is None else gone - reply.left_out
+    rolls = reply.engine.info is not None and reply.engine.info.rolls
+    full = "when the context is full, the oldest tokens are dropped"
     if not rolls:
-        full = f"what happens when the context is full is a setting ({session.keymap.key('settings')})"
+        full = f"what happens when the context is full is a setting ({reply.keymap.key('settings')})"
     return Explained(
-        "out of sight",
+        "forgotten",
         units.UNKNOWN if gone is None else f"{units.count(gone)} tokens",
-        "left out of the prompt + rolled out since",
+        "left out of the prompt + dropped since",
         (
-            Input("left out", units.count(session.left_out), "of the middle, where the prompt did not fit"),
-            Input("rolled out", units.count(rolled), "the oldest, except the sinks"),
+            Input("left out", units.count(reply.left_out), "of the middle, because the prompt did not fit"),
+            Input("dropped", units.count(rolled), f"the oldest tokens ({_kept(reply)})"),
         ),
         COUNTED,
         f"The part of the conversation that the model no longer sees: {full}.",
     )
 
 
-def _kv(session: Session) -> Explained:
-    kv = session.engine.load.kv
+def _kept(reply: Measured) -> str:
+    """Return which of the first tokens are never dropped."""
+    keep = reply.engine.load.kv.keep
+    return "the system prompt is kept" if keep == "system" else f"the first {keep} are kept"
+
+
+def _kv(reply: Measured) -> Explained:
+    kv = reply.engine.load.kv
     bits = f"{kv.key_bits} and {kv.value_bits} bits" if kv.quantized else "the model's own type"
     return Explained(
         "KV cache",
-        units.size((session.metrics or UNMEASURED).kv_bytes),
+        units.size((reply.metrics or UNMEASURED).kv_bytes),
         "the bytes of all cached keys and values",
         (
-            Input("tokens held", units.count(context_held(session)), COUNTED),
-            Input("keys and values", bits, f"settings ({session.keymap.key('settings')})"),
+            Input("tokens held", units.count(context_held(reply)), COUNTED),
+            Input("keys and values", bits, f"settings ({reply.keymap.key('settings')})"),
         ),
         "counted from the caches",
         "The memory that the context takes. Each step reads it along with the weights, so long contexts are slower.",
     )
 
 
-def _peak(session: Session) -> Explained:
-    memory, info = session.engine.memory, session.engine.info
+def _peak(reply: Measured) -> Explained:
+    memory, info = reply.engine.memory, reply.engine.info
+    weights = None if info is None else info.weight_bytes
     return Explained(
         "peak memory",
-        units.size(peak_bytes(session)),
-        "the most memory in use at once during the reply",
+        units.size(peak_bytes(reply)),
+        "the most memory in use at once: of the reply, or of loading the model before there is one",
         (
-            Input("weights", units.size(None if info is None else info.weight_bytes), "counted"),
-            Input("KV cache", units.size((session.metrics or UNMEASURED).kv_bytes), "counted"),
+            Input("weights", units.size(weights), "counted"),
+            Input("KV cache", units.size((reply.metrics or UNMEASURED).kv_bytes), "counted"),
             Input("in use now", units.size(memory.active_bytes), ALLOCATOR),
             Input("limit", units.size(memory.budget_bytes), memory.budget_source or units.UNKNOWN),
         ),
         ALLOCATOR,
-        "How close the model comes to the limit, beyond which prompts are refused; a setting changes it "
-        f"({session.keymap.key('settings')}). Below it, other programs may still have to give up memory. Earlier prompts stay in "
-        "memory for reuse, up to a tenth of the limit.",
+        f"{_loading_peak(reply)}Beyond the limit, prompts are refused; a setting changes it ({reply.keymap.key('settings')}). "
+        "Below it, other programs may still have to give up memory. Earlier prompts stay for reuse, in up to a tenth of the limit.",
     )
 
 
-def _predicted(session: Session) -> Explained:
+def _loading_peak(reply: Measured) -> str:
+    """Return why loading took more than the model does now, where it did, as a sentence and a space."""
+    memory, peak = reply.engine.memory, peak_bytes(reply)
+    if reply.metrics is not None or peak is None or memory.active_bytes is None or peak < 1.5 * memory.active_bytes:
+        return ""
+    return (
+        f"While it was loaded, the model took {units.size(peak)} for a moment, because stored and unpacked weights were in memory "
+        f"together; now it takes {units.size(memory.active_bytes)}. "
+    )
+
+
+def _predicted(reply: Measured) -> Explained:
     return Explained(
         "expected peak",
-        units.size(session.engine.memory.predicted_peak_bytes),
+        units.size(reply.engine.memory.predicted_peak_bytes),
         "weights + caches as they grow + the largest temporaries of a chunk",
-        (Input("measured peak", units.size(peak_bytes(session)), ALLOCATOR),),
+        (Input("measured peak", units.size(peak_bytes(reply)), ALLOCATOR),),
         "computed before the prompt was read",
-        "The prediction before the reply. If it had not fitted, the chat would have said so instead of crashing.",
+        "The prediction made before the reply. A prompt that does not fit is refused instead of crashing the chat.",
     )
 
 
-def _diagnosis(session: Session) -> Explained:
-    m, diagnosis = session.metrics, session.diagnosis
+def _diagnosis(reply: Measured) -> Explained:
+    m, diagnosis = reply.metrics, reply.diagnosis
     parts = () if diagnosis is None else diagnosis.parts
-    done = m is not None and not session.replying
+    done = m is not None and not reply.replying
     return Explained(
         "diagnosis",
         sentence(m, diagnosis) if m is not None and done else units.UNKNOWN,
-        "the longest of waiting, reading and writing; and which limit of the roofline it hit first",
+        "the longest of waiting, reading and writing, and the limit that it hit first",
         tuple(
             Input(part.name, units.seconds(part.seconds), BOUND[part.bound] if part.bound is not None else CLOCK)
             for part in parts
         ),
         "computed from the reply's metrics and the limits of this machine",
-        f"Why the reply took as long as it did. {session.keymap.key('explain')} shows the details, and what would help.",
-        "" if done else "a reply is running" if session.replying else NO_REPLY,
+        f"Why the reply took as long as it did. {reply.keymap.key('explain')} shows the details and what would help.",
+        "" if done else "a reply is running" if reply.replying else NO_REPLY,
     )
 
 
 Figure = Literal[
     "model",
+    "diagnosis",
     "ttft",
     "prefill",
     "cached",
@@ -504,21 +673,49 @@ Figure = Literal[
     "kv",
     "peak",
     "predicted",
-    "diagnosis",
 ]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
-"""In the order of the panel."""
+"""In the order of the panel with all of them."""
+PRIMER = (
+    ("first token (TTFT)", "the wait until the answer begins, most of it for reading your prompt"),
+    ("tok/s (decode)", f"how fast the answer is written; people read about {sum(READING_TPS) / 2:.0f} tok/s"),
+    ("ceiling", "the fastest this machine could write it: memory speed ÷ bytes read for each token"),
+    ("expected", "what good software reaches here; far below it, something holds the machine up"),
+)
+"""What the figures mean."""
+PRIMED = "what the figures mean"
+"""Under what it is remembered that this was told."""
 
 
-def explain(figure: Figure, session: Session) -> Explained:
-    """Return ``figure`` of a session, explained."""
-    found = _EXPLAIN[figure](session)
+def primer_is_new(reply: Reply) -> bool:
+    """Whether the user is to be told what the figures mean: with the first reply that has any, once on each machine."""
+    return reply.metrics is not None and reply.metrics.decode_tps is not None and is_new(PRIMED)
+
+
+def verdict(reply: Measured) -> tuple[str, ...]:
+    """Return how the reply went, in short sentences, the plainest first; what the engine is doing while it is made."""
+    if reply.replying:
+        return (DOING_NOW.get(reply.engine.phase, "Writing …"),)
+    if reply.metrics is None:
+        return ("Nothing measured yet.",)
+    said = headline(reply.metrics, reply.diagnosis)
+    if reply.engine.load.model != GUIDE:
+        return said
+    return said[0], f"The built-in guide is tiny. {reply.keymap.key('choose_model')} gets a model for real chats."
+
+
+DOING_NOW = {EnginePhase.PREFILL: "Reading the prompt …", EnginePhase.STOPPING: "Stopping …"}
+
+
+def explain(figure: Figure, reply: Measured) -> Explained:
+    """Return ``figure`` of a reply, explained."""
+    found = _EXPLAIN[figure](reply)
     if found.value != units.UNKNOWN or found.why:
         return found
-    return replace(found, why=NO_REPLY if session.metrics is None and not session.replying else NOT_YET)
+    return replace(found, why=NO_REPLY if reply.metrics is None and not reply.replying else NOT_YET)
 
 
-_EXPLAIN: dict[Figure, Callable[[Session], Explained]] = {
+_EXPLAIN: dict[Figure, Callable[[Measured], Explained]] = {
     "model": _model,
     "ttft": _ttft,
     "prefill": _prefill,

@@ -365,6 +365,8 @@ AGAIN = "Press Enter on it in the list to retry."
 ARRIVED = "The part that has arrived is kept."
 RATE_OVER_S = 10.0
 """Seconds over which the rate is measured."""
+SAMPLED = 200
+"""One part in so many of what is left must have come before a time is named, or the first seconds be over."""
 
 
 class DownloadStage(Enum):
@@ -543,6 +545,8 @@ class Downloads:
         began_s, first = self._samples[0]
         rate_bps = rates.rate(done - first, now - began_s) if done > first else None
         left_s = None if not rate_bps or total is None else (total - done) / rate_bps
+        if total is not None and now - began_s < RATE_OVER_S and SAMPLED * (done - first) < total - done:
+            rate_bps = left_s = None  # small files come first, and say little of how fast the weights will come
         self._set(model, done=done, total=total, rate_bps=rate_bps, left_s=left_s)
 
     async def _discard(self, model: str) -> None:

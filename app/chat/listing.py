@@ -12,7 +12,7 @@ from pathlib import Path
 from ..sanitise import sanitise_line
 from ..store.store import Store
 from ..store.values import Hit, StoredChat
-from .conversation import ENDINGS, Ending, MessageNode
+from .conversation import EDITED, ENDINGS, Ending, MessageNode
 from .models import short_name
 
 MOST_CHATS = 200
@@ -170,7 +170,8 @@ def said_in(node: MessageNode, most: int) -> tuple[str, str]:
         or _beginning(f"calls {called}", most) * bool(called)
     )
     said = said or "no text"
-    return short_name(node.reply.model) or "reply", said
+    edited = f", {EDITED}" if node.reply.edited else ""
+    return (short_name(node.reply.model) or "reply") + edited, said
 
 
 def _beginning(text: str, most: int) -> str:

@@ -662,7 +662,8 @@ def section_title(section: Section, estimates: Estimates) -> str:
     """Return the heading of what is to download: what the section is, and on what it rests."""
     match section:
         case "start":
-            return "Start here"
+            start = None if estimates.advice is None else estimates.advice.start
+            return "Start here" if start is None else f"Start here · {start.facts}"
         case "hub":
             return "On Hugging Face"
         case "recommended":
@@ -708,11 +709,11 @@ class Removal:
     def refusal(row: ModelRow, loaded: str) -> str:
         """Return why ``row`` can't be removed; "" where it can. loaded: the model that is loaded."""
         if row.model == loaded:
-            return "It is loaded. Press F7 to unload it first."
+            return "It is loaded. Press Ctrl+E to unload it first."
         if row.converting:
-            return "It is being converted. Press F6 to stop that."
+            return "It is being converted. Press Ctrl+K to stop that."
         if row.download is not None:
-            return "It is downloading. Press F6 to cancel and delete the download."
+            return "It is downloading. Press Ctrl+K to cancel and delete the download."
         if row.home == "embedded":
             return "It is part of the program."
         if row.home == "other":

@@ -107,7 +107,7 @@ class SystemDrafts:
 class Preferences:
     """The current settings and their file. Command-line flags override them until something is chosen.
 
-    own: the open chat's own settings. keymap: the actions with the user's keys, as they were at the start. told: warnings about the
+    own: the open chat's own settings. keymap: the actions with the user's keys. told: warnings about the
     file that were shown already. Changes by another window apply there only, except its system prompts, which join the library.
     """
 
@@ -171,6 +171,12 @@ class Preferences:
         self._given = replace(self._given, system=None)
         self.own = replace(self.own, system=system if own else None)
         return "" if own else self.keep(replace(self.settings, system=system))
+
+    def choose_keys(self, action: str, keys: tuple[str, ...] | None) -> str:
+        """Set the keys of an action, None: its usual ones; return as ``keep`` does. ``keymap`` has them from here on."""
+        others = {name: each for name, each in self.settings.keys.items() if name != action}
+        self.keymap = keymap(others if keys is None else {**others, action: keys})
+        return self.keep(replace(self.settings, keys=others if keys is None else {**others, action: keys}))
 
     def library(self) -> Mapping[str, str]:
         """Return the system prompts by name, with the changes of other windows."""

@@ -34,8 +34,8 @@ from .steps import Step
 class ReplyRecord:
     """What is stored of a reply beside its text.
 
-    reason: why it failed; thinking_ended_at: the budget that ended its thinking; passes: what was recorded of its steps. None of
-    them is written where there was none.
+    reason: why it failed; thinking_ended_at: the budget that ended its thinking; passes: what was recorded of its steps; edited:
+    the text is the user's. None of them is written where there was none.
     """
 
     ending: Ending = "stop"
@@ -46,6 +46,7 @@ class ReplyRecord:
     reason: str = ""
     thinking_ended_at: int | None = None
     passes: PassLog | None = None
+    edited: bool = False
 
 
 _RECORDED = tuple(each.name for each in fields(ReplyRecord))
@@ -60,6 +61,8 @@ def measured(reply: Reply) -> dict[str, Any]:
         del plain["thinking_ended_at"]
     if reply.passes is None:
         del plain["passes"]
+    if not reply.edited:
+        del plain["edited"]
     return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
 
 
@@ -432,6 +435,13 @@ class Recording:
         """A call was answered, by the message ``key``."""
         self._open.ledger.add(self._session.conversation.tree, key)
         self._save(self._open)
+
+    def revised(self) -> None:
+        """The user edited a reply."""
+        tree = self._session.conversation.tree
+        self._open.ledger.add(tree, max(tree.nodes))
+        self._open.owed.pop("head", None)
+        self._save(self._open, AGAIN)
 
     def moved(self) -> None:
         """Another path of the conversation is shown."""

@@ -84,6 +84,7 @@ from .steps import (
     ReplyEnded,
     ReplyGrew,
     Resumed,
+    Revised,
     Step,
     TurnBegun,
 )
@@ -174,6 +175,43 @@ class Session:
         self._watchdog.begin()
         conversation.progress = ReplyProgress()
         self.engine.memory = replace(self.engine.memory, predicted_peak_bytes=None)
+
+    def _recall_reply(self) -> None:
+        """Take the figures of the last reply on the path, which was made earlier; those of one without any stay unknown."""
+        node, progress = self.conversation.reply_at(None), ReplyProgress()
+        if node is not None and node.reply is not None:
+            reply = self.engine.with_ceiling(node.reply)
+            progress = ReplyProgress(
+                metrics=reply.metrics, diagnosis=reply.diagnosis, outliers=reply.outliers, recalled=True
+            )
+        self.conversation.progress = progress
+        if not self.engine.replying:
+            self.engine.memory = replace(self.engine.memory, predicted_peak_bytes=None)
+
+    def _judge_again(self) -> None:
+        """Take the ceiling that is believed now for the last reply on screen, where the loaded model made it."""
+        node, progress = self.conversation.reply_at(None), self.conversation.progress
+        if node is not None and node.reply is not None and progress.metrics is not None and not self.replying:
+            reply = self.engine.with_ceiling(node.reply)
+            progress.metrics, progress.diagnosis = reply.metrics, reply.diagnosis
+
+    @property
+    def recalled(self) -> bool:
+        """Whether the last reply on screen was made earlier, and its figures are what was stored with it."""
+        return self.conversation.progress.recalled
+
+    @property
+    def which(self) -> str:
+        """Which reply the figures are of."""
+        if self.replying:
+            return "this reply"
+        if self.metrics is None:
+            return "speed"
+        node = self.conversation.reply_at(None)
+        made_by = None if node is None or node.reply is None else node.reply.model
+        if made_by and self.engine.info is not None and self.engine.info.name != made_by:
+            return "last reply, other model"
+        return "last reply, saved earlier" if self.recalled else "last reply"
 
     @property
     def prefill(self) -> PrefillProgress | None:
@@ -401,11 +439,22 @@ class Session:
         moved = Moved(tuple(self.conversation.tree.turns_to(parent)))
         return [moved, *self._reply(self._here(), self.conversation.ask(draft, parent))]
 
+    def revise(self, key: int, text: str) -> list[Step]:
+        """Put the user's ``text`` beside the reply ``key``; the conversation goes on from it."""
+        if self.engine.replying:
+            return [
+                Notice(f"A reply is running: wait, or stop it with {self.keymap.key('stop')}, then edit.", "warning")
+            ]
+        self.idle.seen()
+        self.conversation.revise(key, text)
+        return [Revised(tuple(self.turns)), *self._warm_history()]
+
     def show_path(self, key: int) -> list[Step]:
         """Show the path through the message ``key``."""
         if self.replying:
             return [Notice(f"A reply is running here: wait, or stop it with {self.keymap.key('stop')}.", "warning")]
         self.conversation.tree.go(key)
+        self._recall_reply()
         return [Moved(tuple(self.turns)), *self._warm_history()]
 
     def open(self, tree: Tree, pruned: Iterable[tuple[int, str]] = ()) -> list[Step]:
@@ -421,6 +470,8 @@ class Session:
         self.conversation, self._system_left_out = conversation, ""
         self.titles.opened()
         self._expect_nothing()
+        if not self.replying:
+            self._recall_reply()
         shown: list[Step] = [Opened(tuple(self.turns), new=not conversation.tree.nodes)]
         if self.replying:
             shown.append(Resumed(replace(self.turns[-1], reply=conversation.partial)))
@@ -581,6 +632,7 @@ class Session:
                 return self._load_failed(" ".join(f"{error}. {hint}".split()))
             case MachineMeasured():
                 self.engine.measured(event)
+                self._judge_again()
                 return []
             case EngineNotice(text):
                 return self.engine.notify(text)
@@ -597,6 +649,7 @@ class Session:
         notices = self.engine.loaded(event)
         self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
         self._able_template()
+        self._judge_again()  # the ceiling is that of what is loaded now
         return [*notices, *(self._send_queued() or self._warm_history())]
 
     def _load_failed(self, why: str) -> list[Step]:
@@ -649,6 +702,7 @@ class Session:
             case Finished():
                 self.engine.deaths = 0
                 progress.metrics, progress.outliers, progress.diagnosis = event.metrics, event.outliers, event.diagnosis
+                self.engine.learn(event.metrics)
                 doubts = (f"Unchecked: {doubt}. This text may be wrong." for doubt in self._doubts())
                 return [*(Notice(doubt, "warning") for doubt in doubts), *self._end(event.reason, event)]
 

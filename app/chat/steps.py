@@ -75,6 +75,13 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
+class Revised:
+    """The user edited a reply: its new version is at the end of ``turns``. Show them."""
+
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """Another conversation is held from here on: show ``turns``. new: it is empty, and nothing of it is kept yet."""
 
@@ -131,6 +138,7 @@ Step = (
     | ReplyEnded
     | Moved
     | Pruned
+    | Revised
     | Opened
     | Titled
     | DraftReturned

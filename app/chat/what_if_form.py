@@ -24,7 +24,12 @@ KV_BITS = [(name, name) for name in ("16", "8", "8,4", "6", "5", "4", "3", "2")]
 def _chips() -> list[tuple[str, str]]:
     rows = [(plain_name(row["chip"]), row["gpu_cores"]) for row in table()]
     named = dict.fromkeys((name, f"{name}|{cores or ''}", cores) for name, cores in rows)
-    return [(name if cores is None else f"{name}, {cores}", key) for name, key, cores in named]
+    return [(chip_name(name, cores), key) for name, key, cores in named]
+
+
+def chip_name(name: str, gpu_cores: int | None) -> str:
+    """Return what a chip is called, with its GPU where there are several: ``Apple M1, 7-core GPU``."""
+    return name if gpu_cores is None else f"{name}, {gpu_cores}-core GPU"
 
 
 CHIP_CHOICES = [("here", HERE), *_chips()]

@@ -23,6 +23,7 @@ from tokamac.engine.events import Role
 from tokamac.engine.metrics import Metrics
 
 from .. import markdown
+from ..chat.conversation import EDITED
 from ..chat.listing import ending_text
 from ..chat.preferences import budget_spent
 from ..chat.recording import ReplyRecord, measured_of
@@ -91,7 +92,7 @@ def _entry(message: StoredMessage) -> ExportEntry:
         thinking=sanitise(message.thinking),
         thought=f"Thought{took}{spent}",
         files=tuple(File(sanitise_line(each.name), sanitise(each.text)) for each in message.attachments),
-        ending=ending_text(kept.ending, kept.reason),
+        ending=", ".join(filter(None, (EDITED if kept.edited else "", ending_text(kept.ending, kept.reason)))),
         figures=() if kept.metrics is None else (_figures(kept.metrics), sentence(kept.metrics, kept.diagnosis)),
     )
 

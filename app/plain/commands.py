@@ -18,7 +18,7 @@ from ..chat import actions, commands
 from ..chat.actions import ACTIONS
 from ..chat.attachments import Draft, read_named
 from ..chat.commands import RefusedError, recording_of, save_settings
-from ..chat.conversation import Reply, Tree, Turn
+from ..chat.conversation import EDITED, Reply, Tree, Turn
 from ..chat.external_programs import EditorError, edit_text, editor_command
 from ..chat.figures import FIGURES, Explained, Figure, explain
 from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
@@ -40,6 +40,7 @@ from ..chat.steps import EnginePhase
 from ..options import given_adapter
 from ..settings import Settings, gigabytes_of
 from ..store.values import StoredChat
+from ..verdict import figures_text
 from . import processes
 
 if TYPE_CHECKING:
@@ -182,12 +183,19 @@ def last_turn(turns: Sequence[Turn]) -> str:
 
 
 def _reply(reply: Reply, place: tuple[int, int]) -> str:
-    ending = ending_text(reply.ending, reply.reason)
-    return f"{reply.model or 'reply'}{_version(place)}: {reply.text}" + (f"\n({ending})" if ending else "")
+    figures = "" if reply.metrics is None else figures_text(reply.metrics)
+    parts = (EDITED if reply.edited else "", ending_text(reply.ending, reply.reason), figures)
+    said = " · ".join(filter(None, parts))
+    return f"{reply.model or 'reply'}{_version(place)}: {reply.text}" + (f"\n({said})" if said else "")
 
 
 def _version(place: tuple[int, int]) -> str:
     return f" (version {place[0]} of {place[1]})" if place[1] > 1 else ""
+
+
+def top(repl: "Repl", _: str) -> None:
+    """Print the first turn."""
+    repl.say(last_turn(repl.session.turns[:1]))
 
 
 def end(repl: "Repl", _: str) -> None:
@@ -378,7 +386,7 @@ BESIDE: Mapping[Figure, tuple[str, ...]] = {
     "ceiling": ("ceiling",),
     "expected": ("expected rate",),
     "context": ("context length",),
-    "peak": ("budget",),
+    "peak": ("limit",),
 }
 """Figures that are listed with some of their inputs."""
 
@@ -407,16 +415,21 @@ def _figure_line(figure: Figure, known: Explained) -> str:
     return f"{known.name}: {known.value}" + (f" ({told})" if told else "")
 
 
-def explain_reply(repl: "Repl", _: str) -> None:
-    """Print why the last reply with metrics took as long as it did."""
+def explain_reply(repl: "Repl", turn: str) -> None:
+    """Print why the reply of a turn took as long as it did, or the last one that was measured."""
     from .. import verdict
 
-    replies = [turn.reply for turn in repl.session.turns if turn.reply is not None]
-    last = next((reply for reply in reversed(replies) if reply.metrics is not None), None)
-    if last is None or last.metrics is None:
-        raise RefusedError("There is no reply to explain yet.")
-    lines = [] if last.diagnosis is None else verdict.lines(last.diagnosis)
-    repl.say("\n".join([verdict.sentence(last.metrics, last.diagnosis), *lines]))
+    turns = repl.session.turns
+    if turn and not (turn.isdecimal() and 1 <= int(turn) <= len(turns)):
+        raise RefusedError(f"There is no turn {turn}. This chat has {len(turns)}.")
+    replies = [each.reply for each in (turns[int(turn) - 1 :][:1] if turn else turns)]
+    measured = [reply for reply in replies if reply is not None and reply.metrics is not None]
+    if not measured:
+        raise RefusedError("There is no reply to explain yet." if not turn else f"Nothing was measured of turn {turn}.")
+    reply = repl.session.engine.with_ceiling(measured[-1])
+    assert reply.metrics is not None
+    lines = [] if reply.diagnosis is None else verdict.lines(reply.diagnosis)
+    repl.say("\n".join([verdict.sentence(reply.metrics, reply.diagnosis), *lines]))
 
 
 # The commands -------------------------------------------------------------------------------------------------------------
@@ -449,8 +462,10 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "import": import_,
     "branches": branches,
     "context": context,
+    "scroll_top": top,
     "scroll_end": end,
     "choose_model": model,
+    "models": processes.models,
     "adapter": adapter,
     "unload": unload,
     "system_prompt": system,
@@ -469,7 +484,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "leave": leave,
 }
 """By the registry's ids."""
-INSTEAD = {"toggle_panel": " Here, /gauges prints the figures."}
+INSTEAD = dict.fromkeys(("toggle_panel", "all_figures"), " Here, /gauges prints the figures.")
 
 
 def obey(repl: "Repl", text: str) -> bool:

@@ -25,6 +25,7 @@ from ..backend.command_process import (
     ConversionLine,
     Converter,
     Ended,
+    HubModelLine,
     LineProcess,
     Pulled,
     Puller,
@@ -36,12 +37,15 @@ from ..backend.command_process import (
     killed_by,
     models_command,
     pull_arguments,
+    search_arguments,
 )
 from ..backend.protocol import LookedAt, ReplyEvent
 from ..chat.commands import RefusedError
 from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
+from ..chat.models import FILE as FOLDERS
+from ..chat.models import Folders, hub_cache, models_on_disk
 from ..chat.preferences import whole_number
-from ..units import count, size
+from ..units import count, short, size
 from .console import heard
 
 if TYPE_CHECKING:
@@ -162,7 +166,9 @@ def convert(repl: "Repl", written: str) -> None:
         return
     repl.planned = ()
     model, flags = words_of(written, repl.session.engine.load.model)
-    arguments = (*(flag for flag in flags if flag not in OURS), "--", model)
+    placed = any(flag.startswith(("-o", "--output", "--into")) for flag in flags)
+    into = () if placed else (f"--into={repl.preferences.settings.models_path}",)
+    arguments = (*(flag for flag in flags if flag not in OURS), *into, "--", model)
     if _run(repl, arguments, dry_run=True, written=written) is ConversionPhase.PLANNED:
         repl.planned = arguments
         repl.tell("/convert without arguments runs this plan. Ctrl-C stops it; /convert resumes it.")
@@ -242,6 +248,52 @@ class _Download:
         if end.status == INTERRUPTED:
             return f"Stopped. /pull {self._model} resumes it."
         return self._said or f"{self._model} was not downloaded: {why(end)}"
+
+
+def models(repl: "Repl", written: str) -> None:
+    """List the models on this disk, or search Hugging Face: ``/models search WORDS``."""
+    word, _, words = written.partition(" ")
+    if word == "search" and words.strip():
+        repl.tell("Searching Hugging Face. Ctrl-C stops it.")
+        found: dict[str, HubModelLine] = {}
+        problem: list[str] = []
+
+        def take(line: PullLine) -> None:
+            match line:
+                case HubModelLine():
+                    found[line.id] = line
+                case PullRefused(error, hint):
+                    problem.append(f"{error}. {hint}".strip())
+                case _:
+                    pass
+
+        try:
+            end = run_aside(Puller(models_command()), search_arguments(words), take, meanwhile=repl.driver.rest)
+        except OSError as error:
+            repl.tell(f"The search could not be started: {error}")
+            return
+        for each in found.values():
+            facts = (
+                size(each.nbytes),
+                f"context {short(each.context)}",
+                each.licence or "licence unknown",
+                each.good_for,
+            )
+            repl.say(f"{each.id}: {', '.join(fact for fact in facts if fact)}")
+        if problem or end.status:
+            repl.tell("Stopped." if end.status == INTERRUPTED else (problem or [why(end)])[0])
+        else:
+            repl.tell("/pull and an ID downloads one." if found else "Nothing for these words runs here.")
+    elif written:
+        repl.tell("Write /models to list the models here, or /models search and some words.")
+    else:
+        folder = repl.preferences.settings.models_path
+        for model in models_on_disk(hub_cache(), Folders(repl.preferences.home / FOLDERS).all(), folder).models:
+            state = "" if model.whole else ", not whole: /pull resumes it"
+            context = "" if model.context is None else f", context {short(model.context)}"
+            place = f", in {model.path.parent}" if model.home in ("models", "other") else ""
+            repl.say(f"{model.model}: {size(model.nbytes)}{context}{place}{state}")
+        repl.console.aside("/model and a name loads one. /models search and some words asks Hugging Face.")
 
 
 def what_if(repl: "Repl", written: str) -> None:

@@ -24,9 +24,10 @@ from ..backend.client import BackendEvent, Died, EngineProcess
 from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
 from ..chat.actions import ACTIONS, Keymap
 from ..chat.attachments import Draft, apart, joined
-from ..chat.commands import CodeCycle, LoadChoice, Severity, save_settings
+from ..chat.commands import CodeCycle, LoadChoice, RefusedError, Severity, save_settings
 from ..chat.conversation import ENDINGS, MessageNode, Reply
-from ..chat.external_programs import copy_text
+from ..chat.external_programs import EditorError, copy_text, edit_text, editor_command
+from ..chat.figures import PRIMER, primer_is_new
 from ..chat.preferences import ChatOverrides, Preferences, budget_spent, whole_number
 from ..chat.recording import LEFT, Recording, purge
 from ..chat.session import Session
@@ -43,6 +44,7 @@ from ..chat.steps import (
     Pruned,
     ReplyEnded,
     ReplyGrew,
+    Revised,
     StartEngine,
     Step,
     Titled,
@@ -50,7 +52,7 @@ from ..chat.steps import (
 )
 from ..output import note
 from ..store.values import StoredChat, StoreError
-from ..verdict import brief
+from ..verdict import figures_text, remark
 from . import processes
 from .commands import Outline, last_turn
 from .console import Console, LineComposer, heard, noticed, unbroken
@@ -114,6 +116,8 @@ class Driver:
                 self._record(lambda recording: recording.moved())
             case Pruned():
                 self._record(lambda recording: recording.pruned())
+            case Revised():
+                self._record(lambda recording: recording.revised())
             case Opened():
                 self._record(lambda recording: recording.left())
             case Titled(title):
@@ -144,13 +148,17 @@ class Driver:
     def _ended(self, reply: Reply) -> None:
         self._console.end()
         self.failed = self.failed or reply.ending in ("lost", "failed")
-        cost = "" if reply.metrics is None else brief(reply.metrics, reply.diagnosis)
+        measured = (
+            [] if reply.metrics is None else [figures_text(reply.metrics), remark(reply.metrics, reply.diagnosis)]
+        )
         spent = "" if reply.thinking_ended_at is None else f"thinking {budget_spent(reply.thinking_ended_at)}"
         if reply.reason:
             self._console.note(reply.reason)
-        said = ", ".join(part for part in (ENDINGS[reply.ending], spent, cost) if part)
+        said = " · ".join(part for part in (ENDINGS[reply.ending], spent, *measured) if part)
         if said:
             self._console.aside(f"({said})")
+        if self._console.typed and primer_is_new(reply):
+            self._console.aside("\n".join(f"{name}: {meaning}" for name, meaning in PRIMER))
 
     # The engine's process -------------------------------------------------------------------------------------------------
 
@@ -491,6 +499,24 @@ class Repl:
         self.composer.hold(unkept)
         return bool(unsent.whole) and not unkept.whole
 
+    def begin_revision(self, key: int, said: str, text: str) -> None:
+        """Put ``text`` in place of the reply ``key``; where a person types, without one: what their editor makes of it."""
+        if not text and not self.console.typed:
+            self.tell("Write the new reply after the command: /revise TEXT")
+            return
+        if not text:
+            try:
+                command = editor_command()
+                with self.away():
+                    text = edit_text(command, said).strip()
+            except EditorError as error:
+                raise RefusedError(str(error)) from None
+        if not text or text == said:
+            self.tell("The reply is unchanged.")
+            return
+        self.perform(self.session.revise(key, text))
+        self.say(last_turn(self.session.turns))
+
     def find_chat(self, name: str) -> StoredChat:
         """Return a chat by its number in the last list, or by its ID. Raises StoreError.
 
@@ -524,6 +550,9 @@ class Repl:
     def download(self, model: str) -> None:
         """Download a model, and wait for it."""
         processes.pull(self, model)
+
+    def rekey(self) -> None:
+        """Do nothing: lines have no keys."""
 
     # The loop -------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from rich.segment import Segment
 from textual import on
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.app import App, SystemCommand
+from textual.binding import Binding
 from textual.color import Color
+from textual.command import CommandPalette
 from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
@@ -35,6 +37,7 @@ from .bridge import Bridge
 from .driver import AnchoringDriver, AppleTerminalDriver
 from .screens.chat import ChatScreen, OpenStore
 from .screens.chats import DeleteOpen
+from .screens.keys import KeyPress, ThemeScreen
 from .theme import DARK, LIGHT, TERMINAL, text_colours
 
 
@@ -84,6 +87,7 @@ class TokamacApp(App[int]):
 
     TITLE = "tokamac"
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    BINDINGS = [Binding("ctrl+c", "close_palette", show=False, priority=True)]  # noqa: RUF012 (Textual's way)
     CSS_PATH = [  # noqa: RUF012 (Textual's way)
         "screens/chat.tcss",
         "screens/dialog.tcss",
@@ -141,8 +145,15 @@ class TokamacApp(App[int]):
             self._driver.write(SAVE + terminal_title(self.sub_title))
         self.set_keymap(self._preferences.keymap.changed)
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
+        self.app_resume_signal.subscribe(self, self._resumed)
         for warning in self._warnings:
             self.notify(warning, severity="warning", markup=False, timeout=12)
+
+    def _resumed(self, _: object) -> None:
+        """Draw all of the screen after the shell had it; Textual would draw only what changes next."""
+        if self._driver is not None:
+            self._driver.write(terminal_title(self.sub_title))
+        self.refresh(layout=True)
 
     def on_unmount(self) -> None:
         """Restore the terminal's title."""
@@ -180,6 +191,19 @@ class TokamacApp(App[int]):
         """Return the filters of every row: Textual's, and ours last."""
         return [*super().get_line_filters(), self._filter]
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Let keys of the app through to the dialog that asks for a key; Ctrl+C is the app's only over the palette."""
+        if action == "close_palette":
+            return isinstance(self.screen, CommandPalette)
+        return not isinstance(self.screen, KeyPress) and super().check_action(action, parameters)
+
+    def action_close_palette(self) -> None:
+        """Close the command palette."""
+        self.screen.dismiss()
+
+    def action_help_quit(self) -> None:
+        """Do nothing: Textual would explain how to quit, where the user gave Ctrl+C another meaning."""
+
     def get_css_variables(self) -> dict[str, str]:
         """Return the colours of the theme, those of text made readable."""
         known = super().get_css_variables()
@@ -187,12 +211,11 @@ class TokamacApp(App[int]):
         return self.theme_variables
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Yield the palette's entries: the registry's actions, and the themes."""
+        """Yield the palette's entries: the registry's actions."""
         del screen  # the same everywhere: actions of the chat
         for action in self._preferences.keymap.actions:
             if action.palette:
                 yield SystemCommand(f"{action.label}  ({action.key_name})", action.help, self._runner(action.id))
-        yield SystemCommand("Theme", "Choose the colours.", self.search_themes)
 
     def _runner(self, action: str) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
@@ -207,7 +230,9 @@ class TokamacApp(App[int]):
             message.gone()
 
     def _theme_chosen(self, _: object) -> None:
-        if self.theme != (self._preferences.settings.theme or self._usual_theme):
+        if not isinstance(self.screen, ThemeScreen) and self.theme != (
+            self._preferences.settings.theme or self._usual_theme
+        ):
             problem = self._preferences.keep(replace(self._preferences.settings, theme=self.theme))
             if problem:
                 self.notify(problem, severity="warning", markup=False)

@@ -148,6 +148,8 @@ LIGHT = Theme(
 
 FAINT = "$text-muted"
 """The style of secondary text."""
+LABEL = "$text-label"
+"""The style of a label beside its value, and of the line below a reply: dimmer than the rest in every theme."""
 LEAST_MUTED = 55
 """Per cent of the foreground in muted text. Less may be readable, but looks like a mistake."""
 SELECTED = 0.25
@@ -164,7 +166,8 @@ def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
     """
     sources = {f"text-{name}": name for name in ACCENTS} | PROSE
     if theme.ansi:
-        found = {name: colours[source] for name, source in sources.items()}
+        # A share of a colour that nobody knows is that colour; the terminal itself can dim it.
+        found = {name: colours[source] for name, source in sources.items()} | {"text-label": "dim"}
     else:
         grounds = tuple(Color.parse(colours[name]) for name in ("background", "surface"))
         found = {name: readable(Color.parse(colours[source]), grounds).hex for name, source in sources.items()}
@@ -176,6 +179,7 @@ def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
             (*grounds, selected) if contrast(foreground, selected) >= LEAST else grounds
         )  # else nothing is readable there
         found["text-muted"] = muted(foreground, rows, LEAST_MUTED).hex
+        found["text-label"] = found["text-muted"]
         found["text-disabled"] = muted(foreground, boxes, LEAST_MUTED).hex  # the placeholder of an input
     return {name: value for name, value in found.items() if name not in theme.variables}
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ..metrics import Metrics, Throttle, rate, share
+from ..metrics import Metrics, Throttle, bytes_per_step, ceiling_tps, rate, share
 from ..options import group_for, token_bytes
 from .hardware import Chip, Source
 from .roofline import (
@@ -206,6 +206,32 @@ def diagnose(
     best = tuple(sorted(worth, key=lambda remedy: -remedy.gain_s)[:MOST])
     terms = (*reply.machine_terms(), *reply.decode_terms(), *reply.prefill_terms())
     return Diagnosis(parts, best, terms, situation.throttles)
+
+
+def at_bandwidth(metrics: Metrics, diagnosis: Diagnosis | None, gbs: float | None) -> tuple[Metrics, Diagnosis | None]:
+    """Return what was measured beside the ceiling that a bandwidth of ``gbs`` sets, where another one was believed then.
+
+    A measured bandwidth grows with what is learned of the machine; so replies of different days are judged by the same one.
+    """
+    before, ceiling = metrics.ceiling_tps, ceiling_tps(gbs, bytes_per_step(metrics))
+    if before == ceiling or (
+        before is not None and ceiling is not None and math.isclose(before, ceiling, rel_tol=1e-3)
+    ):
+        return metrics, diagnosis
+    metrics = replace(metrics, ceiling_tps=ceiling)
+    if diagnosis is None:
+        return metrics, None
+    known = {term.key: term.value for term in diagnosis.terms}
+    peak, operations, read = known.get("peak"), known.get("operations"), known.get("read")
+    reading_s = None if not gbs or read is None else read / (gbs * 1e9)
+    computing_s = None if not peak or operations is None else operations / (peak * 1e12)
+    least_s = None if reading_s is None or computing_s is None else max(reading_s, computing_s)
+    ridge = None if not gbs or peak is None else ridge_point(gbs, peak)
+    values = {"bandwidth": gbs, "ridge": ridge, "ceiling": ceiling, "least": least_s}
+    reached = {"prefill": share(least_s, metrics.prefill_s), "decode": share(metrics.decode_tps, ceiling)}
+    terms = tuple(replace(term, value=values.get(term.key, term.value)) for term in diagnosis.terms)
+    parts = tuple(replace(part, of_ceiling=reached.get(part.name)) for part in diagnosis.parts)
+    return metrics, replace(diagnosis, parts=parts, terms=terms)
 
 
 def packed_layers(

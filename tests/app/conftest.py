@@ -13,10 +13,12 @@ from textual.pilot import Pilot
 from textual.screen import Screen
 
 from tests.scripted_engine import SCRIPTED
+from tokamac.app.chat.figures import PRIMED
 from tokamac.app.chat.recording import Recording
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.settings import is_new
 from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.markdown.page import Page
@@ -70,6 +72,10 @@ class Chat:
     async def opened(self, key: str, kind: type[Shown]) -> Shown:
         """Press the key that opens a screen; return the screen."""
         await self.pilot.press(key)
+        return await self.on(kind)
+
+    async def on(self, kind: type[Shown]) -> Shown:
+        """Wait for a screen, and return it."""
         await self.until(lambda: isinstance(self.app.screen, kind), kind.__name__)
         screen = self.app.screen
         assert isinstance(screen, kind)
@@ -137,6 +143,12 @@ class Chat:
     @property
     def notices(self) -> str:
         return "\n".join(notice.message for notice in self.app._notifications)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def primed() -> None:
+    """This machine was told what figures mean: it is a chat's first reply that says so, and tests come in any order."""
+    is_new(PRIMED)
 
 
 @pytest.fixture

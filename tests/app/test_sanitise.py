@@ -305,7 +305,7 @@ async def test_what_is_stored(chat: Start, tmp_path: Path, monkeypatch: pytest.M
         await c.pilot.press("ctrl+e")  # the title, to be written anew
         await c.pilot.pause()
         check(c)
-        await c.pilot.press("escape", "escape", "tab", "up", "e")
+        await c.pilot.press("escape", "escape", "tab", "up", "e", "enter")
         await c.pilot.pause()
         check(c)
     assert foreign(written()) == []

@@ -19,18 +19,26 @@ if TYPE_CHECKING:
 
 def choose_model(chat: "ChatScreen", name: str) -> None:
     """Load the model ``name``, or ask for one. It is downloaded first if need be."""
-    from ..screens.model import ModelScreen
-
     if name:
         take_model(chat, name)
-        return
+    else:
+        models(chat, "")
+
+
+def models(chat: "ChatScreen", written: str) -> None:
+    """Ask for a model; ``search WORDS``, or words alone, begin with a search."""
+    from ..screens.model import ModelScreen
+
+    words = written.removeprefix("search ").strip()
 
     def chosen(model: str | None) -> None:
         chat.what_ifs.asked_enough()
         if model is not None:
             take_model(chat, model)
 
-    screen = ModelScreen(chat.library, chat.session, lambda model: what_if(chat, model), lambda: unload(chat, ""))
+    screen = ModelScreen(
+        chat.library, chat.session, lambda model: what_if(chat, model), lambda: unload(chat, ""), text=words
+    )
     chat.app.push_screen(screen, chosen)
 
 
@@ -106,7 +114,7 @@ def settings(chat: "ChatScreen", _: str) -> None:
     own = chat.preferences.own.sampling is not None
     limit = gigabytes_of(session.engine.load.memory)
     current = Chosen(session.sampling, session.engine.load.kv, session.idle.after_min, own, limit, known.template)
-    screen = SettingsScreen(current, recommended, known.sampling)
+    screen = SettingsScreen(current, recommended, known.sampling, chat.do)
     chat.app.push_screen(screen, lambda chosen: _apply(chat, chosen))
 
 

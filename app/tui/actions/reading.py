@@ -23,13 +23,42 @@ if TYPE_CHECKING:
 
 
 def explain(chat: "ChatScreen", _: str) -> None:
-    """Explain the last reply with metrics."""
+    """Explain the selected reply, or else the last one that was measured."""
+    explain_reply(chat, chat.query_one(Transcript).selected)
+
+
+def explain_reply(chat: "ChatScreen", key: int | None) -> None:
+    """Explain the reply ``key``, or the one to the prompt ``key``; where nothing of it was measured, the last one."""
     from ..screens.figure import ExplainScreen
 
-    replies = [turn.reply for turn in chat.session.turns if turn.reply is not None and turn.reply.metrics is not None]
-    if not replies:
+    session = chat.session
+    known = {
+        turn.reply_key: turn.reply
+        for turn in session.turns
+        if turn.reply is not None and turn.reply.metrics is not None
+    }
+    if not known:
         raise RefusedError("There is no reply to explain yet.")
-    chat.app.push_screen(ExplainScreen(replies), lambda wonders: chat.do(wonders) if wonders else None)
+    node = session.conversation.reply_at(key)
+    index = [*known].index(node.key) if node is not None and node.key in known else len(known) - 1
+    replies = [session.engine.with_ceiling(reply) for reply in known.values()]
+    chat.app.push_screen(ExplainScreen(replies, index), lambda wonders: chat.do(wonders) if wonders else None)
+
+
+def all_figures(chat: "ChatScreen", _: str) -> None:
+    """Show every figure in the side panel, or the few; and the panel, where it is hidden."""
+    settings = chat.preferences.settings
+    save_settings(chat, replace(settings, panel=True, all_figures=not settings.panel or not settings.all_figures))
+    chat.show_panel()
+    chat.show()
+    _tell_narrow(chat)
+
+
+def _tell_narrow(chat: "ChatScreen") -> None:
+    if chat.size.width < NARROW:
+        chat.tell(
+            f"The side panel needs {NARROW} columns; this window has {chat.size.width}. /explain shows all figures."
+        )
 
 
 def steps(chat: "ChatScreen", _: str) -> None:
@@ -71,13 +100,13 @@ def told_of_steps(chat: "ChatScreen", event: "BackendEvent") -> None:
 
 
 def toggle_panel(chat: "ChatScreen", _: str) -> None:
-    """Show or hide the gauges; say so where the window is too narrow."""
+    """Show or hide the side panel; say so where the window is too narrow."""
     panel = not chat.preferences.settings.panel
     save_settings(chat, replace(chat.preferences.settings, panel=panel))
     chat.show_panel()
     chat.show()
-    if panel and chat.size.width < NARROW:
-        chat.tell(f"The side panel needs {NARROW} columns; this window has {chat.size.width}.")
+    if panel:
+        _tell_narrow(chat)
 
 
 def palette(chat: "ChatScreen", _: str) -> None:
@@ -105,6 +134,12 @@ def links(chat: "ChatScreen", _: str) -> None:
     show_links(chat, links_of(chat))
 
 
+def scroll_top(chat: "ChatScreen", _: str) -> None:
+    """Jump to the start of the chat."""
+    chat.query_one(Transcript).scroll_home(animate=False)
+    chat.call_after_refresh(chat.show)
+
+
 def scroll_end(chat: "ChatScreen", _: str) -> None:
     """Jump to the end and follow."""
     chat.query_one(Transcript).follow()
@@ -121,16 +156,6 @@ def page_down(chat: "ChatScreen", _: str) -> None:
     """Scroll down a page."""
     chat.query_one(Transcript).page(1)
     chat.call_after_refresh(chat.show)
-
-
-def copy(chat: "ChatScreen", _: str) -> None:
-    """Copy the selected text, and say how."""
-    text = chat.get_selected_text() or chat.query_one(Prompt).selected_text
-    if text:
-        chat.tell(chat.copy(text))
-    else:
-        quits, stops = (chat.session.keymap.key(action) for action in ("leave", "stop"))
-        chat.tell(f"No text is selected: drag with the mouse. {quits} quits, {stops} stops a reply.")
 
 
 def leave(chat: "ChatScreen", _: str) -> None:

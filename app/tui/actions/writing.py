@@ -4,14 +4,15 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...chat import actions
+from ...chat import actions, commands
 from ...chat.attachments import AttachError, Draft, read_named
 from ...chat.commands import RefusedError
 from ...chat.external_programs import EditorError, edit_text, editor_command
-from ...chat.steps import TurnBegun
+from ...chat.steps import Revised, TurnBegun
 from ...sanitise import sanitise
 from ...store.values import StoreError
 from ..widgets.prompt_input import Prompt
+from ..widgets.transcript import Transcript
 
 if TYPE_CHECKING:
     from ..screens.chat import ChatScreen
@@ -60,10 +61,22 @@ def submit(chat: "ChatScreen", draft: Draft) -> None:
         chat.perform(chat.session.submit(words.text, words.attachments))
 
 
+def edit(chat: "ChatScreen", text: str) -> None:
+    """Edit the selected message; without one, the last prompt."""
+    selected = chat.query_one(Transcript).selected
+    of_reply = selected is not None and chat.session.conversation.tree.nodes[selected].is_reply
+    (commands.edit_reply if of_reply else commands.edit)(chat, text)
+
+
 def _send_edit(chat: "ChatScreen", key: int, draft: Draft) -> None:
-    steps = chat.session.edit(key, draft.text, draft.attachments)
-    if any(isinstance(step, TurnBegun) for step in steps):
+    if chat.session.conversation.tree.nodes[key].is_reply:
+        steps = chat.session.revise(key, draft.text)
+    else:
+        steps = chat.session.edit(key, draft.text, draft.attachments)
+    if any(isinstance(step, TurnBegun | Revised) for step in steps):
         chat.composer.end_edit()
+        if any(isinstance(step, Revised) for step in steps):
+            chat.query_one(Prompt).attachments += draft.attachments  # a reply has none
     else:
         chat.query_one(Prompt).give_back(draft.text, draft.attachments)
     chat.perform(steps)

@@ -2,20 +2,20 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
 from textual.content import Content
 
 from tokamac.engine.events import TextKind
 
-from ...chat.conversation import ENDINGS, Reply, Turn
+from ...chat.conversation import EDITED, ENDINGS, Reply, Turn
 from ...chat.preferences import budget_spent
 from ...sanitise import Sanitiser, sanitise, sanitise_line
 from ...store.values import Attachment
 from ...units import seconds
-from ...verdict import brief
-from ..theme import FAINT
+from ...verdict import figures_text, remark
+from ..theme import FAINT, LABEL
 from .page import BLANK, PLAIN, Frame, PageRow, Prose, guess, keep_same
 from .rows import Row, wrapped
 
@@ -29,7 +29,8 @@ FOLDED = Frame(Content(" "), THOUGHT)
 UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
 SELECTED = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
 SELECTED_NAME = Frame(Content.styled("▸", "$accent"))
-VERDICT = ASIDE = Frame(Content(" "), FAINT)
+ASIDE = Frame(Content(" "), FAINT)
+FIGURES = Frame(Content(" "), LABEL)
 SYSTEM = "System"
 SIDES = 2  # free cells at both sides of a message's text, together
 
@@ -173,6 +174,7 @@ class ReplyMessage:
         self._selected = False
         self._name = self._named()
         self._prose = Prose()
+        self._marked: list[PageRow] = []  # the rows while it is selected
         self._cleaners = {"answer": Sanitiser(), "thinking": Sanitiser()}
         self._clock = clock
         self._thinking_from: float | None = None
@@ -212,7 +214,7 @@ class ReplyMessage:
                 self._thinking_from = self._clock() - (said.thinking_s or 0.0)
 
     def end(self, reply: Reply) -> None:
-        """Become the whole reply, and show its verdict."""
+        """Become the whole reply, and show its figures below it."""
         self.reply = reply
         if reply.thinking:
             self.thinking.fold(reply.thinking_s, sanitise(reply.thinking), reply.thinking_ended_at)
@@ -223,7 +225,9 @@ class ReplyMessage:
         self._prose.look()
         room = width - SIDES
         thinking = self.thinking.rows(room) if self.thinking else []
-        return [self._name, *thinking, *self._prose.rows(room), *self._verdict(room)]
+        rows = [*thinking, *self._prose.rows(room), *self._figures(room)]
+        self._marked = keep_same(self._marked, list(map(_marked, rows))) if self._selected else []
+        return [self._name, *(self._marked or rows)]
 
     def guess(self, width: int) -> int:
         """Return about how many rows there are at ``width`` cells, once it has ended."""
@@ -240,15 +244,42 @@ class ReplyMessage:
         """Whether ``row``, counted from the message's first, shows its thinking."""
         return bool(self.thinking) and 1 <= row < self.thinking.height
 
-    def _verdict(self, width: int) -> list[PageRow]:
-        reply = self.reply
-        if reply is None:
+    def is_figures(self, row: int, width: int) -> bool:
+        """Whether ``row``, counted from the message's first, is of the line with its figures; ``width``: of the page."""
+        rows = self.rows(width)
+        return (
+            self.reply is not None and self.reply.metrics is not None and row < len(rows) and rows[row].frame is FIGURES
+        )
+
+    def _figures(self, width: int) -> list[PageRow]:
+        """Return how the reply ended, if not by itself, and what was measured of it."""
+        if self.reply is None:
             return []
-        ending, why = ENDINGS[reply.ending], sanitise_line(reply.reason)
-        cost = brief(reply.metrics, reply.diagnosis) if reply.metrics is not None else ""
-        parts = [Content.styled(ending, "$text-warning"), Content.styled(why, "$foreground"), Content(cost)]
-        text = Content(" · ").join(part for part in parts if part.plain)
-        return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
+        text = Content(" · ").join(part for part in _ended(self.reply) if part.plain)
+        return [PageRow(row, FIGURES) for row in wrapped(text, width)] if text.plain else []
+
+
+def _ended(reply: Reply) -> Iterator[Content]:
+    """Yield the parts of the line below a reply: why it ended, what continues it, its figures, what is worth saying of them."""
+    cut = reply.ending in ("length", "lost") and bool(reply.text or reply.thinking)
+    yield Content(EDITED if reply.edited else "")
+    yield Content.styled(ENDINGS[reply.ending], "$text-warning")
+    yield Content.styled(sanitise_line(reply.reason), "$foreground")
+    yield Content(CONTINUES if cut else "")
+    if reply.metrics is not None:
+        yield Content(figures_text(reply.metrics))
+        yield Content(remark(reply.metrics, reply.diagnosis))
+
+
+CONTINUES = "/continue"
+
+
+def _marked(row: PageRow) -> PageRow:
+    """Return a row of a selected reply: its beginning may be far above."""
+    lead = row.frame.lead
+    if not lead.plain.startswith(" "):
+        return row
+    return PageRow(row.row, replace(row.frame, lead=Content.styled("▎", "$accent") + lead[1:]))
 
 
 Spoken = UserMessage | ReplyMessage

@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.events import Resize
 from textual.geometry import Size
 from textual.screen import ModalScreen
-from textual.widgets import Checkbox
+from textual.widgets import Checkbox, Input, TextArea
 
 Result = TypeVar("Result")
 LOW, FLAT = 30, 16
@@ -29,7 +29,10 @@ class Dialog(ModalScreen[Result | None]):
     Classes tell its styles how small: ``-low`` and ``-flat`` by rows, ``-snug`` and ``-tight`` by columns.
     """
 
-    BINDINGS = [Binding("escape", "leave", "Close", id="dialog.leave")]  # noqa: RUF012 (Textual's way)
+    BINDINGS = [  # noqa: RUF012 (Textual's way)
+        Binding("escape", "leave", "Close", id="dialog.leave"),
+        Binding("ctrl+c", "leave_or_copy", "Copy or close", id="dialog.interrupt", show=False, priority=True),
+    ]
     _keys: tuple[str, ...] = ()
 
     def say_keys(self, *keys: str) -> None:
@@ -60,6 +63,15 @@ class Dialog(ModalScreen[Result | None]):
     def action_leave(self) -> None:
         """Close without a result."""
         self.dismiss(None)
+
+    def action_leave_or_copy(self) -> None:
+        """Copy what is selected; else close, as Esc does."""
+        focused = self.focused
+        text = self.get_selected_text() or (focused.selected_text if isinstance(focused, Input | TextArea) else "")
+        if text:
+            self.app.copy_to_clipboard(text)
+        else:
+            self.action_leave()
 
 
 def fitting(keys: Sequence[str], room: int) -> str:

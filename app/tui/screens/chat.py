@@ -11,7 +11,7 @@ from textual import on
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.events import Resize
+from textual.events import Key, Paste, Resize
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
@@ -27,6 +27,7 @@ from ...chat.attachments import Draft, joined
 from ...chat.commands import CodeCycle, LoadChoice, Severity, save_settings
 from ...chat.conversation import MessageNode, Turn
 from ...chat.external_programs import copy_text
+from ...chat.figures import pointed_at, primer_is_new
 from ...chat.preferences import Preferences
 from ...chat.recording import Recording
 from ...chat.session import Session
@@ -44,6 +45,7 @@ from ...chat.steps import (
     ReplyEnded,
     ReplyGrew,
     Resumed,
+    Revised,
     StartEngine,
     Step,
     Titled,
@@ -52,7 +54,7 @@ from ...chat.steps import (
 from ...sanitise import sanitise, sanitise_line
 from ...store.store import Store
 from ...store.values import StoredChat, StoreError, title_of
-from ..actions import bindings, chats, model, reading, writing
+from ..actions import bindings, chats, keys, model, reading, writing
 from ..actions.chats import begin
 from ..actions.writing import submit
 from ..bridge import Bridge, EngineSaid
@@ -65,6 +67,7 @@ from ..widgets.transcript import SIDE, WIDEST, Transcript, share_on
 from . import links
 
 EDITING = "editing · Esc cancels"
+EDITING_REPLY = "editing the reply · Enter keeps it · Esc cancels"
 """On the border of the input box during an edit."""
 
 
@@ -137,7 +140,8 @@ class Composer:
 
     def _edit(self, key: int | None) -> None:
         self.editing = key
-        self._prompt.border_title = "" if key is None else EDITING
+        replies = key is not None and self._session.conversation.tree.nodes[key].is_reply
+        self._prompt.border_title = "" if key is None else EDITING_REPLY if replies else EDITING
         self._prompt.obeys = key is None
 
 
@@ -249,6 +253,7 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "send": writing.send,
     "newline": writing.newline,
     "editor": writing.editor,
+    "edit": writing.edit,
     "attach": writing.attach,
     "detach": writing.detach,
     "earlier": writing.earlier,
@@ -259,6 +264,7 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "branches": chats.branches,
     "context": chats.context,
     "choose_model": model.choose_model,
+    "models": model.models,
     "unload": model.unload,
     "system_prompt": model.system_prompt,
     "settings": model.settings,
@@ -269,14 +275,22 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "explain": reading.explain,
     "steps": reading.steps,
     "toggle_panel": reading.toggle_panel,
+    "all_figures": reading.all_figures,
     "palette": reading.palette,
     "messages": reading.messages,
     "gauges": reading.gauges,
     "links": reading.links,
+    "scroll_top": reading.scroll_top,
     "scroll_end": reading.scroll_end,
     "page_up": reading.page_up,
     "page_down": reading.page_down,
-    "copy": reading.copy,
+    "copy": keys.copy,
+    "leader": keys.leader,
+    "keys": keys.keys,
+    "undo": keys.undo,
+    "redo": keys.redo,
+    "suspend": keys.suspend,
+    "theme": keys.theme,
     "ask_guide": reading.ask_guide,
     "help": reading.help_,
     "leave": reading.leave,
@@ -347,6 +361,7 @@ class ChatScreen(Screen[None]):
         self.copied = False  # anything, so that the user knows where copies are
         self.history = History()
         self.reading: list[str] = []  # files that are being read
+        self.quits_until = 0.0  # until then, Ctrl+C quits
         self._prompt = Prompt()
         self.composer = Composer(self._prompt, session)
         self.open_store = open_store
@@ -357,7 +372,8 @@ class ChatScreen(Screen[None]):
         with Columns(id="main"):
             with Stack(id="talk"):
                 yield Heading()
-                yield Transcript(tour=not self.preferences.settings.toured, keymap=self.preferences.keymap)
+                tour, keymap = not self.preferences.settings.toured, self.preferences.keymap
+                yield Transcript(tour=tour, keymap=keymap, act=self.do, write=self.type)
                 yield Activity()
                 yield Chips()
                 yield self._prompt
@@ -374,6 +390,7 @@ class ChatScreen(Screen[None]):
         self._prompt.focus()
         self.show()
         self.call_after_refresh(begin, self)
+        self.watch(self.query_one(Transcript), "chosen", self.show, init=False)
         self._ticker = self.set_interval(REFRESH_S, self._tick, pause=True)
         self.set_interval(REST_LOOK_S, self._rest)
 
@@ -446,12 +463,17 @@ class ChatScreen(Screen[None]):
                 self._record(lambda recording: recording.grew())
             case ReplyEnded(reply):
                 transcript.end(reply)
+                if primer_is_new(reply):
+                    transcript.prime()
                 self._record(lambda recording: recording.ended(reply))
             case Moved(turns):
                 transcript.show_turns(turns)
                 self._record(lambda recording: recording.moved())
             case Pruned():
                 self._record(lambda recording: recording.pruned())
+            case Revised(turns):
+                transcript.show_turns(turns)
+                self._record(lambda recording: recording.revised())
             case Opened(turns):
                 transcript.show_turns(turns)
                 self._record(lambda recording: recording.left())
@@ -526,9 +548,12 @@ class ChatScreen(Screen[None]):
         )
         self.query_one(Chips).show(self.session, self._prompt.draft, self.reading)
         essentials, selecting = not self._panel_shown, transcript.selected is not None
-        self.query_one(StatusLine).show(self.session, essentials=essentials, selecting=selecting)
+        self.query_one(StatusLine).show(
+            self.session, essentials=essentials, selecting=selecting, chosen=transcript.chosen
+        )
         if self._panel_shown:
-            self.query_one(Gauges).show(self.session)
+            shown = pointed_at(self.session, transcript.selected)
+            self.query_one(Gauges).show(shown, every=self.preferences.settings.all_figures)
 
     def _repeats(self, title: str, transcript: Transcript) -> bool:
         """Whether ``title`` is only the first prompt again, which is on screen below it."""
@@ -591,11 +616,19 @@ class ChatScreen(Screen[None]):
     def begin_edit(self, key: int, draft: Draft, text: str = "") -> None:
         """Edit the prompt ``key``, which was ``draft``, in the input box; what the box held comes back after."""
         del text  # the command takes no argument here
+        self._begin_edit(key, draft, "Enter sends your edit as a new version (the old one is kept). Esc cancels.")
+
+    def begin_revision(self, key: int, said: str, text: str) -> None:
+        """Edit the reply ``key``, which ``said`` that, in the input box, as a prompt is edited."""
+        del text
+        self._begin_edit(key, Draft(said), "Enter keeps your text as a new version of the reply. Esc cancels.")
+
+    def _begin_edit(self, key: int, draft: Draft, how: str) -> None:
         if self.composer.begin_edit(key, draft):
             self.tell("Your other edit is saved: edit that message again to continue it.")
         self._prompt.focus()
         self.show()
-        self.tell("Enter sends a new version; the old one is kept. Esc cancels.")
+        self.tell(how)
 
     def cancel_edit(self) -> None:
         """Leave the edited message as it is."""
@@ -629,6 +662,42 @@ class ChatScreen(Screen[None]):
     def download(self, model: str) -> None:
         """Download a model in the background."""
         self.library.downloads.start(model)
+
+    def rekey(self) -> None:
+        """Hear and name the keys that hold now."""
+        self.session.keymap = known = self.preferences.keymap
+        self.app.set_keymap(known.changed)
+        self.query_one(StatusLine).rekey(known.actions)
+        self.query_one(Transcript).rekey(known)
+        self.show()
+
+    def on_key(self, event: Key) -> None:
+        """Write what is typed elsewhere into the prompt."""
+        if event.is_printable and event.character and not event.character.isspace():
+            event.stop()
+            self.type(event.character)
+
+    def on_paste(self, event: Paste) -> None:
+        """Paste into the prompt what is pasted elsewhere."""
+        if not self._prompt.has_focus:
+            event.stop()
+            self.set_focus(self._prompt)
+            self._prompt.post_message(Paste(event.text))
+
+    def type(self, text: str) -> None:
+        """Write ``text`` into the prompt, as if it were typed there. The focus moves at once: more may come."""
+        self.set_focus(self._prompt)
+        self._prompt.type(text)
+
+    @on(Gauges.Switched)
+    def switch_figures(self) -> None:
+        """Show every figure, or the few."""
+        self.do("all_figures")
+
+    @on(Transcript.FiguresClicked)
+    def explain(self, message: Transcript.FiguresClicked) -> None:
+        """Explain the reply whose line was clicked."""
+        self.run_command(lambda: reading.explain_reply(self, message.key))
 
     @on(Prompt.Submitted)
     def submit(self, message: Prompt.Submitted) -> None:

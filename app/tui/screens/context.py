@@ -1,4 +1,4 @@
-"""F10: what is in the context, as a bar and a list of its parts in tokens. Enter leaves a file or a turn out, and sends it again.
+"""What is in the context, as a bar and a list of its parts in tokens. Enter leaves a file or a turn out, and sends it again.
 
 Nothing is deleted: what is left out stays in the chat and in the store, and is only not sent.
 """

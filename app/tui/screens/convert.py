@@ -35,7 +35,7 @@ KEYS = {
     ConversionPhase.FORM: ("Enter plans", CLOSES),
     ConversionPhase.PLANNING: (STOPS,),
     ConversionPhase.PLANNED: ("Enter converts", CLOSES),
-    ConversionPhase.RUNNING: ("Esc: back to the chat, this goes on", "F6 stops"),
+    ConversionPhase.RUNNING: ("Esc: back to the chat, this goes on", "Ctrl+K stops"),
     ConversionPhase.STOPPING: (CLOSES,),
     ConversionPhase.DONE: ("Enter loads it", CLOSES),
 }

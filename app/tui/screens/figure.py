@@ -16,14 +16,14 @@ from textual.widgets import Static
 
 from tokamac.engine import metrics as rates
 from tokamac.engine.metrics import Outlier, Throttle
-from tokamac.engine.perf.diagnosis import Concern, Diagnosis, PartName, Remedy, Term, TimePart
+from tokamac.engine.perf.diagnosis import Concern, Diagnosis, PartName, Remedy, Term
 
 from ... import units
 from ...chat import figures
 from ...chat.conversation import Reply
 from ...chat.figures import Explained, Input
 from ...sanitise import sanitise_line
-from ...verdict import HOW, RELIEF, THROTTLED, numbers, part_text, remedy_text, sentence, value_text, words
+from ...verdict import HOW, RELIEF, THROTTLED, is_held_up, numbers, part_text, remedy_text, sentence, value_text, words
 from ..markdown.rows import wrapped
 from ..theme import FAINT, bar
 from . import Dialog
@@ -132,8 +132,8 @@ def _sections(diagnosis: Diagnosis, outliers: Sequence[Outlier], width: int) -> 
     if diagnosis.throttles:
         yield [_title("what slowed the machine down"), *_throttled(diagnosis.throttles, width)]
     yield [_title("what would help"), *_help(diagnosis.remedies, width)]
-    yield [_title("decode"), *_part(diagnosis.part("decode"), width), *_bars(diagnosis.terms, SPEEDS, width)]
-    yield [_title("prefill"), *_part(diagnosis.part("prefill"), width), *_bars(diagnosis.terms, TIMES, width)]
+    yield [_title("decode"), *_part(diagnosis, "decode", width), *_bars(diagnosis.terms, SPEEDS, width)]
+    yield [_title("prefill"), *_part(diagnosis, "prefill", width), *_bars(diagnosis.terms, TIMES, width)]
     if outliers:
         lines = (Content(figures.gap_and_cause(outlier)) for outlier in outliers)
         yield [_title("outliers among the gaps"), *(row for line in lines for row in _indented(line, width, indent=2))]
@@ -183,7 +183,7 @@ def _throttled(throttles: Sequence[Throttle], width: int) -> Iterator[Content]:
 
 def _help(found: Sequence[Remedy], width: int) -> Iterator[Content]:
     if not found:
-        yield Content.styled("no known remedy for a reply like this one", FAINT)
+        yield Content.styled("No setting would make this noticeably faster.", FAINT)
     for index, remedy in enumerate(found, 1):
         number = Content.styled(f"{index} ", "bold $text-success")
         first, *rest = wrapped(Content(remedy_text(remedy)), width - 2)
@@ -192,8 +192,9 @@ def _help(found: Sequence[Remedy], width: int) -> Iterator[Content]:
         yield from _indented(Content.styled(HOW[remedy.name], FAINT), width, indent=2)
 
 
-def _part(part: TimePart, width: int) -> Iterator[Content]:
-    style = "$text-warning" if part.behind else ""
+def _part(diagnosis: Diagnosis, name: PartName, width: int) -> Iterator[Content]:
+    part = diagnosis.part(name)
+    style = "$text-warning" if is_held_up(part, sum(each.seconds for each in diagnosis.parts)) else ""
     yield from _indented(Content.styled(f"{units.seconds(part.seconds)}: {part_text(part)}", style), width)
 
 
@@ -226,7 +227,7 @@ def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
 
 
 class ExplainScreen(Dialog[Literal["what_if", "steps"]]):
-    """The diagnosis of one of ``replies``, first the last one. The result is the action to go on with."""
+    """The diagnosis of one of ``replies``, first of the one at ``index``. The result is the action to go on with."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f2", "leave", "Close", id="explain.leave", show=False),
@@ -236,10 +237,10 @@ class ExplainScreen(Dialog[Literal["what_if", "steps"]]):
         Binding("f10,s", "steps", "Steps", id="explain.steps"),
     ]
 
-    def __init__(self, replies: Sequence[Reply]) -> None:
+    def __init__(self, replies: Sequence[Reply], index: int = -1) -> None:
         super().__init__()
         self._replies = replies
-        self._index = len(replies) - 1
+        self._index = index % len(replies)
 
     def compose(self) -> ComposeResult:
         """Yield the box."""

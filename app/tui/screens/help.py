@@ -29,49 +29,59 @@ LEAST_TEXT = 24  # cells; with fewer beside the keys, these have a line of their
 INDENT = 2
 ALSO = "Other"
 GROUPS: dict[str, str] = {
-    "Writing": "send newline stop attach detach earlier later editor",
+    "Writing": "send newline stop attach detach earlier later undo redo editor",
     "Selected message (Tab, then Up and Down)": (
-        "messages edit again continue older newer fork copy_message copy_code links"
+        "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),
     "Conversations": "new_chat chats open title pin folder context regenerate branches delete_chat restore_chat export import",
     "Models and settings": "choose_model pull adapter unload convert system_prompt settings thinking",
-    "Speed and memory": "toggle_panel gauges explain steps what_if",
-    "Reading": "scroll_end page_up page_down copy",
-    ALSO: "palette ask_guide help leave",
+    "Speed and memory": "toggle_panel all_figures gauges explain steps what_if",
+    "Reading": "scroll_top scroll_end page_up page_down copy",
+    ALSO: "leader palette keys theme ask_guide help suspend leave",
 }
 """Actions by id. Those that are not named are in the last group."""
 NOTES = (  # keys that the user may change by the action's id
     "A name with a slash is a command: type it in the prompt and press Enter. After a slash or @, completions appear below the "
     "prompt: Up and Down move, Tab or Enter completes.",
-    "Tab moves from the prompt to the messages, to the gauges, and back to the prompt. Esc returns to the prompt at once.",
+    "Tab moves from the prompt to the messages, to the gauges, and back to the prompt. Esc returns to the prompt at once. Whatever "
+    "you type goes to the prompt, wherever you are: on a message, one letter only chooses what to do, and Enter does it.",
+    "{leader} and a letter does what an F-key does; {leader} alone lists the letters. {copy} copies a selection, or stops a "
+    "reply; pressed twice, it quits.",
     "While a message is selected, the line above the prompt shows the cost of regenerating, continuing, editing or forking it, and "
     "of its other versions; the tree of branches shows it too. Most of the earlier text is still in the prompt cache. Nothing is "
     "ever overwritten: every version is kept.",
-    "On a figure of the gauges, Enter shows its formula, inputs and source. TTFT is the time to the first token. Prefill reads the "
-    "prompt and is limited by arithmetic; decode writes the reply and is limited by memory bandwidth. The ceiling is the limit "
-    "that the bandwidth sets: no program can be faster.",
+    "The side panel shows the reply that is selected, or else the last one. On one of its figures, Enter shows the formula, inputs "
+    "and source. TTFT is the time to the first token. Prefill reads the prompt and is limited by arithmetic; decode writes the "
+    "reply and is limited by memory bandwidth. The ceiling is the hardware limit that the bandwidth sets. A click on the line "
+    "below a reply explains that reply, as {explain} does for the selected one.",
     "Scrolling up stops following; {scroll_end} follows again. Your place in the text never moves by itself.",
     "The engine runs in a process of its own. If it crashes, the chat is safe, and the engine restarts.",
     "In a shell, tokamac help lists topics in depth: kv, cache, context, memory, speed, settings and more.",
 )
 ON_MACS = (
-    "On a Mac keyboard, F1 to F9 need fn. Terminal.app keeps PageUp, PageDown, Home and End for itself, and has no Ctrl+End: use "
-    "/up, /down and /end. Option+Enter starts a new line once Settings > Profiles > Keyboard > Use Option as Meta Key is on; "
-    "Shift+Enter may send the prompt; Ctrl+J works everywhere. The terminal in VS Code keeps F1, F5 and F6: use /help, /panel and "
-    "/branches. Every key has a command or an entry in the palette ({palette}) that does the same."
+    "On a Mac keyboard, F1 to F9 need fn; {leader} and a letter does the same. Terminal.app keeps PageUp, PageDown, Home and End "
+    "for itself, and has no Ctrl+End: use /up, /down, /top and /end. Option+Enter starts a new line once Settings > Profiles > "
+    "Keyboard > Use Option as Meta Key is on; Shift+Enter may send the prompt; Ctrl+J works everywhere. The terminal in VS Code "
+    "keeps F1, F5 and F6: use /help, /figures and /branches. Every key has a command or an entry in the palette ({palette}) that does the same."
 )
 """What terminals on a Mac do with keys: shown first there, and last elsewhere, where a Mac may be at the other end of SSH."""
 MAC = sys.platform == "darwin"
 
 
 class HelpScreen(Dialog[bool]):
-    """The help. Its result is True where the user wants the guide."""
+    """The help. What is typed narrows it. Its result is True where the user wants the guide."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f1", "leave", "Close", id="help.leave", show=False),
         Binding(
             "f7", "ask", "The guide", id="ask_guide", show=False
         ),  # the default key for it, also where the user has another
+        Binding("up", "scroll(-1)", "Up", id="help.up", show=False, priority=True),
+        Binding("down", "scroll(1)", "Down", id="help.down", show=False, priority=True),
+        Binding("pageup,f8", "page(-1)", "Page up", id="help.page_up", show=False, priority=True),
+        Binding("pagedown,f9", "page(1)", "Page down", id="help.page_down", show=False, priority=True),
+        Binding("ctrl+home", "scroll(-9999)", "Top", id="help.top", show=False, priority=True),
+        Binding("ctrl+end", "scroll(9999)", "End", id="help.end", show=False, priority=True),
     ]
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -79,40 +89,89 @@ class HelpScreen(Dialog[bool]):
         self._actions = actions
 
     def compose(self) -> ComposeResult:
-        """Yield the table and the notes."""
-        with VerticalScroll(classes="box", id="help") as box:
+        """Yield the filter, the table and the notes."""
+        with Vertical(classes="box", id="help") as box:
             box.border_title = "Help"
-            yield Static(id="help-text", markup=False)
+            yield Input(placeholder="Type to search", id="help-search", compact=True)
+            with VerticalScroll(id="help-scroll", can_focus=False):
+                yield Static(id="help-text", markup=False)
 
     def on_mount(self) -> None:
         """Name the keys."""
         asks = next(action.key_name for action in self._actions if action.id == "ask_guide")
-        self.say_keys(f"{asks} asks the guide", "Esc closes")
+        self.say_keys("Type to search", f"{asks} asks the guide", "Esc closes")
+        self.query_one(Input).focus()
 
     def on_resize(self, event: Resize) -> None:
         """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 
+    @on(Input.Changed)
+    def search(self) -> None:
+        """Show what matches, from its beginning."""
+        self._show()
+        self.query_one("#help-scroll").scroll_home(animate=False)
+
     def _show(self) -> None:
-        width = max(self.query_one("#help").content_size.width - 1, LEAST_TEXT)
-        self.query_one("#help-text", Static).update(help_text(self._actions, width, mac=MAC))
+        width = max(self.query_one("#help-scroll").content_size.width - 1, LEAST_TEXT)
+        wanted = self.query_one(Input).value
+        self.query_one("#help-text", Static).update(help_text(self._actions, width, mac=MAC, wanted=wanted))
+
+    def action_scroll(self, rows: int) -> None:
+        """Scroll."""
+        self.query_one("#help-scroll").scroll_relative(y=rows, animate=False)
+
+    def action_page(self, direction: int) -> None:
+        """Scroll a page."""
+        shown = self.query_one("#help-scroll")
+        shown.scroll_relative(y=direction * max(1, shown.size.height - 1), animate=False)
+
+    def action_leave(self) -> None:
+        """Clear the search, or close."""
+        search = self.query_one(Input)
+        if search.value:
+            search.value = ""
+        else:
+            self.dismiss(None)
 
     def action_ask(self) -> None:
         """Close, and open the guide."""
         self.dismiss(True)
 
 
-def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240, *, mac: bool = False) -> Content:
-    """Return the whole help at ``width`` cells."""
-    keys = {action.id: action.key_name for action in actions}
-    lines: list[Content] = [*_wrapped(ON_MACS.format(**keys), FAINT, width), Content("")] if mac else []
-    for title, members in _groups(actions):
-        lines += _wrapped(title, "bold", width)
-        lines += [*(row for each in members for row in _rows(each, width)), Content("")]
-    for note in NOTES if mac else (*NOTES, ON_MACS):
-        lines += [*_wrapped(note.format(**keys), FAINT, width), Content("")]
-    return Content("\n").join(lines[:-1])
+def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240, *, mac: bool = False, wanted: str = "") -> Content:
+    """Return the whole help at ``width`` cells, or the actions and notes that have all words of ``wanted``."""
+    keys, words = {action.id: action.key_name for action in actions}, wanted.casefold().split()
+
+    def notes(*texts: str) -> list[list[Content]]:
+        said = [text.format(**keys) for text in texts]
+        return [list(_wrapped(text, FAINT, width)) for text in said if _has(words, text)]
+
+    groups = [
+        [*_wrapped(title, "bold", width), *(row for each in members for row in _rows(each, width))]
+        for title, group in _groups(actions)
+        if (members := [each for each in group if _has(words, title, *_said(each))])
+    ]
+    ids = ", ".join(action.id for action in actions if action.bound)
+    last = () if mac else (ON_MACS,)
+    parts = [*(notes(ON_MACS) if mac else []), *groups, *notes(*NOTES, *last, f"{IDS}{ids}.")]
+    parts = parts or [list(_wrapped(NOTHING.format(**keys), FAINT, width))]
+    return Content("\n").join([line for part in parts for line in [*part, Content("")]][:-1])
+
+
+IDS = "To change a key: {keys}, or [keys] in settings.toml by the action's id: "
+NOTHING = "Nothing here has these words. {ask_guide} asks the guide."
+
+
+def _has(words: Sequence[str], *texts: str) -> bool:
+    """Whether all ``words`` are somewhere in the texts."""
+    everything = " ".join(texts).casefold()
+    return all(word in everything for word in words)
+
+
+def _said(action: Action) -> tuple[str, ...]:
+    return action.id, action.label, action.key_names, action.help, action.usage, *action.also
 
 
 def _wrapped(text: str, style: str, width: int) -> Iterator[Content]:
@@ -234,7 +293,7 @@ class GuideScreen(Dialog[None]):
 
 def _answer_rows(guide_chat: GuideChat, width: int) -> Iterator[Content]:
     for each in guide_chat.said:
-        yield from _said(each, width)
+        yield from _exchange(each, width)
     if guide_chat.problem:
         yield from (row.content for row in wrapped(Content.styled(guide_chat.problem, "$text-error"), width))
     elif not guide_chat.said:
@@ -244,7 +303,7 @@ def _answer_rows(guide_chat: GuideChat, width: int) -> Iterator[Content]:
         yield from (Content.styled(f"  {example}", "$text-secondary") for example in EXAMPLES)
 
 
-def _said(said: GuideExchange, width: int) -> Iterator[Content]:
+def _exchange(said: GuideExchange, width: int) -> Iterator[Content]:
     yield from (row.content for row in wrapped(Content.styled(f"▌ {said.question}", "bold $text-primary"), width))
     yield Content("")
     prose = Prose()

@@ -146,10 +146,15 @@ def _cells(row: ModelRow) -> dict[str, Content]:
         "size": units.size(row.nbytes) if row.nbytes is not None else pending,
         "here": verdict,
         "expected": pending if line is None else units.rate(line.figures.expected_tps),
-        "context": "" if row.facts.context is None else units.short(row.facts.context),
+        "context": "" if row.facts.context is None else _tokens(row.facts.context),
         "licence": sanitise_line(row.facts.licence)[:10],
     }
     return {name: _cell(texts[name], cells) for name, cells in WIDE_COLUMNS}
+
+
+def _tokens(context: int) -> str:
+    """Return a context length as models are advertised: 4k, 128k."""
+    return f"{context / 1024:.0f}k" if context >= 1024 else str(context)
 
 
 def _cell(text: str, cells: int) -> Content:
@@ -304,7 +309,7 @@ class ModelList(OptionList, can_focus=False):
         self, rows: Sequence[ModelRow], library: ModelLibrary, loaded: str, *, searching: bool
     ) -> Iterator[tuple[str, Content]]:
         title, here = "", False
-        if library.estimates.advice is None and not searching:
+        if not searching and not any(row.section == "start" for row in rows):
             yield "start", section_line("Start here")
             yield "start:", Content.styled(f"  {estimating(library)}", FAINT)
         for row in rows:
@@ -340,8 +345,11 @@ HERE = "Mac" if sys.platform == "darwin" else "disk"
 
 
 def estimating(library: ModelLibrary) -> str:
-    """Return how far the estimates are that say which model to start with."""
+    """Return how far the estimates are that say which model to start with, or why none is named."""
     done, total = library.estimates.progress
+    if (advice := library.estimates.advice) is not None:
+        here = advice.start is not None
+        return "it is on this disk already" if here else sanitise_line(advice.note) or "nothing to recommend here"
     if library.estimates.problem:
         return f"unknown: {sanitise_line(library.estimates.problem)}"
     return f"estimating {done} of {total} models …" if total else "estimating …"
@@ -375,9 +383,9 @@ class ModelScreen(Dialog[str]):
         Binding("pagedown,f9", "page(1)", "Page down", id="model.page_down", show=False, priority=True),
         Binding("f3", "what_if", "What if", id="model.what_if"),
         Binding("f4", "convert", "Convert", id="model.convert"),
-        Binding("f5", "download", "Download, pause, resume", id="model.download"),
-        Binding("f6", "cancel", "Cancel a download, stop a conversion", id="model.cancel"),
-        Binding("f7", "unload", "Unload", id="model.unload"),
+        Binding("ctrl+g", "download", "Download, pause, resume", id="model.download", priority=True),
+        Binding("ctrl+k", "cancel", "Cancel a download, stop a conversion", id="model.cancel", priority=True),
+        Binding("ctrl+e", "unload", "Unload", id="model.unload", priority=True),
         Binding("ctrl+d", "remove", "Remove", id="model.remove", priority=True),
     ]
 
@@ -387,7 +395,10 @@ class ModelScreen(Dialog[str]):
         session: Session,
         what_if: Callable[[str], None],
         unload: Callable[[], None],
+        *,
+        text: str = "",
     ) -> None:
+        """text: what is searched for at once."""
         super().__init__()
         self._library = library
         self._session = session
@@ -397,12 +408,15 @@ class ModelScreen(Dialog[str]):
         self._afresh = True
         self._said = ""
         self._rest: Timer | None = None
+        self._text = text
 
     def compose(self) -> ComposeResult:
         """Yield the input line, the list, and the details of the selected row."""
         with Vertical(classes="box") as box:
             box.border_title = "Model"
-            yield Input(placeholder="Search here and on Hugging Face, or write a folder or an ID", compact=True)
+            yield Input(
+                self._text, placeholder="Search here and on Hugging Face, or write a folder or an ID", compact=True
+            )
             yield Static(id="head", markup=False)
             yield ModelList()
             yield Static(id="detail", markup=False)
@@ -615,15 +629,15 @@ class ModelScreen(Dialog[str]):
         if row is None:
             return []
         if row.converting:
-            return ["Enter shows it", "F6 stops"]
+            return ["Enter shows it", "Ctrl+K stops"]
         if row.download is not None and row.download.stage is DownloadStage.FAILED:
-            return ["Enter retries", "F6 cancels"]
+            return ["Enter retries", "Ctrl+K cancels"]
         if row.download is not None:
             going = row.download.stage in ACTIVE
-            return [f"F5 {'pauses' if going else 'resumes'}", "F6 cancels", "Enter loads it when complete"]
+            return [f"Ctrl+G {'pauses' if going else 'resumes'}", "Ctrl+K cancels", "Enter loads it when complete"]
         if not row.on_disk and row.home is None and is_id(row.model):
-            return ["Enter downloads and loads", "F5 downloads", "F3 what if"]
+            return ["Enter downloads and loads", "Ctrl+G downloads", "F3 what if"]
         if row.model == self._loaded:
-            return ["F7 unloads", "Enter reloads", "F3 what if", "F4 converts"]
+            return ["Ctrl+E unloads", "Enter reloads", "F3 what if", "F4 converts"]
         removes = [] if row.home in (None, "embedded") else ["Ctrl+D removes"]
         return ["Enter loads", *removes, "F3 what if", "F4 converts"]

@@ -212,9 +212,16 @@ class SettingsScreen(Dialog[Chosen]):
     AUTO_FOCUS = "Input"  # Enter saves there; on the box above, it ticks
     BINDINGS = [Binding("ctrl+t,ctrl+s", "save", "Save", id="settings.save", priority=True)]  # noqa: RUF012 (Textual's way)
 
-    def __init__(self, current: Chosen, recommended: Sampling, everywhere: Sampling) -> None:
-        """everywhere: the sampling of every chat that has none of its own."""
+    def __init__(
+        self,
+        current: Chosen,
+        recommended: Sampling,
+        everywhere: Sampling,
+        do: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """everywhere: the sampling of every chat that has none of its own. do: does the chat's action of an id."""
         super().__init__()
+        self._do = do
         self._everywhere = everywhere
         self._recommended = recommended
         self._current = current
@@ -243,6 +250,11 @@ class SettingsScreen(Dialog[Chosen]):
             yield Label("More about sampling", classes="group later")
             for field in RARE_FIELDS:
                 yield from _line(field, self._current.sampling)
+            yield Label("Colours and keys", classes="group later")
+            for name, label in (("theme", "Theme"), ("keys", "Keys")):
+                with Horizontal(classes="field"):
+                    yield Label(label)
+                    yield Button("Change", id=f"choose-{name}", compact=True)
             with Horizontal(classes="buttons"):
                 yield Button("Save", variant="primary", id="save", compact=True)
                 yield Button("Defaults", id="defaults", compact=True)
@@ -298,6 +310,20 @@ class SettingsScreen(Dialog[Chosen]):
         self.query_one("#problem", Static).update(problem)
         self.query_one("#problem").display = True
         self.query_one(".box").scroll_home(animate=False)
+
+    def on_screen_resume(self) -> None:
+        """Name the theme, which may have been chosen meanwhile."""
+        self.query_one("#choose-theme", Button).label = self.app.theme
+
+    @on(Button.Pressed, "#choose-theme")
+    def choose_theme(self) -> None:
+        """Open the list of themes; what is written here stays."""
+        self._do("theme")
+
+    @on(Button.Pressed, "#choose-keys")
+    def choose_keys(self) -> None:
+        """Open the list of keys; what is written here stays."""
+        self._do("keys")
 
     @on(Button.Pressed, "#defaults")
     def defaults(self) -> None:

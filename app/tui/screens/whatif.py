@@ -19,7 +19,7 @@ from textual.content import Content
 from textual.events import Resize
 from textual.suggester import SuggestFromList
 from textual.timer import Timer
-from textual.widgets import DataTable, Input, Label, Select, Static, TabbedContent, TabPane, Tabs
+from textual.widgets import DataTable, Input, Label, Select, Static, TabbedContent, TabPane
 from textual_plotext import PlotextPlot
 
 from ... import units
@@ -44,6 +44,7 @@ from ...chat.what_if_form import (
     KV_BITS,
     WEIGHTS,
     FormError,
+    chip_name,
     kv_bits,
     question_of,
     texts_of,
@@ -101,8 +102,12 @@ def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
 def chip_rows(lines: Iterable[ChipLine]) -> Iterator[Row]:
     """Yield a row for each chip."""
     for line in lines:
-        name = line.chip if line.gpu_cores is None else f"{line.chip}, {line.gpu_cores}"
-        yield (_plain(name), _number(units.bandwidth(line.bandwidth_gbs)), _fits(line.figures), *_speeds(line.figures))
+        yield (
+            _plain(chip_name(line.chip, line.gpu_cores)),
+            _number(units.bandwidth(line.bandwidth_gbs)),
+            _fits(line.figures),
+            *_speeds(line.figures),
+        )
 
 
 def model_rows(lines: Iterable[ModelLine], *, narrow: bool = False) -> Iterator[Row]:
@@ -324,6 +329,7 @@ def _tick(value: float) -> str:
 
 REST_S = 0.4  # longer than the gaps of a typist within a number
 NARROW = 90
+FILL_IN_MEMORY = "to see whether it fits, fill in the machine's memory above"
 WANTED: dict[str, Wanted] = {
     "cases": "table",
     "curve": "table",
@@ -360,7 +366,7 @@ class WhatIfScreen(Dialog[None]):
                 suggester = SuggestFromList(self._names, case_sensitive=False)
                 yield _pair("model", Input(values["model"], id="model", compact=True, suggester=suggester), "wide")
                 yield _pair("on", Select(CHIP_CHOICES, value=HERE, allow_blank=False, id="chip", compact=True))
-                yield _pair("memory", Input("", "GB", id="memory", compact=True, type="number"))
+                yield _pair("memory", Input("", "GB", id="memory", compact=True, type="number", valid_empty=True))
                 yield _pair("weights", Select(WEIGHTS, value="", allow_blank=False, id="bits", compact=True))
                 yield _pair("KV bits", Select(KV_BITS, value=values["kv"], allow_blank=False, id="kv", compact=True))
                 yield _pair("context", Input(values["context"], id="context", compact=True, type="integer"))
@@ -383,7 +389,7 @@ class WhatIfScreen(Dialog[None]):
     def on_mount(self) -> None:
         """Ask for the first case at once."""
         self.say_keys("Tab moves", "Esc closes")
-        self.query_one(Tabs).focus()
+        self.query_one("#model", Input).focus()
         self.ask()
 
     def on_resize(self, event: Resize) -> None:
@@ -452,9 +458,15 @@ class WhatIfScreen(Dialog[None]):
             self._note()
         elif event.error:
             del self._waiting[event.id]
+            self._clear(question.wanted)
             self._say(event.error, "$text-error")
         else:
             self._say(f"Estimating the catalogue: {event.done} of {event.total} models …")
+
+    def _clear(self, wanted: Wanted) -> None:
+        """Show nothing of what was asked before: it is not the answer to this question."""
+        if (answer := self._answers.pop(wanted, None)) is not None:
+            self._fill(wanted, Answer(answer.model, answer.place))
 
     def _fill(self, wanted: Wanted, answer: Answer) -> None:
         narrow = self._narrow
@@ -500,9 +512,18 @@ class WhatIfScreen(Dialog[None]):
             case "cache":
                 said = "scroll with ↑ ↓"
             case _:
-                said = self._reason(tab, answer) or " · ".join(each for each in (*answer.notes, answer.rule) if each)
+                notes = (*answer.notes, self._reason(tab, answer) or answer.rule)
+                said = " · ".join(dict.fromkeys(each for each in notes if each))
+                if self._lacks_memory(answer):
+                    said = " · ".join(each for each in (said, FILL_IN_MEMORY) if each)
         closer = "Enter shows its cases" if tab == "models" else ""
         self._say(" · ".join(part for part in (answer.model, answer.place, said, closer) if part))
+
+    def _lacks_memory(self, answer: Answer) -> bool:
+        """Whether nobody knows what fits, because the form does not say how much memory the machine has."""
+        lines: Sequence[CaseLine | ChipLine] = answer.cases or answer.chips
+        unknown = bool(lines) and all(each.figures.fits is None for each in lines)
+        return unknown and not self.query_one("#memory", Input).value.strip()
 
     def _reason(self, tab: str, answer: Answer) -> str:
         """Return the note of the selected row."""
@@ -525,10 +546,14 @@ def _table(name: str, columns: Sequence[str]) -> DataTable[Any]:
 
 
 def _refill(table: DataTable[Any], columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Replace the table's content; the cursor stays where it was."""
-    row = table.cursor_row
+    """Replace the table's content; the cursor stays where it was.
+
+    Widths are given: after a resize, Textual measures new columns by their heads alone.
+    """
+    row, filled = table.cursor_row, [tuple(cells) for cells in rows]
     table.clear(columns=True)
-    table.add_columns(*map(head, columns))
-    for cells in rows:
+    for number, column in enumerate(columns):
+        table.add_column(head(column), width=max((len(column), *(cells[number].cell_len for cells in filled))))
+    for cells in filled:
         table.add_row(*cells)
     table.move_cursor(row=min(row, table.row_count - 1))

@@ -349,6 +349,11 @@ class Prompt(TextArea):
         self.text, self.attachments = sanitise(draft.text), draft.attachments
         self.move_cursor(self.document.end)
 
+    def type(self, text: str) -> None:
+        """Write ``text`` at the cursor, as if it came from the keyboard."""
+        self._typing = True
+        self.insert(text)
+
     def give_back(self, text: str, attachments: tuple[Attachment, ...] = ()) -> None:
         """Put ``text`` and its attachments before what is written by now."""
         both = f"{text}\n{self.text}" if text and self.text.strip() and self.text != text else text or self.text

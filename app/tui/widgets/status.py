@@ -37,6 +37,8 @@ ACTED = {
     "other": "other version",
 }
 """Actions that have a price, by the ids of price questions."""
+MODE, MODE_SHORT = " MESSAGE ", " MSG "
+"""Shown while a message is selected."""
 MESSAGE_KEYS = {
     "again": "again",
     "edit": "edit",
@@ -156,7 +158,7 @@ def _next(session: Session, width: int) -> Content:
     if price is None:
         return Content("")
     if is_ready(price):
-        return Content.styled("next: ready", FAINT)
+        return Content.styled("prompt already processed", FAINT)
     takes = amount(price, " to read") if width >= ROOMY else amount(price, brief=True)
     return Content.styled(f"next: {takes}", FAINT)
 
@@ -168,8 +170,10 @@ def _prices(known: Sequence[KnownPrice], keymap: Keymap, width: int) -> str:
 
 
 def _price(known: KnownPrice) -> str:
-    """Return an action and its price: ``edit: up to 240 tokens, about 0.4 s``, or ``fork: ready``."""
+    """Return an action and its price: ``edit: up to 240 tokens, about 0.4 s``, or ``fork: instant``."""
     question = known.question
+    if is_ready(known.price):
+        return f"{ACTED[question.id]}: {READY}"
     takes = amount(known.price) if question.key is None else of_path(known.price)
     return f"{ACTED[question.id]}: {'up to ' if question.most else ''}{takes}"
 
@@ -180,7 +184,7 @@ def _short_price(known: KnownPrice) -> str:
 
 
 def _keyed_price(keymap: Keymap, known: KnownPrice) -> str:
-    """Return that with the action's key: ``e: ≤240``. Of two versions, either key shows the other: ``[: ready``."""
+    """Return that with the action's key: ``e: ≤240``. Of two versions, either key shows the other: ``[: instant``."""
     action = known.question.id
     return f"{keymap.key('older' if action == 'other' else action)}: {_short_amount(known)}"
 
@@ -228,25 +232,35 @@ class StatusLine(Static):
     def __init__(self, actions: Sequence[Action] = ACTIONS) -> None:
         super().__init__(markup=False)
         self.unsaved: Callable[[], bool] = lambda: False
+        self._shown: Content | None = None
+        self.rekey(actions)
+
+    def rekey(self, actions: Sequence[Action]) -> None:
+        """Show the keys of ``actions`` from now on."""
         self._actions = sorted((action for action in actions if action.footer), key=_importance)
         found = {action.id: action for action in actions}
         self._message_keys = [
             replace(found[name], label=word) for name, word in MESSAGE_KEYS.items() if found[name].keys
         ]
-        self._shown: Content | None = None
 
-    def show(self, session: Session, *, essentials: bool, selecting: bool) -> None:
-        """Show the model, and its figures if the panel does not. selecting: a message is selected, whose keys need the room."""
+    def show(self, session: Session, *, essentials: bool, selecting: bool, chosen: Action | None = None) -> None:
+        """Show the model, and its figures if the panel does not.
+
+        selecting: a message is selected: the line says so, and has its keys. chosen: the action that Enter does with it.
+        """
         actions = _useful(self._actions, session)
         keys = [
-            _key(action) for action in (_for_message(actions, self._message_keys, session) if selecting else actions)
+            _key(action, chosen=chosen is not None and action.id == chosen.id)
+            for action in (_for_message(actions, self._message_keys, session) if selecting else actions)
         ]
         width = self.content_size.width
         room = width - GAP - keys[0].cell_length  # the first key always stands there
         warning = Content.styled(" · not saved" if self.unsaved() else "", "$text-error")
         name = _name(session, min(LONGEST_NAME, room - len(LAMP) - warning.cell_length))
         left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, FAINT) + warning
-        if set_ := preferences.state(session.template):
+        if selecting:
+            left = _mode(chosen, width)
+        elif set_ := preferences.state(session.template):
             left += SEPARATOR + Content.styled(set_, FAINT)
         for part in _essentials(session) if essentials and not selecting else ():
             if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
@@ -277,11 +291,11 @@ def _essentials(session: Session) -> list[str]:
     if (rate := figures.decode_now(session) or (m.decode_tps if m else None)) is not None:
         parts.append(units.rate(rate))
     if m is not None and m.ttft_s is not None:
-        parts.append(f"TTFT {units.seconds(m.ttft_s)}")
+        parts.append(f"first token {units.wait(m.ttft_s)}")
     if held is not None and session.engine.info is not None:
         parts.append(f"{units.short(held)}/{units.short(session.engine.info.capacity)}")
     if gone := figures.tokens_out_of_sight(session):
-        parts.append(f"{units.short(gone)} out of sight")
+        parts.append(f"{units.short(gone)} forgotten")
     return parts
 
 
@@ -296,7 +310,17 @@ def _beside(left: Content, keys: Sequence[Content], width: int) -> Content:
     return left + " " * max(0, width - left.cell_length - shown.cell_length) + shown
 
 
-def _key(action: Action) -> Content:
+def _mode(chosen: Action | None, width: int) -> Content:
+    """Return what says that keys go to a message, and what Enter does."""
+    does = "" if chosen is None else f" Enter: {chosen.label.lower()}" if width >= ROOMY else " Enter"
+    return Content.styled(MODE if width >= ROOMY else MODE_SHORT, "bold reverse") + Content.styled(
+        does, "bold $text-primary"
+    )
+
+
+def _key(action: Action, *, chosen: bool = False) -> Content:
+    if chosen:
+        return Content.styled(f"{action.key_name} {action.label.lower()}", "bold reverse")
     return Content.styled(action.key_name, "$text-primary") + Content.styled(f" {action.label.lower()}", FAINT)
 
 
@@ -314,5 +338,5 @@ def _for_message(usual: Sequence[Action], of_message: Sequence[Action], session:
 
 def _importance(action: Action) -> int:
     """Return the rank of an action; those of low rank stay where the line is short."""
-    order = ("stop", "help", "choose_model", "new_chat", "chats", "explain", "regenerate", "palette", "send")
+    order = ("stop", "help", "leader", "choose_model", "new_chat", "chats", "explain", "regenerate", "palette", "send")
     return order.index(action.id)

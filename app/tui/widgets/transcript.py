@@ -15,13 +15,14 @@ from textual.reactive import var
 
 from tokamac.engine.events import TextKind
 
-from ...chat.actions import Keymap
+from ...chat.actions import Action, Keymap, one_name
 from ...chat.conversation import Reply, Turn
+from ...chat.figures import PRIMER
 from ..actions import bindings
 from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
 from ..markdown.rows import Row, wrapped
 from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, messages_of
-from ..theme import FAINT
+from ..theme import FAINT, LABEL
 from .page_view import PageView
 
 Hints = tuple[tuple[str, str], ...]
@@ -99,6 +100,25 @@ def _fitting(parts: list[list[Content]], height: int) -> list[Content]:
     return tight if len(parts) == 2 and len(tight) <= height else _fitting(parts[1:], height)
 
 
+class Primer:
+    """What the figures below a reply and beside it mean, below the first reply on this machine. It goes with the next prompt."""
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells: names beside their meanings, or above them where there is little room."""
+        lines: list[Content] = []
+        beside = width >= PRIMER_WIDE
+        for name, meaning in PRIMER:
+            lead = Content.styled(name.ljust(PRIMER_NAME) if beside else f"{name}: ", "bold")
+            indent = PRIMER_NAME if beside else 0
+            text = Content(meaning) if beside else lead + meaning
+            for index, row in enumerate(wrapped(text, max(1, width - indent - 2))):
+                before = (lead if index == 0 else Content(" " * indent)) if beside else Content("")
+                lines.append(before + row.content)
+        return [PageRow(Row(line), PRIMED) for line in lines]
+
+
+PRIMER_NAME, PRIMER_WIDE = 20, 60  # cells
+PRIMED = Frame(Content.styled(" ▎", "$secondary"), LABEL)
 SHARE: dict[str, float] = {"cpu": 0.03}
 """Of one core, where the model computes on the same cores."""
 SHARE_BESIDE_GPU = 0.3
@@ -133,23 +153,47 @@ class FramePacer:
         return True
 
 
+SHOWS = ("older", "newer")
+"""Actions on a message that only show another one: their keys need no Enter."""
 WIDEST = 96  # cells: longer lines are hard to read
 NARROWEST = 8
 SIDE = 2
 
 
 class Transcript(PageView, can_focus=False):
-    """The turns, oldest first. Tab goes to the messages: Up and Down select one, Enter unfolds its thinking."""
+    """The turns, oldest first. Tab goes to the messages: Up and Down select one, Enter unfolds its thinking.
+
+    A letter, or Left and Right, only chooses what to do with it; Enter does it. Two letters are a text: they go to the prompt.
+    """
 
     FOCUS_ON_CLICK = False
     BINDINGS = bindings("message")
 
+    class FiguresClicked(Message):
+        """The line below the reply ``key`` was clicked."""
+
+        def __init__(self, key: int) -> None:
+            super().__init__()
+            self.key = key
+
     selected: var[int | None] = var(None)
     """The key of the selected message."""
+    chosen: var[Action | None] = var(None)
+    """What Enter does with the selected message; None: it unfolds its thinking."""
 
-    def __init__(self, *, tour: bool = False, keymap: Keymap | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tour: bool = False,
+        keymap: Keymap | None = None,
+        act: Callable[[str], None] = lambda _: None,
+        write: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``act`` does the action of an id; ``write`` takes what is typed, which is the prompt's."""
         super().__init__()
-        self._tour, self._keymap, self._guide = tour, keymap, False
+        self._act, self._write = act, write
+        self._tour, self._keymap, self._guide = tour, keymap or Keymap(), False
+        self._letter = ""  # that was typed to choose, and is the first of a text if another one follows
         self._reply: ReplyMessage | None = None
         self._grown = False
         self._pace = FramePacer(SHARE_BESIDE_GPU)
@@ -174,6 +218,7 @@ class Transcript(PageView, can_focus=False):
 
     def begin(self, turn: Turn, model: str, *, share: float, again: bool) -> None:
         """Show a prompt and its empty reply, drawn with ``share`` of a core. again: replace the last reply."""
+        self._unprime()
         if again:
             if isinstance(self.messages[-1], ReplyMessage):  # else it is the first to this prompt
                 self._page.pop()
@@ -237,6 +282,16 @@ class Transcript(PageView, can_focus=False):
         if ended is not None:
             ended.end(reply)
             self._update(ended)
+
+    def prime(self) -> None:
+        """Tell, below the last reply, what the figures mean, until the next prompt."""
+        self._page.append(Primer())
+        self._show()
+
+    def _unprime(self) -> None:
+        if self.messages and isinstance(self.messages[-1], Primer):
+            self._clear_text_selection()
+            self._page.pop()
 
     # Size and place -------------------------------------------------------------------------------------------------------
 
@@ -305,7 +360,7 @@ class Transcript(PageView, can_focus=False):
         text: str
 
     def on_click(self, event: events.Click) -> None:
-        """Unfold or fold the thinking that was clicked; tell of a link, or of code to copy."""
+        """Unfold or fold the thinking that was clicked, explain the reply whose figures were, or tell of a link or of code."""
         y = self.scroll_offset.y + event.y
         if self.text_selection is not None or not 0 <= y < self._page.height:
             return
@@ -318,12 +373,28 @@ class Transcript(PageView, can_focus=False):
             return
         index, within = self._page.at(y)
         message = self.messages[index]
-        if isinstance(message, ReplyMessage) and message.is_thinking(within):
+        if not isinstance(message, ReplyMessage):
+            return
+        if message.is_thinking(within):
             self._toggle(message)
+        elif message.is_figures(within, self._page.width):
+            self.post_message(self.FiguresClicked(message.key))
+
+    def rekey(self, keymap: Keymap) -> None:
+        """Hear other keys."""
+        self._keymap = keymap
 
     def on_focus(self) -> None:
-        """Select the last message, unless one is selected."""
-        self._select_last()
+        """Select the last message in view, unless one is selected. The reader's place stays."""
+        if self._selected is None:
+            top, bottom = self.scroll_offset.y, self.scroll_offset.y + self.size.height
+            starts = {self._page.start(self.messages.index(each)): each for each in self._selectable}
+            seen = [each for y, each in starts.items() if y < bottom and y + self._rows_of(each) > top]
+            among = seen or self._selectable
+            self._select(among[-1] if among else None, follow=False)
+
+    def _rows_of(self, message: Spoken) -> int:
+        return self._page.rows_of(self.messages.index(message))
 
     def _keep_selection(self) -> None:
         """Where the selected message is gone, select the last: keys of messages never go to one that is not shown as selected."""
@@ -338,23 +409,61 @@ class Transcript(PageView, can_focus=False):
 
     def on_blur(self) -> None:
         """Select none."""
+        self._choose(None)
         self._select(None)
 
     def on_key(self, event: events.Key) -> None:
-        """Select another one, or unfold or fold its thinking."""
-        if self._selected is None:
+        """Select another message, choose what to do with it, or do that; what is typed goes to the prompt."""
+        letter = event.character if event.is_printable and event.character and not event.character.isspace() else ""
+        if letter:
+            self._typed(letter, event.key)
+        elif self._selected is None or not self._pressed(event.key):
             return
-        match event.key:
-            case "enter" | "space" if isinstance(self._selected, ReplyMessage):
-                self._toggle(self._selected)
-            case "up" | "down":
-                messages = self._selectable
-                index = messages.index(self._selected) + (1 if event.key == "down" else -1)
-                self._select(messages[max(0, min(len(messages) - 1, index))])
-            case _:
-                return
         event.stop()
         event.prevent_default()
+
+    def _typed(self, letter: str, key: str) -> None:
+        """Choose the action of a letter; one that is no such key, or a second one, begins a text in the prompt."""
+        actions = {one_name(each): action for action in self._for_message for each in action.keys}
+        action = actions.get(key) if self._selected is not None and not self._letter else None
+        if action is None:
+            text, self._letter = self._letter + letter, ""
+            self._write(text)
+        elif action.id in SHOWS:
+            self._act(action.id)
+        else:
+            self._letter, self.chosen = letter, action
+
+    def _pressed(self, key: str) -> bool:
+        """Do what a key does that writes nothing; return whether it does anything."""
+        match key:
+            case "enter" if self.chosen is not None:
+                action = self.chosen
+                self._choose(None)
+                self._act(action.id)
+            case "enter" | "space" if isinstance(self._selected, ReplyMessage):
+                self._toggle(self._selected)
+            case "left" | "right":
+                actions = [action for action in self._for_message if action.keys and action.id not in SHOWS]
+                at = actions.index(self.chosen) if self.chosen in actions else -1 if key == "right" else 0
+                self._choose(actions[(at + (1 if key == "right" else -1)) % len(actions)])
+            case "backspace" | "delete" if self.chosen is not None:
+                self._choose(None)
+            case "up" | "down" if self._selected is not None:
+                self._choose(None)
+                messages = self._selectable
+                index = messages.index(self._selected) + (1 if key == "down" else -1)
+                self._select(messages[max(0, min(len(messages) - 1, index))])
+            case _:
+                return False
+        return True
+
+    @property
+    def _for_message(self) -> list[Action]:
+        return [action for action in self._keymap.actions if action.scope == "message"]
+
+    def _choose(self, action: Action | None) -> None:
+        self._letter, self.chosen = "", action
 
     def _toggle(self, message: ReplyMessage) -> None:
         if not message.thinking:
@@ -365,14 +474,15 @@ class Transcript(PageView, can_focus=False):
         self._update(message)
         self._following = self.scroll_offset.y >= self.max_scroll_y
 
-    def _select(self, message: Spoken | None) -> None:
+    def _select(self, message: Spoken | None, *, follow: bool = True) -> None:
+        """Select a message, or none. follow: and bring it into view."""
         before, self._selected = self._selected, message
         self.selected = None if message is None else message.key
         for each in (before, message):
             if each is not None and each in self.messages:
                 each.selected = each is message
                 self._update(each)
-        if message is not None:
+        if message is not None and follow:
             self._bring_into_view(message)
 
     def _bring_into_view(self, message: PageItem) -> None:

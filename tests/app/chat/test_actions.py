@@ -17,7 +17,7 @@ from textual.widgets import TextArea
 from tokamac.app import settings
 from tokamac.app.backend.protocol import Load, Loaded, ModelInfo
 from tokamac.app.chat import actions as keymap_module
-from tokamac.app.chat.actions import ACTIONS, NAMED_KEYS, NEWLINE_KEYS, Keymap, by_slash, keymap, one_name
+from tokamac.app.chat.actions import ACTIONS, NAMED_KEYS, NEWLINE_KEYS, Keymap, by_slash, keymap, one_name, refusal
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase, Notice
 from tokamac.app.settings import Settings
@@ -40,35 +40,40 @@ PROMISED = {
     "open": set(),
     "title": set(),
     "pin": set(),
-    "context": {"f10"},
+    "context": {"ctrl+x i"},
     "folder": set(),
     "delete_chat": set(),
     "restore_chat": set(),
     "export": set(),
     "import": set(),
-    "branches": {"f6"},
+    "branches": {"f6", "ctrl+x t"},
     "regenerate": {"ctrl+r"},
     "choose_model": {"ctrl+o"},
+    "models": set(),
     "pull": set(),
     "adapter": set(),
     "unload": set(),
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},
     "thinking": set(),
-    "convert": {"f4"},
-    "explain": {"f2"},
-    "steps": {"f10"},
-    "what_if": {"f3"},
+    "convert": {"f4", "ctrl+x c"},
+    "explain": {"f2", "ctrl+x e"},
+    "steps": {"f10", "ctrl+x s"},
+    "what_if": {"f3", "ctrl+x w"},
     "attach": {"@"},
     "detach": {"backspace"},
     "earlier": {"up"},
     "later": {"down"},
+    "undo": {"ctrl+underscore", "ctrl+slash"},
+    "redo": {"ctrl+y"},
     "editor": {"ctrl+g"},
-    "toggle_panel": {"ctrl+b", "f5"},
+    "toggle_panel": {"ctrl+b", "ctrl+x b"},
+    "all_figures": {"f5", "ctrl+x y"},
     "palette": {"ctrl+p"},
     "messages": {"tab"},
-    "gauges": set(),
+    "gauges": {"ctrl+x f"},
     "edit": {"e"},
+    "edit_reply": set(),
     "again": {"r"},
     "continue": {"g"},
     "older": {"["},
@@ -77,12 +82,17 @@ PROMISED = {
     "copy_message": {"y"},
     "copy_code": {"c"},
     "links": {"l"},
-    "scroll_end": {"ctrl+end"},
-    "page_up": {"pageup", "f8"},
-    "page_down": {"pagedown", "f9"},
+    "scroll_top": {"ctrl+home", "ctrl+x a"},
+    "scroll_end": {"ctrl+end", "ctrl+x z"},
+    "page_up": {"pageup", "f8", "ctrl+x u"},
+    "page_down": {"pagedown", "f9", "ctrl+x d"},
     "copy": {"ctrl+c"},
-    "ask_guide": {"f7"},
-    "help": {"f1"},
+    "ask_guide": {"f7", "ctrl+x g"},
+    "help": {"f1", "ctrl+x h"},
+    "leader": {"ctrl+x"},
+    "keys": {"ctrl+x k"},
+    "theme": {"ctrl+x v"},
+    "suspend": {"ctrl+z"},
     "leave": {"ctrl+q"},
 }
 
@@ -104,7 +114,8 @@ def test_every_action_can_be_done_and_is_reached_by_a_key_or_a_command_of_its_ow
 
 def test_whatever_a_terminal_may_keep_for_itself_has_a_command_or_stands_in_the_palette() -> None:
     keyed = [action for action in ACTIONS if not action.slash and not action.palette]
-    assert {action.id: set(action.keys) for action in keyed} == {"earlier": {"up"}, "later": {"down"}, "again": {"r"}}
+    known = {"earlier": {"up"}, "later": {"down"}, "again": {"r"}, "copy": {"ctrl+c"}}  # no terminal keeps Ctrl+C
+    assert {action.id: set(action.keys) for action in keyed} == known
     assert by_slash("again") is not None  # of the last reply; "r" is of the one that is pointed at
 
 
@@ -177,7 +188,10 @@ def test_a_key_can_be_given_up_where_a_command_or_the_palette_is_left() -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "why"),
     [
-        ("explian", ("f18",), "no such action; explain is one"),
+        ("explian", ("f18",), "no such action; the nearest: explain"),
+        ("explian", ("f18",), "/keys, or tokamac help keys, lists all"),
+        ("explain", ("ctrl+k x",), "does not begin with the leader key"),
+        ("explain", ("leader up",), "does not end with one letter"),
         ("zzz", ("f18",), "no such action"),
         ("send", ("f18",), "fixed"),
         ("explain", ("f3",), "already a key of what_if"),
@@ -199,6 +213,26 @@ def test_what_can_not_be_had_is_named_with_its_reason(name: str, keys: tuple[str
     assert name in warning
     assert why in warning
     assert made.actions == ACTIONS
+
+
+def test_a_chord_is_taken_by_any_name_of_its_leader_and_moves_with_it() -> None:
+    made = keymap({"title": ("leader q",), "leader": ("ctrl+k",), "export": ("ctrl+k x",)})
+    assert made.warnings == ()
+    assert [made.key(name) for name in ("title", "export")] == ["Ctrl+K Q", "Ctrl+K X"]
+    assert next(each for each in made.actions if each.id == "explain").key_names == "F2, Ctrl+K E"
+    assert keymap({"leader": ()}).key("gauges") == "/gauges"
+
+
+def test_a_chord_that_came_later_gives_way_to_the_users_and_so_does_a_key_of_a_new_action() -> None:
+    made = keymap({"title": ("ctrl+x e",), "export": ("ctrl+z",), "palette": ("ctrl+x",)})
+    assert made.warnings == ()
+    assert made.key("explain") == "F2"
+    assert dict(keys_of(made.actions))["suspend"] == ()
+
+
+def test_why_a_key_can_not_be_had_is_told_before_it_is_chosen() -> None:
+    assert refusal("explain", ("f3",), {}) == "f3 is already a key of what_if"
+    assert refusal("explain", ("f3",), {"what_if": ("f18",)}) == ""
 
 
 def test_of_two_entries_that_want_one_key_the_first_has_it() -> None:
@@ -269,13 +303,14 @@ async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_p
         await c.pilot.press("escape", "tab", "r")
         await c.pilot.pause()
         assert c.session.turns[0].reply_place == (1, 1)
-        await c.pilot.press("x")
+        await c.pilot.press("escape", "tab", "x", "enter")
         await c.until(lambda: c.session.turns[0].reply_place == (2, 2) and c.session.turns[0].reply)
 
 
 def test_no_second_key_is_one_that_the_prompt_needs_or_that_another_action_has() -> None:
-    second = {action.id: action.keys[1] for action in ACTIONS if action.bound and len(action.keys) > 1}
-    assert second == {"toggle_panel": "f5", "page_up": "f8", "page_down": "f9"}
+    plain = {action.id: [key for key in action.keys if " " not in key] for action in ACTIONS if action.bound}
+    second = {name: keys[1] for name, keys in plain.items() if len(keys) > 1}
+    assert second == {"page_up": "f8", "page_down": "f9", "undo": "ctrl+slash"}
     prompt = {binding.key for binding in Binding.make_bindings(TextArea.BINDINGS)}
     assert prompt & {"f6", "pageup"}  # what it has is found
     assert not prompt & set(second.values())
@@ -286,9 +321,6 @@ async def test_the_second_keys_do_what_the_first_do_while_something_is_written(c
         await c.phase(EnginePhase.IDLE)
         await c.ask("list")
         await c.type("half a thought")
-        assert c.app.chat.query_one("#panel").display
-        await c.pilot.press("f5")
-        assert not c.app.chat.query_one("#panel").display
         await c.until(lambda: c.transcript.scroll_y == c.transcript.max_scroll_y > 40)
         await c.pilot.press("f8")
         await c.until(lambda: c.transcript.scroll_y < c.transcript.max_scroll_y)
@@ -349,8 +381,6 @@ async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Pat
         assert "F19  shows every key" in shown
         await c.send("/nosuch")
         await c.until(lambda: "There is no command /nosuch. F19 lists them" in c.notices)
-        c.app.chat.do("copy")
-        await c.until(lambda: "/quit quits, Ctrl+K stops a reply" in c.notices)
         c.prompt.text = ""
         await c.send("hi")
         await c.until(lambda: "Ctrl+K stops" in c.screen_text())
@@ -364,7 +394,17 @@ async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Pat
 def test_no_text_names_a_key_that_can_be_changed() -> None:
     """A key's name may stand in a text only where it is a dialog's own, or not the user's to change."""
     changeable = {action.key_name for action in ACTIONS if action.bound and action.scope == "chat"} - {"Esc"}
-    own = {"F3", "F4", "F5", "F6", "F7", "Ctrl+S"}  # of dialogs, which have them by themselves
+    own = {
+        "F3",
+        "F4",
+        "F5",
+        "F6",
+        "F7",
+        "Ctrl+S",
+        "Ctrl+R",
+        "Ctrl+Z",
+        "Ctrl+G",
+    }  # of dialogs, which have them by themselves
     pattern = re.compile(r"(?:Ctrl|Alt)\+[A-Z][a-z]*|\bF[0-9]{1,2}\b")
     named = set()
     app = Path(keymap_module.__file__).parent.parent

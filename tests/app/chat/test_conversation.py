@@ -225,7 +225,7 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
         await c.pilot.press("tab")
         await c.until(lambda: "continue: " in c.screen_text(), "prices")
         c.session.sampling = Sampling()
-        await c.pilot.press("g")
+        await c.pilot.press("g", "enter")
         await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
         assert c.session.turns[-1].reply is not None
         assert c.session.turns[-1].reply.text == whole

@@ -4,20 +4,23 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.app.chat.test_session import LOADED, Clock
 from tests.scripted_engine import CHIP, PACE, SITUATION, WORK
 from tokamac.app import units, verdict
 from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo, ReplyEvent
 from tokamac.app.chat import figures
-from tokamac.app.chat.conversation import Reply, Turn, messages
+from tokamac.app.chat.conversation import Reply, Tree, Turn, messages
 from tokamac.app.chat.figures import FIGURES, Explained, Figure, explain
 from tokamac.app.chat.session import Session
-from tokamac.app.tui.markdown.turns import VERDICT, ReplyMessage
+from tokamac.app.tui.markdown.turns import FIGURES as FIGURES_FRAME
+from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.figure import explanation, figure_text
 from tokamac.app.tui.theme import bar, sparkline
-from tokamac.app.tui.widgets.gauges import NONE_YET, WIDTH, rows
-from tokamac.app.verdict import HOW, WHOLE, brief, remedy_text, sentence
+from tokamac.app.tui.widgets.gauges import NONE_YET, VERDICT_ROWS, WIDTH, Layout, rows
+from tokamac.app.verdict import HOW, figures_text, headline, is_held_up, remark, remedy_text, sentence
 from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import Sampling
@@ -173,7 +176,7 @@ def test_what_was_left_out_of_the_prompt_is_out_of_sight_too() -> None:
     at.on_event(ReplyEvent(1, Truncated(1, 30)))
     at.on_event(ReplyEvent(1, PrefillProgress(60, 90, 20)))
     assert figures.context_of(at) == figures.Context(20, 40, 0, 100, 30)
-    assert inputs("out of sight", at) == {"left out": "30", "rolled out": "0"}
+    assert inputs("out of sight", at) == {"left out": "30", "dropped": "0"}
 
 
 def test_while_a_reply_is_written_the_figures_are_of_now() -> None:
@@ -189,47 +192,252 @@ def test_while_a_reply_is_written_the_figures_are_of_now() -> None:
     assert explain("diagnosis", at).why == "a reply is running"
 
 
-def test_there_are_as_many_rows_whatever_is_known_and_none_is_too_wide() -> None:
+FEW, EVERY = Layout(33), Layout(33, every=True)
+
+
+@pytest.mark.parametrize("layout", [FEW, EVERY, Layout(0), Layout(99, every=True)])
+def test_while_a_reply_is_made_there_are_as_many_rows_and_none_is_ever_too_wide(layout: Layout) -> None:
     wide = replace(METRICS, itl_ms=Gaps(10_000.0, 12_000.0, 13_000.0, 13_000.0), prompt_tokens=1_000_000)
     bare = Session(Load("a/very-long-name-of-a-model-that-goes-on"), Sampling(), "", Clock())
-    at = [
-        bare,
-        session(),
-        ended(),
-        ended(metrics=wide),
-        ended(outliers=(Outlier(7, 90.0, ("kv growth", "pool cleared")),)),
+    reading, writing = session(), session()
+    for at in (reading, writing):
+        at.submit("one")
+    writing.on_event(ReplyEvent(1, PrefillProgress(150, 150, 100)))
+    writing.on_event(ReplyEvent(1, TextChunk("a")))
+    writing.on_event(ReplyEvent(1, Live(METRICS, 171, (50.0, 40.0, 35.0), 2_020_000_000, 48.5)))
+    assert len(rows(reading, layout)) == len(rows(writing, layout))
+    slow = ended(outliers=(Outlier(7, 90.0, ("kv growth", "pool cleared")),))
+    for at in (bare, session(), ended(), ended(metrics=wide), slow, reading, writing):
+        assert max(row.content.cell_length for row in rows(at, layout)) <= WIDTH
+
+
+def test_the_verdict_takes_as_many_rows_as_before_while_the_next_reply_is_made() -> None:
+    at = ended()
+    before = len(rows(at, FEW))
+    told = sum(row.figure == "diagnosis" for row in rows(at, FEW)) - 1
+    at.submit("two")
+    assert len(rows(at, replace(FEW, verdict=told))) == before
+
+
+def test_the_panel_leads_with_the_verdict_and_three_figures_and_says_how_to_see_more() -> None:
+    shown = [row.content.plain for row in rows(ended(), FEW)]
+    named = [row.figure for row in rows(ended(), FEW) if row.figure is not None]
+    assert list(dict.fromkeys(named)) == ["model", "diagnosis", "mean", "ttft", "context"]
+    assert [line.split("  ")[0] for line in shown if line.startswith(("speed", "first token", "context"))] == [
+        "speed",
+        "first token",
+        "context",
     ]
-    assert len({len(rows(each, 0)) for each in at}) == 1
-    assert len({len(rows(each, 99)) for each in at}) == 1
-    for each in at:
-        assert max(row.content.cell_length for row in rows(each, 0)) <= WIDTH
-    assert len(rows(bare, 99)) > len(rows(bare, 0))
+    assert shown[-2:] == ["Tab or click · Enter explains", "F5 all figures"]
+    assert len(shown) <= 33  # what a window of 36 rows leaves
+    assert shown.index("LAST REPLY") < shown.index("Faster than most people read.")
 
 
 def test_every_figure_has_a_row_and_the_rows_are_in_its_order() -> None:
     for at in (session(), ended()):
-        shown = [row.figure for row in rows(at, 0) if row.figure is not None]
+        shown = [row.figure for row in rows(at, EVERY) if row.figure is not None]
         assert list(dict.fromkeys(shown)) == list(FIGURES)
+
+
+@given(st.lists(st.sampled_from([*get_args(Waits)]), min_size=1, max_size=1), st.floats(0.0005, 2), st.floats(0.001, 1))
+def test_no_sentence_of_the_verdict_is_cut(bounds: list[Waits], of_expected: float, of_ceiling: float) -> None:
+    diagnosis = found("decode", 3.0, PACKED, bound=bounds[0], of_expected=of_expected, of_ceiling=of_ceiling)
+    at = ended()
+    at.diagnosis = replace(diagnosis, throttles=("thermal", "low power"))
+    text = " ".join(row.content.plain for row in rows(at, FEW) if row.figure == "diagnosis").partition("LAST REPLY ")[2]
+    said = figures.verdict(at)
+    assert text in [" ".join(said[:many]) for many in range(1, len(said) + 1)]
+    assert sum(row.figure == "diagnosis" for row in rows(at, FEW)) <= VERDICT_ROWS + 1
 
 
 def test_before_a_reply_the_rows_say_that_there_is_none_and_no_zero() -> None:
     at = session()
     at.on_event(LOADED)
-    text = {row.figure: row.content.plain for row in reversed(rows(at, 0)) if row.figure is not None}
+    text = {row.figure: row.content.plain for row in reversed(rows(at, EVERY)) if row.figure is not None}
     assert text["ttft"].endswith(NONE_YET)
     assert text["kv"].endswith(NONE_YET)
     assert not any(word.startswith("0") for word in " ".join(text.values()).split())
 
 
-def test_the_diagnosis_is_a_sentence_in_the_panel() -> None:
-    text = " ".join(row.content.plain for row in rows(ended(), 0) if row.figure == "diagnosis")
-    assert text.startswith("1.5 s in all, of which")
-
-
 def test_a_models_name_is_foreign_text() -> None:
     at = session(replace(INFO, name="a\x1b[2Jb"))
-    assert "\x1b" not in "".join(row.content.plain for row in rows(at, 0))
+    assert "\x1b" not in "".join(row.content.plain for row in rows(at, FEW))
     assert all("\x1b" not in each.value for each in explain("model", at).inputs)
+
+
+COUNTS = st.one_of(st.integers(0, 2000), st.integers(0, 2_000_000))
+
+
+@given(COUNTS, COUNTS, COUNTS, st.one_of(st.none(), COUNTS))
+def test_the_legend_of_the_context_shows_every_count_with_its_unit(
+    cached: int, computed: int, written: int, capacity: int | None
+) -> None:
+    counted = replace(
+        METRICS,
+        prompt_tokens=cached + computed,
+        cached_tokens=cached,
+        generated_tokens=max(written, 1),
+        prefill_tokens=computed,
+    )
+    at = ended(replace(INFO, capacity=capacity, rolls=True), counted)
+    context = figures.context_of(at)
+    assert context is not None
+    legend = " ".join(row.content.plain for row in rows(at, EVERY) if row.figure == "context")
+    assert max(row.content.cell_length for row in rows(at, EVERY)) <= WIDTH
+    assert f"written {units.short(context.written)}" in legend
+    if (
+        context.out_of_sight
+    ):  # which part of the prompt they were of is not told: no "cached 0" below "cached tokens 192"
+        assert f"prompt {units.short(context.cached + context.computed)}" in legend
+        assert "cached" not in legend
+    else:
+        assert f"cached {units.short(context.cached)} " in legend
+        assert f"read {units.short(context.computed)} " in f"{legend} "
+
+
+def test_the_guide_is_not_judged_like_a_model() -> None:
+    at = ended(replace(INFO, name="guide"))
+    at.engine.load = Load("guide")
+    assert figures.verdict(at) == (
+        "Faster than most people read.",
+        "The built-in guide is tiny. Ctrl+O gets a model for real chats.",
+    )
+
+
+def test_while_a_reply_is_made_the_verdict_says_what_is_being_done() -> None:
+    at = session()
+    assert figures.verdict(at) == ("Nothing measured yet.",)
+    at.submit("one")
+    assert (at.which, figures.verdict(at)) == ("this reply", ("Reading the prompt …",))
+    at.on_event(ReplyEvent(1, TextChunk("a")))
+    assert figures.verdict(at) == ("Writing …",)
+
+
+# Replies of earlier days: the panel shows what was stored with them, beside the ceiling that is believed now.
+
+
+def saved(*replies: Reply) -> Tree:
+    """A conversation as it is read from the store."""
+    tree = Tree()
+    for reply in replies:
+        prompt = tree.ask("why?", tree.head)
+        tree.end(tree.answer(prompt.key).key, reply)
+    return tree
+
+
+OLD = Reply(
+    "old",
+    model="org/model",
+    metrics=METRICS,
+    outliers=(Outlier(7, 90.0),),
+    diagnosis=diagnose(METRICS, WORK, CHIP, PACE, SITUATION),
+)
+
+
+def test_a_chat_that_is_opened_shows_what_was_stored_with_its_last_reply() -> None:
+    at = session()
+    at.open(saved(OLD))
+    assert (at.metrics, at.outliers, at.which) == (METRICS, OLD.outliers, "last reply, saved earlier")
+    assert value("mean", at) == "20.0 tok/s"
+    assert explain("diagnosis", at).value.startswith("Took 1.5 s")
+    assert NONE_YET not in " ".join(row.content.plain for row in rows(at, FEW))
+    at.submit("and now?")
+    assert (at.metrics, at.which) == (None, "this reply")
+    at.new_chat()
+    assert (at.metrics, at.which) == (None, "speed")
+
+
+def test_the_reply_of_another_model_is_said_to_be_one() -> None:
+    at = session()
+    at.open(saved(replace(OLD, model="other/model")))
+    assert at.which == "last reply, other model"
+
+
+def test_the_path_that_is_shown_is_the_one_whose_figures_are() -> None:
+    at = session()
+    slow = replace(METRICS, decode_tps=5.0)
+    tree = saved(OLD)
+    first = tree.head
+    assert first is not None
+    prompt = tree.nodes[first].parent
+    assert prompt is not None
+    tree.end(tree.answer(prompt).key, replace(OLD, metrics=slow))
+    at.open(tree)
+    assert value("mean", at) == "5.00 tok/s"
+    at.show_path(first)
+    assert value("mean", at) == "20.0 tok/s"
+
+
+def test_a_message_that_is_selected_has_its_reply_shown_with_a_mark() -> None:
+    at = session()
+    slow = replace(METRICS, decode_tps=5.0, total_s=4.5)
+    at.open(saved(replace(OLD, metrics=slow, diagnosis=None), OLD))
+    first, second = at.turns
+    for key in (first.key, first.reply_key):
+        earlier = figures.pointed_at(at, key)
+        assert earlier.which == "earlier reply · 1 of 2"
+        assert explain("mean", earlier).value == "5.00 tok/s"
+        assert "EARLIER REPLY · 1 OF 2" in [row.content.plain for row in rows(earlier, FEW)]
+        for figure in FIGURES:
+            assert explain(figure, earlier).value
+    assert figures.pointed_at(at, second.reply_key) is at
+    assert figures.pointed_at(at, None) is at
+
+
+def test_while_a_reply_is_written_an_earlier_one_can_be_looked_at() -> None:
+    at = session()
+    at.open(saved(OLD))
+    key = at.turns[0].reply_key
+    at.submit("and now?")
+    earlier = figures.pointed_at(at, key)
+    assert (earlier.which, earlier.engine.replying) == ("earlier reply · 1 of 2", False)
+    assert explain("mean", earlier).value == "20.0 tok/s"
+    assert figures.pointed_at(at, at.turns[-1].key) is at
+
+
+def test_all_views_have_one_ceiling() -> None:
+    at = session()
+    at.open(saved(OLD, OLD))
+    better = replace(METRICS, ceiling_tps=60.0)
+    at.submit("and now?")
+    at.on_event(
+        ReplyEvent(1, Finished("stop", "text", better, diagnosis=diagnose(better, WORK, CHIP, PACE, SITUATION)))
+    )
+    assert at.engine.bandwidth_gbs == pytest.approx(121.2)
+    for turn in at.turns:
+        shown = figures.pointed_at(at, turn.reply_key)
+        assert turn.reply is not None
+        told = at.engine.with_ceiling(turn.reply)  # what F2 shows
+        assert shown.metrics is not None
+        assert told.metrics is not None
+        assert told.diagnosis is not None
+        terms = {term.key: term.value for term in told.diagnosis.terms}
+        assert shown.metrics.ceiling_tps == told.metrics.ceiling_tps == terms["ceiling"] == pytest.approx(60.0)
+        assert told.diagnosis.part("decode").of_ceiling == pytest.approx(20 / 60)
+        assert inputs("ceiling", at)["ceiling"] == "60.0 tok/s"
+
+
+def test_a_bandwidth_that_was_disproved_leaves_no_old_ceiling() -> None:
+    at = session()
+    at.open(saved(OLD))
+    at.submit("and now?")
+    at.on_event(ReplyEvent(1, Finished("stop", "text", replace(METRICS, ceiling_tps=None, achieved_gbs=99.0))))
+    earlier = figures.pointed_at(at, at.turns[0].reply_key)
+    assert earlier.metrics is not None
+    assert (earlier.metrics.ceiling_tps, at.engine.ceiling_tps, at.engine.bandwidth_gbs) == (None, None, None)
+
+
+def test_the_ceiling_of_another_model_stays_as_it_was_measured() -> None:
+    at = session()
+    other = replace(OLD, model="other/model", metrics=replace(METRICS, ceiling_tps=7.0))
+    assert at.engine.with_ceiling(other) is other
+
+
+def test_what_loading_took_is_explained() -> None:
+    at = session()
+    at.on_event(MemoryUse(310_000_000, 1_240_000_000, 12_000_000_000))
+    assert "took 1.24 GB for a moment" in explain("peak", at).meaning
+    assert "for a moment" not in explain("peak", ended()).meaning
 
 
 # The sentence under a reply, the figures of the panel, and how numbers are written.
@@ -265,80 +473,125 @@ def found(name: PartName, seconds: float, *remedies: Remedy, **more: Any) -> Dia
 PACKED = Remedy("packed keys and values", 2.1, 8, 31.0, 38.0)
 
 
+TOOK = "Took 3.1 s: 2.4 s reading 1,200 prompt tokens (prefill"
+WROTE = "Took 3.1 s: 3.0 s writing 50 tokens (decode"
+
+
 @pytest.mark.parametrize(
     ("diagnosis", "said"),
     [
         (
             found("prefill", 2.4, bound="compute", of_ceiling=0.61, of_expected=0.92),
-            "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill, bound by arithmetic: 61% of what this machine "
-            "allows and 92% of what is expected).",
+            f"{TOOK}, limited by arithmetic; 61% of the hardware limit and 92% of the expected speed).",
         ),
-        (
-            found("prefill", 2.4, bound="not memory"),
-            "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill, not bound by memory).",
-        ),
-        (found("prefill", 2.4), "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill)."),
+        (found("prefill", 2.4, bound="not memory"), f"{TOOK}, not limited by memory)."),
+        (found("prefill", 2.4), f"{TOOK})."),
         (
             found("decode", 3.0, PACKED, bound="memory", of_ceiling=0.74),
-            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by memory: 74% of what this machine allows); "
-            "8-bit keys and values: decode from 31.0 to 38.0 tok/s at this context, 2.1 s less.",
+            f"{WROTE}, limited by memory bandwidth; 74% of the hardware limit). What would help: "
+            "8-bit keys and values: decode from 31.0 to 38.0 tok/s at this context, saves 2.1 s.",
         ),
         (
             found("decode", 3.0, Remedy("quiet machine", 1.2, None, 20.0, 31.0), bound="overhead", of_expected=0.6),
-            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by neither memory nor arithmetic: only 60% of what is "
-            "expected); with this machine undisturbed: decode from 20.0 to 31.0 tok/s, 1.2 s less.",
+            f"{WROTE}, limited by the overhead of each step, not by memory or arithmetic; only 60% of the expected speed). "
+            "Something else was using the machine; alone it would have taken 1.9 s.",
         ),
-        (
-            found("decode", 3.0),
-            "3.1 s in all, of which 3.0 s writing 50 tokens (decode); 300 of 1,500 prompt tokens were still cached.",
-        ),
-        (found("wait", 2.5), "3.1 s in all, of which 2.5 s went by before the prompt was read."),
-        (None, "3.1 s in all, 2.5 s of it before the first token."),
+        (found("decode", 3.0), f"{WROTE}). 300 of 1,500 prompt tokens came from the prompt cache."),
+        (found("wait", 2.5), "Took 3.1 s: 2.5 s went by before the prompt was read."),
+        (None, "Took 3.1 s, 2.5 s of it before the first token."),
     ],
 )
 def test_the_sentence_names_the_part_the_reason_and_what_would_help(diagnosis: Diagnosis | None, said: str) -> None:
     assert sentence(VERDICT_METRICS, diagnosis) == said
 
 
-def test_without_a_token_the_sentence_says_so() -> None:
-    assert sentence(replace(VERDICT_METRICS, ttft_s=None, total_s=None), None) == "No token was made."
-    assert brief(replace(VERDICT_METRICS, ttft_s=None, total_s=None), None) == "No token was made."
+def test_without_a_token_every_form_says_so() -> None:
+    nothing = replace(VERDICT_METRICS, ttft_s=None, total_s=None, decode_tps=None, generated_tokens=0)
+    assert sentence(nothing, None) == "No token was made."
+    assert headline(nothing, None) == ("No token was made.",)
+    assert (figures_text(nothing), remark(nothing, None)) == ("no token was made", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "74.0 tok/s · 50 tokens · first token 2.5 s"),
+        ({"ttft_s": 0.06}, "74.0 tok/s · 50 tokens · first token 0.06 s"),
+        ({"ttft_s": 0.0004}, "74.0 tok/s · 50 tokens · first token under 0.01 s"),
+        ({"ttft_s": 0.998, "decode_tps": 1234.0}, "1,234 tok/s · 50 tokens · first token 1.0 s"),
+        ({"decode_tps": None, "generated_tokens": 1}, "1 token · first token 2.5 s"),
+    ],
+)
+def test_the_line_below_a_reply_has_its_speed_its_tokens_and_the_wait(change: dict[str, Any], said: str) -> None:
+    assert figures_text(replace(VERDICT_METRICS, **change)) == said
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "said"),
+    [
+        (found("prefill", 2.4, bound="compute", of_expected=0.92), "reading the prompt took 2.4 of 3.1 s"),
+        (found("decode", 3.0, PACKED, bound="overhead", of_expected=0.6), "60% of the expected speed"),
+        (found("decode", 3.0, bound="memory", of_expected=0.95), ""),
+        (found("decode", 0.05, bound="overhead", of_expected=0.5), ""),
+        (found("prefill", 0.9), ""),
+        (found("wait", 2.5), "waited 2.5 s before the prompt was read"),
+        (None, ""),
+    ],
+)
+def test_a_remark_is_made_only_where_it_says_something(diagnosis: Diagnosis | None, said: str) -> None:
+    assert remark(VERDICT_METRICS, diagnosis) == said
+
+
+@pytest.mark.parametrize("bound", get_args(Waits))
+@pytest.mark.parametrize("total_s", [0.0004, 4.1, 125.0, 7000.0])
+def test_the_line_below_a_reply_is_short_whatever_it_says(total_s: float, bound: Waits) -> None:
+    metrics = replace(VERDICT_METRICS, total_s=total_s, ttft_s=total_s, generated_tokens=10_000)
+    for name in get_args(PartName):
+        line = (
+            f"{figures_text(metrics)} · {remark(metrics, found(name, total_s, PACKED, bound=bound, of_expected=0.002))}"
+        )
+        assert len(line) <= 110, line
 
 
 @pytest.mark.parametrize(
     ("diagnosis", "said"),
     [
         (
-            found("prefill", 2.4, bound="compute", of_ceiling=0.61, of_expected=0.92),
-            "2.4 of 3.1 s in prefill, bound by arithmetic · /explain",
+            found("decode", 3.0, PACKED, bound="memory", of_ceiling=0.74),
+            "Limited by memory speed: 74% of the hardware limit.",
         ),
         (
-            found("decode", 3.0, PACKED, bound="overhead", of_expected=0.6),
-            "3.0 of 3.1 s in decode, bound by overhead, unusually slow · /explain",
+            found("decode", 3.0, bound="overhead", of_ceiling=0.04),
+            "Limited by the overhead of each step: 4% of the hardware limit.",
         ),
-        (found("decode", 0.05), "50 ms of 3.1 s in decode · /explain"),
-        (found("wait", 2.5), "2.5 of 3.1 s before the prompt was read · /explain"),
-        (None, "3.1 s in all, 2.5 s of it before the first token."),
+        (found("decode", 3.0, bound="memory", of_expected=0.92), "92% of the speed expected here."),
+        (found("decode", 3.0, bound="memory", of_expected=1.4), "Faster than expected here."),
+        (
+            found("decode", 3.0, bound="overhead", of_expected=0.6),
+            "60% of the expected speed: something else was using the machine.",
+        ),
+        (found("decode", 3.0, bound="host", of_expected=0.05), "Limited by the processor that prepares each step."),
+        (found("prefill", 2.4), "Reading the prompt took most of the time: 2.4 of 3.1 s."),
+        (found("wait", 2.5), "It waited 2.5 s before it read the prompt."),
     ],
 )
-def test_the_line_below_a_reply_names_the_slow_phase_and_where_the_rest_is(
-    diagnosis: Diagnosis | None, said: str
-) -> None:
-    assert brief(VERDICT_METRICS, diagnosis) == said
+def test_the_verdict_says_how_fast_that_feels_what_set_it_and_what_helps(diagnosis: Diagnosis, said: str) -> None:
+    told = headline(VERDICT_METRICS, diagnosis)
+    assert told[:2] == ("Faster than most people read.", said)
+    assert told[2:] == (("8-bit keys and values would save 2.1 s.",) if diagnosis.remedies else ())
 
 
-@pytest.mark.parametrize("total_s", [0.0004, 0.05, 4.1, 45.0, 125.0, 7000.0])
-def test_the_line_below_a_reply_is_short_whatever_it_says(total_s: float) -> None:
-    phases = [
-        (name, {"bound": bound, "of_expected": 0.002}) for name in ("prefill", "decode") for bound in get_args(Waits)
-    ]
-    parts: list[tuple[PartName, dict[str, Any]]] = [("wait", {}), *phases]
-    for name, more in parts:
-        line = brief(replace(VERDICT_METRICS, total_s=total_s), found(name, total_s, PACKED, **more))
-        assert len(line) <= 100, line
-        assert "%" not in line
-        assert line.endswith(WHOLE)
-        assert units.seconds(total_s) in line
+def test_the_pace_is_that_of_a_reader() -> None:
+    paces = [headline(replace(VERDICT_METRICS, decode_tps=tps), None)[0] for tps in (0.9, 5.0, 8.0)]
+    assert paces == ["Slower than most people read.", "About as fast as people read.", "Faster than most people read."]
+    assert headline(replace(VERDICT_METRICS, decode_tps=None), None) == ("Took 3.1 s.",)
+
+
+def test_what_costs_milliseconds_is_no_warning() -> None:
+    part = TimePart("prefill", 0.046, "overhead", 0.01, 0.2)
+    assert part.behind
+    assert not is_held_up(part, 3.0)
+    assert is_held_up(replace(part, seconds=2.0), 3.0)
 
 
 def test_a_share_that_is_not_nothing_is_not_written_as_nothing() -> None:
@@ -347,27 +600,30 @@ def test_a_share_that_is_not_nothing_is_not_written_as_nothing() -> None:
     ]  # fmt: skip
     assert units.percent(None) == "unknown"
     slow = found("prefill", 2.4, bound="overhead", of_ceiling=0.003, of_expected=0.004)
-    assert "under 1% of what this machine allows and under 1% of what is expected" in sentence(VERDICT_METRICS, slow)
+    assert "under 1% of the hardware limit and under 1% of the expected speed" in sentence(VERDICT_METRICS, slow)
 
 
 @pytest.mark.parametrize(
     ("remedy", "said"),
     [
-        (Remedy("packed weights", 8.1, 4, 12.0, 31.0), "4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less"),
-        (Remedy("prompt cache", 1.9), "with the prompt cache, this prompt once read: 1.9 s less to the first token"),
+        (Remedy("packed weights", 8.1, 4, 12.0, 31.0), "4-bit weights: decode from 12.0 to 31.0 tok/s, saves 8.1 s"),
+        (
+            Remedy("prompt cache", 1.9),
+            "the prompt cache, once it has read this prompt: saves 1.9 s before the first token",
+        ),
         (
             Remedy("shorter context", 2.0, 2048, 30.0, 33.0, 3.6, 1.8),
-            "half the prompt (2,048 tokens): prefill from 3.6 s to 1.8 s, decode from 30.0 to 33.0 tok/s, 2.0 s less",
+            "half the prompt (2,048 tokens): prefill from 3.6 s to 1.8 s, decode from 30.0 to 33.0 tok/s, saves 2.0 s",
         ),
         (
             Remedy("quiet machine", 3.7, None, 172.0, 264.0, 3.6, 0.007),
-            "with this machine undisturbed: prefill from 3.6 s to 7 ms, decode from 172 to 264 tok/s, 3.7 s less",
+            "nothing else running: prefill from 3.6 s to 7 ms, decode from 172 to 264 tok/s, saves 3.7 s",
         ),
         (
             Remedy("prompt cache", 1.9, before_s=2.0, after_s=0.05),
-            "with the prompt cache, this prompt once read: prefill from 2.0 s to 50 ms, 1.9 s less to the first token",
+            "the prompt cache, once it has read this prompt: prefill from 2.0 s to 50 ms, saves 1.9 s before the first token",
         ),
-        (Remedy("packed keys and values", 0.4, 8), "8-bit keys and values: 0.4 s less"),
+        (Remedy("packed keys and values", 0.4, 8), "8-bit keys and values: saves 0.4 s"),
     ],
 )
 def test_a_remedy_says_what_it_brings(remedy: Remedy, said: str) -> None:
@@ -382,24 +638,23 @@ SLOWED = replace(
 
 def test_what_slowed_the_machine_down_is_in_the_verdict_in_the_line_and_in_the_whole() -> None:
     assert sentence(VERDICT_METRICS, SLOWED) == (
-        "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by neither memory nor arithmetic: only 60% of what is "
-        "expected); macOS slowed the chip down because of its heat; Low Power Mode was on, which slows the chip down; "
-        "with Low Power Mode off and this machine undisturbed: decode from 20.0 to 31.0 tok/s, 1.2 s less."
+        f"{WROTE}, limited by the overhead of each step, not by memory or arithmetic; only 60% of the expected speed). "
+        "macOS slowed the chip down because it was hot. Low Power Mode was on, which slows the chip down. "
+        "At full speed it would have taken 1.9 s."
     )
-    assert brief(VERDICT_METRICS, SLOWED) == (
-        "3.0 of 3.1 s in decode, bound by overhead, unusually slow, chip hot, Low Power Mode · /explain"
-    )
+    assert remark(VERDICT_METRICS, SLOWED) == "slowed down: hot chip, Low Power Mode"
+    assert headline(VERDICT_METRICS, SLOWED)[1].startswith("macOS slowed the chip down because it was hot.")
     whole = list(verdict.lines(SLOWED))
     assert (
-        "machine   macOS slowed the chip down because of its heat (let the machine cool, and close what else computes)"
+        "machine   macOS slowed the chip down because it was hot (let the machine cool down, and close other busy programs)"
         in whole
     )
-    assert whole[-2].endswith("(System Settings > Battery, on a desktop Mac Energy)")
+    assert whole[-2].endswith("(System Settings > Battery (Energy on a desktop Mac))")
 
 
 def test_every_remedy_has_words_and_a_way() -> None:
     for name in get_args(RemedyName):
-        assert remedy_text(Remedy(name, 1.0, 4)).endswith(("less", "first token"))
+        assert "saves 1.0 s" in remedy_text(Remedy(name, 1.0, 4))
         assert HOW[name]
 
 
@@ -413,7 +668,7 @@ def test_the_whole_puts_the_numbers_in() -> None:
         Term("operations", "prefill", "operations", "2 × 3", 3.2e12, "FLOP"),
     )
     lines = list(verdict.lines(Diagnosis((TimePart("decode", 3.0, "memory", 0.74),), (PACKED,), terms)))
-    assert lines[0] == "decode    3.0 s: writing the reply; bound by memory; 74% of what this machine allows"
+    assert lines[0] == "decode    3.0 s: writing the reply; limited by memory bandwidth; 74% of the hardware limit"
     assert "decode    bytes a step = 4.00 GB (all)" in lines
     assert "decode    ceiling = bandwidth ÷ bytes a step = 400 GB/s ÷ 4.00 GB = 100 tok/s" in lines
     assert "machine   ridge = peak ÷ bandwidth = unknown" in lines
@@ -539,14 +794,29 @@ SLOW = found("prefill", 2.4, PACKED, bound="overhead", of_ceiling=0.003, of_expe
 REPLY = Reply("Yes.", metrics=VERDICT_METRICS, diagnosis=SLOW)
 
 
-@pytest.mark.parametrize(("cells", "rows"), [(100, 1), (78, 1), (39, 2)])
-def test_the_answer_is_not_outweighed_by_what_it_cost(cells: int, rows: int) -> None:
+def below(reply: Reply, cells: int = 100) -> list[str]:
     message = ReplyMessage("guide")
-    message.end(REPLY)
-    shown = [row for row in message.rows(cells) if row.frame is VERDICT]
+    message.end(reply)
+    return [row.row.content.plain.strip() for row in message.rows(cells) if row.frame is FIGURES_FRAME]
+
+
+@pytest.mark.parametrize(("cells", "rows"), [(100, 1), (88, 1), (39, 3)])
+def test_the_answer_is_not_outweighed_by_what_it_cost(cells: int, rows: int) -> None:
+    shown = below(REPLY, cells)
     assert len(shown) == rows
-    text = " ".join(row.row.content.plain.strip() for row in shown)
-    assert text == "2.4 of 3.1 s in prefill, bound by overhead, unusually slow · /explain"
+    assert " ".join(shown) == "74.0 tok/s · 50 tokens · first token 2.5 s · under 1% of the expected speed"
+
+
+def test_a_reply_that_did_not_end_by_itself_says_why_and_what_continues_it() -> None:
+    told = "74.0 tok/s · 50 tokens · first token 2.5 s"
+    plain = Reply("Yes", metrics=VERDICT_METRICS)
+    assert below(plain) == [told]
+    assert below(replace(plain, ending="length")) == [f"cut off at the length limit · /continue · {told}"]
+    assert below(replace(plain, ending="cancelled")) == [f"stopped · {told}"]
+    assert below(Reply("Ye", ending="lost")) == ["engine crashed here · /continue"]
+    assert below(Reply("", ending="lost")) == ["engine crashed here"]
+    assert below(Reply("", ending="failed", reason="Out of memory.")) == ["failed · Out of memory."]
+    assert below(Reply("Yes")) == []
 
 
 def test_the_whole_is_in_the_explanation() -> None:

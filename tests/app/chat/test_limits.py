@@ -152,7 +152,7 @@ def test_an_amount_names_what_there_is(price: Price, whole: str, brief: str) -> 
 def test_a_path_that_needs_the_disk_alone_is_not_ready() -> None:
     assert of_path(DISK) == "310 MB from disk, about 0.4 s"
     assert of_path(MUCH) == "1,240 tokens to read again, 310 MB from disk, about 2.1 s"
-    assert of_path(Price(3_000, 12, 0, 0.1)) == "ready"
+    assert of_path(Price(3_000, 12, 0, 0.1)) == "instant"
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ async def test_the_context_is_a_bar_and_a_list_from_which_parts_are_left_out(cha
     async with chat("fast", size=(100, 30)) as c:
         await c.ready()
         await c.ask("about apples")
-        await c.pilot.press("f10")
+        await c.pilot.press("ctrl+x", "i")
         await c.until(lambda: "about apples" in c.screen_text() and "free" in c.screen_text(), "the context")
         await c.until(lambda: "…  you" not in c.screen_text(), "the counts")
         await c.pilot.press("enter")
@@ -601,10 +601,10 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
     ("event", "words"),
     [
         (SQUEEZED, ("3.00 MB of unused buffers", "64 tokens at a time", "900 MB of 1.00 GB")),
-        (MemoryPressure(0, None, 0, 1, 2, fused_bytes=5_000_000), ("attention runs fused", "5.00 MB less")),
+        (MemoryPressure(0, None, 0, 1, 2, fused_bytes=5_000_000), ("attention runs fused", "saves 5.00 MB")),
         (
             MemoryPressure(0, 128, 0, 1, None, failed=True),
-            ("did not fit and is computed again", "128 tokens", "1 B are expected"),
+            ("did not fit and is computed again", "128 tokens", "1 B will be used"),
         ),
         (
             MemoryPressure(0, None, 0, 10**9, 9 * 10**8, ended=True),
@@ -612,9 +612,9 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
         ),
         (
             MemoryPressure(0, None, 0, 1, 2, 4_100_000_000),
-            ("swap out about 4.1 GB of other programs; ", "are expected"),
+            ("swap out about 4.1 GB of other programs; ", "will be used"),
         ),
-        (MemoryPressure(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
+        (MemoryPressure(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were dropped from memory",)),
     ],
 )
 def test_what_was_done_in_one_sentence(event: MemoryPressure, words: tuple[str, ...]) -> None:

@@ -290,7 +290,7 @@ def test_a_plan_names_the_whole_path_and_the_time_of_the_quality_check(
 def test_quality_in_a_sentence() -> None:
     assert closeness(GOOD, 0.081) == (
         "picks the same next token as the original in 95.0 % of 255 positions; perplexity is 1.1 % higher; "
-        "KL divergence 0.02 ± 0.001 nats a token; relative error of its weights 8.1 %"
+        "KL divergence 0.02 ± 0.001 nats a token; relative error of the weights 8.1 %"
     )
     same = Quality(0.0, None, None, None, None, None, None, 1.0, None, 2)
     assert closeness(same, None) == "perplexity is the same; KL divergence 0 nats a token"

@@ -124,6 +124,17 @@ def test_gauges_are_lines_with_names_and_units_and_each_is_explained() -> None:
     assert err == "There is no figure nosuch. /gauges lists them.\n"
 
 
+def test_the_reply_of_a_turn_is_explained_and_its_line_is_shown_again() -> None:
+    _, out, err = piped("/explain\nhi\n/explain\n/explain 1\n/explain 2\n/explain last\n/end\n", "fast")
+    assert out.count("\nTook ") + out.startswith("Took ") == 2
+    assert re.search(r"\n\([\d,.]+ tok/s · 128 tokens · first token [^)]* s\)\n", out)
+    assert err.splitlines() == [
+        "There is no reply to explain yet.",
+        "There is no turn 2. This chat has 1.",
+        "There is no turn last. This chat has 1.",
+    ]
+
+
 def test_without_a_reply_a_figure_says_why_it_is_unknown() -> None:
     _, out, _ = piped("/gauges\n", "fast")
     assert "decode rate: unknown (there is no reply yet)\n" in out
@@ -158,6 +169,14 @@ def test_unload_gives_the_memory_back_and_the_next_prompt_loads_again() -> None:
         "No model is loaded.",
     ]
     assert "every weight once per token" in out
+
+
+def test_models_are_listed_and_searched_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    _, out, err = piped("/models\n/models search qwen3\n/models something\n", "fast")
+    assert "guide: " in out
+    assert "no connection to http://127.0.0.1:9" in err
+    assert "/models search and some words" in err
 
 
 def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) -> None:
@@ -668,3 +687,24 @@ def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(tm
     (home / FILE).unlink()
     (home / FILE).mkdir()
     assert "can't be written" in copy_text("x", home)
+
+
+@pytest.mark.usefixtures("data")
+def test_keys_are_listed_set_and_reset_in_lines(tmp_path: Path) -> None:
+    lines = "/keys\n/keys explain f18, leader y\n/keys explain f3\n/keys explian f3\n/keys explain default\n"
+    status, out, err = piped(lines, "fast")
+    assert status == 0
+    assert "explain (Explain): F2, Ctrl+X E\n" in out
+    assert "explain (Explain): F18, Ctrl+X Y." in err
+    assert "explain keeps its keys: f3 is already a key of what_if." in err
+    assert "there is no such action; the nearest: explain" in err
+    assert err.rstrip().endswith("explain (Explain): F2, Ctrl+X E.")
+
+
+@pytest.mark.usefixtures("data")
+def test_a_reply_is_revised_in_lines_and_the_old_one_is_kept(data: Path) -> None:
+    status, out, _ = piped("hi\n/revise My own words.\nmore\n/branches\n", "fast")
+    assert status == 0
+    assert "(version 2 of 2): My own words.\n(edited by you)" in out
+    assert [message.text for message in last_path(data)][1] == "My own words."
+    assert "fast, edited by you, version 2 of 2, shown now: My own words." in out

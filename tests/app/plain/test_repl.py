@@ -329,7 +329,7 @@ def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal:
     chat.until("you> ")
     chat.type("hi\n")
     chat.until("fast: Decode reads")
-    chat.until("· /explain)")
+    chat.until("· first token ")
     assert chat.leave() == 0
     assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
     assert re.search(r"tokamac chat --chat \w{8}", chat.shown.decode())

@@ -474,7 +474,15 @@ def test_a_page_stands_alone_and_its_policy_allows_its_own_style_only() -> None:
 def test_a_page_names_models_figures_thinking_and_endings() -> None:
     made = conversation("Because.", thinking="Hm.", metrics=METRICS)
     page = Page(to_html(made))
-    for text in ("Bandwidth", "org/model", "You", "Thought for 2.0 s", "Hm.", "cut at its limit", "9.75 tok/s"):
+    for text in (
+        "Bandwidth",
+        "org/model",
+        "You",
+        "Thought for 2.0 s",
+        "Hm.",
+        "cut off at the length limit",
+        "9.75 tok/s",
+    ):
         assert text in page.text
     assert "30 prompt tokens, 10 of them cached" in page.text
     assert len(page.every("details")) == 1

@@ -418,8 +418,8 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
         await edited(c, "one", "one, but better")
         await c.pilot.press("f6")
         await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
-        await c.until(lambda: "○ you ‹1 of 2› · ready  one" in c.screen_text())
-        assert "● you ‹2 of 2› · ready  one, but better" in c.screen_text()
+        await c.until(lambda: "○ you ‹1 of 2› · instant  one" in c.screen_text())
+        assert "● you ‹2 of 2› · instant  one, but better" in c.screen_text()
         await c.until(lambda: pointed_branches(c) == c.session.conversation.tree.head)
         await c.pilot.press("escape")
         assert [turn.prompt for turn in c.session.turns] == ["one, but better"]
@@ -439,15 +439,19 @@ async def test_each_version_says_what_going_on_there_would_take_and_so_does_the_
         await c.ask(long)
         await edited(c, long, "short")
         await c.pilot.press("f6")
-        await c.until(lambda: "● you ‹2 of 2› · ready  short" in c.screen_text(), "the price of the path that is read")
+        await c.until(
+            lambda: "● you ‹2 of 2› · instant  short" in c.screen_text(), "the price of the path that is read"
+        )
         await c.until(lambda: "tokens to read again, about" in c.screen_text(), "the price of the other")
         (other,) = (row for row in c.screen_text().splitlines() if "‹1 of 2›" in row)
         assert re.search(r"○ you ‹1 of 2› · (9\d\d|1,0\d\d) tokens to read again, about 1\.\d s  word", other)
         await c.pilot.press("escape")
         await c.until(lambda: c.app.screen is c.app.chat)
         await c.pilot.press("tab")
-        await c.until(lambda: "fork: ready · other version: " in c.screen_text(), "the hints of a message")
-        assert re.search(r"edit: ≤\d+ · fork: ready · other version: (9\d\d|1\.0\dk)", c.screen_text())
+        await c.until(lambda: "fork: instant · other version: " in c.screen_text(), "the hints of a message")
+        assert re.search(
+            r"(edit: ≤\d+ ·|edit: instant ·) fork: instant · other version: (9\d\d|1\.0\dk)", c.screen_text()
+        )
 
 
 async def test_a_path_that_is_no_version_has_no_price_and_versions_out_of_view_are_not_asked_about() -> None:
@@ -468,8 +472,8 @@ async def test_a_path_that_is_no_version_has_no_price_and_versions_out_of_view_a
         await pilot.press("home")
         await until(lambda: 3 in asked[-1])
         assert tree.head not in asked[-1]
-        assert "● m · ready" not in screen_text(pilot.app)
-        assert "○ you ‹1 of 60› · ready  version 0" in screen_text(pilot.app)
+        assert "● m · instant" not in screen_text(pilot.app)
+        assert "○ you ‹1 of 60› · instant  version 0" in screen_text(pilot.app)
 
 
 async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,7 +539,7 @@ async def edited(c: Chat, old: str, new: str) -> None:
 
 async def written_anew(c: Chat, old: str, new: str) -> None:
     """Write the last prompt anew."""
-    await c.pilot.press("tab", "up", "e")
+    await c.pilot.press("tab", "up", "e", "enter")
     await c.until(lambda: c.prompt.text == old)
     c.prompt.text = new
     await c.pilot.press("enter")

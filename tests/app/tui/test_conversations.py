@@ -120,7 +120,7 @@ async def test_an_edit_stands_beside_and_the_versions_are_walked_by_keys(chat: S
         await ready(c)
         await c.ask("one")
         await c.ask("two")
-        await c.pilot.press("tab", "up", "e")
+        await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text == "two")
         c.prompt.text = "two, but better"
         await c.pilot.press("enter")
@@ -140,12 +140,41 @@ async def test_escape_gives_an_edit_up(chat: Start) -> None:
     async with chat("fast") as c:
         await ready(c)
         await c.ask("one")
-        await c.pilot.press("tab", "e")
+        await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text == "one")
         await c.pilot.press("escape")
         assert c.prompt.text == ""
         await c.ask("two")
         assert [t.prompt for t in c.session.turns] == ["one", "two"]
+
+
+async def test_a_reply_is_edited_kept_beside_the_old_one_and_stored(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        old = await c.ask("one")
+        await c.type("a draft")
+        await c.pilot.press("tab", "e", "enter")
+        await c.until(lambda: c.prompt.text.startswith("Decode reads"))
+        c.prompt.text = "My own words."
+        await c.pilot.press("enter")
+        await c.until(lambda: c.session.turns[-1].reply_place == (2, 2))
+        shown = c.shown(c.replies[-1])
+        assert "My own words." in shown
+        assert "edited by you" in shown
+        assert "/explain" not in shown
+        assert c.prompt.text == "a draft"
+        c.prompt.text = ""
+        await c.ask("two")
+        assert c.session.turns[0].reply.text == "My own words."
+        await c.send("/revise")
+        await c.until(lambda: c.app.chat.composer.editing)
+        await c.pilot.press("escape")
+        assert "Decode reads" in old
+    async with chat("fast", resume=True) as c:
+        await c.until(lambda: c.session.turns)
+        first = c.session.turns[0]
+        assert (first.reply.text, first.reply.edited, first.reply.metrics) == ("My own words.", True, None)
+        assert first.reply_place == (2, 2)
 
 
 def listed(c: Chat) -> list[str]:
@@ -213,7 +242,7 @@ async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) 
     async with chat("fast") as c:
         await ready(c)
         await c.ask("about bananas")
-        await c.pilot.press("tab", "up", "e")
+        await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text)
         c.prompt.text = "about cherries"
         await c.pilot.press("enter")
@@ -234,7 +263,7 @@ async def test_a_fork_goes_on_alone(chat: Start, kept: Any) -> None:
         await c.ask("one")
         first = c.app.chat.recording.chat
         await c.ask("two")
-        await c.pilot.press("tab", "up", "up", "f")
+        await c.pilot.press("tab", "up", "up", "f", "enter")
         await c.until(lambda: c.app.chat.recording.chat != first)
         assert [t.prompt for t in c.session.turns] == ["one"]
         await c.ask("otherwise")
@@ -347,7 +376,7 @@ def test_a_title_that_a_model_made_hostile_is_text_and_short() -> None:
 
 async def edit(c: Chat, text: str) -> None:
     """Begin to edit the last prompt, which is ``text``."""
-    await c.pilot.press("tab", "e")
+    await c.pilot.press("tab", "up", "e", "enter")
     await c.until(lambda: c.prompt.text == text)
 
 

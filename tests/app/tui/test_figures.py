@@ -36,8 +36,9 @@ from tokamac.app.backend.protocol import (
     Where,
 )
 from tokamac.app.chat.conversation import Reply
+from tokamac.app.chat.figures import PRIMER, primer_is_new
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.chat.what_if_form import FormError, first_question, question_of, texts_of
+from tokamac.app.chat.what_if_form import CHIP_CHOICES, FormError, first_question, question_of, texts_of
 from tokamac.app.tui.screens import whatif
 from tokamac.app.tui.screens.figure import ExplainScreen, FigureScreen, explanation, shares
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
@@ -49,6 +50,7 @@ from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.metrics import Outlier
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import measurement_store
 from tokamac.engine.perf.inspection import model_ref
 from tokamac.engine.perf.machine import elsewhere
 from tokamac.engine.perf.what_if import WhatIfCase, notes, table
@@ -288,7 +290,7 @@ def test_what_slowed_the_machine_down_is_told_with_what_ends_it() -> None:
 
     told = explanation(Reply("", metrics=METRICS, diagnosis=SLOWED), 200).plain
     assert (
-        "WHAT SLOWED THE MACHINE DOWN\nmacOS slowed the chip down because of its heat.\n  let the machine cool" in told
+        "WHAT SLOWED THE MACHINE DOWN\nmacOS slowed the chip down because it was hot.\n  let the machine cool" in told
     )
     assert "Low Power Mode was on, which slows the chip down.\n  System Settings > Battery" in told
     plain = explanation(Reply("", metrics=METRICS, diagnosis=replace(SLOWED, throttles=())), 200).plain
@@ -344,6 +346,9 @@ async def test_enter_explains_the_figure_and_the_arrows_go_to_the_others(chat: S
         await c.pilot.press("tab", "tab")
         assert gauges(c).selected == "ttft"
         assert POINTER in c.screen_text()
+        assert "↑ ↓ · Enter explains" in c.screen_text()
+        await c.pilot.press("right")
+        await c.until(lambda: c.app.chat.preferences.settings.all_figures)
         await c.pilot.press("down", "enter")
         text = await explained(c)
         assert "prefill rate" in text
@@ -360,19 +365,107 @@ async def test_enter_explains_the_figure_and_the_arrows_go_to_the_others(chat: S
 async def test_a_figure_below_the_window_is_brought_into_view(chat: Start) -> None:
     async with chat("fast", size=(110, 20)) as c:
         await c.ask("Why?")
-        assert "DIAGNOSIS" not in c.screen_text()
+        await c.pilot.press("f5")
+        await c.until(lambda: "FIRST TOKEN" in c.screen_text())
+        assert "expected peak" not in c.screen_text()
         await c.pilot.press("tab", "tab", "end")
-        await c.until(lambda: "in all, of which" in c.screen_text().split("DIAGNOSIS")[-1])
+        await c.until(lambda: "expected peak" in c.screen_text())
         await c.pilot.press("home")
-        await c.until(lambda: "4.5 bpw" in c.screen_text())
+        await c.until(lambda: "4.5 bits" in c.screen_text())
 
 
 async def test_a_click_explains(chat: Start) -> None:
     async with chat("fast", size=SIZE) as c:
         await c.ask("Why?")
-        await c.pilot.click(Gauges, offset=(3, 3))
+        row = next(y for y, row in enumerate(gauges(c)._rows) if row.figure == "ttft")
+        await c.pilot.click(Gauges, offset=(3, row))
         assert "time to first token" in await explained(c)
         assert not gauges(c).has_focus
+
+
+async def test_the_panel_and_f2_are_of_the_message_that_is_selected(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await c.ask("one")
+        await c.ask("two")
+        assert "LAST REPLY" in c.screen_text()
+        await c.pilot.press("tab", "up", "up")
+        await c.until(lambda: "EARLIER REPLY · 1 OF 2" in c.screen_text())
+        await explain(c)
+        assert c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 2"
+        await c.pilot.press("escape")
+        await c.until(lambda: not isinstance(c.app.screen, ExplainScreen))
+        await c.pilot.press("escape")
+        await c.until(lambda: "LAST REPLY" in c.screen_text())
+
+
+async def test_a_click_on_the_line_below_a_reply_explains_that_one(chat: Start) -> None:
+    async with chat("fast", size=(120, 60)) as c:
+        await c.ask("one")
+        await c.ask("two")
+        rows = c.screen_text().splitlines()
+        y = next(y for y, row in enumerate(rows) if "tokens · first token" in row)
+        await c.pilot.click(offset=(rows[y].index("first token"), y))
+        await c.until(lambda: isinstance(c.app.screen, ExplainScreen), "the screen")
+        await c.until(lambda: c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 2")
+
+
+async def test_all_figures_are_shown_on_a_key_a_command_and_a_click_and_that_is_remembered(
+    chat: Start, tmp_path: Path
+) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await c.ask("one")
+        for way in ("key", "command", "click", "hidden"):
+            before = c.app.chat.preferences.settings.all_figures
+            if way == "key":
+                await c.pilot.press("f5")
+            elif way == "command":
+                await c.send("/figures")
+            elif way == "click":
+                y = next(y for y, row in enumerate(gauges(c)._rows) if row.switches)
+                await c.pilot.click(Gauges, offset=(3, y))
+            else:
+                await c.pilot.press("ctrl+b", "f5")
+                before = False  # they are all shown with the panel that was hidden
+            await c.until(lambda before=before: c.app.chat.preferences.settings.all_figures is not before, way)
+        assert c.app.chat.query_one("#panel").display
+        assert "all_figures = true" in (tmp_path / "settings.toml").read_text("utf-8")
+
+
+async def test_a_chat_of_an_earlier_day_has_its_figures(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await c.ready()
+        await c.ask("one")
+        held = c.held
+        await c.pilot.press("ctrl+n")
+        await c.until(lambda: "Nothing measured yet." in c.screen_text())
+        c.app.chat.open_chat(held)
+        await c.until(lambda: "LAST REPLY, SAVED EARLIER" in c.screen_text())
+        assert "tokens · first token" in c.screen_text()
+
+
+async def test_labels_are_dimmer_than_values_in_the_terminals_own_colours(chat: Start, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text('theme = "terminal"\n', encoding="utf-8")
+    async with chat("fast", size=(120, 36)) as c:
+        await c.ask("one")
+        y = next(y for y, row in enumerate(gauges(c)._rows) if row.figure == "mean")
+        styles = {segment.text.strip(): segment.style for segment in gauges(c).render_line(y) if segment.text.strip()}
+        (label, dim), (_, strong) = styles.items()
+        assert (label, dim.dim, strong.dim, strong.bold) == ("speed", True, None, True)
+
+
+async def test_what_the_figures_mean_is_told_below_the_first_reply_and_goes_with_the_next_prompt(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement_store, "store_file", lambda name: tmp_path / name)
+    async with chat("steady", size=(120, 60)) as c:
+        await c.ask("one")
+        meanings = [meaning[:18] for _, meaning in PRIMER]
+        await c.until(lambda: all(meaning in c.screen_text() for meaning in meanings))
+        await c.send("two")
+        await c.until(lambda: len(c.session.turns) == 2 and not any(meaning in c.screen_text() for meaning in meanings))
+        await c.until(lambda: c.session.turns[-1].reply)
+        assert not any(meaning in c.screen_text() for meaning in meanings)
+        assert not primer_is_new(c.session.turns[-1].reply)
 
 
 async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None:
@@ -382,7 +475,7 @@ async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None
         await c.until(lambda: not c.app.chat.query_one("#panel").display)
         await c.send("/gauges")
         await c.until(lambda: gauges(c).has_focus)
-        await c.until(lambda: "FIRST TOKEN" in c.screen_text())
+        await c.until(lambda: "first token" in c.screen_text())
 
 
 async def test_a_window_that_is_too_narrow_says_so(chat: Start) -> None:
@@ -630,7 +723,7 @@ def test_ticks_are_few_round_and_within(end: float) -> None:
 
 
 def test_plots_are_told_in_words_too(qwen: Answer) -> None:
-    assert roof_text(qwen) == "D: decode, bound by memory; P: prefill, bound by arithmetic"
+    assert roof_text(qwen) == "D: decode, limited by memory bandwidth; P: prefill, limited by arithmetic"
     assert "unknown" in roof_text(replace(qwen, roof=None))
     assert "unknown" in curve_text(replace(qwen, curve=(CurvePoint(1, None, None),)))
     assert curve_text(qwen).startswith("ceiling 128 tok/s")
@@ -736,7 +829,7 @@ async def see_every_tab(c: Any) -> None:
     tabs = c.app.screen.query_one("#tabs", TabbedContent)
     for tab, said_there in (
         ("curve", "ceiling 128 tok/s"),
-        ("roof", "bound by arithmetic"),
+        ("roof", "limited by arithmetic"),
         ("chips", "every chip"),
     ):
         tabs.active = tab
@@ -747,7 +840,7 @@ async def see_every_tab(c: Any) -> None:
 async def see_the_axes(c: Any) -> None:
     c.app.screen.query_one("#tabs", TabbedContent).active = "roof"
     await c.until(lambda: "operations a byte" in c.screen_text(), "the roofline")
-    assert "decode, bound by memory" in c.screen_text()
+    assert "decode, limited by memory bandwidth" in c.screen_text()
     c.app.screen.query_one("#tabs", TabbedContent).active = "curve"
     await c.until(lambda: "context, tokens" in c.screen_text(), "the curve")
 
@@ -775,6 +868,27 @@ async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> No
         c.app.chat.do("stop")  # so that nobody need wait for its end
         await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
         assert c.session.turns[-1].reply is not None
+
+
+async def test_the_form_comes_first_says_what_it_lacks_and_an_error_takes_the_old_table_away(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await c.phase(EnginePhase.IDLE)
+        screen = await c.opened("f3", WhatIfScreen)
+        model, memory, cases = screen.query_one("#model", Input), screen.query_one("#memory", Input), "#case-table"
+        assert screen.focused is model
+        assert ("Apple M1, 7-core GPU", "Apple M1|7") in CHIP_CHOICES
+        assert memory.validate("") is None or memory.validate("").is_valid
+        model.value = "Qwen3-8B-4bit"
+        screen.query_one("#chip", Select).value = "Apple M1|7"
+        await c.until(lambda: "fill in the machine's memory" in note(c), "what is missing")
+        await c.pilot.resize_terminal(80, 36)
+        table = screen.query_one(cases, DataTable)
+        await c.until(lambda: len(table.columns) == 8, "the narrow table")
+        for number, column in enumerate(table.columns.values()):
+            assert column.width >= max(table.get_row_at(row)[number].cell_len for row in range(table.row_count))
+        model.value = "no/such-model"
+        await c.until(lambda: table.row_count == 0, "the old table's end")
+        assert "no/such-model" in note(c)
 
 
 async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:

@@ -153,7 +153,7 @@ async def test_the_keyboard_types_and_points_without_leaving_the_line(chat: Star
     async with chat("guide") as c:
         p = await picker(c)
         await p.until(lambda: p.pointed == "embedded:guide", "the loaded model")
-        assert "F7 unloads" in p.keys
+        assert "Ctrl+E unloads" in p.keys
         await p.press("down")
         assert p.pointed == "disk:org/mine"
         await p.press("up", *"mine")
@@ -247,7 +247,7 @@ async def begin_stalled(c: Any, hub: Hub, cache: Path) -> Picker:
     p = await picker(c)
     await p.type("org/tiny")
     assert p.pointed == "typed:org/tiny"
-    await p.press("f5")
+    await p.press("ctrl+g")
     await p.until(lambda: p.pointed == "downloads:org/tiny", "the download")
     await p.until(lambda: partial(cache).exists() and partial(cache).stat().st_size > 0, "some bytes")
     return p
@@ -259,18 +259,18 @@ async def test_a_download_is_paused_and_goes_on_where_it_was_and_the_chat_goes_o
 ) -> None:
     async with chat("fast") as c:
         p = await begin_stalled(c, hub, cache)
-        assert "F5 pauses" in p.keys
+        assert "Ctrl+G pauses" in p.keys
         await p.press("escape")
         assert (await c.ask("hello")) != ""
         assert "downloading tiny" in c.screen_text()
         p = await picker(c)
         await p.type("tiny")
-        await p.press("f5")
+        await p.press("ctrl+g")
         await p.until(lambda: "paused at" in p.text, "the pause")
         arrived = partial(cache).stat().st_size
         hub.stall_at = None
         hub.resume.set()
-        await p.press("f5")
+        await p.press("ctrl+g")
         await c.until(lambda: "tiny is downloaded" in c.notices, "the model")
         assert hub.gets("model.safetensors")[-1] == f"bytes={arrived}-"
         await p.until(lambda: p.pointed == "disk:org/tiny", "its place on the disk")
@@ -286,8 +286,8 @@ async def test_after_a_restart_what_is_unfinished_is_offered_and_can_be_cancelle
         p = await picker(c)
         await p.until(lambda: "paused at" in p.text, "what is unfinished")
         await p.type("tiny")
-        assert "F6 cancels" in p.keys
-        await p.press("f6")
+        assert "Ctrl+K cancels" in p.keys
+        await p.press("ctrl+k")
         await p.until(lambda: not (cache / "models--org--tiny").exists(), "the removal")
         await p.until(lambda: p.pointed == "typed:tiny", "nothing of it")
 
@@ -343,12 +343,12 @@ async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: H
     async with chat("fast") as c:
         p = await picker(c)
         await p.type("org/tiny")
-        await p.press("f5")
+        await p.press("ctrl+g")
         await p.until(
             lambda: [each.stage for each in c.app.chat.library.downloads.all] == [DownloadStage.FAILED], "its end"
         )
         assert "HF_TOKEN" in p.detail
-        assert p.keys.startswith("Enter retries · F6 cancels")
+        assert p.keys.startswith("Enter retries · Ctrl+K cancels")
 
 
 # Removing, unloading ------------------------------------------------------------------------------------------------------
@@ -380,8 +380,8 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
         p = await picker(c)
         await p.until(lambda: p.pointed == "embedded:guide", "the loaded model")
         await p.press("ctrl+d")
-        assert "Press F7 to unload it first" in p.detail
-        await p.press("f7")
+        assert "Press Ctrl+E to unload it first" in p.detail
+        await p.press("ctrl+e")
         await c.phase(EnginePhase.UNLOADED)
         await p.press("ctrl+d")
         assert "part of the program" in p.detail

@@ -187,7 +187,7 @@ async def test_editing_shows_the_users_words_and_files_again_and_gives_the_draft
         await c.pilot.press("enter")
         await c.until(lambda: c.session.turns and c.session.turns[0].reply)
         await c.type("my next thought")
-        await c.pilot.press("tab", "e")
+        await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text == "data.csv why")
         assert names(c) == ["data.csv"]
         await c.pilot.press("escape")
@@ -583,7 +583,7 @@ async def test_an_edit_that_changed_nothing_is_none(chat: Start) -> None:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await c.type("a draft")
-        await c.pilot.press("tab", "e")
+        await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text == "one")
     async with chat("fast", resume=True) as c:
         await c.until(lambda: c.prompt.text)
@@ -666,7 +666,7 @@ async def test_a_pause_has_the_draft_read_once_and_the_screen_says_so(chat: Star
         await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type(WARM_LONG)
-        await c.until(lambda: "next: ready" in c.screen_text(), "ready")
+        await c.until(lambda: "prompt already processed" in c.screen_text(), "ready")
         draft = (Message("user", WARM_LONG.strip()),)
         assert asked == [AskPrice("draft", 1, draft), Warm(2, draft)]
         assert f"warm [('user', {len(WARM_LONG) - 1})]" in (tmp_path / "engine.log").read_text()

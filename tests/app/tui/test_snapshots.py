@@ -189,7 +189,7 @@ async def renamed(c: Chat) -> None:
 
 async def priced(c: Chat) -> None:
     """Wait until the versions have their prices."""
-    await c.until(lambda: len(re.findall("· ready|to read again", c.screen_text())) == 2, "two prices")
+    await c.until(lambda: len(re.findall("· instant|to read again", c.screen_text())) == 2, "two prices")
 
 
 async def asked_elsewhere(c: Chat) -> None:

@@ -183,8 +183,10 @@ async def test_the_keyboard_chooses_among_thoughts(chat: Start) -> None:
 async def test_gauges_that_change_are_the_rows_that_are_drawn(chat: Start) -> None:
     async with chat("guide", size=(120, 36)) as c:
         await c.ask("hi")
-        text = c.screen_text()
-        assert all(title in text for title in ("FIRST TOKEN", "DECODE", "CEILING", "MEMORY"))
+        await c.pilot.press("f5")
+        await c.until(
+            lambda: all(title in c.screen_text() for title in ("FIRST TOKEN", "DECODE", "CEILING", "CONTEXT"))
+        )
         await drag(c, place_of(c, "FIRST TOKEN"), place_of(c, "FIRST TOKEN") + Offset(4, 0))
         assert c.app.chat.get_selected_text() == "FIRST"
 
@@ -199,7 +201,7 @@ async def pointing(c: Chat) -> None:
     await c.phase(EnginePhase.IDLE)
     await c.pilot.press("tab")
     await c.until(lambda: c.transcript.selected == c.session.turns[-1].reply_key, "the pointer")
-    await c.until(lambda: ": ready" in c.screen_text(), "the prices")
+    await c.until(lambda: ": instant" in c.screen_text(), "the prices")
 
 
 def last_row(c: Chat) -> str:
@@ -219,6 +221,44 @@ async def is_written(c: Chat) -> None:
     assert c.transcript.selected is None
 
 
+async def test_one_letter_only_chooses_and_two_are_a_text(chat: Start) -> None:
+    async with chat("fast") as c:
+        await pointing(c)
+        await c.pilot.press("r")
+        await c.until(lambda: "Enter: regenerate this" in c.screen_text())
+        await c.pilot.press(*"egards")
+        assert c.prompt.text == "regards"
+        assert c.prompt.has_focus
+        await c.pilot.press("tab", "right", "left", "backspace", "Q", "[")
+        assert c.prompt.text == "regardsQ["
+        assert [turn.reply_place for turn in c.session.turns] == [(1, 1)]
+
+
+async def test_what_is_chosen_with_the_arrows_is_done_with_enter(chat: Start) -> None:
+    async with chat("fast") as c:
+        await pointing(c)
+        while c.transcript.chosen is None or c.transcript.chosen.id != "copy_message":
+            await c.pilot.press("right")
+        await c.pilot.press("enter")
+        await c.until(lambda: "Copied" in c.notices)
+        assert c.transcript.chosen is None
+
+
+async def test_selecting_in_a_long_reply_leaves_the_place(chat: Start) -> None:
+    async with chat("list", size=(80, 20)) as c:
+        await c.ready()
+        await c.ask("list")
+        await c.pilot.press("pageup")
+        place = c.transcript.scroll_y
+        await c.pilot.press("tab")
+        assert (c.transcript.scroll_y, c.transcript.selected) == (place, c.session.turns[-1].reply_key)
+        assert all(line.startswith("  ▎") for line in c.screen_text().splitlines()[2:10])
+        await c.pilot.press("ctrl+home")
+        await c.until(lambda: c.transcript.scroll_y == 0)
+        await c.pilot.press("ctrl+end")
+        await c.until(lambda: c.transcript.scroll_y == c.transcript.max_scroll_y)
+
+
 # The keys go back to the box ----------------------------------------------------------------------------------------------
 
 
@@ -226,7 +266,7 @@ async def test_after_a_reply_is_made_again_one_writes_on(chat: Start) -> None:
     async with chat("fast") as c:
         await pointing(c)
         first = c.session.turns[-1].reply_key
-        await c.pilot.press("r")
+        await c.pilot.press("r", "enter")
         await c.until(lambda: c.session.turns[-1].reply_key != first and c.session.turns[-1].reply, "another reply")
         await is_written(c)
 
@@ -235,7 +275,7 @@ async def test_after_a_fork_one_writes_on(chat: Start) -> None:
     async with chat("fast") as c:
         await pointing(c)
         before = c.held
-        await c.pilot.press("f")
+        await c.pilot.press("f", "enter")
         await c.until(lambda: c.held != before, "the copy")
         await is_written(c)
 
@@ -256,7 +296,7 @@ async def test_after_another_chat_is_opened_from_the_list_one_writes_on(chat: St
 async def test_what_is_refused_leaves_the_pointer_where_it_is(chat: Start) -> None:
     async with chat("fast") as c:
         await pointing(c)
-        await c.pilot.press("g")  # the reply is whole: there is no going on with it
+        await c.pilot.press("g", "enter")  # the reply is whole: there is no going on with it
         await c.until(lambda: c.notices, "why")
         assert c.transcript.has_focus
         assert c.transcript.selected == c.session.turns[-1].reply_key
@@ -294,7 +334,7 @@ async def test_in_the_smallest_window_the_first_keys_and_all_prices_are_seen(cha
     async with chat("fast", size=(40, 12)) as c:
         await pointing(c)
         assert last_row(c).endswith("r again  e edit  f fork")
-        assert re.fullmatch(r"r: \d+ · e: ≤\d+ · f: ready", above_the_box(c))
+        assert re.fullmatch(r"r: \d+ · e: ≤\d+ · f: instant", above_the_box(c))
 
 
 async def test_the_keys_are_those_that_the_user_has_chosen(chat: Start, tmp_path: Path) -> None:

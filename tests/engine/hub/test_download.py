@@ -425,6 +425,22 @@ def test_a_repository_without_an_adapter_is_said_to_have_none(client: Client) ->
     assert "adapter_model.safetensors" in failed["message"]
 
 
+def test_the_speed_of_the_last_download_is_kept_once_it_says_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(download.measurement_store, "store_file", lambda name: tmp_path / name)
+    monkeypatch.setattr(download.time, "monotonic", lambda: now[0])
+    assert download.last_speed() is None
+    for arrived, seconds, kept in ((50_000_000, 4.0, 12.5e6), (1_000_000, 60.0, 12.5e6), (90_000_000, 9.0, 10e6)):
+        meter = download.Meter(10**9, lambda _: None, lambda: False)
+        meter.add(500_000_000)  # was there already
+        meter.receive(arrived)
+        now[0] += seconds
+        meter.keep_speed()
+        assert download.last_speed() == pytest.approx(kept)
+
+
 # `tokamac models` on the small local hub, as a program of its own.
 
 COMMAND = [sys.executable, "-m", "tokamac.app.cli", "models"]
@@ -442,7 +458,7 @@ def test_pull_list_remove(hub: Hub, environment: dict[str, str]) -> None:
     assert err.splitlines()[-1].startswith("downloading 100 %")
     assert "org/tiny" in models(environment, "list")[1]
     assert models(environment, "remove", "org/tiny")[:2][0] == 0
-    assert "no models" in models(environment)[1]
+    assert "Only the embedded model is here" in models(environment)[1]
 
 
 def test_ctrl_c_keeps_what_has_arrived(hub: Hub, environment: dict[str, str], tmp_path: Path) -> None:
@@ -490,7 +506,7 @@ def listed(environment: dict[str, str]) -> list[dict[str, Any]]:
     status, (line,) = lines(environment, "list")
     assert status == 0
     found: list[dict[str, Any]] = json.loads(line)["models"]
-    return found
+    return [model for model in found if model["id"] != "guide"]
 
 
 def interrupt_at(hub: Hub, environment: dict[str, str], nbytes: int) -> None:

@@ -13,7 +13,7 @@ from tests.engine.kv.models import tiny_llama
 from tests.engine.kv.test_plan import hybrid, recurrent
 from tests.engine.perf.test_peak_memory import work_named
 from tests.tiny import make_tiny
-from tokamac.app.verdict import brief, lines, sentence
+from tokamac.app.verdict import headline, lines, remark, sentence
 from tokamac.engine import Engine, Message, Sampling
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.metrics import Metrics, rate
@@ -525,7 +525,9 @@ def told(prefill_s: float, step_s: float) -> tuple[Diagnosis, str]:
     metrics = reply(100, 101, prefill_s, step_s, work=SMALL)
     found = diagnose(metrics, SMALL, M4, HostLimited(kernels(), Host(step_s=0.01, wait_s=1e-4)), PLAIN)
     assert found is not None
-    return found, "\n".join([brief(metrics, found), sentence(metrics, found), *lines(found)])
+    return found, "\n".join(
+        [remark(metrics, found), *headline(metrics, found), sentence(metrics, found), *lines(found)]
+    )
 
 
 def test_a_reply_bound_by_the_host_is_told_so_and_no_quiet_machine_is_recommended():
@@ -533,9 +535,9 @@ def test_a_reply_bound_by_the_host_is_told_so_and_no_quiet_machine_is_recommende
     assert [part.bound for part in found.parts] == [None, "host", "host"]
     assert not any(part.behind for part in found.parts)
     assert found.remedies == ()
-    assert "bound by the host (Python, launching kernels)" in text
+    assert "limited by the processor, which prepares each step (Python, launching kernels)" in text
     assert "unusually slow" not in text
-    assert "undisturbed" not in text
+    assert "nothing else running" not in text
     assert "expected = 1 ÷ max(host, " in text
     assert "expected = 2 × (host + round trip) = 2 × (10.0 ms + 0.10 ms) = 20.2 ms" in text
 
