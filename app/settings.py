@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ PATIENCE_S = 2.0
 DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 
 MOST_MEMORY_GB = 1e6
+MOST_CALLS = 1000
 TITLES = ("model", "words")
 """Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
 CHAT_KV = KVSpec(keep="system")
@@ -47,10 +48,37 @@ VALUES = (
     "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
-OPTIONS = ("sampling", "template", "kv")
-"""Tables that are a dataclass of the engine's."""
-MAPS = ("system_prompts", "adapters", "keys")
+OPTIONS = ("sampling", "template", "kv", "tools")
+"""Tables that are a dataclass."""
+MAPS = ("system_prompts", "adapters", "keys", "mcp")
 """Tables whose keys are the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSettings:
+    """What holds for tools in every chat.
+
+    allowed: the tools that need not ask, ever. folders: what may be read beside the folder a chat was started from. calls: for one
+    prompt, at most. Raises OptionError for a number of calls that is none.
+    """
+
+    allowed: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    calls: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.calls <= MOST_CALLS:
+            raise OptionError(f"calls is {self.calls}, which is no limit.", f"Use 1 to {MOST_CALLS}.")
+
+
+@dataclass(frozen=True, slots=True)
+class McpServer:
+    """A program that offers tools over its standard input and output. seconds: how long a call, or its start, may take."""
+
+    command: str
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    seconds: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +90,8 @@ class Settings:
     whether a Mac may not sleep while a model works. models_folder: where the chat puts models that it converts; empty is
     ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``. panel, all_figures: whether the side panel is
     shown, and with every figure. toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters:
-    by model. keys: of actions by id, as they were written. Raises OptionError for values out of range.
+    by model. keys: of actions by id, as they were written. tools: what they may do. mcp: programs that offer tools.
+    Raises OptionError for values out of range.
     """
 
     model: str = "guide"
@@ -82,6 +111,8 @@ class Settings:
     system_prompts: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tools: ToolSettings = field(default_factory=ToolSettings)
+    mcp: dict[str, McpServer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.unload_after_min is not None and self.unload_after_min < 0:
@@ -121,6 +152,11 @@ def with_adapter(settings: Settings, model: str, adapter: str | None) -> dict[st
     """Return the adapters by model, with this one for ``model``; None is none."""
     others = {name: each for name, each in settings.adapters.items() if name != model}
     return others if adapter is None else {**others, model: adapter}
+
+
+def with_allowed(settings: Settings, allowed: tuple[str, ...]) -> Settings:
+    """Return the settings with these tools that never ask."""
+    return replace(settings, tools=replace(settings.tools, allowed=allowed))
 
 
 # Reading ----------------------------------------------------------------------------------------------------------------------
@@ -226,7 +262,7 @@ def _map(table: str, given: dict[str, Any], warnings: list[str]) -> dict[str, An
     values: dict[str, Any] = {}
     for key, value in given.items():
         try:
-            values[key] = _keys(value) if table == "keys" else _string(value)
+            values[key] = READERS.get(table, _string)(value)
         except ShapeError as error:
             warnings.append(f"[{table}] {key} is {value!r:.40}, which is {error}; it is kept and not used.")
     return values
@@ -243,6 +279,25 @@ def _keys(value: object) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(key, str) and key for key in listed):
         raise ShapeError("no key and no list of keys")
     return tuple(listed)
+
+
+def _server(value: object) -> McpServer:
+    """Return a table of [mcp]; its env is a table of texts."""
+    if not isinstance(value, dict):
+        raise ShapeError("no table")
+    env = value.get("env", {})
+    if not isinstance(env, dict) or not all(isinstance(each, str) for each in env.values()):
+        raise ShapeError("no server: env holds texts alone")
+    given = {**value, "env": [list(pair) for pair in env.items()]}
+    try:
+        built: McpServer = build(McpServer, given, "it")
+    except ShapeError as error:
+        raise ShapeError(f"no server ({error})") from None
+    return built
+
+
+READERS: dict[str, Callable[[object], Any]] = {"keys": _keys, "mcp": _server}
+"""How an entry of a table is read; of the others, each is a text."""
 
 
 def _set_aside(path: Path, error: Exception) -> str:

@@ -31,6 +31,7 @@ from tokamac.engine.events import (
     PrefillProgress,
     Price,
     TextChunk,
+    ToolCall,
 )
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.passes.cost import cost_of
@@ -111,9 +112,17 @@ class Scenario:
     rolls: bool = False
     trouble: str = ""  # with the prompt cache, after the first reply or what was read ahead
     advice: str | None = None  # on the installation, with the model
+    calls: tuple[ToolCall, ...] = ()  # before the answer, where the tools are on
+    calls_again: bool = False  # for ever
 
 
+CALLS = (
+    ToolCall("read_file", '{"path": "notes.md"}', "scripted0"),
+    ToolCall("calculate", '{"expression": "6 * 7"}', "scripted1"),
+)
 SCENARIOS = {
+    "calls": Scenario(calls=CALLS, gap_s=0.0, prefill_step_s=0.0),
+    "calls-for-ever": Scenario(calls=CALLS[1:], calls_again=True, gap_s=0.0, prefill_step_s=0.0),
     "guide": Scenario(),
     "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),
     "slow": Scenario(gap_s=0.08, prefill_step_s=0.05),
@@ -231,7 +240,11 @@ class ScriptedEngine(Engine):
         try:
             with self._no_reply:
                 partial = prompt[-1] if continues else Message("assistant", "")
-                yield from self._play(stamps, sampling or Sampling(), partial, template or NOTHING_TOLD)
+                told = template or NOTHING_TOLD
+                if told.tools and self._scenario.calls and (prompt[-1].role != "tool" or self._scenario.calls_again):
+                    yield from self._call(stamps)
+                else:
+                    yield from self._play(stamps, sampling or Sampling(), partial, told)
         finally:
             self._known = tokens + len(stamps.tokens)
             self._clock = None
@@ -325,6 +338,13 @@ class ScriptedEngine(Engine):
                 at += len(piece)
             yield StepTokens(first, len(pieces), tuple(found))
             yield PrefillProgress(first + len(found), len(pieces), 0)
+
+    def _call(self, stamps: "_Stamps") -> Iterator[Event]:
+        yield from self._prefill(stamps)
+        stamps.tokens.append(time.monotonic())
+        yield TextChunk("I look.")
+        yield from self._scenario.calls
+        yield Finished("tool_calls", "I look.", stamps.metrics(), tool_calls=self._scenario.calls)
 
     def _prefill(self, stamps: "_Stamps") -> Iterator[Event]:
         new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps
@@ -475,6 +495,7 @@ def info_of(name: str, scenario: Scenario) -> ModelInfo:
         thinks=bool(scenario.thinking),
         thinking_modes=("on", "off") if scenario.thinking else (),
         template_names=("enable_thinking",) if scenario.thinking else (),
+        takes_tools=bool(scenario.calls),
     )
 
 

@@ -309,6 +309,15 @@ ACTIONS: tuple[Action, ...] = (
         argument=ARGUMENT,
     ),
     Action(
+        "tools",
+        (),
+        "Tools",
+        "List the tools that the model may call, or turn some on or off in this chat. Each call asks you first.",
+        slash="tools",
+        argument="[on|off] [NAME …]",
+        also=("mcp", "functions"),
+    ),
+    Action(
         "explain",
         ("f2", "ctrl+x e"),
         "Explain",

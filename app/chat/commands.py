@@ -5,12 +5,13 @@ A function has the form of every command: it takes the view and the text after t
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import ToolCall
 from tokamac.engine.options import KVSpec
 
 from ..backend.protocol import Load
@@ -19,6 +20,8 @@ from ..sanitise import sanitise, sanitise_line
 from ..settings import Settings, with_adapter
 from ..store.store import Store
 from ..store.values import StoredChat
+from ..tools.tool import Decision
+from ..tools.toolbox import Toolbox
 from .actions import Action, no_action, refusal
 from .attachments import Draft
 from .conversation import MessageNode
@@ -404,6 +407,8 @@ def copy_message(view: ChatView, _: str) -> None:
     """Copy the selected message as it was written, but for control characters."""
     node = view.selected()
     text = "" if node is None else node.prompt or (node.reply.text if node.reply is not None else "")
+    if node is not None and node.result is not None:
+        text = node.result.text
     if not text:
         raise RefusedError("There is no message to copy yet.")
     view.tell(view.copy(sanitise(text)))
@@ -477,6 +482,53 @@ def thinking(view: ChatView, text: str) -> None:
     view.tell(f"{sentences(template, None)} This applies to this chat, from the next message on.")
 
 
+def tools(view: ChatView, text: str) -> None:
+    """List the tools, or turn some on or off in this chat."""
+    preferences, session = view.preferences, view.session
+    box = preferences.toolbox
+    if box is None:
+        raise RefusedError("There are no tools here.")
+    words = text.replace(",", " ").split()
+    if not words:
+        view.say(_listed(box, preferences.tools, session.tools.allowed))
+        return
+    switch, names = (words[0], words[1:]) if words[0] in ("on", "off") else ("", words)
+    named = box.check(names or (box.built_in if switch == "on" else box.names))
+    on = [name for name in preferences.tools if not (name in named and switch != "on")]
+    on += [name for name in named if switch != "off" and name not in preferences.tools]
+    preferences.choose_tools(on)
+    apply_choice(view, "")
+    view.perform([])  # the number of tools is shown
+    info = session.engine.info
+    if on and info is not None and not info.takes_tools:
+        view.tell(f"Tools are on, but {sanitise_line(info.name)} can't call any. Another model may.", "warning")
+    elif on:
+        view.tell(f"Tools on in this chat: {', '.join(on)}. Each call asks you first.")
+    else:
+        view.tell("All tools are off.")
+
+
+def _listed(box: Toolbox, on: Sequence[str], allowed: Collection[str]) -> str:
+    width = max(map(len, box.names))
+    lines = []
+    for name in box.names:
+        does = box.built_in[name].spec.description.split(". ")[0].rstrip(".") if name in box.built_in else "MCP server"
+        asks = " (never asks)" if name in allowed else ""
+        lines.append(f"{'on ' if name in on else 'off'}  {name.ljust(width)}  {does}{asks}")
+    return "\n".join(
+        [*lines, "/tools on NAME turns one on in this chat, /tools off NAME off. tokamac help tools explains."]
+    )
+
+
+def decide(view: ChatView, call: ToolCall, decision: Decision) -> None:
+    """Take the user's answer to a call that asks; one for good goes to the settings."""
+    if decision == "always":
+        known = view.preferences.settings
+        allowed = tuple(dict.fromkeys((*known.tools.allowed, call.name)))
+        save_settings(view, replace(known, tools=replace(known.tools, allowed=allowed)))
+    view.perform(view.session.consent(call.id, decision))
+
+
 COMMANDS: Mapping[str, Command] = {
     "new_chat": new_chat,
     "title": title,
@@ -499,5 +551,6 @@ COMMANDS: Mapping[str, Command] = {
     "pull": pull,
     "thinking": thinking,
     "keys": keys,
+    "tools": tools,
 }
 """By the registry's ids."""

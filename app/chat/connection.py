@@ -146,13 +146,18 @@ class EngineConnection:
 
     @property
     def replying(self) -> bool:
-        """Whether a reply runs."""
+        """Whether a reply runs, or its calls are being answered."""
+        return self.at_work or self.phase is EnginePhase.TOOLS
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the process makes a reply."""
         return self.phase in (EnginePhase.PREFILL, EnginePhase.DECODING, EnginePhase.STOPPING)
 
     @property
     def busy(self) -> bool:
         """Whether the process is at work, so that it must be heard from."""
-        return self.replying or self.phase is EnginePhase.LOADING
+        return self.at_work or self.phase is EnginePhase.LOADING
 
     def enter(self, phase: EnginePhase) -> None:
         """Note what the engine is doing from now on."""

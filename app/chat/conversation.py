@@ -444,6 +444,13 @@ class Conversation:
         parent = self.tree.nodes[key].parent
         return parent if parent is not None and self.tree.nodes[parent].result is not None else None
 
+    def calls_before(self, key: int) -> int | None:
+        """Return the reply whose calls the result ``key`` is among the answers to."""
+        at: int | None = key
+        while at is not None and self.tree.nodes[at].result is not None:
+            at = self.tree.nodes[at].parent
+        return at
+
     def reply_at(self, key: int | None) -> MessageNode | None:
         """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none.
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.events import ToolCall
 from tokamac.engine.options import STAGES, THINKING, KVSpec, Sampling, TemplateOptions
 
 from .. import units
 from ..backend.protocol import ModelInfo, ShapeError, build
 from ..settings import DAMAGED, Settings, change, merged, read
-from ..store.values import Json
+from ..store.values import Json, ToolResult
 from .actions import keymap
 
 if TYPE_CHECKING:
+    from ..tools.toolbox import Toolbox
     from .session import Session
 
 
@@ -28,11 +30,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChatOverrides:
-    """A chat's own settings. None: as in every chat. An empty system prompt means none, whatever other chats have."""
+    """A chat's own settings. None: as in every chat. An empty system prompt means none, whatever other chats have.
+
+    tools: those that are on, and MCP servers, by name; in every chat there are none.
+    """
 
     sampling: Sampling | None = None
     system: str | None = None
     template: TemplateOptions | None = None
+    tools: tuple[str, ...] | None = None
 
 
 def own_of(settings: Json) -> ChatOverrides:
@@ -42,6 +48,7 @@ def own_of(settings: Json) -> ChatOverrides:
         _read(Sampling, settings.get("sampling"), "sampling"),
         system if isinstance(system, str) else None,
         _read(TemplateOptions, settings.get("template"), "template"),
+        _read(tuple[str, ...], settings.get("tools"), "tools"),
     )
 
 
@@ -51,6 +58,7 @@ def as_settings(own: ChatOverrides) -> dict[str, Any]:
         "sampling": None if own.sampling is None else _changed(own.sampling),
         "system": own.system,
         "template": None if own.template is None else template_record(own.template),
+        "tools": None if not own.tools else list(own.tools),
     }
 
 
@@ -66,7 +74,7 @@ def _changed(sampling: Sampling) -> dict[str, Any]:
 
 
 def _read(kind: type[T], stored: object, name: str) -> T | None:
-    if not isinstance(stored, dict):
+    if not isinstance(stored, dict | list):
         return None
     try:
         read: T = build(kind, stored, name)
@@ -107,8 +115,9 @@ class SystemDrafts:
 class Preferences:
     """The current settings and their file. Command-line flags override them until something is chosen.
 
-    own: the open chat's own settings. keymap: the actions with the user's keys. told: warnings about the
-    file that were shown already. Changes by another window apply there only, except its system prompts, which join the library.
+    own: the open chat's own settings. keymap: the actions with the user's keys. told: warnings about the file that were shown
+    already. toolbox: the tools that a chat can have; None is none. tools_came: told, from a thread, when those of a server are
+    there, or why they are not. Changes by another window apply there only, except its system prompts, which join the library.
     """
 
     def __init__(
@@ -122,6 +131,8 @@ class Preferences:
         self.keymap = keymap(settings.keys)
         self._given = given or ChatOverrides()
         self._path = path
+        self.toolbox: Toolbox | None = None
+        self.tools_came: Callable[[str], None] = lambda _: None
 
     @property
     def home(self) -> Path:
@@ -147,12 +158,40 @@ class Preferences:
     def hold(self, own: ChatOverrides, session: "Session") -> None:
         """Apply another chat's own settings to ``session``."""
         self.own = own
+        session.tools.allowed = set(self.settings.tools.allowed)
         self.give(session)
 
     def give(self, session: "Session") -> None:
         """Apply the open chat's settings to ``session``, after a change."""
         session.sampling, session.system = self.sampling, self.system
         session.template = self.template
+        session.tools.allowed |= set(self.settings.tools.allowed)
+        session.tools.most = self.settings.tools.calls
+        if self.toolbox is not None:
+            on = self.tools
+            self.toolbox.start_later(on, lambda _, said: self.tools_came(said))
+            session.offer(self.toolbox.specs(on))
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The tools and MCP servers that are on in the open chat, as far as there are any of these names."""
+        known = () if self.toolbox is None else self.toolbox.names
+        return tuple(name for name in self._given.tools or self.own.tools or () if name in known)
+
+    def choose_tools(self, names: Iterable[str]) -> None:
+        """Turn these tools on in the open chat, and no others."""
+        self._given = replace(self._given, tools=None)
+        self.own = replace(self.own, tools=tuple(names))
+
+    def run_tool(self, call: ToolCall, then: Callable[[ToolResult], None]) -> None:
+        """Run a call on a thread, and tell ``then`` from there what came of it."""
+        if self.toolbox is not None:
+            self.toolbox.run_later(call, self.tools, then)
+
+    def close(self) -> None:
+        """End what the tools have started."""
+        if self.toolbox is not None:
+            self.toolbox.close()
 
     def choose_sampling(self, sampling: Sampling, *, own: bool) -> str:
         """Set the sampling of this chat alone (``own``), or of every chat without its own; return as ``keep`` does."""

@@ -431,10 +431,14 @@ class Recording:
         self._save(opened)
         self._let_go(elsewhere)
 
-    def answered(self, key: int) -> None:
-        """A call was answered, by the message ``key``."""
-        self._open.ledger.add(self._session.conversation.tree, key)
-        self._save(self._open)
+    def answered(self, key: int, elsewhere: Conversation | None = None) -> None:
+        """A call was answered, by the message ``key``. elsewhere: as for ``begun``."""
+        conversation = elsewhere or self._session.conversation
+        opened = self._of(conversation)
+        opened.ledger.add(conversation.tree, key)
+        self._save(opened)
+        if elsewhere is not None and conversation.tree.head == key:  # no other call of this reply follows
+            self._let_go(elsewhere)
 
     def revised(self) -> None:
         """The user edited a reply."""

@@ -28,8 +28,9 @@ from tokamac.engine.events import (
 )
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
-from tokamac.engine.options import Sampling, TemplateOptions
+from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.perf.diagnosis import Diagnosis
+from tokamac.engine.text.tools import has_calls
 
 from ..backend.client import BackendEvent, Died, Garbled
 from ..backend.protocol import (
@@ -51,7 +52,9 @@ from ..backend.protocol import (
     WhatIf,
 )
 from ..sanitise import sanitise_line
-from ..store.values import Attachment
+from ..store.values import Attachment, ToolResult
+from ..tools.loop import CallAsks, CallRuns, ToolLoop
+from ..tools.tool import DENIED, Decision
 from ..verdict import pressure_sentence
 from . import preferences
 from .actions import Keymap
@@ -73,6 +76,7 @@ from .context import ContextUse, list_parts, parts, refusal
 from .conversation import Conversation, Ending, MessageNode, Reply, ReplyProgress, Tree, Turn, cut_here, messages
 from .steps import (
     Ask,
+    AskConsent,
     DraftReturned,
     Elsewhere,
     EnginePhase,
@@ -85,7 +89,9 @@ from .steps import (
     ReplyGrew,
     Resumed,
     Revised,
+    RunTool,
     Step,
+    ToolAnswered,
     TurnBegun,
 )
 
@@ -119,6 +125,7 @@ class ReplySettings:
     system: str
     sampling: Sampling
     template: TemplateOptions
+    tools: tuple[ToolSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,7 @@ class Session:
     Attributes:
         engine: the engine's process, and the model in it.
         conversation: the one that is shown: its messages, and its running reply, if it has one.
+        tools: what the model may call, and the calls of its reply that are being answered.
         keymap: the keys that hold, for what names them. attended: whether somebody is there to send another prompt.
     """
 
@@ -160,6 +168,7 @@ class Session:
         self.prices = ActionPrices()
         self.counts = TokenCounts()
         self.titles = TitleRequest()
+        self.tools = ToolLoop()
         self._clock = clock
         self._id = 0
         self._queue: list[QueuedPrompt] = []
@@ -167,6 +176,7 @@ class Session:
         self._refused = (Draft(), "")  # the last prompt that was too long, and why
         self._template = TemplateOptions()
         self._untold: set[str] = set()  # what the user was told that a model's template can't be told
+        self._tools_untold = ""  # the model of which the user was told that it can't call tools
         self._system_left_out = ""  # the model of which the user was told that it is not given all system messages
         self._watchdog = CancelWatchdog(clock)
 
@@ -296,6 +306,14 @@ class Session:
             self.prices.reset()
         self._able_template()
 
+    def offer(self, specs: Sequence[ToolSpec]) -> None:
+        """Let the model call these tools from the next prompt on."""
+        if tuple(specs) != self.tools.specs:
+            self.tools.specs = tuple(specs)
+            self.warmup.reset()
+            self.prices.reset()
+        self._able_template()
+
     # The model ------------------------------------------------------------------------------------------------------------
 
     def start(self) -> list[Step]:
@@ -378,7 +396,7 @@ class Session:
 
     @property
     def _settings(self) -> ReplySettings:
-        return ReplySettings(self.system, self.sampling, self._template)
+        return ReplySettings(self.system, self.sampling, self._template, self.tools.specs)
 
     def _count(self, counted: Countable) -> int | None:
         return self.counts.of(self.engine.info, counted)
@@ -416,6 +434,15 @@ class Session:
             return self._answer(prompt)
         if why := why_whole(reply, thinks=self.engine.info is not None and self.engine.info.thinks):
             return [Notice(why, "warning")]
+        node = self.conversation.reply_at(at)
+        after = None if node is None else self.conversation.result_before(node.key)
+        if after is not None:  # it goes on from the results of calls, which stay as they are
+            self.conversation.tree.head = after
+            moved = Moved(tuple(self.conversation.tree.turns_to(self.conversation.calls_before(after))))
+            return [
+                moved,
+                *self._reply(self._here(), self.conversation.answer(after, cut_here(reply)), cut_here(reply)),
+            ]
         return self._answer(prompt, cut_here(reply))
 
     def branch_from(self, key: int, begun: Reply) -> list[Step]:
@@ -490,6 +517,8 @@ class Session:
         if self.engine.phase is EnginePhase.LOADING:
             return self._stop_loading()
         back = [] if self.elsewhere is not None else self._return_queued()
+        if self.engine.phase is EnginePhase.TOOLS:
+            return [*self._stop_calls(), *back, *self._send_queued()]
         if self.engine.phase is EnginePhase.STOPPING:
             return [*back, *self._insist()]
         if self.engine.replying:
@@ -536,6 +565,74 @@ class Session:
             case _:
                 why = f"The engine is not ready: wait, or stop the reply with {self.keymap.key('stop')}."
         return [Notice(why, "warning")]
+
+    # Calls of tools -------------------------------------------------------------------------------------------------------
+
+    def consent(self, call: str, decision: Decision) -> list[Step]:
+        """Take the user's answer to the call with this id, if it still waits for one."""
+        self.idle.seen()
+        waiting = self.tools.waiting
+        if waiting is None or waiting.id != call:
+            return []
+        if (runs := self.tools.decide(decision)) is not None:
+            return [RunTool(runs.call)]
+        return self._call_answered(ToolResult(waiting, DENIED, "refused"))
+
+    def tool_ended(self, result: ToolResult) -> list[Step]:
+        """Take what came of the call that runs; of another one it is late, and ignored."""
+        running = self.tools.running
+        return self._call_answered(result) if running is not None and running == result.call else []
+
+    def _begin_calls(self, calls: Sequence[ToolCall]) -> list[Step]:
+        if self.tools.exhausted:  # it was told, and goes on calling
+            refused = self._refuse(calls)
+            return [*refused, Notice(f"Stopped: the model made more than {self.tools.most} calls.", "warning")]
+        self.engine.enter(EnginePhase.TOOLS)
+        self.tools.begin(calls, self._in_hand.settings.tools)
+        return self._next_call()
+
+    def _refuse(self, calls: Sequence[ToolCall]) -> list[Step]:
+        self.tools.begin(calls, self._in_hand.settings.tools)
+        return [self._add_result(result) for result in self.tools.stop()]
+
+    def _next_call(self) -> list[Step]:
+        match self.tools.next():
+            case CallAsks(call):
+                return [AskConsent(call)]
+            case CallRuns(call):
+                return [RunTool(call)]
+            case ToolResult() as result:
+                return self._call_answered(result)
+            case None:
+                return self._reply_to_results()
+
+    def _call_answered(self, result: ToolResult) -> list[Step]:
+        return [self._add_result(result), *self._next_call()]
+
+    @property
+    def _in_hand(self) -> RunningReply:
+        assert self._running is not None
+        return self._running
+
+    def _add_result(self, result: ToolResult) -> Step:
+        conversation = self._in_hand.conversation
+        tree = conversation.tree
+        assert tree.head is not None  # the reply that calls
+        return self._of(conversation, ToolAnswered(tree.add_result(tree.head, result).key, result))
+
+    def _reply_to_results(self) -> list[Step]:
+        """Have the model go on, now that all of its calls are answered."""
+        running = self._in_hand
+        head = running.conversation.tree.head
+        assert head is not None
+        self.engine.enter(EnginePhase.IDLE)
+        return self._reply(replace(running, sent=None), running.conversation.answer(head), calls_go_on=True)
+
+    def _stop_calls(self) -> list[Step]:
+        """Answer the calls that are left: they are not run. Prompts that wait are the caller's."""
+        answered: list[Step] = [self._add_result(result) for result in self.tools.stop()]
+        self.engine.enter(EnginePhase.IDLE)
+        return answered
 
     # What is asked of the engine beside replies ---------------------------------------------------------------------------
 
@@ -664,7 +761,9 @@ class Session:
         self.engine.lost()
         words = f" Its last words: {event.last_line.rstrip('.')}." if event.last_line else ""
         why = f"The engine stopped ({event.why}).{words}"
-        ended = self._end("lost") if self.engine.replying else []
+        ended = self._end("lost") if self.engine.at_work else []
+        if self.engine.phase is EnginePhase.TOOLS:
+            ended = self._stop_calls()
         self.engine.deaths += 1
         if self.engine.deaths == 1:
             return [*ended, Notice(f"{why} Restarting it; the chat is intact.", "warning"), *self.start()]
@@ -706,7 +805,9 @@ class Session:
                 doubts = (f"Unchecked: {doubt}. This text may be wrong." for doubt in self._doubts())
                 return [*(Notice(doubt, "warning") for doubt in doubts), *self._end(event.reason, event)]
 
-    def _of(self, conversation: Conversation, step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused) -> Step:
+    def _of(
+        self, conversation: Conversation, step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused | ToolAnswered
+    ) -> Step:
         """Return ``step``, marked where ``conversation`` is not the one on screen."""
         return step if conversation is self.conversation else Elsewhere(conversation, step)
 
@@ -724,8 +825,16 @@ class Session:
         return [*moved, *self._reply(self._here(), self.conversation.answer(prompt.key, partial), partial, again=last)]
 
     def _reply(
-        self, running: RunningReply, turn: Turn, partial: Reply | None = None, *, again: bool = False
+        self,
+        running: RunningReply,
+        turn: Turn,
+        partial: Reply | None = None,
+        *,
+        again: bool = False,
+        calls_go_on: bool = False,
     ) -> list[Step]:
+        if not calls_go_on:
+            self.tools.reset()
         self._id, self._running = self._id + 1, running
         conversation, settings = running.conversation, running.settings
         cancel_title = self.titles.stop()
@@ -734,17 +843,22 @@ class Session:
         self.engine.enter(EnginePhase.PREFILL)
         messages, continues = conversation.request(settings.system), partial is not None
         if partial is not None:
-            messages = (*messages, Message("assistant", partial.text, partial.thinking))
+            messages = (*messages, partial.as_message)
         self._able_template()
-        template, _ = preferences.told(settings.template, self.engine.info)
-        request = Generate(self._id, messages, settings.sampling, continues=continues, template=template)
-        notices = [*self._tell_left_out(messages), *self._tell_untold()]
+        request = Generate(self._id, messages, settings.sampling, continues=continues, template=self._told(settings))
+        notices = [*self._tell_left_out(messages), *self._tell_untold(), *self._tell_no_tools(messages, settings.tools)]
         begun = self._of(conversation, TurnBegun(replace(turn, reply=partial), again))
         return [*cancel_title, begun, Ask(request), *notices]
 
+    def _told(self, settings: ReplySettings) -> TemplateOptions:
+        """Return what of ``settings`` the loaded model's chat template can be told."""
+        able, _ = preferences.told(settings.template, self.engine.info)
+        takes_tools = self.engine.info is not None and self.engine.info.takes_tools
+        return replace(able, tools=settings.tools) if takes_tools else able
+
     def _able_template(self) -> TemplateOptions:
         """Return what of the template's options the loaded model can be told; prices and warm-ups follow it."""
-        able, _ = preferences.told(self._template, self.engine.info)
+        able = self._told(self._settings)
         self.warmup.template = self.prices.template = able
         return able
 
@@ -754,6 +868,18 @@ class Session:
         new = [each for each in why if each not in self._untold]
         self._untold.update(new)
         return [Notice(sentence(each), "warning") for each in new]
+
+    def _tell_no_tools(self, messages: Sequence[Message], offered: Sequence[ToolSpec]) -> list[Step]:
+        """Say, once for each model, that it can't call tools, where they are on or were called before."""
+        info = self.engine.info
+        if info is None or info.takes_tools or self._tools_untold == info.name:
+            return []
+        called = has_calls(messages)
+        if not (called or offered):
+            return []
+        self._tools_untold = info.name
+        past = " Earlier calls are given to it as text." if called else ""
+        return [Notice(f"{info.name} can't call tools: its chat template has no place for them.{past}", "warning")]
 
     def _tell_left_out(self, messages: Sequence[Message]) -> list[Step]:
         """Say, once for each model and conversation, how many of the system messages its template does not take."""
@@ -824,6 +950,12 @@ class Session:
     def _end(self, ending: Ending, finished: Finished | None = None, *, why: str = "") -> list[Step]:
         """Close the running reply, and send the next prompt; after a failure prompts go back to the input box."""
         ended = self._close(ending, finished, why)
+        if finished is not None and finished.tool_calls and ending in ("stop", "tool_calls"):
+            return [
+                ended,
+                *self._begin_calls(finished.tool_calls),
+                *([] if self.engine.replying else self._send_queued()),
+            ]
         return [ended, *(self._give_up_queue() if ending in ("lost", "failed") else self._send_queued())]
 
     def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> Step:
@@ -840,6 +972,8 @@ class Session:
     def _abandon(self) -> list[Step]:
         """Cancel a running reply without waiting for its end. What waits in other chats goes on waiting."""
         back = [*self.titles.stop(), *self._return_queued()]
+        if self.engine.phase is EnginePhase.TOOLS:
+            return [*self._stop_calls(), *back]
         if not self.engine.replying:
             return back
         return [Ask(Cancel(self._id)), self._close("cancelled"), *back]

@@ -72,6 +72,7 @@ def begin(options: ChatOptions) -> ChatStart:
     """Return what every chat starts with: its session, and the settings that apply to it."""
     from ..backend.client import CHILD_COMMAND
     from ..backend.protocol import Load
+    from ..tools.toolbox import Toolbox
     from .models import lasting
     from .preferences import ChatOverrides, Preferences
     from .session import Session
@@ -87,11 +88,13 @@ def begin(options: ChatOptions) -> ChatStart:
         known, path, ChatOverrides(options.sampling, options.system, options.template), read.warnings
     )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
-    session.template = preferences.template
+    log = options.log_path or _default_log()
+    preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))
+    preferences.hold(preferences.own, session)
     session.idle.after_min, session.keymap = known.unload_after_min, preferences.keymap
     command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)
-    return ChatStart(session, preferences, command, options.log_path or _default_log(), awake, tuple(read.warnings))
+    return ChatStart(session, preferences, command, log, awake, tuple(read.warnings))
 
 
 def found(options: ChatOptions) -> ChatOptions:

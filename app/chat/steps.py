@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from tokamac.engine.events import TextKind
+from tokamac.engine.events import TextKind, ToolCall
 
 from ..backend.protocol import Request
-from ..store.values import Attachment
+from ..store.values import Attachment, ToolResult
 from .attachments import Draft
 from .conversation import Conversation, Reply, Turn
 
@@ -121,11 +121,33 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class AskConsent:
+    """A call of the model's waits for the user: ``Session.consent`` takes the answer."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class RunTool:
+    """Run ``call``, which is allowed; ``Session.tool_ended`` takes what came of it."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswered:
+    """A call is answered, by the message ``key``. Nothing waits for the user's consent to it any more."""
+
+    key: int
+    result: ToolResult
+
+
+@dataclass(frozen=True, slots=True)
 class Elsewhere:
     """``step`` is of ``conversation``, which is not shown: its reply runs in the background."""
 
     conversation: Conversation
-    step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused
+    step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused | ToolAnswered
 
 
 Step = (
@@ -145,6 +167,9 @@ Step = (
     | PromptRefused
     | Notice
     | Elsewhere
+    | AskConsent
+    | RunTool
+    | ToolAnswered
 )
 
 
@@ -156,5 +181,7 @@ class EnginePhase(Enum):
     PREFILL = auto()
     DECODING = auto()
     STOPPING = auto()
+    TOOLS = auto()
+    """It is idle, while the calls of its reply are answered."""
     FAILED = auto()
     UNLOADED = auto()

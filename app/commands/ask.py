@@ -11,9 +11,9 @@ The question comes last, so that another one about the same file begins with wha
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from tokamac.engine.events import (
 )
 from tokamac.engine.files import NotRegularError, open_regular
 from tokamac.engine.metrics import Metrics, Outlier
-from tokamac.engine.options import TemplateOptions
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.passes.tokens import StepTokens
 
 from .. import INTERRUPTED
@@ -58,6 +58,7 @@ from ..options import (
 from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
 from ..sanitise import Sanitiser
+from ..tools import callers
 from . import loading
 
 if TYPE_CHECKING:
@@ -156,6 +157,13 @@ def parser() -> Parser:
     made.add_argument(
         "--json", action="store_true", help="events as JSON lines: truncated, squeezed, prefill, text, finished, error"
     )
+    made.add_argument(
+        "--tools",
+        metavar="NAMES",
+        default="",
+        help="tools and MCP servers that the model may call, split by commas (tokamac help tools)",
+    )
+    made.add_argument("--allow-tools", action="store_true", help="run their calls without asking")
     add_logprobs_flag(made)
     made.add_argument(
         "--steps",
@@ -189,6 +197,18 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     messages = [Message("user", prompt)]
     if options.system:
         messages.insert(0, Message("system", options.system))
+    with callers.open_tools(parser, options) as tools:
+        return _answer(options, messages, wanted, (kv, template), tools)
+
+
+def _answer(
+    options: argparse.Namespace,
+    messages: list[Message],
+    wanted: Sampling,
+    how: tuple[KVSpec, TemplateOptions],
+    tools: callers.AskTools,
+) -> int:
+    kv, template = how
     writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
     model = options.model or default_model()
     try:
@@ -202,11 +222,19 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             adapter=adapter_of(options, model),
         )
         with engine, loading.interrupting(engine.cancel):
-            end: list[Finished] = []
-            status = write(engine.generate(messages, wanted, template=template), writer, end.append)
-            if options.steps is not None and end:
-                write_steps(engine, messages, end[0], options.steps, template)
-            return status
+            told = replace(template, tools=tools.specs)
+            while True:
+                end = write_reply(engine.generate(messages, wanted, template=told), writer)
+                if end is None or not end.tool_calls or end.reason == "cancelled" or tools.exhausted:
+                    break
+                messages = [
+                    *messages,
+                    Message("assistant", end.text, end.thinking, end.tool_calls),
+                    *tools.answer(end.tool_calls),
+                ]
+            if end is not None and options.steps is not None:
+                write_steps(engine, messages, end, options.steps, told)
+            return INTERRUPTED if end is None or end.reason == "cancelled" else 0
     except KeyboardInterrupt:
         writer.interrupted()
         raise
@@ -248,11 +276,9 @@ def write_steps(
         ) from error
 
 
-def write(
-    events: Iterator[Event], writer: "JsonWriter | TextWriter", then: Callable[[Finished], object] = lambda _: None
-) -> int:
-    """Write the events of a reply as they come, and give ``then`` the last; return the exit status."""
-    reason = ""
+def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> Finished | None:
+    """Write the events of a reply as they come; return its end, None where there is none."""
+    end = None
     for event in events:
         if isinstance(event, PrefillProgress):
             writer.prefill(event)
@@ -266,9 +292,8 @@ def write(
             writer.called(event)
         else:
             writer.finished(event)
-            then(event)
-            reason = event.reason
-    return INTERRUPTED if reason == "cancelled" else 0
+            end = event
+    return end
 
 
 class TextWriter:

@@ -245,7 +245,7 @@ def _values(made: Parser, action: argparse.Action) -> list[Completion]:
     kinds = set(re.split(r"[^A-Z]+", str(action.metavar or "")))
     found = (
         _models()
-        if kinds & {"MODEL", "SOURCE", "A", "B"} or (action.dest, made.prog) == ("id", "tokamac models")
+        if kinds & {"MODEL", "SOURCE", "A", "B"} or (action.dest, made.prog) == ("words", "tokamac models")
         else []
     )
     return [*found, Completion(FILES)] if kinds & {"FILE", "DIR", "MODEL", "SOURCE", "SVG", "A", "B"} else found

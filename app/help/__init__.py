@@ -75,7 +75,7 @@ def _options(name: str, first: str) -> Callable[[], str]:
 
         from ..settings import Settings
 
-        names = [field.name for field in fields(getattr(Settings(), name)) if field.name != first]
+        names = [field.name for field in fields(getattr(Settings(), name)) if field.name not in (first, "tools")]
         return _wrapped(f"{'':26}# also {', '.join(names)}", 26, "# ").lstrip()
 
     return listed

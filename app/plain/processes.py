@@ -168,7 +168,7 @@ def convert(repl: "Repl", written: str) -> None:
     model, flags = words_of(written, repl.session.engine.load.model)
     placed = any(flag.startswith(("-o", "--output", "--into")) for flag in flags)
     into = () if placed else (f"--into={repl.preferences.settings.models_path}",)
-    arguments = (*(flag for flag in flags if flag not in OURS), *into, "--", model)
+    arguments = (*into, *(flag for flag in flags if flag not in OURS), "--", model)
     if _run(repl, arguments, dry_run=True, written=written) is ConversionPhase.PLANNED:
         repl.planned = arguments
         repl.tell("/convert without arguments runs this plan. Ctrl-C stops it; /convert resumes it.")

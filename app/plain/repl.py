@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from tokamac.engine.events import ToolCall
 
 from .. import INTERRUPTED, units
 from ..backend.client import BackendEvent, Died, EngineProcess
@@ -34,6 +36,7 @@ from ..chat.session import Session
 from ..chat.start import ChatOptions, ChatStart, begin, open_store
 from ..chat.steps import (
     Ask,
+    AskConsent,
     DraftReturned,
     EndEngine,
     EnginePhase,
@@ -45,13 +48,16 @@ from ..chat.steps import (
     ReplyEnded,
     ReplyGrew,
     Revised,
+    RunTool,
     StartEngine,
     Step,
     Titled,
+    ToolAnswered,
     TurnBegun,
 )
 from ..output import note
 from ..store.values import StoredChat, StoreError
+from ..tools.tool import call_line, call_lines, decision_of
 from ..verdict import figures_text, remark
 from . import processes
 from .commands import Outline, last_turn
@@ -59,6 +65,13 @@ from .console import Console, LineComposer, heard, noticed, unbroken
 from .processes import Rarely
 
 TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """Work for the main thread."""
+
+    work: Callable[[], list[Step]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +92,10 @@ class Driver:
         self._console = console
         self._process: EngineProcess | None = None
         self._process_number = 0
-        self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Interrupt] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Later | _Interrupt] = queue.SimpleQueue()
         self._rarely = Rarely()
         self._may_title = False  # as it was when the wait began
+        self.preferences.tools_came = lambda said: self.later(lambda: self._tools_came(said))
         self._title = ""  # by the model, while a line was awaited
 
     @unbroken()
@@ -132,6 +146,50 @@ class Driver:
             case Notice(text, severity):
                 self.failed = self.failed or severity == "error"
                 self._console.note(text)
+            case AskConsent(call):
+                self._events.put(_Later(lambda: self._asked(call)))
+            case RunTool(call):
+                self._console.note(f"calling {call_line(call)}")
+                self.preferences.run_tool(call, lambda result: self.later(lambda: self.session.tool_ended(result)))
+            case ToolAnswered(key, result):
+                self._record(lambda recording: recording.answered(key))
+                if result.outcome != "done":
+                    self._console.note(
+                        f"{call_line(result.call)}: {'not run' if result.outcome == 'refused' else result.text}"
+                    )
+
+    def later(self, work: Callable[[], list[Step]]) -> None:
+        """Have ``work`` done on the main thread, from any other, once it looks."""
+        self._events.put(_Later(work))
+
+    def _tools_came(self, said: str) -> list[Step]:
+        self.preferences.give(self.session)
+        return [Notice(said)]
+
+    def _asked(self, call: ToolCall) -> list[Step]:
+        """Ask the user whether ``call`` may be run: where nobody types, it may not."""
+        if self.session.tools.waiting != call:
+            return []
+        for line in ("The model wants to call:", *call_lines(call)):
+            self._console.note(line)
+        if not self._console.typed:
+            self._console.note(
+                "Nobody is here to allow it. /tools and [tools] allowed in the settings allow it for good."
+            )
+            return self.session.consent(call.id, "deny")
+        while True:
+            try:
+                answer = self._console.read("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")
+            except (EOFError, KeyboardInterrupt):
+                return self.session.stop()
+            if (decision := decision_of(answer)) is None:
+                continue
+            if decision == "always":
+                known = self.preferences.settings
+                allowed = tuple(dict.fromkeys((*known.tools.allowed, call.name)))
+                if problem := self.preferences.keep(replace(known, tools=replace(known.tools, allowed=allowed))):
+                    self._console.note(problem)
+            return self.session.consent(call.id, decision)
 
     def _give_back(self, draft: Draft) -> None:
         if not self._console.typed:
@@ -178,6 +236,8 @@ class Driver:
                         self.perform(self.session.check_cancel())
                     case _Interrupt():
                         self.perform(self.session.stop())
+                    case _Later(work):
+                        self.perform(work())
                     case (number, event):
                         self._take(number, event)
                 self._tell_progress()
@@ -212,6 +272,8 @@ class Driver:
     def _catch_up(self) -> None:
         while not self._events.empty():
             match self._events.get():
+                case _Later(work):
+                    self.perform(work())
                 case (number, event):
                     self._take(number, event)
 
@@ -254,12 +316,13 @@ class Driver:
     def close(self) -> None:
         """End the engine's process."""
         self._begun.keep_awake.close()
+        self.preferences.close()
         process, self._process = self._process, None
         self._process_number += 1
         if process is not None:
             process.close()
 
-    def _next(self) -> tuple[int, BackendEvent] | _Interrupt | None:
+    def _next(self) -> tuple[int, BackendEvent] | _Later | _Interrupt | None:
         try:
             return self._events.get(timeout=TICK_S)
         except queue.Empty:

@@ -161,8 +161,9 @@ class TokamacApp(App[int]):
             self._driver.write(RESTORE)
 
     async def action_quit(self) -> None:
-        """Quit as the chat does, also from a dialog: Textual's own binding of Ctrl+Q comes first."""
-        self.chat.do("leave")
+        """Quit as the chat does, also from a dialog, if that is the key: Textual's own binding of Ctrl+Q comes first."""
+        if any(action.id == "leave" and "ctrl+q" in action.keys for action in self.chat.session.keymap.actions):
+            self.chat.do("leave")
 
     def watch_sub_title(self, chat: str) -> None:
         """Show the chat's title as the terminal's."""

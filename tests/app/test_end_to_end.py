@@ -26,7 +26,7 @@ from tokamac.app.store.values import StoredMessage, StoreError
 
 Start = Callable[..., Any]
 EMPTY = "Write a message"
-LOADED = " bpw"  # in the side panel
+LOADED = " bits"  # in the side panel
 COLOUR = re.compile(r"\x1b\[(?:[0-9;:]*;)?(?:[349][0-8]|10[0-7])[;:m]")
 ATTEMPTS = 12
 
@@ -165,7 +165,7 @@ def fits(tmux: Tmux, size: Size) -> bool:
 
 ROUNDS = ("screen", "engine", "both") * 2
 SEED = 20
-READY = " bpw"  # in the side panel: the engine has loaded
+READY = " bits"  # in the side panel: the engine has loaded
 PATIENCE_S = 30.0
 ESCAPE, ENTER, CHATS, DELETE, UNDO = "\x1b", "\r", "\x0c", "\x04", "\x1a"
 

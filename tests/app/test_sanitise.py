@@ -167,7 +167,8 @@ def check(c: Chat) -> None:
     for segment in segments(c):
         assert not CONTROL.search(segment.text), ascii(segment.text)
         assert "\n" not in segment.text
-        assert segment.style is None or segment.style.link in (None, LINK[8:-1])
+        link = None if segment.style is None else segment.style.link
+        assert link in (None, LINK[8:-1]) or segment.text in link  # an address that stands there leads where it says
         assert "quit" not in str(segment.style.meta.get("@click", "") if segment.style is not None else "")
 
 

@@ -457,7 +457,7 @@ def test_what_a_chat_has_of_its_own_survives_json() -> None:
     template = TemplateOptions("off", 100, {"a": [1, "b\n"]})
     own = ChatOverrides(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "", template)
     assert own_of(json.loads(json.dumps(as_settings(own)))) == own
-    assert as_settings(ChatOverrides()) == {"sampling": None, "system": None, "template": None}
+    assert as_settings(ChatOverrides()) == {"sampling": None, "system": None, "template": None, "tools": None}
 
 
 def named(screen: SystemScreen) -> list[str]:

@@ -24,7 +24,7 @@ from ...chat.listing import ChatSearch, ending_text, excerpt
 from ...chat.preferences import ChatOverrides
 from ...chat.recording import LEFT, Recording
 from ...chat.session import Session
-from ...chat.steps import Elsewhere, EnginePhase, PromptRefused, ReplyEnded, ReplyGrew, Step, TurnBegun
+from ...chat.steps import Elsewhere, EnginePhase, PromptRefused, ReplyEnded, ReplyGrew, Step, ToolAnswered, TurnBegun
 from ...sanitise import sanitise_line
 from ...store.values import StoreError
 from ..widgets.prompt_input import Prompt
@@ -60,7 +60,11 @@ def perform_elsewhere(chat: "ChatScreen", elsewhere: Elsewhere) -> None:
             recording.grew(conversation)
         case ReplyEnded(reply):
             recording.ended(reply, conversation)
-            _tell_ended(chat, title, reply)
+            if reply.ending != "tool_calls":
+                _tell_ended(chat, title, reply)
+        case ToolAnswered(key, result):
+            chat.close_consent(result.call)
+            recording.answered(key, conversation)
         case PromptRefused(why, draft):
             if draft is not None:
                 recording.refused(draft, conversation)

@@ -12,7 +12,8 @@ from tokamac.engine.events import TextKind
 from ...chat.conversation import EDITED, ENDINGS, Reply, Turn
 from ...chat.preferences import budget_spent
 from ...sanitise import Sanitiser, sanitise, sanitise_line
-from ...store.values import Attachment
+from ...store.values import Attachment, ToolResult
+from ...tools.tool import call_line, call_lines
 from ...units import seconds
 from ...verdict import figures_text, remark
 from ..theme import FAINT, LABEL
@@ -282,13 +283,53 @@ def _marked(row: PageRow) -> PageRow:
     return PageRow(row.row, replace(row.frame, lead=Content.styled("▎", "$accent") + lead[1:]))
 
 
-Spoken = UserMessage | ReplyMessage
+class ToolMessage:
+    """A call and what came of it, folded into one line until it is unfolded."""
+
+    def __init__(self, result: ToolResult, key: int = 0) -> None:
+        self.key = key
+        self.selected = False
+        self.folded = True
+        self._result = result
+
+    def toggle(self) -> None:
+        """Fold or unfold."""
+        self.folded = not self.folded
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        frame = SELECTED if self.selected else FOLDED if self.folded else UNFOLDED
+        head = Content(f"{'▸' if self.folded else '▾'} {call_line(self._result.call)}")
+        head += Content.styled(f" · {self._came()}", "" if self._result.outcome == "done" else "$text-warning")
+        room = width - SIDES - len(BAR)
+        if self.folded:
+            return [PageRow(Row(head.truncate(room, ellipsis=True)), frame)]
+        text = Content("\n".join([*call_lines(self._result.call)[1:], "", sanitise(self._result.text)]))
+        return [PageRow(row, frame) for part in (head, text) for row in wrapped(part, room)]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells."""
+        return 1 if self.folded else 2 + guess(self._result.text, width)
+
+    def _came(self) -> str:
+        match self._result.outcome:
+            case "done":
+                lines = len(self._result.text.splitlines())
+                return sanitise_line(self._result.text) if lines < 2 else f"{lines} lines"
+            case "failed":
+                return sanitise_line(self._result.text)
+            case "refused":
+                return "not run"
+
+
+Spoken = UserMessage | ReplyMessage | ToolMessage
 """Messages that can be selected."""
 
 
 def messages_of(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
     """Yield the messages of finished turns."""
     for turn in turns:
+        yield from map(ToolMessage, turn.results, chain(turn.result_keys, repeat(0)))
         yield from map(SystemMessage, turn.system, chain(turn.system_keys, repeat(0)))
         if turn.key or turn.asked:  # else the reply has no prompt
             yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)

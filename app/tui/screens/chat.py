@@ -6,18 +6,20 @@ sent, and the what-if questions between the screens that ask them and the engine
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from textual import on
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Key, Paste, Resize
+from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Live
+from tokamac.engine.events import Live, ToolCall
 from tokamac.engine.hub.cache import GUIDE
 
 from ...backend.client import BackendEvent
@@ -33,6 +35,7 @@ from ...chat.recording import Recording
 from ...chat.session import Session
 from ...chat.steps import (
     Ask,
+    AskConsent,
     DraftReturned,
     Elsewhere,
     EndEngine,
@@ -46,14 +49,17 @@ from ...chat.steps import (
     ReplyGrew,
     Resumed,
     Revised,
+    RunTool,
     StartEngine,
     Step,
     Titled,
+    ToolAnswered,
     TurnBegun,
 )
 from ...sanitise import sanitise, sanitise_line
 from ...store.store import Store
-from ...store.values import StoredChat, StoreError, title_of
+from ...store.values import StoredChat, StoreError, ToolResult, title_of
+from ...tools.tool import Decision
 from ..actions import bindings, chats, keys, model, reading, writing
 from ..actions.chats import begin
 from ..actions.writing import submit
@@ -65,6 +71,7 @@ from ..widgets.prompt_input import Chips, Completions, Prompt
 from ..widgets.status import Activity, StatusLine
 from ..widgets.transcript import SIDE, WIDEST, Transcript, share_on
 from . import links
+from .tools import ConsentScreen
 
 EDITING = "editing · Esc cancels"
 EDITING_REPLY = "editing the reply · Enter keeps it · Esc cancels"
@@ -298,6 +305,14 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
 """By the registry's ids."""
 
 
+class Later(Message):
+    """What is to be done on the screen's thread, told from another one."""
+
+    def __init__(self, work: Callable[[], list[Step]]) -> None:
+        super().__init__()
+        self.work = work
+
+
 class Columns(Horizontal):
     """Side by side."""
 
@@ -365,6 +380,7 @@ class ChatScreen(Screen[None]):
         self._prompt = Prompt()
         self.composer = Composer(self._prompt, session)
         self.open_store = open_store
+        preferences.tools_came = self._tools_came
         self._early: list[Draft] | None = []  # what was sent before the start was complete; None from then on
 
     def compose(self) -> ComposeResult:
@@ -408,6 +424,7 @@ class ChatScreen(Screen[None]):
     def on_unmount(self) -> None:
         """Save the unsent prompt and the running reply so far, and close the store."""
         self._record(lambda recording: recording.close(self.composer.unsent.whole))
+        self.preferences.close()
 
     @property
     def _composed(self) -> bool:
@@ -490,6 +507,45 @@ class ChatScreen(Screen[None]):
                     self.tell("Your unanswered prompt is back in the input box after the edit.")
             case Notice(text, severity):
                 self.tell(text, severity)
+            case AskConsent(call):
+                self.app.push_screen(ConsentScreen(call), partial(self._decided, call))
+            case RunTool(call):
+                self.preferences.run_tool(call, self._tool_ended)
+            case ToolAnswered(key, result):
+                self.close_consent(result.call)
+                transcript.answer(result, key)
+                self._record(lambda recording: recording.answered(key))
+
+    def _decided(self, call: ToolCall, decision: Decision | None) -> None:
+        """Take the user's answer to a call; Esc stops all of them."""
+        if decision is not None:
+            commands.decide(self, call, decision)
+        elif self.session.tools.waiting == call:
+            self.perform(self.session.stop())
+
+    def close_consent(self, call: ToolCall) -> None:
+        """Close the question whether ``call`` may be run, which was answered in another way."""
+        if isinstance(self.app.screen, ConsentScreen) and self.app.screen.call == call:
+            self.app.screen.dismiss(None)
+
+    def _tool_ended(self, result: ToolResult) -> None:
+        """Take what came of a call, from its thread."""
+        self.post_message(Later(lambda: self.session.tool_ended(result)))
+
+    def _tools_came(self, said: str) -> None:
+        """Take the tools of a server that has started, from its thread."""
+
+        def take() -> list[Step]:
+            self.preferences.give(self.session)
+            return [Notice(said)]
+
+        self.post_message(Later(take))
+
+    @on(Later)
+    def do_later(self, message: Later) -> None:
+        """Do what another thread left to this one."""
+        message.stop()
+        self.perform(message.work())
 
     def _begin(self, turn: Turn, *, again: bool) -> None:
         """Show a reply that grows."""

@@ -59,10 +59,11 @@ NOTES = (  # keys that the user may change by the action's id
     "In a shell, tokamac help lists topics in depth: kv, cache, context, memory, speed, settings and more.",
 )
 ON_MACS = (
-    "On a Mac keyboard, F1 to F9 need fn; {leader} and a letter does the same. Terminal.app keeps PageUp, PageDown, Home and End "
-    "for itself, and has no Ctrl+End: use /up, /down, /top and /end. Option+Enter starts a new line once Settings > Profiles > "
-    "Keyboard > Use Option as Meta Key is on; Shift+Enter may send the prompt; Ctrl+J works everywhere. The terminal in VS Code "
-    "keeps F1, F5 and F6: use /help, /figures and /branches. Every key has a command or an entry in the palette ({palette}) that does the same."
+    "On a Mac keyboard, F1 to F9 need fn; {leader} and a letter does the same. Terminal.app keeps PageUp, PageDown, Home and "
+    "End for itself, and has no Ctrl+End: use /up, /down, /top and /end. Option+Enter starts a new line once Settings > "
+    "Profiles > Keyboard > Use Option as Meta Key is on; Shift+Enter may send the prompt; Ctrl+J works everywhere. The terminal"
+    " in VS Code keeps F1, F5 and F6: use /help, /figures and /branches. Every key has a command or an entry in the palette "
+    "({palette}) that does the same."
 )
 """What terminals on a Mac do with keys: shown first there, and last elsewhere, where a Mac may be at the other end of SSH."""
 MAC = sys.platform == "darwin"

@@ -140,6 +140,8 @@ def _doing(session: Session, now: float, width: int) -> Content:
             speed = "" if rate is None else f" at {units.rate(rate)}"
             hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
             return Content.styled(f"writing{tokens}{speed}{hint}", FAINT)
+        case EnginePhase.TOOLS:
+            return _calling(session)
         case EnginePhase.STOPPING:
             return Content.styled("stopping …", "$text-warning")
         case EnginePhase.FAILED:
@@ -150,6 +152,14 @@ def _doing(session: Session, now: float, width: int) -> Content:
             return Content.styled(UNLOADED if width >= len(UNLOADED) else UNLOADED_SHORT, FAINT)
         case EnginePhase.IDLE:
             return _next(session, width)
+
+
+def _calling(session: Session) -> Content:
+    """Return which call waits for the user, or runs."""
+    if (waiting := session.tools.waiting) is not None:
+        return Content.styled(f"{sanitise_line(waiting.name)} waits for you", "$text-warning")
+    running = "" if session.tools.running is None else f" {sanitise_line(session.tools.running.name)}"
+    return Content.styled(f"calling{running} … · {session.keymap.key('stop')} stops", FAINT)
 
 
 def _next(session: Session, width: int) -> Content:
@@ -262,6 +272,8 @@ class StatusLine(Static):
             left = _mode(chosen, width)
         elif set_ := preferences.state(session.template):
             left += SEPARATOR + Content.styled(set_, FAINT)
+        if session.tools.specs:
+            left += SEPARATOR + Content.styled(f"tools {len(session.tools.specs)}", FAINT)
         for part in _essentials(session) if essentials and not selecting else ():
             if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
                 left += SEPARATOR + Content.styled(part, FAINT)
@@ -326,7 +338,7 @@ def _key(action: Action, *, chosen: bool = False) -> Content:
 
 def _useful(actions: Sequence[Action], session: Session) -> list[Action]:
     """Return the actions that do something now: stop only while something runs."""
-    return [action for action in actions if action.id != "stop" or session.engine.busy]
+    return [action for action in actions if action.id != "stop" or session.engine.busy or session.engine.replying]
 
 
 def _for_message(usual: Sequence[Action], of_message: Sequence[Action], session: Session) -> list[Action]:

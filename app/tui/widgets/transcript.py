@@ -18,10 +18,11 @@ from tokamac.engine.events import TextKind
 from ...chat.actions import Action, Keymap, one_name
 from ...chat.conversation import Reply, Turn
 from ...chat.figures import PRIMER
+from ...store.values import ToolResult
 from ..actions import bindings
 from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
 from ..markdown.rows import Row, wrapped
-from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, messages_of
+from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, ToolMessage, messages_of
 from ..theme import FAINT, LABEL
 from .page_view import PageView
 
@@ -226,7 +227,7 @@ class Transcript(PageView, can_focus=False):
             if self._welcomes:
                 self._page.clear()
             for message in messages_of(
-                [replace(turn, system=(), reply=None)]
+                [replace(self._unshown(turn), system=(), reply=None)]
             ):  # what comes before the prompt is shown already
                 self._page.append(message)
         self._reply = ReplyMessage(model, turn.reply_key, turn.reply_place)
@@ -241,6 +242,17 @@ class Transcript(PageView, can_focus=False):
             self.follow()
         else:  # a queued prompt is sent while the reader is elsewhere: there they stay
             self._show()
+
+    def _unshown(self, turn: Turn) -> Turn:
+        """Return a turn without the results of calls that are shown already: they came one by one."""
+        shown = {message.key for message in self.messages if isinstance(message, ToolMessage)}
+        pairs = [pair for pair in zip(turn.results, turn.result_keys, strict=True) if pair[1] not in shown]
+        return replace(turn, results=tuple(each for each, _ in pairs), result_keys=tuple(key for _, key in pairs))
+
+    def answer(self, result: ToolResult, key: int) -> None:
+        """Show what came of a call of the last reply."""
+        self._page.append(ToolMessage(result, key))
+        self._show()
 
     def show_turns(self, turns: Sequence[Turn]) -> None:
         """Show another conversation, or another path of this one, at its end."""
@@ -373,6 +385,10 @@ class Transcript(PageView, can_focus=False):
             return
         index, within = self._page.at(y)
         message = self.messages[index]
+        if isinstance(message, ToolMessage):
+            event.stop()
+            self._toggle(message)
+            return
         if not isinstance(message, ReplyMessage):
             return
         if message.is_thinking(within):
@@ -441,7 +457,7 @@ class Transcript(PageView, can_focus=False):
                 action = self.chosen
                 self._choose(None)
                 self._act(action.id)
-            case "enter" | "space" if isinstance(self._selected, ReplyMessage):
+            case "enter" | "space" if isinstance(self._selected, ReplyMessage | ToolMessage):
                 self._toggle(self._selected)
             case "left" | "right":
                 actions = [action for action in self._for_message if action.keys and action.id not in SHOWS]
@@ -465,10 +481,13 @@ class Transcript(PageView, can_focus=False):
     def _choose(self, action: Action | None) -> None:
         self._letter, self.chosen = "", action
 
-    def _toggle(self, message: ReplyMessage) -> None:
-        if not message.thinking:
+    def _toggle(self, message: ReplyMessage | ToolMessage) -> None:
+        if isinstance(message, ToolMessage):
+            message.toggle()
+        elif message.thinking:
+            message.thinking.toggle()
+        else:
             return
-        message.thinking.toggle()
         self._clear_text_selection()
         self._following = False  # what was clicked stays where it is
         self._update(message)

@@ -56,6 +56,7 @@ PROMISED = {
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},
     "thinking": set(),
+    "tools": set(),
     "convert": {"f4", "ctrl+x c"},
     "explain": {"f2", "ctrl+x e"},
     "steps": {"f10", "ctrl+x s"},
@@ -404,6 +405,7 @@ def test_no_text_names_a_key_that_can_be_changed() -> None:
         "Ctrl+R",
         "Ctrl+Z",
         "Ctrl+G",
+        "Ctrl+Y",
     }  # of dialogs, which have them by themselves
     pattern = re.compile(r"(?:Ctrl|Alt)\+[A-Z][a-z]*|\bF[0-9]{1,2}\b")
     named = set()

@@ -126,8 +126,8 @@ def test_thinking_goes_on_and_its_time_is_added_up(ready: Session) -> None:
 @pytest.mark.parametrize(
     ("reply", "why"),
     [
-        (Reply("all of it"), "whole"),
-        (Reply(""), "whole"),
+        (Reply("all of it"), "complete"),
+        (Reply(""), "complete"),
         (Reply("", "hm", ending="length"), "does not think"),
     ],
 )

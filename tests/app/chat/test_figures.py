@@ -243,7 +243,7 @@ def test_every_figure_has_a_row_and_the_rows_are_in_its_order() -> None:
 def test_no_sentence_of_the_verdict_is_cut(bounds: list[Waits], of_expected: float, of_ceiling: float) -> None:
     diagnosis = found("decode", 3.0, PACKED, bound=bounds[0], of_expected=of_expected, of_ceiling=of_ceiling)
     at = ended()
-    at.diagnosis = replace(diagnosis, throttles=("thermal", "low power"))
+    at.conversation.progress.diagnosis = replace(diagnosis, throttles=("thermal", "low power"))
     text = " ".join(row.content.plain for row in rows(at, FEW) if row.figure == "diagnosis").partition("LAST REPLY ")[2]
     said = figures.verdict(at)
     assert text in [" ".join(said[:many]) for many in range(1, len(said) + 1)]
@@ -268,7 +268,7 @@ def test_a_models_name_is_foreign_text() -> None:
 COUNTS = st.one_of(st.integers(0, 2000), st.integers(0, 2_000_000))
 
 
-@given(COUNTS, COUNTS, COUNTS, st.one_of(st.none(), COUNTS))
+@given(COUNTS, COUNTS, COUNTS, st.one_of(st.none(), st.integers(100, 2_000_000)))  # into which the prompt fits
 def test_the_legend_of_the_context_shows_every_count_with_its_unit(
     cached: int, computed: int, written: int, capacity: int | None
 ) -> None:
@@ -390,7 +390,7 @@ def test_while_a_reply_is_written_an_earlier_one_can_be_looked_at() -> None:
     key = at.turns[0].reply_key
     at.submit("and now?")
     earlier = figures.pointed_at(at, key)
-    assert (earlier.which, earlier.engine.replying) == ("earlier reply · 1 of 2", False)
+    assert (earlier.which, earlier.replying) == ("earlier reply · 1 of 2", False)
     assert explain("mean", earlier).value == "20.0 tok/s"
     assert figures.pointed_at(at, at.turns[-1].key) is at
 

@@ -798,7 +798,7 @@ async def test_enter_on_one_that_failed_tries_again(
         choose_model(c.app.chat, "")
         await c.until(lambda: isinstance(c.app.screen, ModelScreen))
         await c.pilot.press(*"nope")
-        await c.until(lambda: "Enter retries · F6 cancels" in c.screen_text())
+        await c.until(lambda: "Enter retries · Ctrl+K cancels" in c.screen_text())
         assert "HF_HUB_OFFLINE" in c.screen_text()
         c.app.clear_notifications()
         await c.pilot.press("enter")

@@ -190,12 +190,12 @@ def test_thinking_goes_to_stderr_where_a_person_looks(
         TextChunk("Yes."),
         Finished("stop", "Yes.", NOTHING, "let me see"),
     ]
-    assert ask.write(iter(reply), ask.TextWriter(verbose=False)) == 0
+    assert ask.write_reply(iter(reply), ask.TextWriter(verbose=False)) is reply[-1]
     assert capsys.readouterr() == ("Yes.\n", "")
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    ask.write(iter(reply), ask.TextWriter(verbose=False))
+    ask.write_reply(iter(reply), ask.TextWriter(verbose=False))
     assert "let me see" in screen.getvalue()
     assert "\x1b[2J" not in screen.getvalue()
 
@@ -222,13 +222,13 @@ def test_verbose_metrics_say_everything(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_gaps_that_stand_out_are_told_with_their_causes(capsys: pytest.CaptureFixture[str]) -> None:
     end = Finished("stop", "", NOTHING, outliers=(Outlier(257, 41.2, ("pool cleared",)), Outlier(9, 20.0)))
-    ask.write(iter([end]), ask.TextWriter(verbose=True))
+    ask.write_reply(iter([end]), ask.TextWriter(verbose=True))
     told = capsys.readouterr().err.splitlines()
     assert told[-3:-1] == [
         "slow gap  41.2 ms at token 257: pool cleared",
         "slow gap  20.0 ms at token 9: cause unknown",
     ]
-    ask.write(iter([end]), ask.JsonWriter())
+    ask.write_reply(iter([end]), ask.JsonWriter())
     assert json.loads(capsys.readouterr().out)["outliers"] == [
         {"token": 257, "gap_ms": 41.2, "causes": ["pool cleared"]},
         {"token": 9, "gap_ms": 20.0, "causes": []},

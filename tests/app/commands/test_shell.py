@@ -60,7 +60,7 @@ def test_a_value_behind_the_sign_is_completed_as_each_shell_has_it() -> None:
 
 
 def test_actions_and_only_the_flags_that_go_with_them() -> None:
-    assert words("models", "s") == ["suggest"]
+    assert words("models", "s") == ["search", "suggest"]
     assert "--chip" in words("models", "suggest", "--")
     assert "--chip" not in words("models", "pull", "--")
     assert words("models", "list", "") == []

@@ -225,7 +225,7 @@ def _siblings(data: Path) -> list[StoredMessage]:
 @pytest.mark.usefixtures("data")
 def test_a_file_is_attached_and_stored_beside_the_words(data: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("# Notes\x1b[2J")
-    piped(f"/attach {tmp_path}/notes.md\nwhat is it?\n/attach {tmp_path}\nand now?\n", "fast")
+    piped(f"/attach {tmp_path}/notes.md\nwhat is it?\n/attach {tmp_path}/none.md\nand now?\n", "fast")
     first, _, second, _ = last_path(data)
     assert (first.text, second.text) == ("what is it?", "and now?")
     assert [attachment.text for attachment in first.attachments] == ["# Notes�"]
@@ -584,7 +584,7 @@ def test_a_misspelt_command_is_told_the_nearest() -> None:
 
 # `tokamac chat --plain`: a prompt that is refused is told why, and given back only to who can write it anew.
 
-WHY = "The prompt has "
+WHY = " alone is "
 STILL = "Still attached to the next prompt: "
 
 
@@ -614,7 +614,7 @@ def test_in_a_pipe_what_was_refused_does_not_go_with_the_next_line(data: Path, l
     assert err.count(WHY) == 1
     assert STILL not in err
     assert "Decode reads" in out
-    assert prompts(data) == [("What is it?", 1), ("yes", 0)]
+    assert prompts(data) == [("yes", 0)]
 
 
 @pytest.mark.usefixtures("data")
@@ -626,7 +626,6 @@ def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
     tiny_terminal.until("Attached to the next prompt")
     tiny_terminal.until("you> ")
     tiny_terminal.type("yes\n")
-    tiny_terminal.until("(failed)")
     tiny_terminal.until(WHY)
     tiny_terminal.until(f"{STILL}{long_notes}. /detach removes the last one.")
     tiny_terminal.until("you> yes")
@@ -636,7 +635,7 @@ def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
     tiny_terminal.type("\n")
     tiny_terminal.until("Decode reads")
     assert tiny_terminal.leave() == 0
-    assert prompts(data) == [("yes", 1), ("yes", 0)]
+    assert prompts(data) == [("yes", 0)]
 
 
 # `tokamac chat --plain`: what is written and not sent when another chat is begun or opened.

@@ -31,6 +31,7 @@ from tokamac.app.chat.jobs import GuideChat
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui import build
+from tokamac.app.tui.actions.model import take_model
 from tokamac.app.tui.app import teach_alt_enter
 from tokamac.app.tui.markdown.turns import ReplyMessage, UserMessage
 from tokamac.app.tui.screens import help as screens_help
@@ -255,8 +256,8 @@ async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: S
         await c.pilot.press("ctrl+o")
         await c.pilot.pause()
         assert isinstance(c.app.screen, ModelScreen)
-        c.app.screen.query_one(Input).value = "fast"
-        await c.pilot.press("enter")
+        await c.pilot.press("escape")
+        take_model(c.app.chat, "fast")  # as the list does with a row, or /model with a name
         await c.phase(EnginePhase.IDLE)
         assert c.prompt.text == "draft"
 
@@ -268,8 +269,8 @@ async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path:
             await c.pilot.press("ctrl+o")
             await c.pilot.pause()
             assert c.app.screen.query_one(OptionList).option_count >= 2
-            c.app.screen.query_one(Input).value = model
-            await c.pilot.press("enter")
+            await c.pilot.press("escape")
+            take_model(c.app.chat, model)
             await c.until(lambda: not c.session.engine.busy and isinstance(c.app.screen, type(c.app.chat)))
             assert (f'model = "{model}"' in (tmp_path / "settings.toml").read_text()) is kept
         assert c.session.engine.info.name == "steady"

@@ -737,7 +737,9 @@ def test_rows_that_are_alike_or_unknown_are_explained(tmp_path: Path, monkeypatc
     alike = first.ceiling_tps == second.ceiling_tps  # not on a GPU
     unknown = first.expected_tps is None  # nothing published, and nothing kept in an empty cache folder
     assert sum("unpacks weights to 32 bits" in note for note in found.notes) == alike
-    assert sum("packed keys and values were not timed" in note for note in found.notes) == unknown
+    timed = first.ceiling_tps is not None  # a busy machine is not: then the bandwidth is the reason
+    why = "packed keys and values were not timed" if timed else "the memory bandwidth of"
+    assert sum(why in note for note in found.notes) == unknown
 
 
 def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:

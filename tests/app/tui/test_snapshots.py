@@ -183,7 +183,8 @@ async def found(c: Chat) -> None:
 async def renamed(c: Chat) -> None:
     """Ask for another title."""
     c.app.screen.query_one(Input).value = ""
-    await c.until(lambda: c.app.screen.query_one(OptionList).option_count == 2, "all chats")
+    chats = c.app.screen.query_one(OptionList)
+    await c.until(lambda: sum(not row.disabled for row in chats.options) == 2, "all chats")  # below a heading
     await c.pilot.press("ctrl+e")
 
 
@@ -297,7 +298,7 @@ async def pictures(c: Chat, album: Album, *sizes: tuple[int, int]) -> None:
     """Every screen at these sizes."""
     await c.phase(EnginePhase.IDLE)
     await c.until(lambda: len(c.session.turns) == 1, "the conversation")
-    c.session.metrics = figures()
+    c.session.conversation.progress.metrics = figures()
     for size, scenes in [*((size, SCENES) for size in sizes), *((size, (MODEL,)) for size in sizes)]:
         await resized(c, size)
         for scene in scenes:
@@ -334,7 +335,13 @@ async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen
             assert re.search("reverse|bold underline", picture.rpartition("\n\n")[2]), name
 
 
-async def test_the_terminals_own_theme_is_the_first(chat: Start) -> None:
+async def test_the_first_theme_is_of_the_terminals_background_and_its_own_colours_are_a_choice(
+    chat: Start, tmp_path: Path
+) -> None:
+    async with chat("fast") as c:
+        assert c.app.theme == "tokamac-dark"  # a pseudo-terminal says nothing of its background
+        assert not c.app.native_ansi_color
+    written("terminal", tmp_path / "settings.toml")
     async with chat("fast") as c:
         assert c.app.theme == "terminal"
         assert c.app.native_ansi_color

@@ -723,10 +723,11 @@ async def test_title_and_prompt_stand_where_the_column_of_text_does(chat: Start,
     async with chat("fast", size=size) as c:
         await c.ready()
         await c.ask("what is a ring?")
-        await c.pilot.pause()
+        await c.send("/title Rings")
+        await c.until(lambda: "Rings" in c.screen_text().splitlines()[0], "the title")
         lines = c.screen_text().splitlines()
         name = next(line.index("fast") for line in lines if line.strip().startswith("fast"))
-        assert next(line.index("what is a ring?") for line in lines) == name
+        assert lines[0].index("Rings") == name
         box = next(line for line in lines if "╭" in line)
         assert box.index("╭") == name - 2
         assert "Write a message" in lines[lines.index(box) + 1][name : name + 20]

@@ -454,7 +454,7 @@ async def test_the_links_of_a_message_are_listed_and_copied_by_keys(
         c.app.chat.do("links")
         await c.until(lambda: "There is no link here." in c.notices, "none")
         await c.ask("read [one](https://one.example/a) and https://two.example")
-        await c.pilot.press("tab", "up", "l")
+        await c.pilot.press("tab", "up", "l", "enter")
         await c.until(lambda: isinstance(c.app.screen, LinksScreen), "the links")
         await c.pilot.pause()
         assert "https://one.example/a" in c.screen_text()

@@ -1,0 +1,518 @@
+"""Tools: what they read and refuse, how a reply's calls are answered, and what of it a user sees."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.conftest import Chat
+from tokamac.app import settings
+from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent
+from tokamac.app.chat.conversation import NOT_RUN, Reply, Tree, Turn, messages
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, AskConsent, EnginePhase, Notice, RunTool, Step, ToolAnswered
+from tokamac.app.settings import McpServer, Settings, ToolSettings
+from tokamac.app.store.values import ToolResult
+from tokamac.app.tools.calculate import Clock, evaluate, shown
+from tokamac.app.tools.callers import AskTools
+from tokamac.app.tools.files import AllowedFolders, ListFolder, ReadFile, SearchFiles
+from tokamac.app.tools.mcp import McpConnection
+from tokamac.app.tools.tool import LONGEST_RESULT, Tool, ToolError, bounded, call_lines, decision_of, result_of
+from tokamac.app.tools.toolbox import Toolbox, UnknownToolError
+from tokamac.app.tui.markdown.turns import ToolMessage
+from tokamac.app.tui.screens.tools import ConsentScreen
+from tokamac.engine.events import Finished, Message, ToolCall
+from tokamac.engine.metrics import Metrics
+from tokamac.engine.options import Sampling, ToolSpec
+
+# The tools built in ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "home"
+    (made / "src" / "deep").mkdir(parents=True)
+    (made / ".ssh").mkdir()
+    (made / ".ssh" / "id_rsa").write_text("SECRET")
+    (made / "server.pem").write_text("SECRET")
+    (made / "notes.md").write_text("one\ntwo Needle\nthree\n")
+    (made / "src" / "a.py").write_text("needle = 1\n")
+    (made / "src" / "skipped.log").write_text("needle\n")
+    (made / "src" / ".gitignore").write_text("*.log\n/deep/\n")
+    (made / "src" / "deep" / "b.py").write_text("needle = 2\n")
+    (made / "image.bin").write_bytes(b"\x00\x01needle")
+    (tmp_path / "outside.txt").write_text("SECRET")
+    (made / "link.txt").symlink_to(tmp_path / "outside.txt")
+    return made
+
+
+def told(tool: Tool, **arguments: Any) -> str:
+    import json
+
+    return result_of(tool, ToolCall(tool.spec.name, json.dumps(arguments), "1")).text
+
+
+def test_a_file_is_read_whole_or_in_part(folder: Path) -> None:
+    read = ReadFile(AllowedFolders([folder]))
+    assert told(read, path="notes.md") == "one\ntwo Needle\nthree"
+    assert told(read, path=str(folder / "notes.md"), from_line=2, lines=1) == "two Needle\n[lines 2 to 2 of 3]"
+    (folder / "long.txt").write_text("x" * 99 + "\n" + "0123456789\n" * 20_000)
+    text = told(read, path="long.txt")
+    assert len(text) <= LONGEST_RESULT
+    assert text.endswith("of 20001]")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("../outside.txt", "outside of the folders"),
+        ("link.txt", "outside of the folders"),
+        ("/etc/passwd", "outside of the folders"),
+        (".ssh/id_rsa", "hidden from tools"),
+        ("server.pem", "usually hold secrets"),
+        ("nothing.txt", "there is no"),
+        ("src", "is a folder"),
+        ("image.bin", "binary"),
+        ("a\0b", "NUL"),
+    ],
+)
+def test_what_may_not_be_read_is_refused_with_a_reason(folder: Path, path: str, why: str) -> None:
+    text = told(ReadFile(AllowedFolders([folder])), path=path)
+    assert why in text
+    assert "SECRET" not in text
+
+
+def test_a_hidden_folder_is_read_once_the_user_allows_it(folder: Path) -> None:
+    read = ReadFile(AllowedFolders([folder, folder / ".ssh"]))
+    (folder / ".ssh" / "config").write_text("Host a")
+    assert told(read, path=str(folder / ".ssh" / "config")) == "Host a"
+
+
+def test_a_folder_is_listed_without_what_is_hidden(folder: Path) -> None:
+    assert told(ListFolder(AllowedFolders([folder]))).split("\n") == [
+        "src/", "image.bin  8 bytes", "link.txt  6 bytes", "notes.md  21 bytes", "[2 hidden]",
+    ]  # fmt: skip
+
+
+def test_a_search_heeds_gitignore_and_follows_no_link(folder: Path) -> None:
+    search = SearchFiles(AllowedFolders([folder]))
+    assert told(search, text="needle") == "notes.md:2: two Needle\nsrc/a.py:1: needle = 1"
+    assert told(search, text=r"^need.e = \d", regex=True, files="*.py") == "src/a.py:1: needle = 1"
+    assert told(search, text="needle", path="src") == "src/a.py:1: needle = 1"
+    assert told(search, text="SECRET") == "no line matches"
+    assert "no regular expression" in told(search, text="(", regex=True)
+
+
+def test_a_pattern_that_takes_for_ever_is_given_up(folder: Path) -> None:
+    (folder / "evil.txt").write_text("a" * 60 + "b")
+    assert "takes too long" in told(SearchFiles(AllowedFolders([folder])), text="(a|a)*$", regex=True)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("6 * 7", "42"), ("2 ** 100 % 97", "16"), ("(3 + 4) / 2", "3.5"), ("sqrt(16)", "4"), ("2^10", "1024"),
+     ("factorial(20)", "2432902008176640000"), ("max(1, 2, 3)", "3"), ("-7 // 2", "-4")],
+)  # fmt: skip
+def test_arithmetic(expression: str, value: str) -> None:
+    assert shown(evaluate(expression)) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9 ** 9 ** 9", "__import__('os')", "(1).__class__", "[x for x in (1,)]", "1 / 0", "factorial(10**9)", "'a' * 9",
+     "1 if 1 else 2",      "(-8) ** 0.5", "1e308 * 10", "1" + " + 1" * 400, "", "open('x')", "True", "10 ** -400 * 1e400"],
+)  # fmt: skip
+def test_what_is_no_arithmetic_is_refused(expression: str) -> None:
+    with pytest.raises(ToolError):
+        evaluate(expression)
+
+
+def test_the_clock_tells_the_weekday_and_the_zone() -> None:
+    assert Clock(lambda: datetime(2026, 11, 23, 9, 5, tzinfo=UTC)).run({}) == "Monday, 2026-11-23 09:05:00 +0000 (UTC)"
+
+
+def test_results_are_safe_and_bounded() -> None:
+    assert "\x1b" not in bounded("a\x1b[2Jb")
+    assert bounded("x" * (LONGEST_RESULT + 5)).endswith("[… 5 more characters were left out]")
+
+
+def test_wrong_arguments_are_told_to_the_model(folder: Path) -> None:
+    read = ReadFile(AllowedFolders([folder]))
+    for arguments, why in (
+        ({}, "is missing"),
+        ({"path": 3}, "type string"),
+        ({"path": "a", "x": 1}, "no argument 'x'"),
+    ):
+        assert why in told(read, **arguments)
+    assert "type integer" in told(read, path="notes.md", lines=True)
+
+
+def test_a_call_is_shown_in_full_and_safe() -> None:
+    lines = call_lines(ToolCall("run\x1b[2J", '{"a": "x\\ny\\u001b[31m", "b": [1]}'))
+    assert len(lines) == 4
+    assert lines[3] == "  b: [1]"
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_decisions_are_words_or_their_letters() -> None:
+    assert [decision_of(text) for text in ("o", "Chat", "a", "d", "y", "no", "", "maybe")] == [
+        "once", "chat", "always", "deny", "once", "deny", "deny", None,
+    ]  # fmt: skip
+
+
+# The session ----------------------------------------------------------------------------------------------------------------
+
+METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
+CALL, OTHER = ToolCall("add", '{"a": 1}', "a"), ToolCall("look", "{}", "b")
+SPECS = (ToolSpec("add"), ToolSpec("look"))
+
+
+def ready(*, takes: bool = True) -> Session:
+    session = Session(Load("guide"), Sampling(), "", lambda: 0.0)
+    session.offer(SPECS)
+    session.start()
+    session.on_event(Loaded(ModelInfo("m", takes_tools=takes, later_system=True)))
+    return session
+
+
+def finish(session: Session, *calls: ToolCall, text: str = "") -> list[Step]:
+    reason: Any = "tool_calls" if any(not each.problem for each in calls) else "stop"
+    return session.on_event(ReplyEvent(session._id, Finished(reason, text, METRICS, tool_calls=calls)))
+
+
+def asked(steps: list[Step]) -> list[Generate]:
+    return [step.request for step in steps if isinstance(step, Ask) and isinstance(step.request, Generate)]
+
+
+def test_a_call_asks_runs_and_is_answered_and_the_model_goes_on() -> None:
+    session = ready()
+    (first,) = asked(session.submit("What is it?"))
+    assert first.template.tools == SPECS
+    assert AskConsent(CALL) in finish(session, CALL, text="I add.")
+    assert session.engine.phase is EnginePhase.TOOLS
+    assert session.consent("another", "once") == []
+    assert session.consent("a", "once") == [RunTool(CALL)]
+    result = ToolResult(CALL, "2")
+    answered, *rest = session.tool_ended(result)
+    assert isinstance(answered, ToolAnswered)
+    (second,) = asked(rest)
+    assert second.messages == (
+        Message("user", "What is it?"),
+        Message("assistant", "I add.", tool_calls=(CALL,)),
+        Message("tool", "2", tool_call_id="a", name="add"),
+    )
+    finish(session, text="It is 2.")
+    assert session.engine.phase is EnginePhase.IDLE
+    (third,) = asked(session.submit("Sure?"))
+    assert third.messages[:3] == second.messages
+    assert [each.content for each in third.messages[3:]] == ["It is 2.", "Sure?"]
+
+
+def test_what_is_denied_or_unknown_or_unreadable_is_told_to_the_model() -> None:
+    session = ready()
+    session.submit("a")
+    finish(session, CALL, ToolCall("gone", "{}", "c"), ToolCall("", "{", "d", problem="no JSON"))
+    (request,) = asked(session.consent("a", "deny"))
+    texts = [each.content for each in request.messages if each.role == "tool"]
+    assert texts[0] == "The user did not allow this call."
+    assert "There is no tool 'gone'" in texts[1]
+    assert "could not be read: no JSON" in texts[2]
+
+
+def test_a_tool_that_is_allowed_in_the_chat_asks_no_more() -> None:
+    session = ready()
+    session.submit("a")
+    finish(session, CALL, CALL)
+    assert session.consent("a", "chat") == [RunTool(CALL)]
+    steps = session.tool_ended(ToolResult(CALL, "1"))
+    assert RunTool(CALL) in steps
+
+
+def test_stopping_answers_what_is_left_and_the_chat_goes_on() -> None:
+    session = ready()
+    session.submit("a")
+    finish(session, CALL, OTHER)
+    session.consent("a", "once")
+    steps = session.stop()
+    assert [step.result.outcome for step in steps if isinstance(step, ToolAnswered)] == ["refused", "refused"]
+    assert session.engine.phase is EnginePhase.IDLE
+    assert session.tool_ended(ToolResult(CALL, "late")) == []
+    (request,) = asked(session.submit("b"))
+    assert [each.role for each in request.messages] == ["user", "assistant", "tool", "tool", "user"]
+
+
+def test_calls_without_end_are_ended() -> None:
+    session = ready()
+    session.tools.most = 2
+    session.tools.allowed = {"add"}
+    session.submit("a")
+    steps: list[Step] = finish(session, CALL)
+    for _ in range(4):
+        if any(isinstance(step, RunTool) for step in steps):
+            steps = session.tool_ended(ToolResult(CALL, "1"))
+        if asked(steps):
+            steps = finish(session, CALL)
+    assert session.engine.phase is EnginePhase.IDLE
+    assert [step.text for step in steps if isinstance(step, Notice)] == ["Stopped: the model made more than 2 calls."]
+
+
+def test_regenerating_and_continuing_keep_to_the_right_place() -> None:
+    session = ready()
+    session.tools.allowed = {"add"}
+    session.submit("a")
+    finish(session, CALL)
+    session.tool_ended(ToolResult(CALL, "1"))
+    session.on_event(ReplyEvent(session._id, Finished("length", "It is", METRICS)))
+    (more,) = asked(session.continue_reply())
+    assert [each.role for each in more.messages] == ["user", "assistant", "tool", "assistant"]
+    assert more.continues
+    finish(session, text="It is 1.")
+    (anew,) = asked(session.regenerate())
+    assert [each.role for each in anew.messages] == ["user"]
+
+
+def test_a_model_without_tools_is_told_none_and_the_user_once() -> None:
+    session = ready(takes=False)
+    steps = session.submit("a")
+    (request,) = asked(steps)
+    assert request.template.tools == ()
+    assert "can't call tools" in "".join(step.text for step in steps if isinstance(step, Notice))
+    finish(session, text="b")
+    assert not [step for step in session.submit("c") if isinstance(step, Notice)]
+
+
+def test_a_call_that_nobody_answered_is_answered_for_the_model() -> None:
+    turns = [Turn("a", Reply("", calls=(CALL,)), key=1), Turn("b", key=3)]
+    assert messages("", turns)[2] == Message("tool", NOT_RUN, tool_call_id="a", name="add")
+
+
+def test_a_tree_keeps_results_in_turns_of_their_own() -> None:
+    tree = Tree()
+    asked_at = tree.ask("a", None)
+    reply = tree.answer(asked_at.key)
+    tree.end(reply.key, Reply("", calls=(CALL, OTHER)))
+    first = tree.add_result(reply.key, ToolResult(CALL, "1"))
+    second = tree.add_result(first.key, ToolResult(OTHER, "2"))
+    tree.end(tree.answer(second.key).key, Reply("done"))
+    one, two = tree.turns()
+    assert one.prompt == "a"
+    assert [each.text for each in two.results] == ["1", "2"]
+    assert two.reply is not None
+    assert two.reply.text == "done"
+
+
+# Settings, the toolbox and servers ------------------------------------------------------------------------------------------
+
+TOML = """
+[tools]
+allowed = ["clock"]
+folders = ["~/notes"]
+calls = 3
+
+[mcp.files]
+command = "python"
+args = ["-m", "files"]
+env = { TOKEN = "x" }
+seconds = 5
+
+[mcp.wrong]
+command = 3
+"""
+
+
+def test_settings_name_servers_and_what_is_allowed() -> None:
+    read = settings.loads(TOML)
+    assert read.settings.tools == ToolSettings(("clock",), ("~/notes",), 3)
+    assert read.settings.mcp == {"files": McpServer("python", ("-m", "files"), (("TOKEN", "x"),), 5.0)}
+    assert len(read.warnings) == 1
+    assert settings.dumps(read.settings, TOML) == TOML
+    from dataclasses import replace
+
+    more = replace(read.settings, tools=replace(read.settings.tools, allowed=("clock", "calculate")))
+    assert settings.loads(settings.dumps(more, TOML)).settings == more
+
+
+def test_names_that_nobody_has_are_refused(tmp_path: Path) -> None:
+    box = Toolbox(Settings(), tmp_path, tmp_path / "log")
+    with pytest.raises(UnknownToolError, match="there is no tool 'x'"):
+        box.check(["clock", "x"])
+
+
+SERVER = '''
+import os, sys, time
+from mcp.server import MCPServer
+app = MCPServer("probe")
+
+@app.tool()
+def shout(text: str, times: int = 1) -> str:
+    """Shout a text."""
+    return text.upper() * times + os.environ.get("PROBE", "")
+
+@app.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("no luck")
+
+@app.tool()
+def hang() -> str:
+    """Take for ever."""
+    time.sleep(60)
+    return ""
+
+@app.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
+
+app.run("stdio")
+'''
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Callable[..., McpConnection]:
+    pytest.importorskip("mcp")
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+
+    def make(seconds: float = 30.0, *, command: str = sys.executable) -> McpConnection:
+        how = McpServer(command, (str(script),), (("PROBE", "!"),), seconds)
+        return McpConnection("probe", how, tmp_path / "mcp.log")
+
+    return make
+
+
+def test_a_server_tells_its_tools_and_is_called_and_survives_its_death(server: Callable[..., McpConnection]) -> None:
+    connection = server()
+    tools = {tool.spec.name: tool for tool in connection.tools()}
+    assert set(tools) == {"probe_shout", "probe_fail", "probe_hang", "probe_die"}
+    assert tools["probe_shout"].spec.description == "Shout a text."
+    assert told(tools["probe_shout"], text="ab", times=2) == "ABAB!"
+    assert told(tools["probe_fail"]).startswith("Error: ")
+    assert "type integer" in told(tools["probe_shout"], text="a", times="2")
+    assert "probe" in told(tools["probe_die"])
+    assert told(tools["probe_shout"], text="c") == "C!"  # it was started again
+    connection.close()
+
+
+def test_a_slow_server_costs_one_call(server: Callable[..., McpConnection]) -> None:
+    connection = server(4.0)
+    tools = {tool.spec.name: tool for tool in connection.tools()}
+    assert "did not answer within 4 s" in told(tools["probe_hang"])
+    connection.close()
+
+
+def test_a_server_that_is_not_there_is_one_sentence(server: Callable[..., McpConnection], tmp_path: Path) -> None:
+    del server  # mcp is there
+    how = Settings(mcp={"gone": McpServer(str(tmp_path / "no-such-program"), seconds=20.0)})
+    box = Toolbox(how, tmp_path, tmp_path / "log")
+    said: list[str] = []
+    box._start("gone", lambda _, text: said.append(text))
+    assert said[0].startswith("gone has no tools here: the MCP server gone could not be started")
+    box.close()
+
+
+# On the screen --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "work"
+    home.mkdir()
+    (home / "notes.md").write_text("bring\x1b[2J milk\nand bread\n")
+    monkeypatch.chdir(home)
+    return home
+
+
+async def choose(chat: Chat, *keys: str) -> None:
+    await chat.until(lambda: isinstance(chat.app.screen, ConsentScreen), "the question")
+    await chat.pilot.press(*keys)
+
+
+async def test_a_user_allows_one_call_denies_another_and_reads_what_came(
+    chat: Callable[..., Any], at_home: Path
+) -> None:
+    del at_home
+    async with chat("calls") as running:
+        await running.ready()
+        running.app.chat.do("tools", "on read_file calculate")
+        assert "tools 2" in running.screen_text()
+        await running.send("What shall I bring?")
+        await choose(running)
+        text = running.screen_text()
+        assert "read_file" in text
+        assert "path: notes.md" in text
+        await running.pilot.press("enter")  # nothing is chosen yet: what is being typed allows nothing
+        assert isinstance(running.app.screen, ConsentScreen)
+        await running.pilot.press("down", "enter")
+        await running.until(
+            lambda: isinstance(running.app.screen, ConsentScreen) and running.app.screen.call.name == "calculate",
+            "the second",
+        )
+        await running.pilot.press("up", "enter")  # the last choice denies
+        await running.until(lambda: len(running.session.turns) == 2 and running.session.turns[1].reply, "the reply")
+        results = running.session.turns[1].results
+        assert [each.outcome for each in results] == ["done", "refused"]
+        assert "\x1b" not in results[0].text
+        shown = [message for message in running.transcript.messages if isinstance(message, ToolMessage)]
+        assert len(shown) == 2
+        assert 'read_file("notes.md") · 2 lines' in running.screen_text() or shown[0].folded
+        shown[0].toggle()
+        assert any("and bread" in row.row.content.plain for row in shown[0].rows(60))
+        held = running.held
+        assert held is not None
+        stored = running.recording.store.path(held)
+        assert [each.role for each in stored] == ["user", "assistant", "tool", "tool", "assistant"]
+        assert running.recording.store.chat(held).settings["tools"] == ["read_file", "calculate"]
+        running.app.chat.do("new_chat")
+        assert running.session.tools.specs == ()
+        running.app.chat.open_chat(held)
+        assert [spec.name for spec in running.session.tools.specs] == ["read_file", "calculate"]
+        assert [len(turn.results) for turn in running.session.turns] == [0, 2]
+
+
+async def test_always_is_kept_and_escape_stops(chat: Callable[..., Any], at_home: Path, tmp_path: Path) -> None:
+    del at_home
+    async with chat("calls") as running:
+        await running.ready()
+        running.app.chat.do("tools", "on")
+        await running.send("And?")
+        await choose(running, "down", "down", "down", "enter")
+        await running.until(
+            lambda: isinstance(running.app.screen, ConsentScreen) and running.app.screen.call.name == "calculate",
+            "the second",
+        )
+        assert settings.load(tmp_path / "settings.toml").settings.tools.allowed == ("read_file",)
+        await running.pilot.press("escape")
+        await running.phase(EnginePhase.IDLE)
+        assert [each.outcome for each in running.session.turns[1].results] == ["done", "refused"]
+        assert not isinstance(running.app.screen, ConsentScreen)
+
+
+async def test_a_model_that_calls_for_ever_is_ended(chat: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text('[tools]\nallowed = ["calculate"]\ncalls = 2\n')
+    async with chat("calls-for-ever") as running:
+        await running.ready()
+        running.app.chat.do("tools", "calculate")
+        await running.send("And?")
+        await running.until(lambda: "more than 2 calls" in running.notices, "the notice")
+        assert running.session.engine.phase is EnginePhase.IDLE
+        assert os.fspath(tmp_path)
+
+
+# One answer of a command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_command_runs_what_is_allowed_and_refuses_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box = Toolbox(Settings(), tmp_path, tmp_path / "log")
+    call = ToolCall("calculate", '{"expression": "6 * 7"}', "a")
+    allowed = AskTools(box, ["calculate"], ToolSettings(), allow=True)
+    assert allowed.answer([call]) == [Message("tool", "42", tool_call_id="a", name="calculate")]
+    refused = AskTools(box, ["calculate"], ToolSettings(), allow=False)  # nobody types in a test
+    assert [each.content for each in refused.answer([call])] == ["The user did not allow this call."]
+    assert "--allow-tools" in capsys.readouterr().err
