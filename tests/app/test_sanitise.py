@@ -261,7 +261,7 @@ async def test_what_a_model_says(
         assert "So " in shown
         say(protocol.Failed(reply, "".join(text), "".join(thinking)))
         await c.phase(EnginePhase.IDLE)
-        await c.until(lambda: c.notices, "what failed")
+        await c.until(lambda: "failed ·" in c.screen_text(), "what failed")
         await look_everywhere(c)
         os.kill(c.app.chat.bridge._process.pid, signal.SIGCONT)
     assert foreign(written()) == []

@@ -531,7 +531,7 @@ def test_a_picture_is_well_formed_shows_the_text_and_fetches_nothing() -> None:
 @given(st.text(max_size=60))
 @settings(max_examples=40, deadline=None)
 def test_whatever_is_said_a_picture_is_well_formed(reply: str) -> None:
-    ET.fromstring(to_svg(conversation(reply, reply)))
+    assert ET.fromstring(to_svg(conversation(reply, reply))).tag.endswith("}svg")
 
 
 def test_a_picture_is_the_same_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
