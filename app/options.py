@@ -7,9 +7,10 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tokamac.engine.errors import OptionError
+from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import (
     GROUP_SIZES,
     KV_BITS,
@@ -24,6 +25,9 @@ from tokamac.engine.options import (
 
 from . import settings
 from .output import note
+from .profiles import Profile
+
+T = TypeVar("T")
 
 
 class Flag(NamedTuple):
@@ -216,6 +220,35 @@ def given_adapter(written: str) -> str:
         return ""
     folder = Path(name).expanduser()
     return str(folder.absolute()) if folder.is_dir() else name
+
+
+def add_profile_flag(parser: argparse.ArgumentParser, without: str) -> None:
+    """Add ``--profile``; without: what it is where the flag is left out."""
+    parser.add_argument(
+        "--profile",
+        metavar="NAME",
+        help=f"a model, settings and a system prompt, as /profile save keeps them; flags beside it win ({without})",
+    )
+
+
+def given_profile(parser: argparse.ArgumentParser, name: str, known: Mapping[str, Profile]) -> Profile:
+    """Return the profile of this name; end with exit status 2 where there is none."""
+    if name not in known:
+        near = nearest(name, known)
+        meant = f"did you mean {near}?" if near else f"there are: {', '.join(known)}" if known else NO_PROFILES
+        parser.error(f"--profile: there is no profile {name!r:.60}; {meant}")
+    return known[name]
+
+
+NO_PROFILES = "/profile save NAME in the chat makes one"
+
+
+def over(parser: argparse.ArgumentParser, profile: Profile, base: T) -> T:
+    """Return ``base`` with what the profile says of it; end with exit status 2 where that is not valid."""
+    try:
+        return profile.over(base)
+    except OptionError as error:
+        parser.error(f"--profile: {error.one_line().rstrip('.')}")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,8 +18,8 @@ HELP_FLAGS = frozenset({"-h", "--help"})
 WIDEST, NARROWEST = 100, 20
 """Columns that help is written in."""
 TOPICS = {
-    "chat": "chat, keys, kv, context, memory, sampling, settings, thinking",
-    "ask": "json, kv, cache, sampling, thinking",
+    "chat": "chat, profiles, keys, kv, context, memory, sampling, settings, thinking",
+    "ask": "json, profiles, kv, cache, sampling, thinking",
     "convert": "convert, adapters",
     "inspect": "speed, kv, memory, models",
     "quality": "convert",

@@ -39,7 +39,9 @@ CAUSE_MARKS: dict[Cause, str] = {
 """One letter each, so that a cause is seen without colours."""
 UNKNOWN_MARK = "?"
 PROMPT_MARK = "P"
-NOT_RECORDED = "not recorded"
+NOT_RECORDED = "not recorded with this reply"
+NOT_REPORTED = "the engine stopped before it could report them"
+NOT_A_MODELS = "this text is yours, not a model's"
 LEAST_MS = 0.005
 """Below it, a time is written as under 0.01 ms."""
 CONTEXT_TOKENS = 24
@@ -106,6 +108,13 @@ class ReplySteps:
         """Whether times were recorded."""
         return self.walk.log is not None
 
+    @property
+    def missing(self) -> str:
+        """Why there are no times, where there are none."""
+        if self.reply.edited:
+            return NOT_A_MODELS
+        return NOT_REPORTED if self.reply.ending in ("lost", "failed") else NOT_RECORDED
+
     # What the engine tells ------------------------------------------------------------------------------------------------
 
     def question(self, number: int, prompt: Sequence[Message], template: TemplateOptions = NOTHING_TOLD) -> LookAgain:
@@ -159,7 +168,7 @@ class ReplySteps:
             else f"{steps:,} tokens"
         )
         if not self.recorded:
-            yield f"Times: {NOT_RECORDED} with this reply."
+            yield f"Times: {self.missing}."
             return
         yield f"A usual step took {milliseconds(walk.timed.median_ms)}."
         slow = sorted(walk.timed.held_up, key=lambda token: -walk.timed.ms[token])
@@ -232,7 +241,9 @@ class ReplySteps:
 
     def _time(self, at: ModelPass) -> Iterator[StepLine]:
         if at.ms is None or at.work is None:
-            yield StepLine("took", f"{NOT_RECORDED} with this reply", "faint")
+            yield StepLine(
+                "took", f"unknown: {self.missing}" if self.missing != NOT_RECORDED else NOT_RECORDED, "faint"
+            )
             return
         work = at.work
         yield StepLine("took", f"{milliseconds(at.ms)}{self._usual(at)}", "title")

@@ -30,9 +30,10 @@ class _State(Enum):
 
 
 class Sanitiser:
-    """Cleans a stream: any way of cutting the same text into chunks gives the same result."""
+    """Cleans a stream: any way of cutting the same text into chunks gives the same result. replacement: of what is taken out."""
 
-    def __init__(self) -> None:
+    def __init__(self, replacement: str = REPLACEMENT) -> None:
+        self._replacement = replacement
         self._state = _State.TEXT
         self._length = 0
         self._after_cr = False
@@ -69,7 +70,7 @@ class Sanitiser:
             self._state = _State.CSI
         elif char in _STRING_INTRODUCERS:
             self._state = _State.STRING
-        return REPLACEMENT
+        return self._replacement
 
     def _inside(self, char: str) -> str:
         """Take one character of a sequence; return it if it proves not to belong to one."""

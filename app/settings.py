@@ -23,6 +23,7 @@ from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
 
 from .backend.protocol import ShapeError, build
+from .profiles import CHAT_KV, PROFILE_KEYS, Profile, read_profiles
 
 T = TypeVar("T")
 
@@ -40,17 +41,14 @@ MOST_MEMORY_GB = 1e6
 MOST_CALLS = 1000
 TITLES = ("model", "words")
 """Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
-CHAT_KV = KVSpec(keep="system")
-"""How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
-
 VALUES = (
-    "model", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "models_folder", "keep_awake", "titles",
-    "toured",
+    "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "models_folder", "keep_awake",
+    "titles", "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
 OPTIONS = ("sampling", "template", "kv", "tools")
 """Tables that are a dataclass."""
-MAPS = ("system_prompts", "adapters", "keys", "mcp")
+MAPS = ("system_prompts", "adapters", "keys", "mcp", "profiles")
 """Tables whose keys are the user's."""
 
 
@@ -85,6 +83,7 @@ class McpServer:
 class Settings:
     """What the user chose last.
 
+    profile: the one that new chats begin with; "" is none. profiles: by name.
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
     (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake:
     whether a Mac may not sleep while a model works. models_folder: where the chat puts models that it converts; empty is
@@ -95,6 +94,7 @@ class Settings:
     """
 
     model: str = "guide"
+    profile: str = ""
     theme: str = ""
     system: str = ""
     panel: bool = True
@@ -113,6 +113,7 @@ class Settings:
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tools: ToolSettings = field(default_factory=ToolSettings)
     mcp: dict[str, McpServer] = field(default_factory=dict)
+    profiles: dict[str, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.unload_after_min is not None and self.unload_after_min < 0:
@@ -202,6 +203,8 @@ def loads(text: str, name: str = FILE) -> LoadedSettings:
             warnings.append(f"{name}: {key} is {value!r:.40}, which is no table; the default is used.")
         elif key in OPTIONS:
             read[key] = _options(getattr(Settings(), key), key, value, name, warnings)
+        elif key == "profiles":
+            read[key] = read_profiles(value, text, name, warnings)
         elif key in MAPS:
             read[key] = _map(key, value, warnings)
         elif key in VALUES:
@@ -211,6 +214,9 @@ def loads(text: str, name: str = FILE) -> LoadedSettings:
                 warnings.append(f"{name}: {error}")
         else:
             warnings.append(f"{name}: unknown key {key!r}; it is kept and not used.")
+    chosen = read.get("profile")
+    if chosen and chosen not in read.get("profiles", {}):
+        warnings.append(f"{name}: profile is {chosen!r:.40}, and there is no [profiles.{chosen:.40}]; none is used.")
     return LoadedSettings(Settings(**read), tuple(warnings))
 
 
@@ -343,7 +349,6 @@ def dumps(settings: Settings, text: str = "") -> str:
     What returns to its default is left out, so that a later default reaches everyone. Raises TOMLDecodeError.
     """
     import tomlkit
-    from tomlkit.items import InlineTable, Table
 
     was, usual = loads(text).settings, Settings()
     document = tomlkit.parse(text or HEADER)
@@ -354,18 +359,40 @@ def dumps(settings: Settings, text: str = "") -> str:
         before, after, default = (_entries(getattr(each, name)) for each in (was, settings, usual))
         if before == after:
             continue
-        table: Any = document.get(name)
-        if not isinstance(table, Table | InlineTable):  # missing, no table, or one in parts, which tomlkit can't edit
-            document.pop(name, None)
-            document.append(name, tomlkit.item(table) if isinstance(table, dict) else tomlkit.table())
-            table = document[name]
+        table = _table_in(document, name, above=name == "profiles")
         for key in before | after:
+            if name == "profiles":
+                _set_profile(table, key, before.get(key), after.get(key))
             # Options that can't hold together were not all taken: of these the file may say what was never chosen.
-            if name in OPTIONS or before.get(key) != after.get(key):
+            elif name in OPTIONS or before.get(key) != after.get(key):
                 _set(table, key, after.get(key), default.get(key))
         if not table and not table.as_string().strip():
             document.remove(name)
     return tomlkit.dumps(document)
+
+
+def _table_in(parent: Any, name: str, *, above: bool = False) -> Any:
+    """Return a table that tomlkit can edit, made where there is none. above: it holds tables alone, and needs no header."""
+    import tomlkit
+    from tomlkit.items import InlineTable, Table
+
+    table: Any = parent.get(name)
+    if not isinstance(table, Table | InlineTable):  # missing, no table, or one in parts, which tomlkit can't edit
+        parent.pop(name, None)
+        made = tomlkit.item(table) if isinstance(table, dict) else tomlkit.table(is_super_table=above)
+        parent.append(name, made)
+    return parent[name]
+
+
+def _set_profile(profiles: Any, name: str, before: Profile | None, after: Profile | None) -> None:
+    """Make the table of all profiles say this one, key by key; None removes it."""
+    if after is None:
+        profiles.pop(name, None)
+    elif before != after:
+        table, keys = _table_in(profiles, name), after.table
+        for key in PROFILE_KEYS:  # others are of another version, or a mistake: they stay
+            if key in keys or key in table:
+                _set(table, key, keys.get(key), None)
 
 
 def _entries(table: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 from contextlib import suppress
-from importlib import metadata
 from typing import Literal
 
 from .errors import DeviceError
@@ -20,6 +19,8 @@ TF32 = "MLX_ENABLE_TF32"
 
 def installed_backends() -> tuple[str, ...]:
     """Return the installed distributions that carry an MLX backend."""
+    from importlib import metadata
+
     found = []
     for name in BACKENDS:
         with suppress(metadata.PackageNotFoundError):

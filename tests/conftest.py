@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 
 import hypothesis
@@ -33,8 +34,34 @@ hypothesis.settings.load_profile("tokamac")
 os.environ.pop("HF_TOKEN", None)
 
 
+gc.disable()  # until all modules are imported
+
+LONGEST = (
+    "tui/test_snapshots.py", "test_golden.py", "test_download.py", "test_metal.py", "tui/test_app.py", "test_evaluation.py",
+    "tui/test_figures.py", "test_conversion.py", "test_usage.py", "tui/test_models.py", "plain/test_commands.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin, so that none is left for the end; of the others, those that wait and those that compute by turns."""
+    files = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
+    places = {longest: place for place, longest in enumerate(LONGEST)}
+
+    def place(file: list[pytest.Item]) -> int:
+        path = str(file[0].path)
+        return next((places[longest] for longest in LONGEST if path.endswith(longest)), len(LONGEST))
+
+    long = sorted((file for file in files if place(file) < len(LONGEST)), key=place)
+    rest = [file for file in files if place(file) == len(LONGEST)]
+    app = Path(__file__).parent / "app"
+    waiting, computing = ([file for file in rest if (app in file[0].path.parents) is its] for its in (True, False))
+    turns = (file for pair in zip_longest(waiting, computing, fillvalue=[]) for file in pair)
+    items[:] = chain(*long, *turns)
+
+
 def pytest_collection_finish() -> None:
     """All modules are imported: to look through them for garbage, at each full collection, was a good part of the tests' time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # tests make many small objects, and few of them in cycles

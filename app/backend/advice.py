@@ -22,6 +22,7 @@ from .protocol import (
     AskWhatIf,
     CaseLine,
     Change,
+    ChatCase,
     ChipLine,
     CurvePoint,
     Figures,
@@ -111,11 +112,20 @@ def _table(question: Question, limit: int | None) -> Answer:
         place=chip_name(found.place.chip),
         rule=found.place.budget_rule or "",
         context_length=found.context_length,
-        cases=tuple(_case(each, case) for each in outcomes),
+        cases=(*_now(question.now, subject, found.place), *(_case(each, case) for each in outcomes)),
         curve=tuple(CurvePoint(each.context, each.ceiling_tps, each.expected_tps) for each in points),
         roof=None if found.prediction is None else _roof(found.prediction, found.place.chip),
         notes=notes(outcomes, found.form),
     )
+
+
+def _now(chat: ChatCase | None, subject: "ModelRef", place: "Machine") -> Iterator[CaseLine]:
+    """Yield the chat's own case, reckoned as the engine reckons the ceiling of its replies."""
+    from tokamac.engine.perf.what_if import WhatIfCase, outcome
+
+    if chat is not None:
+        case = WhatIfCase(kv=chat.kv, context=chat.context, prompt=chat.prompt)
+        yield replace(_case(outcome(subject.config, case, place, own=subject.packing), case), change="as now")
 
 
 def _chips(question: Question) -> Answer:

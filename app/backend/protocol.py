@@ -116,7 +116,8 @@ Wanted = Literal["table", "cache", "chips", "models", "disk"]
 """table: one thing changed at a time, decoding over contexts, and the roofline. cache: what a KV cache is worth. chips: the same
 case on every chip of the table. models: those of the catalogue, best first. disk: those that are named, in their order."""
 
-Change = Literal["as asked", "weights", "keys and values", "context"]
+Change = Literal["as now", "as asked", "weights", "keys and values", "context"]
+"""What makes a case of the table another one. as now: nothing, it is the chat's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,21 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatCase:
+    """What a chat's panel speaks of: its model with its caches, at the context that its ceiling holds for."""
+
+    model: str
+    kv: KVSpec
+    context: int
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One case of one model. model: a folder, an id or a name of the catalogue; nothing is downloaded.
 
     bits: None is as it is packed. context: tokens held while decoding; prompt: of them, computed before the first token.
-    names: the models to weigh, where the question is about several that are here.
+    names: the models to weigh, where the question is about several that are here. now: the chat's own case, put before the table's.
     """
 
     wanted: Wanted
@@ -144,6 +155,7 @@ class Question:
     prompt: int = 4096
     where: Where = field(default_factory=Where)
     names: tuple[str, ...] = ()
+    now: ChatCase | None = None
 
 
 @dataclass(frozen=True, slots=True)

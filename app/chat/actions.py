@@ -9,6 +9,7 @@ Laptops have F-keys behind fn, and terminals keep some keys for themselves. So t
 an F-key does. Such a chord is written as its two keys with a space between: ``ctrl+x e``.
 """
 
+import sys
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ Scope = Literal["chat", "message"]
 """Where keys work: everywhere in the chat, or while a message is selected (Tab)."""
 ARGUMENT: Final = "[on|off|low|medium|high|default|TOKENS]"
 """Of /thinking."""
+MAC = sys.platform == "darwin"
+"""F-keys are behind fn there."""
 LEADER: Final = "leader"
 """The action whose key begins chords; in settings, its name may stand for that key: ``leader e``."""
 
@@ -73,6 +76,16 @@ class Action:
         return key_name(self.keys[0]) if self.keys else f"/{self.slash}"
 
     @property
+    def plain_key(self) -> str:
+        """The first key that is no F-key, as a person reads it, for keyboards that have those behind fn; else the first."""
+        return next((key_name(key) for key in self.keys if not is_f_key(key)), self.key_name)
+
+    @property
+    def either_key(self) -> str:
+        """The first key, and beside an F-key one that is none: ``F2, Ctrl+X E``."""
+        return ", ".join(dict.fromkeys((self.key_name, self.plain_key)))
+
+    @property
     def usage(self) -> str:
         """The command and its argument; "" where there is no command."""
         return f"/{self.slash} {self.argument}".rstrip() if self.slash else ""
@@ -95,6 +108,11 @@ class Action:
         """The action as the plain chat has it: without keys, with the argument and help of its command there."""
         argument = self.argument if self.plain_argument is None else self.plain_argument
         return replace(self, keys=(), shown="", argument=argument, help=self.plain_help or self.help)
+
+
+def is_f_key(key: str) -> bool:
+    """Whether a key is F1 or the like."""
+    return key[:1] == "f" and key[1:].isdecimal()
 
 
 def key_name(key: str) -> str:
@@ -231,7 +249,7 @@ ACTIONS: tuple[Action, ...] = (
         "context",
         ("ctrl+x i",),
         "Context",
-        "Show what is in the context, in tokens, and leave parts of it out.",
+        "Show what is in the context, in tokens; leave parts of it out, or send them again.",
         slash="context",
         plain_argument="[NUMBER]",
         plain_help="List what is in the context, in tokens, or leave the part with this number out; again: send it.",
@@ -270,7 +288,16 @@ ACTIONS: tuple[Action, ...] = (
         "Download a model by its Hugging Face ID in the background.",
         slash="pull",
         argument="ID",
-        plain_help="Download a model by its Hugging Face ID, and wait for it.",
+    ),
+    Action(
+        "jobs",
+        (),
+        "Downloads and conversions",
+        "Show what is being downloaded or converted in the background.",
+        slash="jobs",
+        plain_argument="[stop [NUMBER]]",
+        plain_help="List what is being downloaded or converted in the background, or stop one.",
+        also=("background", "downloads"),
     ),
     Action(
         "adapter",
@@ -295,10 +322,20 @@ ACTIONS: tuple[Action, ...] = (
         "settings",
         ("ctrl+t",),
         "Settings",
-        "Change sampling, KV cache and memory settings.",
+        "Change all settings in one sheet: thinking, chat template, sampling, KV cache, memory, app.",
         slash="settings",
         plain_argument="[NAME VALUE]",
         also=("config", "options"),
+    ),
+    Action(
+        "profile",
+        ("ctrl+x p",),
+        "Profiles",
+        "Apply a profile to this chat: a model, settings and a system prompt under a name. Or save this chat's as one.",
+        slash="profile",
+        argument="[NAME|none|save NAME|delete NAME]",
+        plain_help="List the profiles, apply one to this chat (none: no profile), or save this chat's setup as one.",
+        also=("persona", "preset", "profiles"),
     ),
     Action(
         "thinking",
@@ -312,9 +349,9 @@ ACTIONS: tuple[Action, ...] = (
         "tools",
         (),
         "Tools",
-        "List the tools that the model may call, or turn some on or off in this chat. Each call asks you first.",
+        "Show the tools that the model may call; turn them on or off in this chat, or take back what they are allowed.",
         slash="tools",
-        argument="[on|off] [NAME …]",
+        argument="[on|off|ask] [NAME …]",
         also=("mcp", "functions"),
     ),
     Action(
@@ -355,7 +392,7 @@ ACTIONS: tuple[Action, ...] = (
         slash="convert",
         argument="[MODEL]",
         plain_argument="[MODEL] [FLAGS]",
-        plain_help="Plan a quantization; FLAGS: see tokamac convert. Without arguments: run the last plan.",
+        plain_help="Plan a quantization; FLAGS: see tokamac convert. Without arguments: run the last plan in the background.",
         also=("quantize",),
     ),
     Action(
@@ -380,6 +417,19 @@ ACTIONS: tuple[Action, ...] = (
         argument="[NAME]",
         plain_help="Remove an attachment, or the last one.",
         also=("drop",),
+    ),
+    Action(
+        "shell",
+        ("!",),
+        "Shell command",
+        "Run a shell command and attach its output: type ! and the command, such as !ls. It asks first. Esc ends it.",
+        shown="! first",
+        bound=False,
+        slash="shell",
+        argument="[COMMAND]",
+        plain_argument="COMMAND",
+        plain_help="Run a shell command, after asking, and attach its output to the next prompt; !COMMAND does the same.",
+        also=("bash", "run"),
     ),
     Action(
         "earlier",
@@ -688,8 +738,11 @@ class Keymap:
     warnings: tuple[str, ...] = ()
 
     def key(self, action: str) -> str:
-        """Return how a text names the way to do the action of this id: its first key, or its command."""
-        return next(each.key_name for each in self.actions if each.id == action)
+        """Return how a text names the way to do the action of this id: its first key, or its command.
+
+        On a Mac it is a key that needs no fn, where there is one.
+        """
+        return next(each.plain_key if MAC else each.key_name for each in self.actions if each.id == action)
 
     @property
     def changed(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Attachments of a prompt: files and long pasted texts.
+"""Attachments of a prompt: files, long pasted texts, and what shell commands wrote.
 
 A file that the user named is read with the user's rights: a plain file within a size limit, text or PDF. Only the user's own input
 is followed; nothing that a model or another file says gets here. The text of a PDF is taken out in a process of its own (this
@@ -24,12 +24,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.files import NotRegularError, TooLargeError, read_bytes
 
 from ..sanitise import sanitise, sanitise_line
 from ..store.values import Attachment
+
+if TYPE_CHECKING:
+    from ..backend.shell import ShellOutput
 
 DEADLINE_S = 60.0
 LARGEST_CHARACTERS = 4_000_000
@@ -95,6 +99,9 @@ LONG_PASTE_LINES = 30
 
 _PASTE = "paste"
 _PASTED = "pasted text"
+_COMMAND = "command"
+LONGEST_COMMAND = 80
+"""Characters of a command in the name of its output; the text has all of it."""
 _KINDS = {
     "markdown": frozenset({".md", ".markdown"}),
     "csv": frozenset({".csv", ".tsv"}),
@@ -102,7 +109,8 @@ _KINDS = {
     "text": frozenset({"", ".txt", ".text", ".log", ".rst"}),
 }
 _BLOCK = re.compile(
-    r"(?:File (?P<file>[^\n]+)|Pasted text (?P<number>[0-9]+)):\n(?P<fence>`{3,})\n(?P<text>(?s:.*?))\n(?P=fence)(?:\n\n|\Z)"
+    r"(?:File (?P<file>[^\n]+)|Pasted text (?P<number>[0-9]+)|Shell command (?P<command>[^\n]+)):\n"
+    r"(?P<fence>`{3,})\n(?P<text>(?s:.*?))\n(?P=fence)(?:\n\n|\Z)"
 )
 _NUMBER = re.compile(rf"{_PASTED} ([0-9]+)")
 
@@ -132,9 +140,12 @@ def apart(message: str) -> Draft:
     at = 0
     while block := _BLOCK.match(message, at):
         at = block.end()
-        name = block["file"]
-        kind = _PASTE if name is None else kind_of(name)
-        found.append(Attachment(name or f"{_PASTED} {block['number']}", block["text"], kind))
+        if block["command"] is not None:
+            found.append(Attachment(f"!{block['command']}", block["text"], _COMMAND))
+        elif block["number"] is not None:
+            found.append(Attachment(f"{_PASTED} {block['number']}", block["text"], _PASTE))
+        else:
+            found.append(Attachment(block["file"], block["text"], kind_of(block["file"])))
     return Draft(message[at:], tuple(found))
 
 
@@ -161,6 +172,26 @@ def pasted(text: str, beside: Iterable[Attachment]) -> Attachment:
     return Attachment(f"{_PASTED} {max(numbers, default=0) + 1}", sanitise(text).strip("\n"), _PASTE)
 
 
+def output_of(output: "ShellOutput") -> Attachment:
+    """Return what a shell command wrote as an attachment: the command, its output, and how it ended if not well."""
+    command = sanitise(output.command).strip()
+    name = sanitise_line(command)
+    name = name if len(name) <= LONGEST_COMMAND else f"{name[: LONGEST_COMMAND - 1]}…"
+    how = f"[{output.how}]" if output.how else ""
+    lines = (f"$ {command}", output.text or "[no output]", how)
+    return Attachment(f"!{name}", "\n".join(filter(None, lines)), _COMMAND)
+
+
+def shell_command(text: str) -> str | None:
+    """Return the shell command in what the user wrote: what follows a ``!``; None where it is a prompt."""
+    return text[1:].strip() if text.startswith("!") else None
+
+
+def unescaped(prompt: str) -> str:
+    """Return a prompt without the backslash that kept its ``!`` from being a shell command's."""
+    return prompt[1:] if prompt.startswith("\\!") else prompt
+
+
 def kind_of(name: str) -> str:
     """Return what a file of this name is: ``markdown``, ``csv``, ``pdf``, ``text``, or else ``code``."""
     suffix = PurePath(name).suffix.lower()
@@ -170,8 +201,13 @@ def kind_of(name: str) -> str:
 def _block(attachment: Attachment) -> str:
     """Return an attachment under its name, between fences with more backticks than it holds in a row."""
     fence = fence_for(attachment.text)
-    is_paste = attachment.kind == _PASTE and _NUMBER.fullmatch(attachment.name)
-    title = attachment.name.capitalize() if is_paste else f"File {sanitise_line(attachment.name)}"
+    name = sanitise_line(attachment.name)
+    if attachment.kind == _PASTE and _NUMBER.fullmatch(name):
+        title = name.capitalize()
+    elif attachment.kind == _COMMAND and name.startswith("!"):
+        title = f"Shell command {name[1:]}"
+    else:
+        title = f"File {name}"
     return f"{title}:\n{fence}\n{attachment.text}\n{fence}"
 
 

@@ -110,11 +110,6 @@ class TokenCounts:
         """Return the tokens that ``counted`` takes of ``model``; None while that is unknown."""
         return self._known.get(counted) if model is not None and model == self._model else None
 
-    def exceed(self, model: ModelInfo | None, kv: KVSpec, attachments: Iterable[Attachment]) -> bool:
-        """Whether ``attachments`` alone, as far as they are counted, leave no token of the context to a reply."""
-        limit = context_limit(model, kv)
-        return limit is not None and sum(self.of(model, each) or 0 for each in attachments) >= limit
-
     def ask(self, model: ModelInfo | None, wanted: Iterable[Countable]) -> list[Step]:
         """Return what to ask of ``model`` for attachments and texts that were not counted yet."""
         if model != self._model:

@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
+from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import KVSpec
 
 from ..backend.protocol import Load
 from ..options import given_adapter
+from ..profiles import NO_PROFILE, Profile, differing, why_no_name
 from ..sanitise import sanitise, sanitise_line
-from ..settings import Settings, with_adapter
+from ..settings import Settings, gigabytes_of, with_adapter
+from ..settings_form import APP_FIELDS, MEMORY_FIELDS, Sheet, summary
 from ..store.store import Store
 from ..store.values import StoredChat
 from ..tools.tool import Decision
-from ..tools.toolbox import Toolbox
+from ..tools.toolbox import Consent, ListedTool, Toolbox
 from .actions import Action, no_action, refusal
 from .attachments import Draft
 from .conversation import MessageNode
 from .listing import excerpt
-from .models import hub_cache, is_id, must_be_downloaded
+from .models import hub_cache, is_id, lasting, must_be_downloaded, require
 from .preferences import Preferences, chosen, sentences
 from .recording import LEFT, Recording
 from .session import Session
@@ -482,50 +485,230 @@ def thinking(view: ChatView, text: str) -> None:
     view.tell(f"{sentences(template, None)} This applies to this chat, from the next message on.")
 
 
-def tools(view: ChatView, text: str) -> None:
-    """List the tools, or turn some on or off in this chat."""
+def current_sheet(view: ChatView) -> Sheet:
+    """Return the settings of the open chat, the model and the app as the form has them."""
+    session, preferences = view.session, view.preferences
+    limit = gigabytes_of(session.engine.load.memory)
+    values = replace(preferences.settings, unload_after_min=session.idle.after_min, memory_gb=limit)
+    own = preferences.own.sampling is not None or preferences.own.template is not None
+    return Sheet(session.template, session.sampling, session.engine.load.kv, values, own)
+
+
+def apply_sheet(view: ChatView, sheet: Sheet) -> bool:
+    """Apply and keep what was changed in the form; return whether the model is loaded again for it.
+
+    How keys and values are kept goes to the settings once a model has loaded with it. A flag's memory limit is for one run.
+    """
+    before, session, preferences = current_sheet(view), view.session, view.preferences
+    known, engine = preferences.settings, session.engine
+    names = [field.name for field in (*MEMORY_FIELDS, *APP_FIELDS)]
+    changed = {name: getattr(sheet.settings, name) for name in names}
+    changed = {name: value for name, value in changed.items() if value != getattr(before.settings, name)}
+    holds = sheet.kv == engine.load.kv and engine.info is not None and not preferences.names_kv(preferences.profile)
+    save_settings(view, replace(known, **changed, kv=sheet.kv if holds else known.kv))
+    session.idle.after_min = sheet.settings.unload_after_min
+    if _is_chosen(sheet, before, sheet.template != before.template, preferences.own.template):
+        apply_choice(view, preferences.choose_template(sheet.template, own=sheet.own))
+    if _is_chosen(sheet, before, sheet.sampling != before.sampling, preferences.own.sampling):
+        apply_choice(view, preferences.choose_sampling(sheet.sampling, own=sheet.own))
+    load = replace(engine.load, kv=sheet.kv, memory=sheet.settings.memory_bytes)
+    if load == engine.load:
+        return False
+    view.chosen.kv = sheet.kv
+    view.load(load)
+    return True
+
+
+def _is_chosen(sheet: Sheet, before: Sheet, changed: bool, own: object) -> bool:
+    """Whether a part of the sheet is to be kept: it has ``changed``, or is the chat's own (``own``) from now on, or no more."""
+    return changed or (not before.own if sheet.own else own is not None)
+
+
+PROFILE_HOW = "/profile save NAME keeps the model, settings and system prompt of this chat."
+
+
+def profile(view: ChatView, text: str) -> None:
+    """List the profiles, apply one to this chat, or keep this chat's setup as one."""
+    verb, _, name = text.partition(" ")
+    match verb.lower():
+        case "":
+            view.say(listed_profiles(view))
+        case "save":
+            view.tell(save_profile(view, name.strip()))
+        case "delete":
+            view.tell(delete_profile(view, name.strip()))
+        case _:
+            use_profile(view, "" if text.lower() == NO_PROFILE else text)
+
+
+def listed_profiles(view: ChatView) -> str:
+    """Return the profiles in lines, the open chat's marked."""
+    known, now = view.preferences.profiles(), view.preferences.profile
+    lines = [f"{'*' if name == now else ' '} {sanitise_line(name)}: {summary(each)}" for name, each in known.items()]
+    applies = "/profile NAME applies one, /profile none goes back to the settings."
+    return "\n".join([*lines, f"{applies} {PROFILE_HOW}"] if lines else [f"There are no profiles yet. {PROFILE_HOW}"])
+
+
+def known_profile(view: ChatView, name: str) -> Profile:
+    """Return the profile of this name. Raises RefusedError."""
+    known = view.preferences.profiles()
+    if name in known:
+        return known[name]
+    if not known:
+        raise RefusedError(f"There are no profiles yet. {PROFILE_HOW}")
+    near = nearest(name, known)
+    meant = f"did you mean {sanitise_line(near)}" if near is not None else f"there are: {', '.join(known)}"
+    raise RefusedError(f"There is no profile {sanitise_line(name):.40}; {sanitise_line(meant)}.")
+
+
+def use_profile(view: ChatView, name: str) -> None:
+    """Apply a profile to the open chat, and load its model; "" is none: this chat has the settings of every chat again."""
     preferences, session = view.preferences, view.session
-    box = preferences.toolbox
-    if box is None:
+    wanted = known_profile(view, name) if name else Profile()
+    load = session.engine.load
+    if wanted.model is not None:
+        require(wanted.model, name)
+        model = lasting(wanted.model)
+        load = load.of(model, preferences.settings.adapters.get(model))
+    if preferences.names_kv(name) or preferences.names_kv(preferences.profile):
+        load = replace(load, kv=preferences.kv(name))
+    apply_choice(view, preferences.choose_profile(name))
+    shown = sanitise_line(name)
+    said = f"Profile {shown}: applies to this chat from the next message on, and to new chats." if name else PROFILE_OFF
+    if load != session.engine.load:
+        view.tell(f"{said} Loading {sanitise_line(load.model)}.")
+        view.chosen.model = load.model
+        view.load(load)
+    else:
+        view.tell(said)
+        view.perform([])  # its name is shown
+
+
+def use_asked_profile(view: ChatView) -> None:
+    """Apply the profile that the command line asked for to a chat that was opened; flags beside it go before it."""
+    preferences = view.preferences
+    if preferences.asked_profile is not None:
+        preferences.own = replace(preferences.for_new_chat, tools=preferences.own.tools)
+        apply_choice(view, "")
+
+
+PROFILE_OFF = "No profile: this chat has the settings of every chat again, and so have new ones."
+
+
+def save_profile(view: ChatView, name: str, *, again: bool = False) -> str:
+    """Keep the model, settings and system prompt of the open chat as a profile, which the chat has from here on; say so.
+
+    again: in place of one that the chat does not have. Raises RefusedError.
+    """
+    preferences, session = view.preferences, view.session
+    if why := why_no_name(name):
+        raise RefusedError(f"{why} Write /profile save coding, for example.")
+    known, shown = preferences.profiles(), sanitise_line(name)
+    if name in known and preferences.profile != name and not again:
+        raise RefusedError(f"There is a profile {shown} already. /profile delete {shown} makes room for this one.")
+    everywhere = preferences.settings
+    options = {
+        **differing(session.sampling, everywhere.sampling),
+        **differing(session.template, everywhere.template),
+        **differing(session.engine.load.kv, everywhere.kv),
+    }
+    system = session.system if session.system or everywhere.system else None
+    made = Profile(session.engine.load.model, system, preferences.tools or None, options)
+    problems = [preferences.keep_profile(name, made), preferences.choose_profile(name)]
+    apply_choice(view, " ".join(filter(None, problems)))
+    view.perform([])  # its name is shown
+    return f"{'Changed' if name in known else 'Saved'} the profile {shown}: {summary(made)}."
+
+
+def delete_profile(view: ChatView, name: str) -> str:
+    """Delete a profile, and say so; chats keep what they have of it."""
+    known_profile(view, name)
+    problem = view.preferences.keep_profile(name, None)
+    view.preferences.give(view.session)
+    view.perform([])  # its name is shown
+    return problem or f"Deleted the profile {sanitise_line(name)}. Chats keep the settings that they have of it."
+
+
+CONSENTS: Mapping[Consent, str] = {"asks": "asks", "chat": "allowed in this chat", "always": "always allowed"}
+
+
+def tools(view: ChatView, text: str) -> None:
+    """List the tools, turn some on or off in this chat, or have their calls ask again."""
+    switch, *names = text.replace(",", " ").split() or [""]
+    match switch:
+        case "":
+            view.say("\n".join([*map(_tool_line, listed_tools(view)), TOOLS_HINT]))
+        case "ask":
+            known = {each.name for each in listed_tools(view)}
+            if unknown := next((name for name in names if name not in known), ""):
+                raise RefusedError(f"There is no tool {sanitise_line(unknown):.60}. /tools lists them.")
+            view.tell(ask_again(view, names or known))
+        case "on" | "off":
+            view.tell(*switch_tools(view, names, on=switch == "on"))
+        case _:
+            view.tell(*switch_tools(view, [switch, *names], on=None))
+
+
+TOOLS_HINT = (
+    "/tools on NAME turns one on in this chat, /tools off NAME off; after /tools ask NAME its calls ask again. "
+    "tokamac help tools explains."
+)
+
+
+def _toolbox(view: ChatView) -> Toolbox:
+    if view.preferences.toolbox is None:
         raise RefusedError("There are no tools here.")
-    words = text.replace(",", " ").split()
-    if not words:
-        view.say(_listed(box, preferences.tools, session.tools.allowed))
-        return
-    switch, names = (words[0], words[1:]) if words[0] in ("on", "off") else ("", words)
-    named = box.check(names or (box.built_in if switch == "on" else box.names))
-    on = [name for name in preferences.tools if not (name in named and switch != "on")]
-    on += [name for name in named if switch != "off" and name not in preferences.tools]
-    preferences.choose_tools(on)
+    return view.preferences.toolbox
+
+
+def listed_tools(view: ChatView) -> list[ListedTool]:
+    """Return all tools and MCP servers, with what holds for them in the open chat. Raises RefusedError."""
+    allowed = view.session.conversation.allowed
+    return _toolbox(view).listed(view.preferences.tools, allowed, view.preferences.settings.tools.allowed)
+
+
+def _tool_line(tool: ListedTool) -> str:
+    what = "MCP server, " if tool.server else ""
+    asks = "" if tool.consent == "asks" else f" ({CONSENTS[tool.consent]})"
+    lead = " " * 5 if tool.of_server else f"{'on ' if tool.on else 'off'}  "
+    return f"{lead}{sanitise_line(tool.name):<13} {what}{sanitise_line(tool.about)}{asks}"
+
+
+def switch_tools(view: ChatView, names: Sequence[str], *, on: bool | None) -> tuple[str, Severity]:
+    """Turn tools and servers on or off in the open chat, None: each the other way; return what is on now, in a sentence.
+
+    No names: all that are built in, or off, all. Raises TokamacError.
+    """
+    preferences, info, box = view.preferences, view.session.engine.info, _toolbox(view)
+    named = box.check(names or (box.built_in if on else box.names))
+    now = [name for name in preferences.tools if name not in named or on]
+    now += [name for name in named if name not in preferences.tools and on is not False]
+    box.retry(named)
+    preferences.choose_tools(now)
     apply_choice(view, "")
     view.perform([])  # the number of tools is shown
-    info = session.engine.info
-    if on and info is not None and not info.takes_tools:
-        view.tell(f"Tools are on, but {sanitise_line(info.name)} can't call any. Another model may.", "warning")
-    elif on:
-        view.tell(f"Tools on in this chat: {', '.join(on)}. Each call asks you first.")
-    else:
-        view.tell("All tools are off.")
+    if now and info is not None and not info.takes_tools:
+        return f"Tools are on, but {sanitise_line(info.name)} can't call any. Another model may.", "warning"
+    on_now = f"Tools on in this chat: {', '.join(now)}. Calls ask you first."
+    return (on_now if now else "All tools are off."), "information"
 
 
-def _listed(box: Toolbox, on: Sequence[str], allowed: Collection[str]) -> str:
-    width = max(map(len, box.names))
-    lines = []
-    for name in box.names:
-        does = box.built_in[name].spec.description.split(". ")[0].rstrip(".") if name in box.built_in else "MCP server"
-        asks = " (never asks)" if name in allowed else ""
-        lines.append(f"{'on ' if name in on else 'off'}  {name.ljust(width)}  {does}{asks}")
-    return "\n".join(
-        [*lines, "/tools on NAME turns one on in this chat, /tools off NAME off. tokamac help tools explains."]
-    )
+def ask_again(view: ChatView, names: Collection[str]) -> str:
+    """Take back what the user allowed these tools, for the open chat and for good; return a sentence."""
+    for name in names:
+        view.session.ask_again(name)
+        if name in view.preferences.settings.tools.allowed and (
+            problem := view.preferences.allow_tool(name, always=False)
+        ):
+            view.tell(problem, "warning")
+    which = sanitise_line(next(iter(names))) if len(names) == 1 else "all of these tools"
+    return f"Every call of {which} asks you again."
 
 
 def decide(view: ChatView, call: ToolCall, decision: Decision) -> None:
     """Take the user's answer to a call that asks; one for good goes to the settings."""
-    if decision == "always":
-        known = view.preferences.settings
-        allowed = tuple(dict.fromkeys((*known.tools.allowed, call.name)))
-        save_settings(view, replace(known, tools=replace(known.tools, allowed=allowed)))
+    if decision == "always" and (problem := view.preferences.allow_tool(call.name, always=True)):
+        view.tell(problem, "warning")
     view.perform(view.session.consent(call.id, decision))
 
 
@@ -550,6 +733,7 @@ COMMANDS: Mapping[str, Command] = {
     "adapter": adapter,
     "pull": pull,
     "thinking": thinking,
+    "profile": profile,
     "keys": keys,
     "tools": tools,
 }

@@ -10,7 +10,7 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.diagnosis import at_bandwidth
 
 from ..backend.protocol import Load, Loaded, MachineMeasured, MemoryUse, ModelInfo
-from ..settings import CHAT_KV
+from ..profiles import CHAT_KV
 from .conversation import Reply
 from .steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
 

@@ -1,6 +1,6 @@
 """What is in the context: the parts of the next prompt, and whether they fit. Pure, like the session.
 
-    system │ file │ prompt │ reply │ file │ prompt │ reply │ … │ draft │ free
+    system │ file │ prompt │ reply │ file │ prompt │ reply │ result │ reply │ … │ draft │ free
 
 The engine counts each part's tokens; what a chat template adds around them is small, and not counted. So a sum of parts is a little
 less than the prompt: where even that is over the limit, the prompt is refused before it is sent.
@@ -13,20 +13,27 @@ from typing import Literal
 from .. import units
 from ..sanitise import sanitise_line
 from ..store.values import Attachment
+from ..tools.tool import call_line
 from .attachments import Draft
 from .background import Countable
-from .conversation import Turn
+from .conversation import Turn, prompts_of
 
-Kind = Literal["system", "file", "prompt", "reply", "draft"]
+Kind = Literal["system", "file", "prompt", "reply", "result", "draft"]
 Count = Callable[[Countable], int | None]
 """Returns the tokens of a part; None while they are unknown."""
+
+
+_NAMES: dict[Kind, str] = {
+    "system": "the system prompt", "prompt": "a prompt", "reply": "a reply", "result": "the result of a tool",
+    "draft": "the message",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
     """A part of the next prompt.
 
-    counted: its text, as it is counted. key: of the message it is in; 0 is of none. name: of a file; else the text says it.
+    counted: its text, as it is counted. key: of the prompt whose turn it is in; 0 is of none.
     """
 
     kind: Kind
@@ -38,9 +45,7 @@ class ContextPart:
         """What a sentence calls it."""
         if isinstance(self.counted, Attachment):
             return sanitise_line(self.counted.name)
-        return {"system": "the system prompt", "draft": "the message", "prompt": "a prompt", "reply": "a reply"}.get(
-            self.kind, self.kind
-        )
+        return _NAMES.get(self.kind, "")
 
     @property
     def most_tokens(self) -> int:
@@ -51,14 +56,14 @@ class ContextPart:
 def parts(system: str, turns: Sequence[Turn], draft: Draft | None = None) -> list[ContextPart]:
     """Return the parts of what would be sent, in their order."""
     found = _texts("system", (system,))
-    for turn in turns:
+    for turn, key in zip(turns, prompts_of(turns), strict=True):
+        found += _texts("result", [each.text for each in turn.results], key)
         found += _texts("system", turn.system)
-        if turn.reply is not None and turn.reply.text:  # else neither the prompt is sent again
-            found += _prompt("prompt", turn.prompt, turn.attachments, turn.key)
-            found += _texts("system", turn.between)
-            found.append(ContextPart("reply", turn.reply.text, turn.reply_key))
-        else:
-            found += _texts("system", turn.between)
+        said = turn.reply is not None and turn.reply.is_said  # else neither the prompt is sent again
+        found += _prompt("prompt", turn.prompt, turn.attachments, key) if said else []
+        found += _texts("system", turn.between)
+        if turn.reply is not None and said:
+            found += _texts("reply", ("\n".join([turn.reply.text, *map(call_line, turn.reply.calls)]).strip(),), key)
     return found if draft is None else [*found, *_prompt("draft", draft.text, draft.attachments, 0)]
 
 
@@ -137,7 +142,9 @@ class ContextUse:
 
     def by_kind(self) -> dict[str, int]:
         """Return the tokens of system, files, turns and draft that would be sent."""
-        named = {"system": "system", "file": "files", "prompt": "prompts", "reply": "replies", "draft": "draft"}
+        named = {
+            "system": "system", "file": "files", "prompt": "prompts", "reply": "replies", "result": "results", "draft": "draft",
+        }  # fmt: skip
         found = dict.fromkeys(named.values(), 0)
         for row in self.rows:
             if not row.left_out:
@@ -166,12 +173,10 @@ def list_parts(
 ) -> list[ContextRow]:
     """Return the rows of what would be sent, with what is left out of it."""
     rows: list[ContextRow] = []
-    of_reply = {turn.reply_key: turn.key for turn in turns}
     for part in parts(system, turns, draft):
-        key = of_reply.get(part.key, part.key) if part.kind == "reply" else part.key
-        file = part.name if part.kind == "file" and key else ""
-        left_out = (key, "") in pruned or (bool(file) and (key, file) in pruned)
         said = part.counted if isinstance(part.counted, str) else part.counted.name
+        file = said if part.kind == "file" and part.key else ""
+        left_out = (part.key, "") in pruned or (bool(file) and (part.key, file) in pruned)
         name = sanitise_line(" ".join(said[:200].split()))
-        rows.append(ContextRow(part.kind, name, count(part.counted), left_out, key, file))
+        rows.append(ContextRow(part.kind, name, count(part.counted), left_out, part.key, file))
     return rows

@@ -133,6 +133,14 @@ class Turn:
         return whole(self.prompt, self.attachments)
 
 
+def prompts_of(turns: Iterable[Turn]) -> list[int]:
+    """Return the key of the prompt that each turn answers, by way of calls and their results; 0 is of none."""
+    keys: list[int] = []
+    for turn in turns:
+        keys.append(turn.key or (keys[-1] if turn.results and keys else 0))
+    return keys
+
+
 def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
     """Return the conversation as the engine takes it.
 
@@ -361,12 +369,14 @@ class Conversation:
         tree: its messages.
         progress: of the running reply, or of the last one.
         pruned: what is kept, but not sent: a prompt's key with "", which is its whole turn, or with the name of a file of it.
+        allowed: the tools whose calls the user allowed in it, as long as it is open.
     """
 
     def __init__(self, tree: Tree | None = None, pruned: Iterable[tuple[int, str]] = ()) -> None:
         self.tree = Tree() if tree is None else tree
         self.progress = ReplyProgress()
         self.pruned = set(pruned)
+        self.allowed: set[str] = set()
         self._builder = ReplyBuilder()
         self._reply: int | None = None
 
@@ -405,12 +415,14 @@ class Conversation:
     def end(
         self, ending: Ending, now: float, model: str, finished: Finished | None = None, *, reason: str = ""
     ) -> Reply:
-        """Close the running reply of ``model`` with what was said so far, or what ``finished`` says it is.
+        """Close the running reply of ``model`` with what was said and measured so far, or what ``finished`` says it is.
 
         reason: why it failed; "" where it did not.
         """
         reply = replace(self._builder.end(ending, now), model=model, reason=reason)
-        if finished is not None:
+        if finished is None:
+            reply = replace(reply, metrics=self.progress.metrics, outliers=self.progress.outliers)
+        else:
             reply = replace(
                 reply,
                 text=finished.text,
@@ -496,9 +508,16 @@ class Conversation:
 
     def sent(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return ``turns`` without what is left out of the prompt. The prompt that is answered is never left out."""
-        return [self._sent(turn, last=turn is turns[-1]) for turn in turns] if self.pruned else list(turns)
+        if not self.pruned:
+            return list(turns)
+        prompts = prompts_of(turns)
+        answered = prompts[-1] if turns and turns[-1].reply is None else None
+        return [
+            self._sent(turn, whole=prompt == answered or (prompt, "") not in self.pruned)
+            for turn, prompt in zip(turns, prompts, strict=True)
+        ]
 
-    def _sent(self, turn: Turn, *, last: bool) -> Turn:
-        if (turn.key, "") in self.pruned and not (last and turn.reply is None):
-            return replace(turn, prompt="", attachments=(), reply=None)
+    def _sent(self, turn: Turn, *, whole: bool) -> Turn:
+        if not whole:
+            return replace(turn, prompt="", attachments=(), reply=None, results=())
         return replace(turn, attachments=tuple(a for a in turn.attachments if (turn.key, a.name) not in self.pruned))

@@ -474,10 +474,15 @@ def _slowest(reply: Measured) -> Explained:
     )
 
 
-def _at_context(reply: Measured) -> str:
-    """Return the context that a ceiling holds for: the middle of the reply."""
+def context_of_ceiling(reply: Measured) -> tuple[int, int]:
+    """Return the tokens of context that a reply's ceiling holds for, the middle of the reply, and those of its prompt."""
     m = reply.metrics
-    return "" if m is None else f", at {units.count(m.prompt_tokens + m.generated_tokens // 2)} tokens of context"
+    return (0, 0) if m is None else (m.prompt_tokens + m.generated_tokens // 2, m.prompt_tokens)
+
+
+def _at_context(reply: Measured) -> str:
+    at, _ = context_of_ceiling(reply)
+    return f", at {units.count(at)} tokens of context" if at else ", at an empty context"
 
 
 def _ceiling(reply: Measured) -> Explained:

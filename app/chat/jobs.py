@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from tokamac.engine import metrics as rates
 from tokamac.engine.events import Finished, Message, TextChunk
@@ -83,6 +83,20 @@ class ConversionForm:
         }
         flags = [f"{flag}={value}" for flag, value in given.items() if value]
         return ["--json", *(["--dry-run"] if dry_run else []), *flags, "--", self.source]
+
+
+class ConversionRequest(Protocol):
+    """What is to be converted, and how. ``ConversionForm`` is one."""
+
+    @property
+    def source(self) -> str:
+        """The model."""
+
+    def arguments(self, *, dry_run: bool) -> list[str]:
+        """Return the command's arguments."""
+
+
+Asked = TypeVar("Asked", bound=ConversionRequest)
 
 
 class ConversionPhase(Enum):
@@ -284,7 +298,7 @@ def _quality(found: QualityLine | None) -> list[str]:
     return [*said, *(f"Warning: {sanitise_line(each)}" for each in found.concerns)]
 
 
-class Conversions:
+class Conversions(Generic[Asked]):
     """Runs at most one conversion in the background, or its plan; what it came to stays until somebody has seen it.
 
     ``spawn`` runs a coroutine in the background; ``changed`` is called after every change, and so is ``watcher`` while a dialog
@@ -305,11 +319,11 @@ class Conversions:
         self._changed = changed
         self._ended = ended
         self.job = ConversionJob(clock)
-        self.form: ConversionForm | None = None
+        self.form: Asked | None = None
         self.watcher: Callable[[], None] | None = None
 
     @property
-    def running(self) -> ConversionForm | None:
+    def running(self) -> Asked | None:
         """What is being converted; None while nothing is, or only planned."""
         at_work = self.job.phase in (ConversionPhase.RUNNING, ConversionPhase.STOPPING)
         return self.form if at_work and self.job.resumes else None
@@ -325,7 +339,7 @@ class Conversions:
             self.job.change()
             self.form = None
 
-    def begin(self, form: ConversionForm, *, dry_run: bool) -> None:
+    def begin(self, form: Asked, *, dry_run: bool) -> None:
         """Plan, or convert; not while either is under way."""
         if not self.job.busy:
             self.form = form
@@ -340,7 +354,7 @@ class Conversions:
             self._tell()
             self._spawn(self._converter.interrupt())
 
-    async def _run(self, form: ConversionForm, *, dry_run: bool) -> None:
+    async def _run(self, form: Asked, *, dry_run: bool) -> None:
         try:
             end = await self._converter.run(form.arguments(dry_run=dry_run), self._take)
         except OSError as error:

@@ -4,14 +4,14 @@ The texts are foreign and made safe here. ``ChatSearch`` opens a store of its ow
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from ..sanitise import sanitise_line
 from ..store.store import Store
-from ..store.values import Hit, StoredChat
+from ..store.values import Hit, StoredChat, fold
 from .conversation import EDITED, ENDINGS, Ending, MessageNode
 from .models import short_name
 
@@ -106,12 +106,40 @@ def group_of(chat: StoredChat, now: float) -> str:
     return next((name for most, name in named if days <= most), f"{at:%B %Y}")
 
 
-def grouped(chats: Sequence[StoredChat], now: float) -> Iterator[tuple[str, StoredChat]]:
-    """Yield each chat with the heading to put before it; "" where it stands under the last one."""
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder in a list of chats, with its chats; folded: they are not listed."""
+
+    name: str
+    chats: tuple[StoredChat, ...]
+    folded: bool
+
+
+def grouped(
+    chats: Sequence[StoredChat], now: float, folded: Collection[str] | None
+) -> Iterator[str | Folder | StoredChat]:
+    """Yield the chats under headings: pinned ones, then folders by name, then by date.
+
+    ``folded``: names of folders; None: folders are no headings.
+    """
+    if folded is None:
+        yield from _dated(chats, now)
+        return
+    yield from _dated([chat for chat in chats if chat.pinned_at is not None], now)
+    others = [chat for chat in chats if chat.pinned_at is None]
+    for name in sorted({chat.folder for chat in others if chat.folder}, key=lambda name: (fold(name), name)):
+        inside = tuple(chat for chat in others if chat.folder == name)
+        yield Folder(name, inside, folded=name in folded)
+        yield from () if name in folded else inside
+    yield from _dated([chat for chat in others if not chat.folder], now)
+
+
+def _dated(chats: Iterable[StoredChat], now: float) -> Iterator[str | StoredChat]:
     last = ""
     for chat in chats:
-        group = group_of(chat, now)
-        yield ("" if group == last else group), chat
+        if (group := group_of(chat, now)) != last:
+            yield group
+        yield chat
         last = group
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.files import read_text
 from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
 from tokamac.engine.hub.search import good_for
@@ -130,6 +131,15 @@ def lasting(model: str) -> str:
 def must_be_downloaded(model: str, cache: Path) -> bool:
     """Whether ``model`` is an id that is not whole in the cache."""
     return is_id(model) and not any(each.whole and each.model == model for each in _cached_as(cache, model))
+
+
+def require(model: str, profile: str, pulls: str = "/pull") -> None:
+    """Raise ModelNotFoundError where ``model`` is not on this disk. profile: which needs it. pulls: the command that downloads."""
+    needs = f"The profile {sanitise_line(profile)} needs {sanitise_line(model)}, which is not on this disk"
+    if must_be_downloaded(model, hub_cache()):
+        raise ModelNotFoundError(needs, f"{pulls} {sanitise_line(model)} downloads it.")
+    if model.startswith(("/", "~", ".")) and not is_folder(model):
+        raise ModelNotFoundError(needs, "Load another model, then /profile save NAME changes it.")
 
 
 def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:

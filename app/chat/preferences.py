@@ -1,22 +1,24 @@
 """The settings in the chat: changed in one place, written at once.
 
-A chat may have settings of its own, saved with it: sampling, system prompt, thinking. The settings form is data here: fields of
-Sampling, TemplateOptions and KVSpec, how each is read from text, and its note. A system prompt that was written but not applied
-stays with its chat as long as the app runs.
+A chat may have settings of its own, saved with it: sampling, system prompt, thinking, tools, and the profile that they came from. A
+system prompt that was written but not applied stays with its chat as long as the app runs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.errors import OptionError
 from tokamac.engine.events import ToolCall
-from tokamac.engine.options import STAGES, THINKING, KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import THINKING, KVSpec, Sampling, TemplateOptions
 
 from .. import units
 from ..backend.protocol import ModelInfo, ShapeError, build
-from ..settings import DAMAGED, Settings, change, merged, read
+from ..profiles import Profile
+from ..settings import DAMAGED, Settings, change, merged, read, with_allowed
+from ..settings_form import whole_number
 from ..store.values import Json, ToolResult
 from .actions import keymap
 
@@ -32,23 +34,25 @@ T = TypeVar("T")
 class ChatOverrides:
     """A chat's own settings. None: as in every chat. An empty system prompt means none, whatever other chats have.
 
-    tools: those that are on, and MCP servers, by name; in every chat there are none.
+    tools: those that are on, and MCP servers, by name; in every chat there are none. profile: the name of the one that was applied.
     """
 
     sampling: Sampling | None = None
     system: str | None = None
     template: TemplateOptions | None = None
     tools: tuple[str, ...] | None = None
+    profile: str | None = None
 
 
 def own_of(settings: Json) -> ChatOverrides:
     """Return a stored chat's own settings. What another version wrote and this one can't read is ignored."""
-    system = settings.get("system")
+    system, profile = settings.get("system"), settings.get("profile")
     return ChatOverrides(
         _read(Sampling, settings.get("sampling"), "sampling"),
         system if isinstance(system, str) else None,
         _read(TemplateOptions, settings.get("template"), "template"),
         _read(tuple[str, ...], settings.get("tools"), "tools"),
+        profile if isinstance(profile, str) else None,
     )
 
 
@@ -59,6 +63,7 @@ def as_settings(own: ChatOverrides) -> dict[str, Any]:
         "system": own.system,
         "template": None if own.template is None else template_record(own.template),
         "tools": None if not own.tools else list(own.tools),
+        "profile": own.profile,
     }
 
 
@@ -117,13 +122,21 @@ class Preferences:
 
     own: the open chat's own settings. keymap: the actions with the user's keys. told: warnings about the file that were shown
     already. toolbox: the tools that a chat can have; None is none. tools_came: told, from a thread, when those of a server are
-    there, or why they are not. Changes by another window apply there only, except its system prompts, which join the library.
+    there, or why they are not. asked_profile: by the command line; "" is none; None: it asked for nothing. Changes by other windows
+    apply there only, except its system prompts and profiles, which join the others.
     """
 
     def __init__(
-        self, settings: Settings, path: Path, given: ChatOverrides | None = None, told: Iterable[str] = ()
+        self,
+        settings: Settings,
+        path: Path,
+        given: ChatOverrides | None = None,
+        told: Iterable[str] = (),
+        asked_profile: str | None = None,
     ) -> None:
         self.settings = settings
+        self.asked_profile = asked_profile
+        self._profile = settings.profile if asked_profile is None else asked_profile
         self._written = settings
         self._told = set(told)
         self.own = ChatOverrides()
@@ -158,18 +171,18 @@ class Preferences:
     def hold(self, own: ChatOverrides, session: "Session") -> None:
         """Apply another chat's own settings to ``session``."""
         self.own = own
-        session.tools.allowed = set(self.settings.tools.allowed)
         self.give(session)
 
     def give(self, session: "Session") -> None:
         """Apply the open chat's settings to ``session``, after a change."""
         session.sampling, session.system = self.sampling, self.system
         session.template = self.template
-        session.tools.allowed |= set(self.settings.tools.allowed)
+        session.profile = self._profile_label
+        session.tools.allowed = set(self.settings.tools.allowed)
         session.tools.most = self.settings.tools.calls
         if self.toolbox is not None:
             on = self.tools
-            self.toolbox.start_later(on, lambda _, said: self.tools_came(said))
+            self.toolbox.start_later(on, lambda said: self.tools_came(said))  # noqa: PLW0108  # the view may be set later
             session.offer(self.toolbox.specs(on))
 
     @property
@@ -184,9 +197,14 @@ class Preferences:
         self.own = replace(self.own, tools=tuple(names))
 
     def run_tool(self, call: ToolCall, then: Callable[[ToolResult], None]) -> None:
-        """Run a call on a thread, and tell ``then`` from there what came of it."""
+        """Run a call, which may be of any chat, on a thread, and tell ``then`` from there what came of it."""
         if self.toolbox is not None:
-            self.toolbox.run_later(call, self.tools, then)
+            self.toolbox.run_later(call, then)
+
+    def allow_tool(self, tool: str, *, always: bool) -> str:
+        """Let a tool never ask, in any chat, or no longer so; return as ``keep`` does."""
+        others = tuple(name for name in self.settings.tools.allowed if name != tool)
+        return self.keep(with_allowed(self.settings, (*others, tool) if always else others))
 
     def close(self) -> None:
         """End what the tools have started."""
@@ -211,6 +229,74 @@ class Preferences:
         self.own = replace(self.own, system=system if own else None)
         return "" if own else self.keep(replace(self.settings, system=system))
 
+    # Profiles -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def for_new_chat(self) -> ChatOverrides:
+        """What a new chat has of its own: what the profile says that was chosen last."""
+        with suppress(OptionError):
+            if self._profile in self.settings.profiles:
+                self.kv(self._profile)
+                return self.overrides(self._profile)
+        return ChatOverrides()
+
+    def overrides(self, profile: str) -> ChatOverrides:
+        """Return what a chat has of its own by this profile. Raises OptionError where it does not go with the settings."""
+        found, known = self.settings.profiles[profile], self.settings
+        return ChatOverrides(
+            found.over(known.sampling) if found.names(Sampling) else None,
+            found.system,
+            found.over(known.template) if found.names(TemplateOptions) else None,
+            found.tools,
+            profile,
+        )
+
+    def kv(self, profile: str | None) -> KVSpec:
+        """Return how keys and values are kept by this profile; None: as in the settings. Raises OptionError, too."""
+        found = self.settings.profiles.get(profile or "", Profile())
+        return found.over(self.settings.kv)
+
+    def names_kv(self, profile: str) -> bool:
+        """Whether this profile says how keys and values are kept."""
+        return self.settings.profiles.get(profile, Profile()).names(KVSpec)
+
+    def choose_profile(self, name: str) -> str:
+        """Give the open chat, and new ones, what this profile says; "" is none; return as ``keep`` does. Raises OptionError."""
+        own = self.overrides(name) if name else ChatOverrides()
+        kept = self.own.tools if own.tools is None else own.tools
+        self.own, self._given, self._profile = replace(own, tools=kept), ChatOverrides(), name
+        return self.keep(replace(self.settings, profile=name))
+
+    def keep_profile(self, name: str, profile: Profile | None) -> str:
+        """Write a profile into the settings, or remove it (None); return as ``keep`` does."""
+        others = {each: known for each, known in self.profiles().items() if each != name}
+        gone = profile is None and self.settings.profile == name
+        chosen = "" if gone else self.settings.profile
+        kept = others if profile is None else {**others, name: profile}
+        if gone or (self._profile == name and profile is None):
+            self._profile = ""
+        return self.keep(replace(self.settings, profiles=kept, profile=chosen))
+
+    @property
+    def profile(self) -> str:
+        """The profile of the open chat; "" is none."""
+        return self.own.profile or ""
+
+    @property
+    def _profile_label(self) -> str:
+        """The name of the open chat's profile, with a star where the chat has other settings by now."""
+        name = self.profile
+        try:
+            as_chosen = self.overrides(name) if name in self.settings.profiles else None
+        except OptionError:
+            as_chosen = None
+        same = as_chosen is not None and (
+            (as_chosen.sampling or self.settings.sampling) == self.sampling
+            and (as_chosen.template or self.settings.template) == self.template
+            and (self.settings.system if as_chosen.system is None else as_chosen.system) == self.system
+        )
+        return name if same or not name else f"{name}*"
+
     def choose_keys(self, action: str, keys: tuple[str, ...] | None) -> str:
         """Set the keys of an action, None: its usual ones; return as ``keep`` does. ``keymap`` has them from here on."""
         others = {name: each for name, each in self.settings.keys.items() if name != action}
@@ -219,14 +305,23 @@ class Preferences:
 
     def library(self) -> Mapping[str, str]:
         """Return the system prompts by name, with the changes of other windows."""
+        self._look_again()
+        return self.settings.system_prompts
+
+    def profiles(self) -> Mapping[str, Profile]:
+        """Return the profiles by name, with the changes of other windows and of an editor."""
+        self._look_again()
+        return self.settings.profiles
+
+    def _look_again(self) -> None:
+        """Take the system prompts and profiles that the file has now."""
         try:
             now = read(self._path).settings
         except (OSError, *DAMAGED):  # told when the next change is written
-            return self.settings.system_prompts
-        prompts = merged(now, self._written, self.settings).system_prompts
-        self.settings = replace(self.settings, system_prompts=prompts)
-        self._written = replace(self._written, system_prompts=now.system_prompts)
-        return prompts
+            return
+        new = merged(now, self._written, self.settings)
+        self.settings = replace(self.settings, system_prompts=new.system_prompts, profiles=new.profiles)
+        self._written = replace(self._written, system_prompts=now.system_prompts, profiles=now.profiles)
 
     def keep(self, settings: Settings) -> str:
         """Apply ``settings`` and write the changes; return why they could not be written, new warnings, or ""."""
@@ -239,188 +334,6 @@ class Preferences:
         new = [each for each in said if each not in self._told]
         self._told.update(new)
         return " ".join(new)
-
-
-MOST_DIGITS = 9
-"""No number here has more, and Python refuses to parse thousands of digits."""
-
-
-def whole_number(text: str) -> int | None:
-    """Return ``text`` as a number; None where it is not digits alone, or more than ``MOST_DIGITS`` of them."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
-
-
-AUTO = "auto"
-"""The text of a number that the app chooses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One line of the form. ``read`` raises ValueError; an empty text means ``empty`` where that is allowed.
-
-    show: writes a value as text; None: as ``write`` does.
-    """
-
-    name: str
-    label: str
-    note: str
-    read: Callable[[str], object]
-    empty: object = ValueError
-    show: Callable[[Any], str] | None = None
-
-
-def _keep(text: str) -> object:
-    return "system" if text.strip().lower() == "system" else int(text)
-
-
-def _stop(text: str) -> object:
-    return tuple(part.replace("\\n", "\n") for part in text.split(" | ") if part)
-
-
-def _ids(text: str) -> object:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _show_ids(ids: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ids))
-
-
-def _biases(text: str) -> object:
-    pairs = [part.partition("=") for part in text.split(",")]
-    return tuple((int(token), float(bias)) for token, _, bias in pairs)
-
-
-def _show_biases(pairs: tuple[tuple[int, float], ...]) -> str:
-    return ", ".join(f"{token}={bias:g}" for token, bias in pairs)
-
-
-def _order(text: str) -> object:
-    return tuple(part.strip() for part in text.split(","))
-
-
-def _show_order(order: tuple[str, ...]) -> str:
-    return "" if order == STAGES else ",".join(order)
-
-
-def _word(text: str) -> object:
-    return text.strip().lower()
-
-
-def _parts(text: str) -> object:
-    return tuple(part.strip() for part in text.split(" | ") if part.strip())
-
-
-USUAL_FIELDS = (
-    Field("temperature", "Temperature", "0 is greedy; empty: model default", float, None),
-    Field("top_p", "Top-p", "1 is off; empty: model default", float, None),
-    Field("top_k", "Top-k", "0 is off; empty: model default", int, None),
-    Field("min_p", "Min-p", "0 is off; empty: model default", float, None),
-    Field("repetition_penalty", "Repetition penalty", "1 is off; empty: model default", float, None),
-    Field("seed", "Seed", "empty: random", int, None),
-    Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
-    Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
-)
-RARE_FIELDS = (
-    Field("stop_token_ids", "Stop tokens", "ids, split by commas", _ids, (), _show_ids),
-    Field("min_tokens", "Min tokens", "least reply length; 0 is off", int, 0),
-    Field("presence_penalty", "Presence penalty", "-2 to 2; 0 is off", float, 0.0),
-    Field("frequency_penalty", "Frequency penalty", "-2 to 2; 0 is off", float, 0.0),
-    Field("logit_bias", "Logit bias", "ID=BIAS, split by commas", _biases, (), _show_biases),
-    Field("xtc_probability", "XTC probability", "0 is off", float, 0.0),
-    Field("xtc_threshold", "XTC threshold", "0 to 0.5", float, 0.1),
-    Field("dry_multiplier", "DRY multiplier", "0 is off; 0.8 is usual", float, 0.0),
-    Field("dry_base", "DRY base", "1 or more", float, 1.75),
-    Field("dry_allowed_length", "DRY allowed length", "repeated tokens", int, 2),
-    Field("dry_sequence_breakers", "DRY breakers", "split by ' | '; \\n: new line", _stop, ()),
-    Field("order", "Order of stages", "split by commas; empty: default", _order, STAGES, _show_order),
-)
-SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
-"""The fields of Sampling in the chat. It shows no log-probabilities, so it has no field for them."""
-TEMPLATE_FIELDS = (
-    Field("thinking", "Thinking", "on, off, low, medium, high; or empty", _word, None),
-    Field("thinking_budget", "Thinking budget", "tokens; empty: no limit", int, None),
-    Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ()),
-)
-KV_FIELDS = (
-    Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
-    Field("value_bits", "Value bits", "16, 8, 6, 5, 4, 3 or 2", int),
-    Field("group_size", "Group size", "32, 64 or 128", int),
-    Field("window", "Window", "tokens kept; empty keeps all", int, None),
-    Field("keep", "Keep", "pinned first tokens, or: system", _keep),
-    Field("on_full", "When full", "roll, stop, truncate-middle, error", str.strip, None),
-)
-
-
-def _minutes(text: str) -> int | None:
-    if text.strip().lower() == AUTO:
-        return None
-    if (minutes := whole_number(text.strip())) is None:
-        raise ValueError
-    return minutes
-
-
-MEMORY_FIELDS = (
-    Field("memory_gb", "Memory limit", "GB; empty: system limit", float, None),
-    Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
-)
-
-
-class FieldError(TokamacError):
-    """A field's text can't be read; ``name`` says which."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
-
-
-def write(field: Field, options: object) -> str:
-    """Return ``field`` of ``options`` as text."""
-    value = getattr(options, field.name)
-    if field.show is not None:
-        return field.show(value)
-    if value is None and field.empty is ValueError:
-        return AUTO
-    if isinstance(value, tuple):
-        return " | ".join(part.replace("\n", "\\n") for part in value)
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def read_sampling(texts: Mapping[str, str]) -> Sampling:
-    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
-    return Sampling(**_read_option(SAMPLING_FIELDS, texts))
-
-
-def read_template(texts: Mapping[str, str]) -> TemplateOptions:
-    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
-    return TemplateOptions(**_read_option(TEMPLATE_FIELDS, texts))
-
-
-def read_kv(texts: Mapping[str, str]) -> KVSpec:
-    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
-    return KVSpec(**_read_option(KV_FIELDS, texts))
-
-
-def read_memory(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the form says of ``Settings.memory_gb`` and ``unload_after_min``; raise FieldError, or OptionError."""
-    values = _read_option(MEMORY_FIELDS, texts)
-    Settings(**values)
-    return values
-
-
-def _read_option(fields: tuple[Field, ...], texts: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for field in fields:
-        text = texts[field.name]
-        if not text.strip() and field.empty is not ValueError:
-            values[field.name] = field.empty
-            continue
-        try:
-            values[field.name] = field.read(text)
-        except ValueError as error:
-            raise FieldError(
-                field.name, f"{field.label}: {text.strip() or 'nothing'!r:.60} is not valid ({field.note})."
-            ) from error
-    return values
 
 
 DEFAULT = "default"

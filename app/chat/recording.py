@@ -420,16 +420,13 @@ class Recording:
         if opened.ledger.awaited:
             opened.ledger.end(reply)
             self._save(opened)
-        if elsewhere is not None:
-            self._let_go(elsewhere)
 
-    def refused(self, draft: Draft, elsewhere: Conversation) -> None:
-        """A prompt that waited in the background can't be sent: it is a draft again."""
+    def returned(self, draft: Draft, elsewhere: Conversation) -> None:
+        """What waited in the background is not sent: it is a draft again."""
         opened = self._of(elsewhere)
         opened.rest = joined([draft, opened.rest])
         self._owe_rest(opened, elsewhere)
         self._save(opened)
-        self._let_go(elsewhere)
 
     def answered(self, key: int, elsewhere: Conversation | None = None) -> None:
         """A call was answered, by the message ``key``. elsewhere: as for ``begun``."""
@@ -437,8 +434,6 @@ class Recording:
         opened = self._of(conversation)
         opened.ledger.add(conversation.tree, key)
         self._save(opened)
-        if elsewhere is not None and conversation.tree.head == key:  # no other call of this reply follows
-            self._let_go(elsewhere)
 
     def revised(self) -> None:
         """The user edited a reply."""
@@ -462,22 +457,16 @@ class Recording:
 
     def left(self) -> None:
         """Another conversation is open: one that went on in the background, or one of which nothing is saved yet."""
-        conversation = self._session.conversation
-        left = [each for each in self._chats if self._of(each) is self._open and each is not conversation]
         self._open.owed.pop("draft", None)  # whoever left it was told that it is not saved
-        if self._open.unsaved:
-            self._save(self._open, LOST)
-        for each in left:
-            self._let_go(each)
-        self._open = self._chats.setdefault(conversation, OpenChat(Ledger(self.store)))
+        self._open = self._chats.setdefault(self._session.conversation, OpenChat(Ledger(self.store)))
 
-    def _let_go(self, conversation: Conversation) -> None:
-        """Forget a conversation that is not on screen, unless it goes on."""
-        opened = self._of(conversation)
-        if not self._session.is_active(conversation):
-            if opened.unsaved:
-                self._save(opened, LOST)
-            del self._chats[conversation]
+    def let_go(self) -> None:
+        """Forget what is neither on screen nor goes on. To be called once all steps are recorded: any may be of such a chat."""
+        for conversation, each in list(self._chats.items()):
+            if each is not self._open and not self._session.is_active(conversation):
+                if each.unsaved:
+                    self._save(each, LOST)
+                del self._chats[conversation]
 
     def leaving(self, draft: Draft) -> None:
         """The chat is about to be left. draft: what stands in its input box, beside what waits."""

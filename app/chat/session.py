@@ -98,6 +98,8 @@ from .steps import (
 LONGEST_REASON = 600
 """Characters: a reason is stored, and what a model's own code says may have no end."""
 NO_PROMPT = "There is no prompt to answer again."
+NOT_REFUSED = (Draft(), "")
+"""The last prompt that was too long for this chat and model, and why: none was."""
 
 
 def reason(error: str, hint: str) -> str:
@@ -153,6 +155,7 @@ class Session:
         engine: the engine's process, and the model in it.
         conversation: the one that is shown: its messages, and its running reply, if it has one.
         tools: what the model may call, and the calls of its reply that are being answered.
+        profile: the name of the profile that the settings came from, for showing; "" is none.
         keymap: the keys that hold, for what names them. attended: whether somebody is there to send another prompt.
     """
 
@@ -161,6 +164,7 @@ class Session:
         self.conversation = Conversation()
         self.sampling = sampling
         self.system = system
+        self.profile = ""
         self.idle = Idle(clock)
         self.keymap = Keymap()
         self.attended = True
@@ -173,7 +177,7 @@ class Session:
         self._id = 0
         self._queue: list[QueuedPrompt] = []
         self._running: RunningReply | None = None
-        self._refused = (Draft(), "")  # the last prompt that was too long, and why
+        self._refused = NOT_REFUSED
         self._template = TemplateOptions()
         self._untold: set[str] = set()  # what the user was told that a model's template can't be told
         self._tools_untold = ""  # the model of which the user was told that it can't call tools
@@ -319,6 +323,7 @@ class Session:
     def start(self) -> list[Step]:
         """Load the model, starting the process if need be."""
         self._expect_nothing()
+        self._refused = NOT_REFUSED
         return self.engine.start()
 
     def choose(self, load: Load) -> list[Step]:
@@ -357,7 +362,7 @@ class Session:
         """Send ``text`` and what goes with it, now, or when the engine is ready and the prompts before it are answered."""
         self.idle.seen()
         draft = Draft(text, attachments)
-        if why := self.overfull(draft):
+        if why := self._files_overfull(draft):
             return [PromptRefused(why, draft)]
         self._queue.append(QueuedPrompt(self.conversation, draft, self._settings))
         if self.engine.phase is EnginePhase.IDLE:
@@ -366,17 +371,18 @@ class Session:
 
     def overfull(self, draft: Draft) -> str:
         """Return why ``draft`` is known to be over the context, and what to do; "" where it is not, or not known to be."""
-        if draft == self._refused[0]:
-            return self._refused[1]
+        return self._refused[1] if draft == self._refused[0] else self._files_overfull(draft)
+
+    def _files_overfull(self, draft: Draft) -> str:
         limit = context_limit(self.engine.info, self.engine.load.kv)
         if limit is None or not draft.attachments:
             return ""
-        return refusal(parts("", (), Draft("", draft.attachments)), self._count, limit)
+        return refusal(parts("", (), Draft("", draft.attachments)), self.tokens, limit)
 
     def context_use(self, draft: Draft) -> ContextUse:
         """Return what the next prompt, ``draft`` at its end, would hold; ``count_context`` has its tokens counted."""
         info, pruned = self.engine.info, self.conversation.pruned
-        rows = list_parts(self.system, self.turns, draft, pruned, self._count)
+        rows = list_parts(self.system, self.turns, draft, pruned, self.tokens)
         return ContextUse(tuple(rows), None if info is None else info.capacity)
 
     def count_context(self, draft: Draft) -> list[Step]:
@@ -389,7 +395,7 @@ class Session:
     def prune(self, key: int, file: str = "") -> list[Step]:
         """Leave the turn of the prompt ``key``, or a file of it, out of what is sent; what is left out is sent again."""
         self.conversation.pruned ^= {(key, file)}
-        self._refused = (Draft(), "")
+        self._refused = NOT_REFUSED
         self.warmup.reset()
         self.prices.reset()
         return [Pruned(), *self._warm_history()]
@@ -397,9 +403,6 @@ class Session:
     @property
     def _settings(self) -> ReplySettings:
         return ReplySettings(self.system, self.sampling, self._template, self.tools.specs)
-
-    def _count(self, counted: Countable) -> int | None:
-        return self.counts.of(self.engine.info, counted)
 
     def take_back(self) -> list[Step]:
         """Put the prompt that would be sent last back into the input box."""
@@ -453,8 +456,8 @@ class Session:
 
     def prompt_before(self, key: int) -> tuple[Message, ...]:
         """Return what the reply ``key`` answers, as the engine is given it now."""
-        tree = self.conversation.tree
-        return messages(self.system, tree.turns_to(tree.nodes[key].parent))
+        conversation = self.conversation
+        return messages(self.system, conversation.sent(conversation.tree.turns_to(conversation.tree.nodes[key].parent)))
 
     def edit(self, key: int, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Send ``text``, and what goes with it, in place of the prompt ``key``, which stays beside it."""
@@ -494,7 +497,7 @@ class Session:
     def show(self, conversation: Conversation) -> list[Step]:
         """Show a conversation of this session, whose reply may be running."""
         stopped = self.titles.stop()
-        self.conversation, self._system_left_out = conversation, ""
+        self.conversation, self._system_left_out, self._refused = conversation, "", NOT_REFUSED
         self.titles.opened()
         self._expect_nothing()
         if not self.replying:
@@ -583,17 +586,25 @@ class Session:
         running = self.tools.running
         return self._call_answered(result) if running is not None and running == result.call else []
 
+    def ask_again(self, tool: str) -> None:
+        """Take back what the user allowed: calls of ``tool`` ask again in the conversation on screen."""
+        self.conversation.allowed.discard(tool)
+        self.tools.allowed.discard(tool)
+
     def _begin_calls(self, calls: Sequence[ToolCall]) -> list[Step]:
         if self.tools.exhausted:  # it was told, and goes on calling
             refused = self._refuse(calls)
             return [*refused, Notice(f"Stopped: the model made more than {self.tools.most} calls.", "warning")]
         self.engine.enter(EnginePhase.TOOLS)
-        self.tools.begin(calls, self._in_hand.settings.tools)
+        self._take_calls(calls)
         return self._next_call()
 
     def _refuse(self, calls: Sequence[ToolCall]) -> list[Step]:
-        self.tools.begin(calls, self._in_hand.settings.tools)
+        self._take_calls(calls)
         return [self._add_result(result) for result in self.tools.stop()]
+
+    def _take_calls(self, calls: Sequence[ToolCall]) -> None:
+        self.tools.begin(calls, self._in_hand.settings.tools, self._in_hand.conversation.allowed)
 
     def _next_call(self) -> list[Step]:
         match self.tools.next():
@@ -653,9 +664,9 @@ class Session:
         warm = self.warmup.draft_paused(draft, self.conversation.request(self.system, draft))
         return [*counts, *self._before_title(warm)]
 
-    def tokens(self, attachment: Attachment) -> int | None:
-        """Return how many tokens an attachment takes of the loaded model; None while that is unknown."""
-        return self.counts.of(self.engine.info, attachment)
+    def tokens(self, counted: Countable) -> int | None:
+        """Return how many tokens an attachment or a text takes of the loaded model; None while that is unknown."""
+        return self.counts.of(self.engine.info, counted)
 
     def select(self, key: int | None) -> list[Step]:
         """Ask what could be done with the selected message ``key``, and what it would take; None: none is selected."""
@@ -924,7 +935,7 @@ class Session:
         wanted = [part.counted for part in found]
         steps = self.counts.ask(info, wanted)
         unknown = bool(steps) or self.counts.awaits(wanted)
-        return steps, None if unknown else refusal(found, self._count, limit)
+        return steps, None if unknown else refusal(found, self.tokens, limit)
 
     def _return_queued(self) -> list[Step]:
         """Put what waits here back into the input box."""
@@ -933,10 +944,14 @@ class Session:
         return returned(drafts)
 
     def _give_up_queue(self) -> list[Step]:
-        """Put what waits here back into the input box; what waits in other chats is a draft there."""
-        back, others = self._return_queued(), len({id(each.conversation) for each in self._queue})
+        """Put what waits back into the input boxes of its chats."""
+        back: list[Step] = self._return_queued()
+        others = list(dict.fromkeys(each.conversation for each in self._queue))
+        for each in others:
+            draft = joined(self.waiting(each))
+            back.append(Elsewhere(each, DraftReturned(draft.text, draft.attachments)))
         self._queue.clear()
-        where = "another chat is a draft there" if others == 1 else f"{others} other chats are drafts there"
+        where = "another chat is a draft there" if len(others) == 1 else f"{len(others)} other chats are drafts there"
         return [*back, Notice(f"What was queued in {where}.")] if others else back
 
     def _reply_failed(self, why: str) -> list[Step]:

@@ -26,6 +26,7 @@ class ChatOptions:
         memory: bytes that a model may take.
         adapter: is added to the model; "" is none, whatever the settings have for it.
         engine: the command that starts the engine's process, where it is not the usual one.
+        profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
         chat: the stored conversation to open, or the beginning of its ID.
         resume: open the last conversation.
         read: the settings, where they have been read already.
@@ -41,6 +42,7 @@ class ChatOptions:
     unchecked: bool = False
     adapter: str | None = None
     system: str | None = None
+    profile: str | None = None
     engine: Sequence[str] | None = None
     chat: str | None = None
     resume: bool = False
@@ -81,16 +83,19 @@ def begin(options: ChatOptions) -> ChatStart:
     read = options.read or settings.load(path)
     known = read.settings
     limit = known.memory_bytes if options.memory is None else options.memory
-    model = lasting(options.model or known.model)
+    given = ChatOverrides(options.sampling, options.system, options.template)
+    preferences = Preferences(known, path, given, read.warnings, options.profile)
+    own = preferences.for_new_chat
+    # A profile that was only chosen before has loaded its model then, and the user may have picked another one since.
+    of_profile = known.profiles[own.profile].model if options.profile and own.profile else None
+    model = lasting(options.model or of_profile or known.model)
     adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
-    load = Load(model, options.kv or known.kv, options.prompt_cache, limit, options.unchecked, adapter)
-    preferences = Preferences(
-        known, path, ChatOverrides(options.sampling, options.system, options.template), read.warnings
-    )
+    kv = options.kv or preferences.kv(own.profile)
+    load = Load(model, kv, options.prompt_cache, limit, options.unchecked, adapter)
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()
     preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))
-    preferences.hold(preferences.own, session)
+    preferences.hold(own, session)
     session.idle.after_min, session.keymap = known.unload_after_min, preferences.keymap
     command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)

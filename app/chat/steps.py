@@ -147,7 +147,7 @@ class Elsewhere:
     """``step`` is of ``conversation``, which is not shown: its reply runs in the background."""
 
     conversation: Conversation
-    step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused | ToolAnswered
+    step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused | DraftReturned | ToolAnswered
 
 
 Step = (

@@ -7,10 +7,10 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import catalogue
 from tokamac.engine.perf.hardware import plain_name, table
 
-from ..backend.protocol import Question, Wanted, Where
+from ..backend.protocol import ChatCase, Question, Wanted, Where
+from ..settings_form import whole_number
 from . import figures
 from .models import hub_cache, names_on_disk
-from .preferences import whole_number
 from .session import Session
 
 HERE = ""
@@ -40,9 +40,15 @@ class FormError(ValueError):
 
 
 def first_question(session: Session, model: str) -> Question:
-    """Return the first case: with the chat's caches, at its current context."""
+    """Return the first case: with the chat's caches, at its context, or one that is long enough to compare at.
+
+    Before it stands the chat's own, at the context that the panel's ceiling holds for: the two are one number.
+    """
+    kv, own = session.engine.load.kv, session.engine.load.model
     context = max(figures.context_used(session) or 0, LEAST_CONTEXT)
-    return Question("table", model, kv=session.engine.load.kv, context=context, prompt=min(context, PROMPT))
+    at, prompt = figures.context_of_ceiling(session)
+    now = ChatCase(own, kv, max(at, 1), min(max(prompt, 1), max(at, 1)))
+    return Question("table", model, kv=kv, context=context, prompt=min(context, PROMPT), now=now)
 
 
 def known_names(model: str) -> list[str]:
@@ -58,14 +64,18 @@ def texts_of(question: Question) -> dict[str, str]:
     return {"model": question.model, "kv": known, "context": str(question.context), "prompt": str(question.prompt)}
 
 
-def question_of(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec) -> Question:
-    """Return the question that the form's texts ask; settings of the caches that it lacks are from ``kv``. Raises FormError."""
+def question_of(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec, now: ChatCase | None = None) -> Question:
+    """Return the question that the form's texts ask; settings of the caches that it lacks are from ``kv``. Raises FormError.
+
+    now: the chat's own case, which stands beside others of the same model here.
+    """
     key_bits, _, value_bits = texts["kv"].partition(",")
     context = _tokens(texts["context"], "context")
     chip, _, cores = texts["chip"].partition("|")
     if not (model := texts["model"].strip()):
         raise FormError("Name a model: a folder, a Hugging Face ID, a name from the catalogue, or guide.")
     return Question(
+        now=now if now is not None and wanted == "table" and not chip and model == now.model else None,
         wanted=wanted,
         model=model,
         bits=int(texts["bits"]) if texts["bits"] else None,

@@ -33,7 +33,7 @@ from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.passes.tokens import StepTokens
 
-from .. import INTERRUPTED
+from .. import INTERRUPTED, settings
 from ..backend.protocol import LookedAt
 from ..chat.attachments import AttachError, PDFError, decoded, fence_for, kind_of, pdf_text
 from ..keep_awake import awake
@@ -44,19 +44,24 @@ from ..options import (
     add_logprobs_flag,
     add_memory_flag,
     add_model_flag,
+    add_profile_flag,
     add_sampling_flags,
     add_template_flags,
     add_unchecked_flag,
     default_model,
+    given_profile,
     kv_spec,
     memory_limit,
+    over,
     prompt_cache,
     sampling,
     template_options,
+    warn,
     with_logprobs,
 )
 from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
+from ..profiles import Profile
 from ..sanitise import Sanitiser
 from ..tools import callers
 from . import loading
@@ -154,6 +159,7 @@ def parser() -> Parser:
     add_model_flag(made)
     made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
     made.add_argument("--system", metavar="TEXT", help="the system prompt")
+    add_profile_flag(made, "none")
     made.add_argument(
         "--json", action="store_true", help="events as JSON lines: truncated, squeezed, prefill, text, finished, error"
     )
@@ -189,16 +195,35 @@ def parser() -> Parser:
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
-    wanted = with_logprobs(parser, options, sampling(parser, options))
-    kv, template = kv_spec(parser, options), template_options(parser, options)
+    profile = _profile(parser, options)
+    wanted = with_logprobs(parser, options, sampling(parser, options, over(parser, profile, Sampling())))
+    kv = kv_spec(parser, options, over(parser, profile, KVSpec()))
+    template = template_options(parser, options, over(parser, profile, TemplateOptions()))
     prompt = compose(options.prompt, options.file)
     if not prompt:
         parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
     messages = [Message("user", prompt)]
-    if options.system:
-        messages.insert(0, Message("system", options.system))
+    if system := profile.system if options.system is None else options.system:
+        messages.insert(0, Message("system", system))
+    options.model = options.model or profile.model
+    options.tools = options.tools or ",".join(profile.tools or ())
     with callers.open_tools(parser, options) as tools:
         return _answer(options, messages, wanted, (kv, template), tools)
+
+
+def _profile(parser: Parser, options: argparse.Namespace) -> Profile:
+    """Return the profile that was asked for; an empty one where none was. Raises ModelNotFoundError."""
+    if options.profile is None:
+        return Profile()
+    read = settings.load(settings.default_path())
+    if options.model is not None:  # else the model is looked up, which says them
+        warn(read.warnings)
+    found = given_profile(parser, options.profile, read.settings.profiles)
+    if options.model is None:
+        from ..chat.models import require
+
+        require(found.model or "", options.profile, "tokamac models pull")
+    return found
 
 
 def _answer(
@@ -221,10 +246,11 @@ def _answer(
             unchecked=options.unchecked,
             adapter=adapter_of(options, model),
         )
-        with engine, loading.interrupting(engine.cancel):
+        with engine:
             told = replace(template, tools=tools.specs)
             while True:
-                end = write_reply(engine.generate(messages, wanted, template=told), writer)
+                with loading.interrupting(engine.cancel):
+                    end = write_reply(engine.generate(messages, wanted, template=told), writer)
                 if end is None or not end.tool_calls or end.reason == "cancelled" or tools.exhausted:
                     break
                 messages = [
@@ -233,8 +259,14 @@ def _answer(
                     *tools.answer(end.tool_calls),
                 ]
             if end is not None and options.steps is not None:
-                write_steps(engine, messages, end, options.steps, told)
-            return INTERRUPTED if end is None or end.reason == "cancelled" else 0
+                with loading.interrupting(engine.cancel):
+                    write_steps(engine, messages, end, options.steps, told)
+            if end is None or end.reason == "cancelled":
+                return INTERRUPTED
+            if end.tool_calls:  # it was told that it may make no more, and goes on calling
+                note(f"stopped without an answer: the model made more than {tools.most} calls")
+                return 1
+            return 0
     except KeyboardInterrupt:
         writer.interrupted()
         raise
@@ -403,7 +435,8 @@ class JsonWriter:
 
     def finished(self, event: Finished) -> None:
         """Write the result."""
-        self._done = True
+        self._done = not event.tool_calls  # else another reply follows
+        self._text = ""
         metrics = asdict(event.metrics)
         outliers = [asdict(outlier) for outlier in event.outliers]
         diagnosis = None if event.diagnosis is None else asdict(event.diagnosis)

@@ -12,15 +12,19 @@ from .. import settings
 from ..options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
+    add_profile_flag,
     add_reply_flags,
     any_given,
     given_adapter,
+    given_profile,
     kv_spec,
+    over,
     sampling,
     template_options,
     warn,
 )
 from ..parser import Parser
+from ..profiles import NO_PROFILE, Profile
 
 _KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
@@ -43,6 +47,7 @@ def parser() -> Parser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    add_profile_flag(made, "the one chosen last; none is without")
     add_reply_flags(made)
     return made
 
@@ -55,18 +60,22 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     template_given = any_given(options, tuple(TEMPLATE_FLAGS.values()))
     kv_given = any_given(options, _KV_FIELDS)
     # Flags change what the settings remember, one by one; they are checked before the screen opens.
-    read = settings.load(settings.default_path()) if sampling_given or kv_given or template_given else None
+    some_given = sampling_given or kv_given or template_given or options.profile is not None
+    read = settings.load(settings.default_path()) if some_given else None
     lacking = _lacking()
     plain = options.plain or bool(lacking)
     from ..chat.start import ChatOptions, found
     from ..tui import run_chat
 
     with _warned(read):
+        base = Profile() if read is None else _profile(parser, options, read.settings)
+        known = settings.Settings() if read is None else read.settings
         chosen = ChatOptions(
             model=options.model,
-            sampling=sampling(parser, options, read.settings.sampling) if read and sampling_given else None,
-            template=template_options(parser, options, read.settings.template) if read and template_given else None,
-            kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
+            sampling=sampling(parser, options, over(parser, base, known.sampling)) if sampling_given else None,
+            template=template_options(parser, options, over(parser, base, known.template)) if template_given else None,
+            kv=kv_spec(parser, options, over(parser, base, known.kv)) if kv_given else None,
+            profile="" if options.profile == NO_PROFILE else options.profile,
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),
             unchecked=options.unchecked,
@@ -84,6 +93,22 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             print(f"Plain chat: {lacking}, so the full screen can't be drawn.", file=aside, flush=True)
         return run_plain(chosen)
     return run_chat(chosen)
+
+
+def _profile(parser: Parser, options: argparse.Namespace, known: settings.Settings) -> Profile:
+    """Return the profile that the chat begins with, by the flag or the settings. Raises ModelNotFoundError."""
+    from ..chat.models import require
+
+    if options.profile is None:
+        return known.profiles.get(known.profile, Profile())
+    if options.profile == NO_PROFILE:
+        return Profile()
+    found = given_profile(parser, options.profile, known.profiles)
+    for base in (known.sampling, known.template, known.kv):
+        over(parser, found, base)
+    if options.model is None:
+        require(found.model or "", options.profile, "tokamac models pull")
+    return found
 
 
 def _lacking() -> str:

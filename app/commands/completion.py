@@ -285,9 +285,17 @@ def _adapters() -> list[Completion]:
     return [Completion(name) for name in dict.fromkeys(load(default_path()).settings.adapters.values())]
 
 
+def _profiles() -> list[Completion]:
+    from ..settings import default_path, load
+    from ..settings_form import summary
+
+    return [Completion(name, summary(profile)) for name, profile in load(default_path()).settings.profiles.items()]
+
+
 VALUES: dict[str, Callable[[], list[Completion]]] = {
     "chip": _chips,
     "chat": _chats,
+    "profile": _profiles,
     "target": lambda: [*_chats(), Completion(FILES)],
     "adapter": lambda: [*_adapters(), Completion(FILES)],
     "kv_bits": lambda: [Completion(str(bits)) for bits in KV_BITS],

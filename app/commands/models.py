@@ -218,7 +218,7 @@ def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospe
     from tokamac.engine.perf.what_if import WhatIfCase
 
     place, case = here(limit=limit_of_settings()), WhatIfCase(context=CONTEXT, prompt=CONTEXT)
-    bar = Progress("weighing", unit="models", plain=False)
+    bar = Progress("estimating", unit="models", plain=False)
     found: list[tuple[ModelOnDisk, Prospect | None]] = []
     try:
         for model in models:
@@ -269,7 +269,7 @@ def suggest(parser: Parser, options: argparse.Namespace) -> int:
 
     context = options.context or CONTEXT
     place = place or here(limit=limit_of_settings())
-    bar = Progress("weighing", unit="models", plain=False)
+    bar = Progress("estimating", unit="models", plain=False)
     try:
         found = suggestions(place, context, progress=bar.update)
     finally:

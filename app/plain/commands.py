@@ -6,42 +6,33 @@ each message that has other versions, and inside it those that follow.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from tokamac.engine.hub.cache import nearest
 
 from .. import units
+from ..backend.shell import Ending, ShellCommand, user_shell, working_folder
 from ..chat import actions, commands
 from ..chat.actions import ACTIONS
-from ..chat.attachments import Draft, read_named
-from ..chat.commands import RefusedError, recording_of, save_settings
+from ..chat.attachments import Draft, output_of, read_named, shell_command
+from ..chat.commands import USUAL, RefusedError, recording_of
 from ..chat.conversation import EDITED, Reply, Tree, Turn
 from ..chat.external_programs import EditorError, edit_text, editor_command
 from ..chat.figures import FIGURES, Explained, Figure, explain
 from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
 from ..chat.models import lasting
-from ..chat.preferences import (
-    KV_FIELDS,
-    MEMORY_FIELDS,
-    SAMPLING_FIELDS,
-    TEMPLATE_FIELDS,
-    read_kv,
-    read_memory,
-    read_sampling,
-    read_template,
-    whole_number,
-    write,
-)
 from ..chat.recording import LEFT
 from ..chat.steps import EnginePhase
 from ..options import given_adapter
-from ..settings import Settings, gigabytes_of
-from ..store.values import StoredChat
+from ..settings_form import GROUPS, THIS_CHAT, Field, Form, whole_number
+from ..store.values import Attachment, StoredChat
 from ..verdict import figures_text
-from . import processes
+from . import background, processes
+from .console import heard
 
 if TYPE_CHECKING:
     from .repl import Repl
@@ -242,7 +233,39 @@ def attach(repl: "Repl", path: str) -> None:
     """Attach a file to the next prompt."""
     if not path:
         raise RefusedError("Write the file after the command: /attach notes.md")
-    made, draft = read_named(path, Path()), repl.composer.draft
+    _attach(repl, read_named(path, Path()))
+
+
+def shell(repl: "Repl", text: str) -> None:
+    """Run a shell command, once the user has allowed it, and attach its output to the next prompt."""
+    if not text:
+        raise RefusedError("Write the command after the !, such as !ls.")
+    if not repl.console.typed:
+        repl.driver.failed = True
+        raise RefusedError("Nobody is here to allow a shell command. To send this as a prompt, put a space before it.")
+    folder = working_folder()
+    repl.tell(
+        f"This command runs in {folder} with {Path(user_shell()).name}; its output is attached to the next prompt:"
+    )
+    repl.tell(text)
+    try:
+        allowed = repl.console.read("run it? [y]es, [n]o> ").strip().lower() in ("y", "yes")
+    except EOFError:
+        allowed = False
+    if not allowed:
+        repl.tell("The command was not run.")
+        return
+    command = ShellCommand(text, folder)
+    with repl.away(), heard(command.stop):
+        output = command.run()
+    if output.how:
+        repl.tell(f"The command did not end well: {output.how}.")
+    if output.text or output.ending is not Ending.STOPPED:
+        _attach(repl, output_of(output))
+
+
+def _attach(repl: "Repl", made: Attachment) -> None:
+    draft = repl.composer.draft
     others = tuple(each for each in draft.attachments if each.name != made.name)
     repl.composer.draft = Draft(draft.text, (*others, made))
     repl.tell(f"Attached to the next prompt: {made.name}, {len(made.text):,} characters.")
@@ -310,70 +333,52 @@ def thinking(repl: "Repl", text: str) -> None:
     commands.thinking(repl, text)
 
 
-SETTINGS = (*SAMPLING_FIELDS, *TEMPLATE_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)
+SETTINGS = tuple(field for group in GROUPS for field in group.fields)
 
 
 def settings(repl: "Repl", written: str) -> None:
     """Print the settings, or change one."""
-    session = repl.session
-    memory = Settings(unload_after_min=session.idle.after_min, memory_gb=gigabytes_of(session.engine.load.memory))
     name, _, value = written.partition(" ")
-    options = (session.sampling, repl.preferences.settings.template, session.engine.load.kv, memory)
-    groups = zip((SAMPLING_FIELDS, TEMPLATE_FIELDS, KV_FIELDS, MEMORY_FIELDS), options, strict=True)
-    texts = [{field.name: write(field, values) for field in fields} for fields, values in groups]
+    form, before = Form(), commands.current_sheet(repl)
+    texts = form.texts(before)
     if not name:
-        known = {each: text for group in texts for each, text in group.items()}
-        repl.say("\n".join(f"{each.name}: {known[each.name] or 'not set'} ({each.note})" for each in SETTINGS))
+        for scope, groups in groupby(form.groups, key=lambda group: group.scope):
+            repl.say(f"{scope}:")
+            fields = [field for group in groups for field in group.fields]
+            repl.say("\n".join(_setting_line(field, texts, form) for field in fields))
+        repl.console.aside("/settings NAME VALUE changes one; default as the value goes back to its default.")
         return
-    group = next((group for group in texts if name in group), None)
-    if group is None:
-        raise RefusedError(f"There is no setting {name}. /settings lists them.")
-    changed = {**group, name: value}
-    match texts.index(group):
-        case 0:
-            _choose_sampling(repl, read_sampling(changed))
-        case 1:
-            _choose_template(repl, read_template(changed))
-        case 2:
-            _choose_kv(repl, name, group[name], read_kv(changed))
-        case _:
-            _choose_memory(repl, name, replace(memory, **read_memory(changed)))
-
-
-def _choose_sampling(repl: "Repl", sampling: Sampling) -> None:
-    problem = repl.preferences.choose_sampling(sampling, own=False)
-    repl.preferences.give(repl.session)
-    repl.tell(problem or "This applies to every chat that has no settings of its own.")
-
-
-def _choose_template(repl: "Repl", template: TemplateOptions) -> None:
-    save_settings(repl, replace(repl.preferences.settings, template=template))
-    repl.preferences.give(repl.session)
-    repl.tell("This applies to every chat that has no settings of its own; /thinking changes this chat alone.")
-
-
-def _choose_kv(repl: "Repl", name: str, before: str, kv: KVSpec) -> None:
-    """Change the KV settings, which reloads the model. name: the field that was given; before: its text."""
-    if kv == repl.session.engine.load.kv:
-        repl.tell(f"{name} is already {before or 'not set'}.")
+    if name not in texts:
+        near = nearest(name, texts)
+        raise RefusedError(
+            f"There is no setting {name:.40}. " + (f"Did you mean {near}?" if near else "/settings lists them.")
+        )
+    sheet = form.read({**texts, name: form.defaults[name] if value.lower() == USUAL else value}, own=before.own)
+    text = form.texts(sheet)[name] or "not set"
+    if form.texts(sheet) == texts:
+        repl.tell(f"{name} is already {text}.")
         return
-    repl.tell(RELOADING)
-    repl.chosen.kv = kv
-    repl.load(replace(repl.session.engine.load, kv=kv))
-
-
-def _choose_memory(repl: "Repl", name: str, wanted: Settings) -> None:
-    """Change the memory limit, which reloads the model, or when it is unloaded. name: the field that was given."""
-    session, kept = repl.session, repl.preferences.settings
-    load = replace(session.engine.load, memory=wanted.memory_bytes)
-    same = load == session.engine.load and wanted.unload_after_min == session.idle.after_min
-    text = next(write(field, wanted) for field in MEMORY_FIELDS if field.name == name) or "not set"
-    repl.tell(f"{name} is already {text}." if same else f"{name} is now {text}.")
-    session.idle.after_min = wanted.unload_after_min
-    save_settings(repl, replace(kept, **{name: getattr(wanted, name)}))
-    if load != session.engine.load:
+    scope = next(group.scope for group in form.groups for field in group.fields if field.name == name)
+    reloads = (sheet.kv, sheet.settings.memory_gb) != (before.kv, before.settings.memory_gb)
+    if reloads:
         repl.tell(RELOADING)
-        repl.load(load)
+    elif scope == THIS_CHAT:
+        where = (
+            "This applies to this chat alone."
+            if sheet.own
+            else "This applies to every chat that has no settings of its own."
+        )
+        repl.tell(where)
+    else:
+        repl.tell(f"{name} is now {text}.")
+    commands.apply_sheet(repl, sheet)
+
+
+def _setting_line(field: Field, texts: Mapping[str, str], form: Form) -> str:
+    """Return a setting, its note, and its default where it differs from that."""
+    text, usual = texts[field.name], form.defaults[field.name]
+    differs = "" if text == usual else f"; default {usual or 'not set'}"
+    return f"{field.name}: {text or 'not set'} ({field.note}{differs})"
 
 
 # Figures ------------------------------------------------------------------------------------------------------------------
@@ -439,6 +444,7 @@ def help_(repl: "Repl", _: str) -> None:
     """List the commands."""
     lines = [f"{action.usage}: {action.help}" for action in _available()]
     lines += ["A line that ends with a backslash continues on the next one.", 'Lines between two """ are one prompt.']
+    lines += ["A line that begins with ! is a shell command, unless a space or a backslash is before it."]
     repl.say("\n".join(lines))
 
 
@@ -448,8 +454,11 @@ def stop(repl: "Repl", _: str) -> None:
 
 
 def leave(repl: "Repl", _: str) -> None:
-    """Quit."""
-    repl.leaving = True
+    """Quit; while models are downloaded or converted, once the user has asked twice."""
+    if repl.console.typed and (asks := repl.jobs.before_quitting()):
+        repl.tell(asks)
+    else:
+        repl.leaving = True
 
 
 COMMANDS: Mapping[str, PlainCommand] = {
@@ -466,6 +475,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "scroll_end": end,
     "choose_model": model,
     "models": processes.models,
+    "jobs": background.jobs,
     "adapter": adapter,
     "unload": unload,
     "system_prompt": system,
@@ -479,6 +489,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "editor": editor,
     "attach": attach,
     "detach": detach,
+    "shell": shell,
     "ask_guide": processes.ask,
     "help": help_,
     "leave": leave,
@@ -489,7 +500,10 @@ INSTEAD = dict.fromkeys(("toggle_panel", "all_figures"), " Here, /gauges prints 
 
 def obey(repl: "Repl", text: str) -> bool:
     """Run the slash command in ``text``; return whether it is one."""
-    if (written := actions.parse(text, multiline=True)) is None:
+    written = actions.parse(text, multiline=True)
+    if written is None and (to_run := shell_command(text)) is not None:
+        written = actions.Command("!", to_run, actions.by_slash("shell"))
+    if written is None:
         return False
     word, argument, action = written.word, written.argument, written.action
     try:

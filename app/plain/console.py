@@ -22,6 +22,8 @@ Complete = Callable[[str, str], list[str]]
 """Returns what a word can become, given the line before it and its beginning."""
 BLOCK = '"""'
 """Alone on a line: the lines up to another one are one prompt."""
+MORE = "... "
+"""Before a line that continues a prompt."""
 
 
 class Console:
@@ -37,6 +39,7 @@ class Console:
         self._replies = 0
         self._thought = False
         self._held: list[str] | None = None  # notes that wait until the line is read
+        self._prompt = ""  # what stands before the line that is read
         if isinstance(sys.stdin, TextIOWrapper):
             # A locale of ASCII says nothing: piped text would lose all other letters.
             ascii_only = codecs.lookup(sys.stdin.encoding).name == "ascii"
@@ -85,11 +88,11 @@ class Console:
         with suppress(EOFError):  # of an unfinished prompt: what is there is sent
             if line.strip() == BLOCK:
                 line = ""
-                while (more := self._line("... ")).strip() != BLOCK:
+                while (more := self._line(MORE)).strip() != BLOCK:
                     line += f"{more}\n"
             while line.endswith("\\"):
                 line = f"{line[:-1]}\n"
-                line += self._line("... ")
+                line += self._line(MORE)
         return line
 
     def _line(self, prompt: str, draft: str = "") -> str:
@@ -97,7 +100,11 @@ class Console:
             if draft and is_libedit():  # as on every usual Mac: some of them leave the line empty
                 self.aside(f"If the line is empty, this was your text:\n{draft}")
             with _starting_with(draft):
-                return input(prompt)
+                self._prompt = "" if prompt == MORE else prompt
+                try:
+                    return input(prompt)
+                finally:
+                    self._prompt = ""
         if self.typed:
             sys.stderr.write(prompt)
             sys.stderr.flush()
@@ -121,6 +128,17 @@ class Console:
         if self._last != "\n" and self.shown:
             self._write("\n")
         note(text)
+
+    def announce(self, news: Callable[[], list[str]]) -> None:
+        """Write ``news`` above the prompt, unless something is typed there: then they are not asked for yet. From any thread."""
+        if self._held is None or not self._prompt or _typed_so_far():
+            return
+        if lines := news():
+            sys.stdout.write("\n")
+            for line in lines:
+                note(line)
+            sys.stdout.write(self._prompt)
+            sys.stdout.flush()
 
     def aside(self, text: str) -> None:
         """Write a line for a person only, faint where possible."""
@@ -166,6 +184,15 @@ def is_libedit() -> bool:
         return False
     backend = getattr(readline, "backend", None)  # from Python 3.13 on
     return backend == "editline" if backend is not None else "libedit" in (readline.__doc__ or "")
+
+
+def _typed_so_far() -> bool:
+    """Whether there is text in the line that is being read."""
+    try:
+        import readline
+    except ImportError:
+        return True  # nobody knows
+    return bool(readline.get_line_buffer())
 
 
 @contextmanager

@@ -44,8 +44,9 @@ from ..chat.commands import RefusedError
 from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
 from ..chat.models import FILE as FOLDERS
 from ..chat.models import Folders, hub_cache, models_on_disk
-from ..chat.preferences import whole_number
+from ..settings_form import whole_number
 from ..units import count, short, size
+from .background import WrittenConversion
 from .console import heard
 
 if TYPE_CHECKING:
@@ -154,12 +155,21 @@ class Rarely:
         return True
 
 
+PLANNED_TYPED = " in the background. /jobs shows how far it is, and stops it."
+PLANNED_PIPED = ". Ctrl-C stops it; /convert resumes it."
 OURS = ("--dry-run", "--json")
 """Flags that are added where they belong; kept with a plan, they would plan it again for ever."""
 
 
 def convert(repl: "Repl", written: str) -> None:
-    """Plan a quantization, or run the last plan."""
+    """Plan a quantization, or run the last plan: in the background where a person types, else at once."""
+    if (running := repl.jobs.conversions.running) is not None:
+        raise RefusedError(f"{running.source} is still being converted. /jobs shows how far it is, and stops it.")
+    if repl.planned and not written and repl.console.typed:
+        *flags, _, model = repl.planned
+        repl.jobs.convert(WrittenConversion(model, tuple(flags)))
+        repl.tell(f"Converting {model} in the background. /jobs shows how far it is, and stops it.")
+        return
     if repl.planned and not written:
         if _run(repl, repl.planned, dry_run=False) is ConversionPhase.DONE:
             repl.planned = ()
@@ -171,7 +181,7 @@ def convert(repl: "Repl", written: str) -> None:
     arguments = (*into, *(flag for flag in flags if flag not in OURS), "--", model)
     if _run(repl, arguments, dry_run=True, written=written) is ConversionPhase.PLANNED:
         repl.planned = arguments
-        repl.tell("/convert without arguments runs this plan. Ctrl-C stops it; /convert resumes it.")
+        repl.tell(f"/convert without arguments runs this plan{PLANNED_TYPED if repl.console.typed else PLANNED_PIPED}")
 
 
 def _run(repl: "Repl", arguments: tuple[str, ...], *, dry_run: bool, written: str = "") -> ConversionPhase:
@@ -210,7 +220,11 @@ def _share(at: StageLine) -> str:
 
 
 def pull(repl: "Repl", model: str) -> None:
-    """Download a model; what has arrived is kept where that is stopped."""
+    """Download a model, in the background where a person types; what has arrived is kept where that is stopped."""
+    if repl.console.typed:
+        repl.jobs.download(model)
+        repl.tell(f"Downloading {model} in the background. /jobs shows how far it is, and stops it.")
+        return
     repl.tell(f"Downloading {model}. Ctrl-C stops it; the same command resumes it.")
     download = _Download(repl, model)
     try:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokamac.engine.events import ToolCall
 
@@ -25,12 +25,12 @@ from .. import INTERRUPTED, units
 from ..backend.client import BackendEvent, Died, EngineProcess
 from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
 from ..chat.actions import ACTIONS, Keymap
-from ..chat.attachments import Draft, apart, joined
-from ..chat.commands import CodeCycle, LoadChoice, RefusedError, Severity, save_settings
+from ..chat.attachments import Draft, apart, joined, unescaped
+from ..chat.commands import CodeCycle, LoadChoice, RefusedError, Severity, save_settings, use_asked_profile
 from ..chat.conversation import ENDINGS, MessageNode, Reply
 from ..chat.external_programs import EditorError, copy_text, edit_text, editor_command
 from ..chat.figures import PRIMER, primer_is_new
-from ..chat.preferences import ChatOverrides, Preferences, budget_spent, whole_number
+from ..chat.preferences import Preferences, budget_spent
 from ..chat.recording import LEFT, Recording, purge
 from ..chat.session import Session
 from ..chat.start import ChatOptions, ChatStart, begin, open_store
@@ -56,10 +56,12 @@ from ..chat.steps import (
     TurnBegun,
 )
 from ..output import note
+from ..settings_form import whole_number
 from ..store.values import StoredChat, StoreError
 from ..tools.tool import call_line, call_lines, decision_of
 from ..verdict import figures_text, remark
 from . import processes
+from .background import RESUMES, BackgroundJobs
 from .commands import Outline, last_turn
 from .console import Console, LineComposer, heard, noticed, unbroken
 from .processes import Rarely
@@ -103,6 +105,7 @@ class Driver:
         """Do what the session asks, in order."""
         for step in steps:
             self._perform(step)
+        self._record(Recording.let_go)
         if self._process is not None:
             self._process.set_busy(self.session.engine.busy)
         self._begun.keep_awake.tell(self, busy=self.session.engine.busy)
@@ -184,11 +187,8 @@ class Driver:
                 return self.session.stop()
             if (decision := decision_of(answer)) is None:
                 continue
-            if decision == "always":
-                known = self.preferences.settings
-                allowed = tuple(dict.fromkeys((*known.tools.allowed, call.name)))
-                if problem := self.preferences.keep(replace(known, tools=replace(known.tools, allowed=allowed))):
-                    self._console.note(problem)
+            if decision == "always" and (problem := self.preferences.allow_tool(call.name, always=True)):
+                self._console.note(problem)
             return self.session.consent(call.id, decision)
 
     def _give_back(self, draft: Draft) -> None:
@@ -236,10 +236,8 @@ class Driver:
                         self.perform(self.session.check_cancel())
                     case _Interrupt():
                         self.perform(self.session.stop())
-                    case _Later(work):
-                        self.perform(work())
-                    case (number, event):
-                        self._take(number, event)
+                    case said:
+                        self._do(said)
                 self._tell_progress()
 
     def settle_counts(self) -> None:
@@ -247,10 +245,10 @@ class Driver:
         with heard(lambda: self._events.put(_Interrupt())):
             while self.session.counts.pending and self.session.engine.phase is EnginePhase.IDLE:
                 match self._next():
-                    case (number, event):
-                        self._take(number, event)
-                    case _:
+                    case None | _Interrupt():
                         return
+                    case said:
+                        self._do(said)
 
     def stop(self) -> None:
         """Stop what is waited for, if anything is."""
@@ -272,10 +270,10 @@ class Driver:
     def _catch_up(self) -> None:
         while not self._events.empty():
             match self._events.get():
-                case _Later(work):
-                    self.perform(work())
-                case (number, event):
-                    self._take(number, event)
+                case _Interrupt():
+                    pass  # nothing runs any more that it could stop
+                case said:
+                    self._do(said)
 
     def rest(self) -> None:
         """Take what the engine has said, and have an unused model give its memory back, or the chat a title.
@@ -303,14 +301,16 @@ class Driver:
                 process.send(question)
             while process is not None and number == self._process_number:
                 match self._next():
+                    case None:
+                        pass
                     case _Interrupt():
                         process.send(StopLooking())
-                    case (from_process, event):
-                        self._take(from_process, event)
-                        if from_process == number and isinstance(event, LookedAt) and event.id == question.id:
-                            take(event)
-                            if event.ended:
-                                return
+                    case (from_process, LookedAt() as event) if from_process == number and event.id == question.id:
+                        take(event)
+                        if event.ended:
+                            return
+                    case said:
+                        self._do(said)
         take(LookedAt(question.id, ended=True, error="The engine stopped."))
 
     def close(self) -> None:
@@ -328,9 +328,12 @@ class Driver:
         except queue.Empty:
             return None
 
-    def _take(self, process_number: int, event: BackendEvent) -> None:
-        if process_number == self._process_number:  # else it comes from a process that is no more
-            self.perform(self.session.on_event(event))
+    def _do(self, said: tuple[int, BackendEvent] | _Later) -> None:
+        match said:
+            case _Later(work):
+                self.perform(work())
+            case (number, event) if number == self._process_number:  # else it comes from a process that is no more
+                self.perform(self.session.on_event(event))
 
     def _start(self) -> None:
         self._end()
@@ -478,7 +481,7 @@ def run_plain(options: ChatOptions) -> int:
 
 
 class Repl:
-    """One plain chat, the ``ChatView`` of its commands.
+    """One plain chat, the ``ChatView`` of its commands. jobs: what runs beside it.
 
     listed: IDs of the chats that were listed last. outline: the versions that were. planned: the flags and the model of the
     conversion that was planned last. leaving: the user quits.
@@ -495,7 +498,8 @@ class Repl:
         self.outline: Outline | None = None
         self.planned: tuple[str, ...] = ()
         self.leaving = False
-        self._meanwhile = Meanwhile(LOOK_S, self.driver.rest)
+        self.jobs = BackgroundJobs(self._forget_plan)
+        self._meanwhile = Meanwhile(LOOK_S, self._rest)
 
     # What commands need ---------------------------------------------------------------------------------------------------
 
@@ -557,7 +561,7 @@ class Repl:
     def begin_new(self) -> bool:
         """Leave the chat for a new one; return whether an unsent prompt stays with it."""
         unsent, unkept = self.composer.unsent, self.keep_draft()
-        self.preferences.hold(ChatOverrides(), self.session)
+        self.preferences.hold(self.preferences.for_new_chat, self.session)
         self.perform(self.session.new_chat())
         self.composer.hold(unkept)
         return bool(unsent.whole) and not unkept.whole
@@ -662,7 +666,7 @@ class Repl:
         try:
             commanded = obey(self, text)
             if not commanded:
-                self._prompted(text.strip())
+                self._prompted(unescaped(text.strip()))
         except KeyboardInterrupt:
             if not self.console.typed:
                 raise
@@ -682,12 +686,22 @@ class Repl:
 
     def _read(self) -> str:
         """Return the next line. Raises EOFError, KeyboardInterrupt."""
+        for line in self.jobs.news():
+            self.console.note(line)
         self.driver.before_wait()
         try:
             with self._meanwhile.waiting():
                 return self.console.read("you> ", self.composer.draft.text if self.console.typed else "")
         finally:
             self.driver.after_wait()
+
+    def _rest(self) -> None:
+        """See to what can be done while a line is waited for, on another thread."""
+        self.driver.rest()
+        self.console.announce(self.jobs.news)
+
+    def _forget_plan(self) -> None:
+        self.planned = ()
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -739,6 +753,7 @@ class Repl:
         driver.recording = Recording(driver.session, store, driver.preferences, self.console.note, time.monotonic)
         if chosen is not None:
             self.open_chat(chosen)
+            use_asked_profile(self)
         elif options.resume:
             self.console.note("There is no saved chat yet. This is a new one.")
 
@@ -779,4 +794,7 @@ class Repl:
                     self.console.note(problem)
         finally:
             self._meanwhile.close()
+            if self.jobs.busy:
+                self.console.note(f"Stopped {'; '.join(self.jobs.lines())}. {RESUMES}")
+            self.jobs.close()
             self.driver.close()

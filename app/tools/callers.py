@@ -22,16 +22,22 @@ class AskTools:
     """The tools of one answer. box: None where there are none. allow: whether no call asks."""
 
     def __init__(self, box: Toolbox | None, names: Sequence[str], known: settings.ToolSettings, *, allow: bool) -> None:
-        self._box, self._names = box, names
+        self._box = box
         self._loop = ToolLoop()
         self._loop.most = known.calls
         self._loop.specs = () if box is None else box.specs(names)
         self._loop.allowed = {spec.name for spec in self.specs} if allow else set(known.allowed)
+        self._allowed: set[str] = set()  # for this answer
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
         """What the model is told of them."""
         return self._loop.specs
+
+    @property
+    def most(self) -> int:
+        """The limit of calls."""
+        return self._loop.most
 
     @property
     def exhausted(self) -> bool:
@@ -40,7 +46,7 @@ class AskTools:
 
     def answer(self, calls: Sequence[ToolCall]) -> list[Message]:
         """Return the results of calls, each asked for where it has to be."""
-        self._loop.begin(calls, self._loop.specs)
+        self._loop.begin(calls, self._loop.specs, self._allowed)
         results = []
         while (step := self._loop.next()) is not None:
             match step:
@@ -58,7 +64,7 @@ class AskTools:
     def _run(self, call: ToolCall) -> ToolResult:
         assert self._box is not None  # without it no tool has a name
         note(f"calling {call_line(call)}")
-        return self._box.run(call, self._names)
+        return self._box.run(call)
 
     def _asked(self, call: ToolCall) -> ToolResult:
         if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
@@ -102,7 +108,7 @@ def open_tools(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     box = Toolbox(known, Path.cwd(), user_log_path("tokamac") / "mcp.log")
     try:
         try:
-            box.check(names)
+            names = list(box.check(names))
         except TokamacError as error:
             parser.error(error.one_line())
         for name in box.pending(names):

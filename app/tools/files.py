@@ -20,6 +20,7 @@ LARGEST_SEARCHED = 1 << 20
 MOST_NAMES = 400
 MOST_MATCHES = 100
 MOST_FILES = 20_000
+"""Names that a search looks at."""
 SEARCH_S = 5.0
 LINE_S = 0.5
 """A regular expression may take for ever on one line."""
@@ -176,6 +177,22 @@ def _named(path: Path) -> str:
         return path.name
 
 
+class _Pace:
+    """Bounds a search, whether or not what it walks over matches. note: what to say where it was cut short."""
+
+    def __init__(self) -> None:
+        self._ends_s = time.monotonic() + SEARCH_S
+        self._seen = 0
+        self.note = ""
+
+    def goes_on(self, *, names: int = 0) -> bool:
+        """Whether one more line, or file or folder, may be looked at."""
+        self._seen += names
+        if self._seen > MOST_FILES or time.monotonic() > self._ends_s:
+            self.note = "[stopped early: search in a smaller folder]"
+        return not self.note
+
+
 class SearchFiles:
     """Searches the lines of text files."""
 
@@ -212,31 +229,29 @@ class SearchFiles:
         except regex.error as error:
             raise ToolError(f"that is no regular expression: {error}") from None
         path = self._folders.resolve(arguments.get("path", "."))
-        ends = time.monotonic() + SEARCH_S
+        pace = _Pace()
         found: list[str] = []
-        note = ""
-        for number, file in enumerate(self._files(path, arguments.get("files", "*"))):
-            if number >= MOST_FILES or time.monotonic() > ends:
-                note = f"[stopped after {number} files: search in a smaller folder]"
-                break
+        try:
+            for file, at, line in self._lines(path, arguments.get("files") or "*", pace):
+                if pattern.search(line, timeout=LINE_S, concurrent=True):
+                    found.append(f"{self._folders.name(file)}:{at}: {line.strip()[:LONGEST_LINE]}")
+                if len(found) >= MOST_MATCHES or not pace.goes_on():
+                    break
+        except TimeoutError:
+            raise ToolError("the regular expression takes too long: use a simpler one") from None
+        note = f"[the first {MOST_MATCHES} lines; there may be more]" if len(found) >= MOST_MATCHES else pace.note
+        return "\n".join([*(found or ["no line matches"]), *([note] if note else [])])
+
+    def _lines(self, path: Path, pattern: str, pace: "_Pace") -> Iterator[tuple[Path, int, str]]:
+        """Yield the lines to search, each with its file and number, as long as there is time."""
+        for file in self._files(path, pattern, pace):
             try:
                 lines = _text(file, LARGEST_SEARCHED).splitlines()
             except ToolError:
                 continue
-            try:
-                for at, line in enumerate(lines, 1):
-                    if pattern.search(line, timeout=LINE_S, concurrent=True):
-                        found.append(f"{self._folders.name(file)}:{at}: {line.strip()[:LONGEST_LINE]}")
-                        if len(found) >= MOST_MATCHES:
-                            break
-            except TimeoutError:
-                raise ToolError("the regular expression takes too long: use a simpler one") from None
-            if len(found) >= MOST_MATCHES:
-                note = f"[the first {MOST_MATCHES} lines; there may be more]"
-                break
-        return "\n".join([*(found or ["no line matches"]), *([note] if note else [])])
+            yield from ((file, at, line) for at, line in enumerate(lines, 1))
 
-    def _files(self, path: Path, pattern: str) -> Iterator[Path]:
+    def _files(self, path: Path, pattern: str, pace: "_Pace") -> Iterator[Path]:
         """Yield the files to search, in a fixed order: nothing hidden, ignored, or reached by a link."""
         if path.is_file():
             yield path
@@ -245,19 +260,21 @@ class SearchFiles:
         inner = path.relative_to(root)
         above = [root / each for each in dict.fromkeys((*reversed(inner.parents), inner))]
         rules = [(folder, found) for folder in above if (found := _rules(folder)) is not None]
-        yield from self._walk(path, pattern, rules)
+        yield from self._walk(path, pattern, rules, pace)
 
-    def _walk(self, folder: Path, pattern: str, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
+    def _walk(self, folder: Path, pattern: str, rules: list[tuple[Path, Any]], pace: "_Pace") -> Iterator[Path]:
         try:
             names = sorted(folder.iterdir(), key=lambda each: (each.is_dir(), each.name))
         except OSError:
             return
         for each in names:
+            if not pace.goes_on(names=1):
+                return
             if hidden(Path(each.name)) or each.is_symlink() or _ignored(each, rules):
                 continue
             if each.is_dir():
                 own = _rules(each)
-                yield from self._walk(each, pattern, [*rules, (each, own)] if own is not None else rules)
+                yield from self._walk(each, pattern, [*rules, (each, own)] if own is not None else rules, pace)
             elif Path(each.name).match(pattern):
                 yield each
 

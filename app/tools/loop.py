@@ -34,7 +34,7 @@ class ToolLoop:
     """The tools of a chat, and the calls that are being answered.
 
     Attributes:
-        specs: what the model is told of. allowed: the tools that need not ask. most: calls for one prompt.
+        specs: what the model is told of. allowed: the tools that need not ask, in any chat. most: calls for one prompt.
         waiting: the call that asks to be allowed. running: the one that runs.
         exhausted: whether the limit was reached, and the model was told so.
     """
@@ -48,6 +48,7 @@ class ToolLoop:
         self.exhausted = False
         self._left: list[ToolCall] = []
         self._offered: tuple[ToolSpec, ...] = ()
+        self._allowed_here: set[str] = set()
         self._count = 0
 
     def reset(self) -> None:
@@ -56,9 +57,15 @@ class ToolLoop:
         self.waiting = self.running = None
         self.exhausted = False
 
-    def begin(self, calls: Sequence[ToolCall], offered: Sequence[ToolSpec]) -> None:
-        """A reply ended with these calls; ``offered``: the tools that its model was told of."""
-        self._left, self._offered = list(calls), tuple(offered)
+    def begin(self, calls: Sequence[ToolCall], offered: Sequence[ToolSpec], allowed: set[str]) -> None:
+        """A reply ended with these calls.
+
+        Args:
+            calls: to be answered in this order.
+            offered: the tools that its model was told of.
+            allowed: those that need not ask in its chat; what the user allows there is added.
+        """
+        self._left, self._offered, self._allowed_here = list(calls), tuple(offered), allowed
 
     def next(self) -> CallAsks | CallRuns | ToolResult | None:
         """Take the next call: it asks, it runs, or is answered at once; None: all are answered."""
@@ -81,7 +88,7 @@ class ToolLoop:
             return ToolResult(
                 call, f"There is no tool {call.name!r:.80}. There are: {', '.join(names) or 'none'}.", "failed"
             )
-        if call.name not in self.allowed:
+        if call.name not in self.allowed | self._allowed_here:
             self.waiting = call
             return CallAsks(call)
         self.running = call
@@ -93,7 +100,7 @@ class ToolLoop:
         if call is None or decision == "deny":
             return None
         if decision != "once":
-            self.allowed.add(call.name)
+            self._allowed_here.add(call.name)
         self.running = call
         return CallRuns(call)
 

@@ -91,6 +91,12 @@ class McpConnection:
             raise ToolError(text or "the server says no more than that it failed")
         return text
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has started and not ended."""
+        life = self._life
+        return life is not None and not life.ended
+
     def close(self) -> None:
         """End the server, if it runs."""
         with self._lock:

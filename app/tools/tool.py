@@ -52,10 +52,9 @@ def result_of(tool: Tool, call: ToolCall) -> ToolResult:
 
 def bounded(text: str) -> str:
     """Return a result made safe, and cut where it is too long."""
-    safe = sanitise(text)
-    if len(safe) <= LONGEST_RESULT:
-        return safe or "(empty)"
-    return safe[:LONGEST_RESULT] + CUT.format(len(safe) - LONGEST_RESULT)
+    safe = sanitise(text[:LONGEST_RESULT])  # it only ever becomes shorter; a server may send any length
+    left = len(text) - LONGEST_RESULT
+    return (safe or "(empty)") if left <= 0 else safe + CUT.format(left)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -86,9 +85,9 @@ def call_lines(call: ToolCall) -> list[str]:
     """Return a call as it is shown when it asks to be allowed: the name, and each argument in full, safe."""
     lines = [sanitise_line(call.name) or "(no name)"]
     for name, value in call.values.items():
-        text = sanitise(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-        left = len(text) - LONGEST_SHOWN
-        text = text if left <= 0 else text[:LONGEST_SHOWN] + CUT.format(left)
+        whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        left = len(whole) - LONGEST_SHOWN
+        text = sanitise(whole[:LONGEST_SHOWN]) + (CUT.format(left) if left > 0 else "")
         lines += [f"{'  ' if at else f'  {sanitise_line(name)}: '}{line}" for at, line in enumerate(text.split("\n"))]
     return lines
 

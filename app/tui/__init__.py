@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import settings
 from ..chat.external_programs import forget_copied
 from ..chat.start import ChatOptions, begin, open_store
-from .background import BackgroundQuery
+from .background import BackgroundQuery, guess
 
 if TYPE_CHECKING:
     from .app import TokamacApp
@@ -30,7 +30,7 @@ def run_chat(options: ChatOptions) -> int:
     read = options.read or settings.load(options.settings_path or settings.default_path())
     options = replace(options, read=read)
     if read.settings.theme or "NO_COLOR" in os.environ:
-        app, bridge = build(options)
+        app, bridge = build(options, lambda: guess(os.environ))  # should the user want "automatic" later
     else:
         with BackgroundQuery() as background:
             app, bridge = build(options, background.is_dark)

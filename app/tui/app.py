@@ -119,11 +119,10 @@ class TokamacApp(App[int]):
         for theme in (TERMINAL, DARK, LIGHT):
             self.register_theme(theme)
         chosen = preferences.settings.theme
-        self._usual_theme = (DARK if dark else LIGHT).name
-        if self.no_color:  # its styles say by attributes what others say by colours
-            self.theme = TERMINAL.name
-        else:
-            self.theme = chosen if chosen in self.available_themes else self._usual_theme
+        # Without colours, the styles of the terminal's own theme say by attributes what others say by colours.
+        usual = TERMINAL if self.no_color else DARK if dark else LIGHT
+        self.chat.automatic_theme = usual.name
+        self.theme = chosen if chosen in self.available_themes and not self.no_color else usual.name
         if chosen and chosen not in self.available_themes:
             self._warnings += (f"There is no theme {chosen!r}.",)
 
@@ -232,7 +231,7 @@ class TokamacApp(App[int]):
 
     def _theme_chosen(self, _: object) -> None:
         if not isinstance(self.screen, ThemeScreen) and self.theme != (
-            self._preferences.settings.theme or self._usual_theme
+            self._preferences.settings.theme or self.chat.automatic_theme
         ):
             problem = self._preferences.keep(replace(self._preferences.settings, theme=self.theme))
             if problem:

@@ -21,7 +21,7 @@ from ..backend.command_process import (
     search_arguments,
 )
 from ..backend.protocol import Loaded, WhatIf
-from ..chat.jobs import ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
+from ..chat.jobs import ConversionForm, ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
 from ..chat.models import FILE as FOLDERS
 from ..chat.models import (
     CatalogueOffer,
@@ -158,7 +158,7 @@ class ModelLibrary:
             changed=self._changed,
             ended=self._ended,
         )
-        self.conversions = Conversions(
+        self.conversions: Conversions[ConversionForm] = Conversions(
             converter_command(),
             time.monotonic,
             spawn=lambda work: chat.run_worker(work, group="conversion"),
@@ -309,7 +309,7 @@ class ModelLibrary:
 
             found = [
                 CatalogueOffer(
-                    each.id, each.published_bytes, ModelFacts(entry.context, entry.licence or "", entry.good_for)
+                    each.id, each.published_bytes, ModelFacts(each.context, entry.licence or "", each.good_for)
                 )
                 for entry in catalogue()
                 for each in entry.repositories

@@ -146,6 +146,8 @@ LIGHT = Theme(
 )
 
 
+AUTOMATIC = "automatic"
+"""In place of a theme's name: the dark or the light one, by the terminal's background."""
 FAINT = "$text-muted"
 """The style of secondary text."""
 LABEL = "$text-label"

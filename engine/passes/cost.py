@@ -86,13 +86,6 @@ class PassWork:
         """The least time that the pass can take: reading or arithmetic, whichever is longer; None where neither is known."""
         return max((ms for ms in (self.reading_ms, self.computing_ms) if ms is not None), default=None)
 
-    @property
-    def operations_a_byte(self) -> float | None:
-        """The arithmetic intensity."""
-        if self.operations is None or self.weight_bytes is None:
-            return None
-        return self.operations / (self.weight_bytes + self.kv_bytes)
-
     def share_of_ceiling(self, ms: float | None) -> float | None:
         """Return the least time ÷ ``ms``."""
         least = self.least_ms

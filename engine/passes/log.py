@@ -27,6 +27,8 @@ CAUSES: tuple[Cause, ...] = (
 )  # fmt: skip
 """By their bits in a stored log: only ever added to at the end."""
 TICK_MS = 0.01
+LARGEST_BITS = 63
+"""Of a number in a log."""
 LONGEST = 64_000_000
 """Bytes that a log is unpacked to at most: what is stored may come from elsewhere."""
 
@@ -149,6 +151,8 @@ class _Numbers:
         data, at = self._data, self._at
         number = shift = 0
         while (byte := data[at]) & 0x80:
+            if shift > LARGEST_BITS:  # or a stored log could ask for any amount of work
+                raise ValueError("it holds no such number")
             number |= (byte & 0x7F) << shift
             shift, at = shift + 7, at + 1
         self._at = at + 1

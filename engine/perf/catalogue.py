@@ -1,7 +1,7 @@
 """The models people run, by name: their shapes, and the repositories that hold them packed for MLX.
 
 The table is assets/models.json. A config there has the fields that decide what a model costs and what its caches keep, no others;
-every row names the source of each, and what was in none is null. So a model can be weighed before it is downloaded.
+every row names the sources, and what was in none is null. So a model can be weighed before it is downloaded.
 """
 
 import json
@@ -22,7 +22,8 @@ class Repository:
 
     packing: as mlx-lm's conversion packs; None where ``quantization`` says it module by module, as config.json does.
     stores_head: it holds a tied output head a second time. published_bytes: of all its files, to three digits or better.
-    memory_gb: the sizes of memory it is recommended for.
+    memory_gb: the sizes of memory it is recommended for. context: tokens that its config allows. good_for: a short
+    phrase after its maker's card; "" is unknown. Both are the model's, unless the copy is of a later release.
     """
 
     id: str
@@ -31,6 +32,8 @@ class Repository:
     stores_head: bool
     published_bytes: int | None
     memory_gb: tuple[int, ...]
+    context: int | None
+    good_for: str
 
     @property
     def tail(self) -> str:
@@ -44,7 +47,7 @@ class CatalogueEntry:
 
     tokenizer_bytes: of the files beside the weights. tower_parameters: vision and audio weights that repositories hold in 16 bits
     and the engine does not load; projector_parameters: more of those, packed like the rest. source: where the config was read.
-    context: tokens it was made for, by its model card. licence: as Hugging Face abbreviates it. good_for: a short phrase.
+    licence: as Hugging Face abbreviates it; facts_source: where that, the contexts and the purposes were read.
     """
 
     name: str
@@ -56,9 +59,8 @@ class CatalogueEntry:
     projector_parameters: int
     source: str
     note: str
-    context: int | None = None
     licence: str | None = None
-    good_for: str = ""
+    facts_source: str = ""
 
     def config_of(self, repository: Repository) -> dict[str, Any] | None:
         """Return the config of a repository: the model's, with its packing where modules differ and the head it stores."""
@@ -113,19 +115,21 @@ def _by_name() -> dict[str, CatalogueEntry]:
 
 def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
     config = row["config"]
+    context, good_for = row.get("context"), row.get("good_for", "")
     return CatalogueEntry(
         name=row["name"],
         aliases=tuple(row["aliases"]),
         config=normalise(config) if config is not None else None,
-        repositories=tuple(_repository(each) for each in row["repositories"]),
+        repositories=tuple(
+            _repository({"context": context, "good_for": good_for, **each}) for each in row["repositories"]
+        ),
         tokenizer_bytes=row.get("tokenizer_bytes"),
         tower_parameters=row.get("tower_parameters", 0),
         projector_parameters=row.get("projector_parameters", 0),
         source=row["source"],
         note=row.get("note", ""),
-        context=row.get("context"),
         licence=row.get("licence"),
-        good_for=row.get("good_for", ""),
+        facts_source=row.get("facts_source", ""),
     )
 
 
@@ -138,6 +142,8 @@ def _repository(row: Mapping[str, Any]) -> Repository:
         stores_head=row.get("stores_head", False),
         published_bytes=row.get("bytes"),
         memory_gb=tuple(row.get("memory_gb", ())),
+        context=row["context"],
+        good_for=row["good_for"],
     )
 
 

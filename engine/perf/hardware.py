@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata, resources
+from importlib import resources
 from typing import Any, Literal
 
 from ..device import DeviceKind
@@ -191,6 +191,8 @@ def has_accelerators(chip_name: str, architecture: str | None) -> bool:
 
 def wheel_tags() -> tuple[str, ...] | None:
     """Return the tags of the installed wheel of MLX's Metal backend; None where it is none."""
+    from importlib import metadata
+
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("WHEEL")
     except metadata.PackageNotFoundError:

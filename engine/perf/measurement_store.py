@@ -8,7 +8,6 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ def store_file(name: str) -> Path:
 
 def machine_key(chip: Chip, device: DeviceKind) -> str:
     """Return what a measurement depends on beside its subject: the chip, its cores, and the library that computes."""
+    from importlib import metadata
+
     library = "numpy" if device == "cpu" else "mlx"
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = threads if device == "cpu" else chip.gpu_cores

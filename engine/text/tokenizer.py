@@ -29,7 +29,6 @@ from ..events import Message, TextKind
 from ..files import TOKENIZER_BYTES, check_regular, read_text
 from ..options import TemplateOptions, Thinking, ToolSpec
 from .encoder import SegmentEncoder, check_growth
-from .template import ChatTemplate
 from .thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
 from .tools import (
     ID,
@@ -47,6 +46,7 @@ from .tools import (
 
 if TYPE_CHECKING:
     from ..sampling import Breakers
+    from .template import ChatTemplate
 
 BREAK = "\ufdd1"
 """A noncharacter: Unicode keeps it out of texts for private use, and no template trims or splits at it."""
@@ -410,14 +410,18 @@ class Tokenizer:
             ) from error
 
     @cached_property
-    def _template(self) -> ChatTemplate:
+    def _template(self) -> "ChatTemplate":
+        from .template import ChatTemplate  # Jinja takes its time, and the screen's process renders nothing
+
         return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
 
     @cached_property
-    def _tool_template(self) -> ChatTemplate:
+    def _tool_template(self) -> "ChatTemplate":
         """The template for conversations with tools, where the model has one of its own for them."""
         if not isinstance(self._hf.chat_template, dict):
             return self._template
+        from .template import ChatTemplate
+
         return ChatTemplate(self._hf.get_chat_template(tools=[PROBES[0].as_dict]), self._hf.special_tokens_map)
 
     @cached_property
@@ -446,7 +450,7 @@ class Tokenizer:
         return "mlx-lm reads no calls of its format" if "tools" in names else "its chat template has no place for them"
 
     @property
-    def _usable_template(self) -> ChatTemplate | None:
+    def _usable_template(self) -> "ChatTemplate | None":
         """The template; None where there is none or it is invalid: rendering says why."""
         with suppress(Exception):
             return self._template if self.has_chat_template else None

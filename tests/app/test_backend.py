@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.scripted_engine import SCRIPTED
 from tests.tiny import make_tiny
-from tokamac.app.backend import protocol
+from tokamac.app.backend import protocol, shell
 from tokamac.app.backend.child import load_engine
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess, Garbled
 from tokamac.app.backend.command_process import LineProcess
@@ -838,3 +838,97 @@ def test_a_batch_keeps_every_token_of_its_chunks_and_one_kind_of_text(pipe: tupl
         ReplyEvent(1, TextChunk("e", "thinking")),
         ReplyEvent(2, TextChunk("f", "thinking")),
     ]
+
+
+# The user's own shell: real processes, which leave nothing behind.
+
+
+def run_shell(text: str, folder: Path, **options: float) -> shell.ShellOutput:
+    return shell.ShellCommand(text, folder, **options).run()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "never"
+        time.sleep(0.01)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{process}/stat")
+    return not (stat.exists() and " Z " in stat.read_text())  # nobody waits for an orphan in a container
+
+
+@pytest.fixture(autouse=True)
+def _usual_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/sh")
+
+
+def test_a_command_runs_in_its_folder_and_both_its_outputs_come_in_order(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    done = run_shell("pwd; echo oh >&2; echo end; exit 3", tmp_path / "here")
+    assert (done.text, done.status, done.how) == (f"{(tmp_path / 'here').resolve()}\noh\nend", 3, "exit status 3")
+    assert run_shell("true", tmp_path).how == ""
+    assert run_shell("kill -SEGV $$", tmp_path).how == "killed by SIGSEGV"
+
+
+def test_a_command_has_no_terminal_and_nothing_to_read(tmp_path: Path) -> None:
+    done = run_shell("cat; test -t 0 || test -t 1 || echo none; (: </dev/tty) 2>/dev/null || echo no tty", tmp_path)
+    assert done.text == "none\nno tty"
+
+
+def test_nothing_that_a_terminal_obeys_is_left_of_its_output(tmp_path: Path) -> None:
+    done = run_shell(r"printf 'a\033[31mred\033[0m\007 \033]52;c;ZWNobw==\007b\r\nc'", tmp_path)
+    assert done.text == "ared b\nc"
+
+
+def test_of_a_large_output_both_ends_are_kept_and_what_is_left_out_is_said(tmp_path: Path) -> None:
+    done = run_shell("seq 1 100000", tmp_path)
+    assert done.text.startswith("1\n2\n")
+    assert done.text.endswith("99999\n100000")
+    assert f"[… {done.left_out:,} bytes were left out]" in done.text
+    assert len(done.text) < shell.KEPT_BYTES + 100
+
+
+def test_a_command_that_never_ends_its_output_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "MOST_BYTES", 1_000_000)
+    assert run_shell("yes", tmp_path).ending is shell.Ending.TOO_MUCH
+    assert run_shell("sleep 60", tmp_path, deadline_s=0.1).ending is shell.Ending.DEADLINE
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_stopping_ends_the_whole_group(tmp_path: Path, deaf: bool) -> None:
+    trap = "trap '' TERM; " if deaf else ""
+    command = shell.ShellCommand(f"{trap}sleep 60 & echo $! > child; echo begun; wait", tmp_path)
+    work = threading.Thread(target=lambda: ended.append(command.run()))
+    ended: list[shell.ShellOutput] = []
+    work.start()
+    child = tmp_path / "child"
+    wait_until(lambda: child.exists() and child.read_text().strip())
+    command.stop()
+    work.join(PATIENCE_S)
+    assert (ended[0].ending, ended[0].text) == (shell.Ending.STOPPED, "begun")
+    wait_until(lambda: not is_running(int(child.read_text())))
+
+
+def test_what_a_command_leaves_in_the_background_ends_with_it(tmp_path: Path) -> None:
+    done = run_shell("sleep 60 & echo $!", tmp_path)
+    assert done.ending is shell.Ending.ITSELF
+    wait_until(lambda: not is_running(int(done.text)))
+
+
+def test_a_command_that_was_stopped_before_it_ran_never_runs(tmp_path: Path) -> None:
+    command = shell.ShellCommand("touch made", tmp_path)
+    command.stop()
+    assert command.run().ending is shell.Ending.STOPPED
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_shell_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", str(tmp_path / "nosuch"))
+    with pytest.raises(shell.ShellError, match="could not be started"):
+        run_shell("true", tmp_path)

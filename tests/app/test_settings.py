@@ -19,23 +19,16 @@ from textual.widgets import Input, OptionList, TextArea
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
-from tokamac.app.chat.preferences import (
-    SAMPLING_FIELDS,
-    ChatOverrides,
-    FieldError,
-    Preferences,
-    as_settings,
-    own_of,
-    read_memory,
-    read_sampling,
-    write,
-)
+from tokamac.app.backend.protocol import ModelInfo
+from tokamac.app.chat.preferences import ChatOverrides, Preferences, as_settings, own_of
 from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.profiles import CHAT_KV, Profile, differing, why_no_name
 from tokamac.app.settings import Settings, merged
+from tokamac.app.settings_form import SAMPLING_FIELDS, FieldError, Form, Sheet
 from tokamac.app.store.store import Store
 from tokamac.app.tui.screens import Tick
+from tokamac.app.tui.screens.profiles import ProfilesScreen
 from tokamac.app.tui.screens.settings import SettingsScreen, SystemScreen
-from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 # Settings survive a round trip; what can't be used is said, kept, and never fatal.
@@ -211,21 +204,47 @@ def test_the_form_has_every_option_but_log_probabilities() -> None:
     assert {field.name for field in SAMPLING_FIELDS} == {each.name for each in fields(Sampling)} - {"logprobs"}
 
 
+def filled(**texts: str) -> Sheet:
+    """Read the form with these texts, and the defaults in the other fields."""
+    return Form().read({**Form().defaults, **texts})
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING])
 def test_what_the_form_shows_it_reads(sampling: Sampling) -> None:
-    texts = {field.name: write(field, sampling) for field in SAMPLING_FIELDS}
-    assert read_sampling(texts) == sampling
-    assert read_sampling(dict.fromkeys(texts, "")) == replace(Sampling(), dry_sequence_breakers=())
+    form = Form()
+    assert form.read(form.texts(Sheet(sampling=sampling))).sampling == sampling
+    assert filled(**{field.name: "" for field in SAMPLING_FIELDS}).sampling == Sampling(dry_sequence_breakers=())
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("logit_bias", "5"), ("logit_bias", "a=1"), ("stop_token_ids", "end"), ("min_tokens", "few")]
+    ("name", "text"),
+    [
+        ("logit_bias", "5"),
+        ("logit_bias", "a=1"),
+        ("stop_token_ids", "end"),
+        ("min_tokens", "few"),
+        ("temperature", "99"),
+        ("thinking", "loud"),
+        ("keywords", "style"),
+        ("key_bits", "7"),
+        ("models_folder", "here"),
+        ("panel", "perhaps"),
+        ("titles", "me"),
+    ],
 )
-def test_what_is_no_option_of_sampling_is_refused_in_a_line(name: str, text: str) -> None:
-    texts = {field.name: write(field, Sampling()) for field in SAMPLING_FIELDS}
+def test_what_is_no_value_is_refused_at_its_field(name: str, text: str) -> None:
+    form = Form()
     with pytest.raises(FieldError) as caught:
-        read_sampling({**texts, name: text})
+        filled(**{name: text})
     assert caught.value.name == name
+    assert form.problems({**form.defaults, name: text, "top_k": "many"}).keys() == {name, "top_k"}
+
+
+def test_values_that_are_wrong_together_are_told_at_one_of_them() -> None:
+    form = Form()
+    problems = form.problems({**form.defaults, "min_tokens": "10", "max_tokens": "5"})
+    assert list(problems) == ["max_tokens"]
+    assert "above max tokens" in problems["max_tokens"]
 
 
 def test_a_chat_stored_before_there_were_more_options_is_read() -> None:
@@ -363,18 +382,19 @@ async def choose(c: Chat, temperature: str, *, own: bool) -> str:
 @pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "²", "9" * 5000])
 def test_minutes_that_are_no_number_are_refused_in_a_line(text: str) -> None:
     with pytest.raises(FieldError, match=r"^Unload after: .{1,60} is not valid"):
-        read_memory({"memory_gb": "", "unload_after_min": text})
+        filled(unload_after_min=text)
 
 
 @pytest.mark.parametrize(("limit", "minutes", "read"), [("", " 7 ", (None, 7)), ("14.5", "auto", (14.5, None))])
 def test_memory_settings_are_read(limit: str, minutes: str, read: tuple[float | None, int | None]) -> None:
-    assert tuple(read_memory({"memory_gb": limit, "unload_after_min": minutes}).values()) == read
+    values = filled(memory_gb=limit, unload_after_min=minutes).settings
+    assert (values.memory_gb, values.unload_after_min) == read
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf", "1e9"])
 def test_a_memory_limit_that_is_no_size_is_refused(limit: str) -> None:
-    with pytest.raises(OptionError, match="no size of memory"):
-        read_memory({"memory_gb": limit, "unload_after_min": "0"})
+    with pytest.raises(FieldError, match="no size of memory"):
+        filled(memory_gb=limit)
 
 
 def test_a_memory_limit_is_kept_and_named_where_it_is_none(tmp_path: Path) -> None:
@@ -457,7 +477,7 @@ def test_what_a_chat_has_of_its_own_survives_json() -> None:
     template = TemplateOptions("off", 100, {"a": [1, "b\n"]})
     own = ChatOverrides(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "", template)
     assert own_of(json.loads(json.dumps(as_settings(own)))) == own
-    assert as_settings(ChatOverrides()) == {"sampling": None, "system": None, "template": None, "tools": None}
+    assert set(as_settings(ChatOverrides()).values()) == {None}
 
 
 def named(screen: SystemScreen) -> list[str]:
@@ -677,3 +697,203 @@ async def test_the_library_shows_and_keeps_what_another_window_saved(chat: Start
         screen.query_one("#name", Input).focus()
         await c.pilot.press("enter")
         assert stored(file).system_prompts == {"theirs": "Be theirs.", "mine": "Be mine."}
+
+
+# Profiles ---------------------------------------------------------------------------------------------------------------------
+
+PROFILES = """# mine
+profile = "coding"
+[profiles.coding]  # for code
+model = "steady"
+temperature = 0.25 # cool
+temprature = 1
+window = 50
+keep = 100
+tools = "clock"
+
+[keys]
+explain = "f8"
+
+[profiles."two words"]
+system = "Be brief."
+top_k = "default"
+"""
+
+
+def test_a_profile_is_read_and_what_is_wrong_with_it_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(PROFILES)
+    read = settings.load(path)
+    assert read.settings.profiles == {
+        "coding": Profile("steady", options={"temperature": 0.25, "window": 50}),
+        "two words": Profile(system="Be brief.", options={"top_k": "default"}),
+    }
+    found = [warning.partition(":")[0] for warning in read.warnings]
+    assert found == ["settings.toml line 6", "settings.toml line 9", "settings.toml line 8"]
+    assert "did you mean temperature?" in read.warnings[0]
+
+
+def test_a_profile_is_changed_in_place_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(PROFILES)
+    known = settings.load(path).settings
+    changed = Profile("slow", "Say\nwhy.", options={"temperature": 0.5, "stop": ("a", "b")})
+    settings.save(path, replace(known, profiles={"coding": changed, "new": Profile("fast")}))
+    text = path.read_text()
+    assert settings.load(path).settings.profiles == {
+        "coding": changed,
+        "new": Profile("fast"),
+    }
+    assert all(kept in text for kept in ("# mine", "# for code", "# cool", "temprature = 1", 'explain = "f8"'))
+    assert "two words" not in text
+
+
+def test_what_a_profile_does_not_name_is_as_in_the_settings() -> None:
+    profile = Profile(options={"temperature": 0.25, "top_k": "default"})
+    assert profile.over(Sampling(top_k=5, top_p=0.5)) == Sampling(temperature=0.25, top_p=0.5)
+    assert profile.over(CHAT_KV) is CHAT_KV
+    for kept, everywhere in ((Sampling(top_k=5), Sampling(seed=1)), (KVSpec(window=50), CHAT_KV), (CHAT_KV, KVSpec())):
+        assert Profile(options=differing(kept, everywhere)).over(everywhere) == kept
+    assert Profile(options=differing(Sampling(top_k=5), Sampling())).over(Sampling(top_k=9)) == Sampling(top_k=5)
+
+
+@pytest.mark.parametrize("name", ["", "none", "save it", "x" * 50, "a\nb"])
+def test_a_name_that_no_profile_can_have_is_refused(name: str) -> None:
+    assert why_no_name(name)
+    assert not why_no_name("Code review")
+
+
+async def test_a_profile_is_saved_applied_shown_and_goes_on_in_new_chats(chat: Start, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    async with chat("fast", size=(120, 40)) as c:
+        await ready(c)
+        await c.send("/profile nothing")
+        await c.until(lambda: "There are no profiles yet" in c.notices)
+        c.app.chat.preferences.choose_system("Be brief.", own=True)
+        c.app.chat.preferences.give(c.session)
+        await choose(c, "0.25", own=True)
+        await c.send("/profile save terse")
+        await c.until(lambda: "Saved the profile terse" in c.notices)
+        expected = Profile("fast", "Be brief.", options={"temperature": 0.25})
+        assert settings.load(file).settings.profiles == {"terse": expected}
+        await c.until(lambda: "· terse" in c.screen_text())
+        await c.pilot.press("ctrl+n")
+        assert (c.session.system, c.session.sampling.temperature, c.session.profile) == ("Be brief.", 0.25, "terse")
+        await choose(c, "0.5", own=True)
+        assert c.session.profile == "terse*"
+        await c.send("/profile none")
+        await c.until(lambda: c.session.profile == "")
+        assert (c.session.system, c.session.sampling) == ("", Sampling())
+        await c.send("/profile trse")
+        await c.until(lambda: "did you mean terse" in c.notices)
+        await c.ask("one")
+        await c.send("/profile terse")
+        await c.until(lambda: c.session.profile == "terse")
+        held = c.held
+    async with chat("steady") as c:  # the last one goes on; the model is the one that was asked for
+        await ready(c)
+        assert (c.session.system, c.session.profile, c.session.engine.load.model) == ("Be brief.", "terse", "steady")
+        await c.send("/profile terse")
+        await c.until(lambda: c.session.engine.load.model == "fast" and c.session.engine.phase is EnginePhase.IDLE)
+        await c.send("/profile delete terse")
+        await c.until(lambda: "Deleted the profile terse" in c.notices)
+        await c.pilot.press("ctrl+n")
+        assert (c.session.system, c.session.profile) == ("", "")
+    async with chat("fast", chat=held) as c:
+        await c.until(lambda: c.session.turns)
+        assert (c.session.system, c.session.profile) == ("Be brief.", "terse*")
+
+
+async def test_profiles_are_picked_saved_deleted_and_brought_back(chat: Start, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[profiles.away]\nmodel = "org/none"\n[profiles.hot]\ntemperature = 0.9\nkey_bits = 8\n')
+    async with chat("fast", size=(100, 40)) as c:
+        await ready(c)
+        await c.pilot.press("ctrl+x", "p")
+        screen = await c.on(ProfilesScreen)
+        await c.pilot.press("down")
+        await c.until(lambda: "org/none, which is not on this disk" in c.screen_text())
+        await c.pilot.press("enter")
+        await c.until(lambda: "The profile away needs org/none" in c.notices)
+        assert c.session.profile == ""
+        await c.pilot.press("ctrl+x", "p")
+        screen = await c.on(ProfilesScreen)
+        await c.pilot.press("down", "down")
+        await c.until(lambda: "Temperature         0.9" in c.screen_text())
+        await c.pilot.press("tab", *"my", "space", *"own", "enter")
+        await c.until(lambda: "my own" in settings.load(file).settings.profiles)
+        await c.pilot.press("tab", *"hot", "enter")
+        await c.until(lambda: "hot already exists" in c.screen_text())
+        screen.query_one("#profiles").focus()
+        await c.pilot.press("ctrl+d")
+        await c.until(lambda: "my own" not in settings.load(file).settings.profiles)
+        await c.pilot.press("ctrl+z")
+        await c.until(lambda: "my own" in settings.load(file).settings.profiles)
+        await c.pilot.press("home", "down", "down", "enter")
+        await c.until(lambda: c.session.engine.load.kv.key_bits == 8 and c.session.engine.phase is EnginePhase.IDLE)
+        assert (c.session.profile, c.session.sampling.temperature) == ("hot", 0.9)
+        assert settings.load(file).settings.kv == CHAT_KV
+
+
+async def test_the_profile_of_the_command_line_is_for_one_run_and_flags_go_before_it(
+    chat: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[profiles.hot]\nmodel = "steady"\ntemperature = 0.9\nsystem = "Be warm."\n')
+    async with chat(None, profile="hot", system="Be cold.") as c:
+        await ready(c)
+        assert (c.session.engine.load.model, c.session.system, c.session.sampling.temperature) == (
+            "steady",
+            "Be cold.",
+            0.9,
+        )
+        await c.ask("one")
+    assert settings.load(file).settings.profile == ""
+    async with chat("fast", resume=True, profile="") as c:
+        await c.until(lambda: c.session.turns)
+        assert c.session.profile == ""
+
+
+# The sheet --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sheet_has_a_line_for_each_option_of_the_template_and_says_what_a_model_can_not_take() -> None:
+    info = ModelInfo("qwen", thinking_modes=("on", "off"), template_names=("enable_thinking", "style", "tools"))
+    form = Form(info)
+    template = TemplateOptions("low", 5, {"style": "brief", "depth": 3})
+    texts = form.texts(Sheet(template))
+    assert (texts["option:style"], texts["keywords"]) == ('"brief"', "depth=3")
+    assert form.read(texts).template.values == template.values
+    assert form.cautions(texts) == {
+        "thinking": "qwen only takes on, off",
+        "thinking_budget": "qwen does not mark its thinking",
+        "keywords": "qwen does not read depth",
+    }
+    assert form.problems({**texts, "option:style": "[1"}).keys() == {"option:style"}
+    assert not any(name.startswith("option:") for name in Form().fields)
+
+
+async def test_a_setting_goes_back_to_its_default_by_one_key_and_is_walked_without_a_mouse(
+    chat: Start, tmp_path: Path
+) -> None:
+    async with chat("thinking", size=(60, 20)) as c:
+        await ready(c)
+        screen = await c.opened("ctrl+t", SettingsScreen)
+        await c.until(lambda: "All settings are at their defaults." in c.screen_text())
+        await c.pilot.press("right")
+        assert screen.query_one("#thinking", Input).value == "on"
+        await c.until(lambda: "● Thinking" in c.screen_text())
+        await c.pilot.press("ctrl+r")
+        await c.until(lambda: "● Thinking" not in c.screen_text())
+        await c.pilot.press("left", "down", *"few", "down")
+        await c.until(lambda: "'few' is not" in c.screen_text())
+        assert screen.query_one("#thinking", Input).value == "off"
+        await c.pilot.press("enter")
+        await c.until(lambda: "Thinking budget: 'few' is not valid (tokens; empty" in c.screen_text())
+        assert screen.query_one("#thinking_budget").has_focus
+        await c.pilot.press("ctrl+r", *["pagedown"] * 6)
+        assert screen.query_one("#app-models_folder").has_focus
+        await c.pilot.press(*"/models", "down", "right", "enter")
+        await c.until(lambda: c.app.screen is c.app.chat)
+        read = settings.load(tmp_path / "settings.toml").settings
+        assert (read.models_folder, read.panel, read.template) == ("/models", False, TemplateOptions("off"))

@@ -1,33 +1,41 @@
 """Tools: what they read and refuse, how a reply's calls are answered, and what of it a user sees."""
 
+import json
 import os
+import queue
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent
+from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import NOT_RUN, Reply, Tree, Turn, messages
+from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, AskConsent, EnginePhase, Notice, RunTool, Step, ToolAnswered
+from tokamac.app.commands import ask, loading
 from tokamac.app.settings import McpServer, Settings, ToolSettings
 from tokamac.app.store.values import ToolResult
+from tokamac.app.tools import files
 from tokamac.app.tools.calculate import Clock, evaluate, shown
 from tokamac.app.tools.callers import AskTools
 from tokamac.app.tools.files import AllowedFolders, ListFolder, ReadFile, SearchFiles
-from tokamac.app.tools.mcp import McpConnection
+from tokamac.app.tools.mcp import McpConnection, McpTool
 from tokamac.app.tools.tool import LONGEST_RESULT, Tool, ToolError, bounded, call_lines, decision_of, result_of
 from tokamac.app.tools.toolbox import Toolbox, UnknownToolError
 from tokamac.app.tui.markdown.turns import ToolMessage
-from tokamac.app.tui.screens.tools import ConsentScreen
-from tokamac.engine.events import Finished, Message, ToolCall
+from tokamac.app.tui.screens.tools import ConsentScreen, ToolsScreen
+from tokamac.engine.events import Event, Finished, Message, TextChunk, ToolCall
 from tokamac.engine.metrics import Metrics
-from tokamac.engine.options import Sampling, ToolSpec
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
 
 # The tools built in ---------------------------------------------------------------------------------------------------------
 
@@ -51,8 +59,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def told(tool: Tool, **arguments: Any) -> str:
-    import json
-
     return result_of(tool, ToolCall(tool.spec.name, json.dumps(arguments), "1")).text
 
 
@@ -112,6 +118,17 @@ def test_a_pattern_that_takes_for_ever_is_given_up(folder: Path) -> None:
     assert "takes too long" in told(SearchFiles(AllowedFolders([folder])), text="(a|a)*$", regex=True)
 
 
+def test_a_search_is_bounded_whether_or_not_anything_matches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = SearchFiles(AllowedFolders([folder]))
+    monkeypatch.setattr(files, "MOST_FILES", 2)
+    assert (
+        told(search, text="needle", files="*.nothing") == "no line matches\n[stopped early: search in a smaller folder]"
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(files, "SEARCH_S", 0.0)
+    assert told(search, text="e", path="notes.md").endswith("[stopped early: search in a smaller folder]")
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("6 * 7", "42"), ("2 ** 100 % 97", "16"), ("(3 + 4) / 2", "3.5"), ("sqrt(16)", "4"), ("2^10", "1024"),
@@ -138,6 +155,7 @@ def test_the_clock_tells_the_weekday_and_the_zone() -> None:
 def test_results_are_safe_and_bounded() -> None:
     assert "\x1b" not in bounded("a\x1b[2Jb")
     assert bounded("x" * (LONGEST_RESULT + 5)).endswith("[… 5 more characters were left out]")
+    assert len(bounded("\x1b[1m" * LONGEST_RESULT)) < LONGEST_RESULT
 
 
 def test_wrong_arguments_are_told_to_the_model(folder: Path) -> None:
@@ -232,6 +250,30 @@ def test_a_tool_that_is_allowed_in_the_chat_asks_no_more() -> None:
     assert RunTool(CALL) in steps
 
 
+def test_what_is_allowed_in_a_chat_is_not_in_another() -> None:
+    session = ready()
+    session.submit("a")
+    session.new_chat()
+    assert AskConsent(CALL) in finish(session, CALL), "of the chat that goes on in the background"
+    session.consent("a", "chat")
+    session.tool_ended(ToolResult(CALL, "1"))
+    assert RunTool(CALL) in finish(session, CALL)
+    session.tool_ended(ToolResult(CALL, "1"))
+    finish(session, text="Done.")
+    session.submit("b")
+    assert AskConsent(CALL) in finish(session, CALL)
+
+
+def test_a_call_of_a_chat_in_the_background_is_run_whatever_tools_the_open_one_has(tmp_path: Path) -> None:
+    preferences = Preferences(Settings(), tmp_path / "settings.toml")
+    preferences.toolbox = Toolbox(Settings(), tmp_path, tmp_path / "log")
+    preferences.choose_tools([])
+    ended: queue.SimpleQueue[ToolResult] = queue.SimpleQueue()
+    preferences.run_tool(ToolCall("calculate", '{"expression": "6 * 7"}', "a"), ended.put)
+    result = ended.get(timeout=10)
+    assert (result.text, result.outcome) == ("42", "done")
+
+
 def test_stopping_answers_what_is_left_and_the_chat_goes_on() -> None:
     session = ready()
     session.submit("a")
@@ -305,6 +347,27 @@ def test_a_tree_keeps_results_in_turns_of_their_own() -> None:
     assert two.reply.text == "done"
 
 
+def test_what_a_call_brought_is_in_the_context_and_left_out_with_its_prompt() -> None:
+    session = ready()
+    session.submit("What is it?")
+    finish(session, CALL)
+    session.consent("a", "once")
+    session.tool_ended(ToolResult(CALL, "2"))
+    finish(session, text="It is 2.")
+    rows = session.context_use(Draft("and?")).rows
+    assert [(row.kind, row.name, row.key) for row in rows] == [
+        ("prompt", "What is it?", 1), ("reply", "add(1)", 1), ("result", "2", 1), ("reply", "It is 2.", 1),
+        ("draft", "and?", 0),
+    ]  # fmt: skip
+    session.prune(1)
+    assert session.conversation.request("", "and?") == (Message("user", "and?"),)
+    session.submit("b")
+    finish(session, CALL)
+    session.prune(6)
+    (request,) = asked(session.consent("a", "deny"))
+    assert [each.role for each in request.messages] == ["user", "assistant", "tool"], "it is being answered"
+
+
 # Settings, the toolbox and servers ------------------------------------------------------------------------------------------
 
 TOML = """
@@ -340,6 +403,20 @@ def test_names_that_nobody_has_are_refused(tmp_path: Path) -> None:
     box = Toolbox(Settings(), tmp_path, tmp_path / "log")
     with pytest.raises(UnknownToolError, match="there is no tool 'x'"):
         box.check(["clock", "x"])
+
+
+def test_a_server_takes_no_name_and_so_no_consent_of_another_tool(tmp_path: Path) -> None:
+    how = McpServer("unused")
+    box = Toolbox(Settings(mcp={"read": how, "a": how, "a_b": how}), tmp_path, tmp_path / "log")
+
+    class Listed(McpConnection):
+        def tools(self) -> list[McpTool]:
+            names = {"read": ["file"], "a": ["c", "b_c", "d e", "d_e"], "a_b": ["c", "x"]}[self.name]
+            return [McpTool(ToolSpec(f"{self.name}_{name}".replace(" ", "_")), name, self) for name in names]
+
+    box.servers = {name: Listed(name, how, tmp_path / "log") for name in box.servers}
+    assert [box.start(name) for name in box.servers] == [0, 3, 1]
+    assert [spec.name for spec in box.specs(["a_b", "a", "a"])] == ["a_b_x", "a_c", "a_b_c", "a_d_e"]
 
 
 SERVER = '''
@@ -378,8 +455,8 @@ def server(tmp_path: Path) -> Callable[..., McpConnection]:
     script = tmp_path / "server.py"
     script.write_text(SERVER)
 
-    def make(seconds: float = 30.0, *, command: str = sys.executable) -> McpConnection:
-        how = McpServer(command, (str(script),), (("PROBE", "!"),), seconds)
+    def make() -> McpConnection:
+        how = McpServer(sys.executable, (str(script),), (("PROBE", "!"),), 30.0)
         return McpConnection("probe", how, tmp_path / "mcp.log")
 
     return make
@@ -399,9 +476,10 @@ def test_a_server_tells_its_tools_and_is_called_and_survives_its_death(server: C
 
 
 def test_a_slow_server_costs_one_call(server: Callable[..., McpConnection]) -> None:
-    connection = server(4.0)
+    connection = server()
     tools = {tool.spec.name: tool for tool in connection.tools()}
-    assert "did not answer within 4 s" in told(tools["probe_hang"])
+    connection._server = replace(connection._server, seconds=0.5)  # to start, it may take longer
+    assert "did not answer within 0.5 s" in told(tools["probe_hang"])
     connection.close()
 
 
@@ -410,9 +488,34 @@ def test_a_server_that_is_not_there_is_one_sentence(server: Callable[..., McpCon
     how = Settings(mcp={"gone": McpServer(str(tmp_path / "no-such-program"), seconds=20.0)})
     box = Toolbox(how, tmp_path, tmp_path / "log")
     said: list[str] = []
-    box._start("gone", lambda _, text: said.append(text))
+    box._start("gone", said.append)
     assert said[0].startswith("gone has no tools here: the MCP server gone could not be started")
+    assert box.state_of("gone").startswith("failed: the MCP server gone could not be started")
+    box.start_later(["gone"], lambda _, text: said.append(text))
+    assert box.state_of("gone").startswith("failed: ")  # nothing tries it again by itself
+    box.retry(["gone"])
+    assert box.state_of("gone") == "not started"
     box.close()
+
+
+def test_tools_are_listed_with_their_servers_and_what_the_user_allowed(
+    server: Callable[..., McpConnection], tmp_path: Path
+) -> None:
+    del server  # its script is there
+    how = McpServer(sys.executable, (str(tmp_path / "server.py"),))
+    box = Toolbox(Settings(mcp={"probe": how}), tmp_path, tmp_path / "log")
+    before = {each.name: each for each in box.listed(["clock", "probe"], {"calculate"}, {"clock"})}
+    assert [each.consent for each in before.values()] == ["asks", "asks", "asks", "chat", "always", "asks"]
+    assert (before["clock"].on, before["calculate"].on, before["probe"].about) == (True, False, "not started")
+    box.start("probe")
+    after = box.listed(["probe"], (), {"probe_shout"})
+    at = next(at for at, each in enumerate(after) if each.server)
+    assert after[at].about == "running, 4 tools"
+    shout = after[at + 1]
+    assert (shout.name, shout.switch, shout.on, shout.of_server) == ("probe_shout", "probe", True, True)
+    assert shout.consent == "always"
+    box.close()
+    assert box.state_of("probe") == "ended, 4 tools; a call starts it again"
 
 
 # On the screen --------------------------------------------------------------------------------------------------------------
@@ -492,6 +595,63 @@ async def test_always_is_kept_and_escape_stops(chat: Callable[..., Any], at_home
         assert not isinstance(running.app.screen, ConsentScreen)
 
 
+async def test_the_list_turns_tools_on_and_off_and_takes_back_what_was_allowed(
+    chat: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "settings.toml").write_text(
+        f'[tools]\nallowed = ["list_folder"]\n[mcp.gone]\ncommand = "{tmp_path}/no-such"\n'
+    )
+    async with chat("calls", size=(80, 24)) as running:
+        await running.ready()
+        running.session.conversation.allowed.add("read_file")
+        running.app.chat.do("tools")
+        await running.on(ToolsScreen)
+        await running.until(lambda: "allowed in this chat" in running.screen_text(), "the list")
+        assert "always allowed" in running.screen_text()
+        await running.pilot.press("space", "down", "enter")
+        await running.until(lambda: running.app.chat.preferences.tools == ("read_file", "list_folder"), "two")
+        assert "Tools on in this chat: read_file, list_folder" in running.screen_text()
+        await running.pilot.press("a", "up", "a", "space")
+        assert running.app.chat.preferences.tools == ("list_folder",)
+        assert running.session.conversation.allowed == set()
+        assert settings.load(tmp_path / "settings.toml").settings.tools.allowed == ()
+        assert "allowed" not in running.screen_text()
+        await running.pilot.press("end", "space")
+        await running.until(lambda: "failed: " in running.screen_text(), "why the server did not start")
+        await running.pilot.press("escape")
+        assert [spec.name for spec in running.session.tools.specs] == ["list_folder"]
+
+
+async def test_a_call_in_the_background_names_its_chat_which_alone_is_allowed_it(
+    chat: Callable[..., Any], at_home: Path
+) -> None:
+    del at_home
+    async with chat("calls") as running:
+        await running.ready()
+        running.app.chat.do("tools", "on")
+        await running.send("What shall I bring?")
+        await running.on(ConsentScreen)
+        first = running.session.conversation
+        call = running.app.screen.call
+        await running.app.pop_screen()
+        running.app.chat.do("new_chat")
+        running.app.chat.perform([AskConsent(call)])
+        await running.on(ConsentScreen)
+        text = running.screen_text()
+        assert "In the chat “What shall I bring?”, in the background:" in text
+        assert "Allow read_file in that chat" in text
+        await running.pilot.press("down", "down", "enter")
+        await running.until(lambda: first.allowed == {"read_file"}, "what is allowed")
+        assert running.session.conversation.allowed == set()
+        await running.until(
+            lambda: isinstance(running.app.screen, ConsentScreen) and running.app.screen.call.name == "calculate",
+            "the second",
+        )
+        assert [each.outcome for each in first.turns[-1].results] == ["done"]  # though it is off in the new chat
+        assert "milk" in first.turns[-1].results[0].text
+        await running.pilot.press("escape")
+
+
 async def test_a_model_that_calls_for_ever_is_ended(chat: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text('[tools]\nallowed = ["calculate"]\ncalls = 2\n')
     async with chat("calls-for-ever") as running:
@@ -516,3 +676,53 @@ def test_a_command_runs_what_is_allowed_and_refuses_the_rest(
     refused = AskTools(box, ["calculate"], ToolSettings(), allow=False)  # nobody types in a test
     assert [each.content for each in refused.answer([call])] == ["The user did not allow this call."]
     assert "--allow-tools" in capsys.readouterr().err
+
+
+class CallingEngine:
+    """Ends every reply with a call."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def cancel(self) -> None:
+        """Nothing runs."""
+
+    def generate(self, *_: object, template: TemplateOptions) -> Iterator[Event]:
+        assert template.tools
+        call = ToolCall("calculate", '{"expression": "6 * 7"}', "a")
+        yield TextChunk("I look.", "answer")
+        yield Finished("tool_calls", "I look.", METRICS, tool_calls=(call,))
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, box: Toolbox) -> int:
+    """The status of ``tokamac ask --json``, of a model that calls for ever."""
+    monkeypatch.setattr(loading, "load", lambda *_, **__: CallingEngine())
+    tools = AskTools(box, ["calculate"], ToolSettings(calls=2), allow=True)
+    options = ask.parser().parse_args(["why?", "--json", "--tools", "calculate"])
+    return ask._answer(options, [Message("user", "why?")], Sampling(), (KVSpec(), TemplateOptions()), tools)
+
+
+def test_a_command_says_that_a_model_that_calls_for_ever_gave_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answered(monkeypatch, Toolbox(Settings(), tmp_path, tmp_path / "log")) == 1
+    assert "stopped without an answer: the model made more than 2 calls" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_while_a_call_is_answered_and_the_last_line_is_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box = Toolbox(Settings(), tmp_path, tmp_path / "log")
+
+    def interrupted(_: ToolCall) -> ToolResult:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was not heard")
+
+    monkeypatch.setattr(box, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answered(monkeypatch, box)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["event"], last["reason"], last["text"]) == ("finished", "cancelled", "")

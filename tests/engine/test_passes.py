@@ -1,6 +1,8 @@
 """The passes of a reply: what is recorded, what a pass costs, how likely its tokens were."""
 
+import base64
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -77,7 +79,11 @@ def test_a_token_takes_eight_bytes_at_most() -> None:
     assert len(pack(TimedTokens(ids, ms))) <= 8 * many
 
 
-@pytest.mark.parametrize("damage", ["", "not base64!", "AAAA", "eJwDAAAAAAE="])
+ENDLESS = base64.b64encode(zlib.compress((b"\x80" * 1000 + b"\x01") * 9)).decode()
+"""Numbers of thousands of bits."""
+
+
+@pytest.mark.parametrize("damage", ["", "not base64!", "AAAA", "eJwDAAAAAAE=", ENDLESS])
 def test_a_damaged_log_says_so(damage: str) -> None:
     log = log_of(recorded(1.0, 2.0), COST, ahead=False)
     assert log is not None

@@ -689,8 +689,8 @@ def test_a_reply_that_rested_says_what_it_says_alone(
         next(resting)
         parked(engine)
         for other in ([5, 6, 7, 9, 9], [5, 200, 201]):
-            said = within(lambda other=other: finish(engine.generate(other, Sampling(temperature=0, max_tokens=150))))
-            assert said.metrics.generated_tokens == 150
+            said = within(lambda other=other: finish(engine.generate(other, Sampling(temperature=0, max_tokens=50))))
+            assert said.metrics.generated_tokens == 50
         last = within(lambda: finish(resting))
         assert last.text == alone.text
         assert last.metrics.generated_tokens == alone.metrics.generated_tokens

@@ -5,8 +5,11 @@ Scales are chosen so that activations stay near 1 and log-probabilities spread o
 missed multiplier then shows as a difference of order 1, not of order 1e-3.
 """
 
+import hashlib
 import json
+import shutil
 import struct
+import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,9 +47,22 @@ def tensor(seed: int, name: str, shape: tuple[int, ...], config: Mapping[str, An
     return np.float32(head / shape[-1] ** 0.5) * noise
 
 
+_KEPT = tempfile.TemporaryDirectory(prefix="tokamac-golden-")
+
+
 def write_weights(folder: Path, seed: int, shapes: Shapes, config: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name."""
-    tensors = {name: tensor(seed, name, tuple(shape), config) for name, shape in shapes.items()}
+    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name.
+
+    A process makes each once: many tests ask for the same.
+    """
+    asked = json.dumps([seed, shapes, config], sort_keys=True).encode()
+    kept = Path(_KEPT.name) / hashlib.sha256(asked).hexdigest()
+    if not kept.exists():
+        _write(kept, {name: tensor(seed, name, tuple(shape), config) for name, shape in shapes.items()})
+    shutil.copyfile(kept, folder / "model.safetensors")
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     blobs: list[bytes] = []
     end = 0
@@ -58,7 +74,7 @@ def write_weights(folder: Path, seed: int, shapes: Shapes, config: Mapping[str, 
         end += len(blob)
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(head)))
         file.write(head)
         file.writelines(blobs)

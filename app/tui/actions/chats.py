@@ -24,7 +24,17 @@ from ...chat.listing import ChatSearch, ending_text, excerpt
 from ...chat.preferences import ChatOverrides
 from ...chat.recording import LEFT, Recording
 from ...chat.session import Session
-from ...chat.steps import Elsewhere, EnginePhase, PromptRefused, ReplyEnded, ReplyGrew, Step, ToolAnswered, TurnBegun
+from ...chat.steps import (
+    DraftReturned,
+    Elsewhere,
+    EnginePhase,
+    PromptRefused,
+    ReplyEnded,
+    ReplyGrew,
+    Step,
+    ToolAnswered,
+    TurnBegun,
+)
 from ...sanitise import sanitise_line
 from ...store.values import StoreError
 from ..widgets.prompt_input import Prompt
@@ -67,8 +77,10 @@ def perform_elsewhere(chat: "ChatScreen", elsewhere: Elsewhere) -> None:
             recording.answered(key, conversation)
         case PromptRefused(why, draft):
             if draft is not None:
-                recording.refused(draft, conversation)
+                recording.returned(draft, conversation)
             chat.tell(f"“{title}”: the queued prompt was not sent. {why}", "warning")
+        case DraftReturned(text, attachments):
+            recording.returned(Draft(text, attachments), conversation)
 
 
 def _tell_ended(chat: "ChatScreen", title: str, reply: Reply) -> None:
@@ -115,7 +127,7 @@ class PathPrices:
 
 def begin_new(chat: "ChatScreen") -> bool:
     """Leave the conversation, whose reply goes on, for a new one. Return whether a draft stays with it."""
-    stays, unsaved = _switch(chat, ChatOverrides(), chat.session.new_chat)
+    stays, unsaved = _switch(chat, chat.preferences.for_new_chat, chat.session.new_chat)
     chat.composer.hold(unsaved)
     chat.query_one(Prompt).focus()
     return stays
@@ -172,6 +184,7 @@ def chats(chat: "ChatScreen", _: str) -> None:
         recording.chat,
         chat.session.keymap,
         background=lambda: Background(recording.running, recording.waiting),
+        folded=chat.folded,
     )
     chat.app.push_screen(listed, closed)
 
@@ -287,6 +300,7 @@ def _open_store(chat: "ChatScreen") -> None:
         _purge_later(chat, store.file)
         if wanted is not None:
             open_chat(chat, wanted, leaving=False)
+            commands.use_asked_profile(chat)
     except StoreError as error:
         if chat.recording is None:
             status.unsaved = lambda: True
@@ -311,10 +325,11 @@ def _purge_later(chat: "ChatScreen", file: Path) -> None:
 
 
 def context(chat: "ChatScreen", _: str) -> None:
-    """Show what is in the context, and leave parts of it out."""
+    """Show what is in the context, the selected message first, and leave parts of it out, or send them again."""
     from ..screens.context import ContextScreen
 
-    draft = chat.query_one(Prompt).draft
+    draft, selected = chat.query_one(Prompt).draft, chat.query_one(Transcript).selected
+    prompt = None if selected is None else chat.session.conversation.prompt_of(selected)
 
     def use() -> ContextUse:
         if steps := chat.session.count_context(draft):
@@ -322,5 +337,8 @@ def context(chat: "ChatScreen", _: str) -> None:
         return chat.session.context_use(draft)
 
     chat.app.push_screen(
-        ContextScreen(use, lambda key, file: chat.perform(chat.session.prune(key, file))), lambda _: chat.show()
+        ContextScreen(
+            use, lambda key, file: chat.perform(chat.session.prune(key, file)), None if prompt is None else prompt.key
+        ),
+        lambda _: chat.show(),
     )

@@ -11,6 +11,7 @@ from ...chat import commands
 from ...chat.actions import LEADER
 from ...chat.commands import RefusedError
 from ...sanitise import sanitise_line
+from ..theme import AUTOMATIC
 from ..widgets.prompt_input import Prompt
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ QUITS_WITHIN_S = 3.0
 
 
 def copy(chat: "ChatScreen", _: str) -> None:
-    """Copy the selected text; else stop the reply; else ask once, and quit when asked again."""
+    """Copy the selected text; else stop a shell command or the reply; else ask once, and quit when asked again."""
     text = chat.get_selected_text() or chat.query_one(Prompt).selected_text
     now = time.monotonic()
     if text:
         chat.tell(chat.copy(text))
+    elif chat.shell is not None:
+        chat.shell.stop()
     elif chat.session.engine.replying or chat.session.queued:
         chat.perform(chat.session.stop())
     elif now < chat.quits_until:
@@ -89,15 +92,21 @@ def theme(chat: "ChatScreen", name: str) -> None:
     from ..screens.keys import ThemeScreen
 
     if not name:
-        chat.app.push_screen(ThemeScreen(), lambda chosen: _keep_theme(chat, chosen) if chosen else None)
+        chosen = chat.preferences.settings.theme
+        screen = ThemeScreen(chosen, chat.automatic_theme)
+        chat.app.push_screen(screen, lambda theme: _keep_theme(chat, theme) if theme else None)
+    elif name == AUTOMATIC:
+        _keep_theme(chat, AUTOMATIC)
+        chat.app.theme = chat.automatic_theme
     elif name in chat.app.available_themes:
         chat.app.theme = name
     else:
-        known = ", ".join(sorted(chat.app.available_themes))
+        known = ", ".join([AUTOMATIC, *sorted(chat.app.available_themes)])
         raise RefusedError(f"There is no theme {sanitise_line(name):.40}. There are: {known}.")
 
 
 def _keep_theme(chat: "ChatScreen", theme: str) -> None:
     """Write the chosen theme into the settings. Its preview was not."""
-    if theme != chat.preferences.settings.theme:
-        commands.save_settings(chat, replace(chat.preferences.settings, theme=theme))
+    chosen = "" if theme == AUTOMATIC else theme
+    if chosen != chat.preferences.settings.theme:
+        commands.save_settings(chat, replace(chat.preferences.settings, theme=chosen))

@@ -4,17 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokamac.engine.options import Sampling
-
-from ...chat.commands import apply_choice, save_settings
+from ...chat import commands
+from ...chat.commands import apply_choice, apply_sheet, current_sheet, save_settings
 from ...chat.preferences import Written
 from ...sanitise import sanitise_line
-from ...settings import Settings, gigabytes_of
+from ...settings_form import Sheet
 from ..model_library import load_model
 
 if TYPE_CHECKING:
     from ..screens.chat import ChatScreen
-    from ..screens.settings import Chosen
 
 
 def choose_model(chat: "ChatScreen", name: str) -> None:
@@ -105,39 +103,61 @@ def _open_id(chat: "ChatScreen") -> str | None:
     return None if chat.recording is None else chat.recording.chat
 
 
-def settings(chat: "ChatScreen", _: str) -> None:
-    """Edit sampling, KV and memory settings."""
-    from ..screens.settings import Chosen, SettingsScreen
+def tools(chat: "ChatScreen", written: str) -> None:
+    """Show the list of tools; with words, do what they say."""
+    from ..screens.tools import ToolsScreen
 
-    session, known = chat.session, chat.preferences.settings
-    recommended = session.engine.info.recommended if session.engine.info is not None else Sampling()
-    own = chat.preferences.own.sampling is not None
-    limit = gigabytes_of(session.engine.load.memory)
-    current = Chosen(session.sampling, session.engine.load.kv, session.idle.after_min, own, limit, known.template)
-    screen = SettingsScreen(current, recommended, known.sampling, chat.do)
-    chat.app.push_screen(screen, lambda chosen: _apply(chat, chosen))
-
-
-def _apply(chat: "ChatScreen", chosen: "Chosen | None") -> None:
-    if chosen is None:
+    if written:
+        commands.tools(chat, written)
         return
-    session, known = chat.session, chat.preferences.settings
-    load = replace(session.engine.load, kv=chosen.kv, memory=Settings(memory_gb=chosen.memory_gb).memory_bytes)
-    session.idle.after_min = chosen.unload_after_min
-    chat.chosen.kv = chosen.kv
-    loaded = chosen.kv == session.engine.load.kv and session.engine.info is not None
-    known = replace(
-        known,
-        kv=chosen.kv if loaded else known.kv,  # else once a model has loaded with it
-        unload_after_min=chosen.unload_after_min,
-        memory_gb=chosen.memory_gb
-        if load.memory != session.engine.load.memory
-        else known.memory_gb,  # a flag is for one run
+    commands.listed_tools(chat)  # or it says why there are none
+    screen = ToolsScreen(
+        lambda: commands.listed_tools(chat),
+        lambda name: commands.switch_tools(chat, [name], on=None),
+        lambda name: commands.ask_again(chat, [name]),
     )
-    save_settings(chat, known)
-    apply_choice(chat, chat.preferences.choose_sampling(chosen.sampling, own=chosen.own))
-    if chosen.template != chat.preferences.settings.template:
-        save_settings(chat, replace(chat.preferences.settings, template=chosen.template))
-        chat.preferences.give(session)
-    if load != session.engine.load:
-        chat.load(load)
+    chat.app.push_screen(screen)
+
+
+def settings(chat: "ChatScreen", _: str) -> None:
+    """Edit all settings in one sheet."""
+    from ..screens.settings import SettingsScreen
+
+    session, known = chat.session, chat.preferences.settings
+    everywhere = Sheet(known.template, known.sampling)
+
+    def chosen_apart() -> dict[str, bool]:
+        now = chat.preferences.settings
+        return {"theme": bool(now.theme), "keys": bool(now.keys)}
+
+    screen = SettingsScreen(
+        current_sheet(chat),
+        everywhere,
+        session.engine.info,
+        do=chat.do,
+        profile=session.profile,
+        chosen_apart=chosen_apart,
+    )
+    chat.app.push_screen(screen, lambda sheet: _apply(chat, sheet))
+
+
+def _apply(chat: "ChatScreen", sheet: Sheet | None) -> None:
+    if sheet is not None:
+        apply_sheet(chat, sheet)
+        chat.show_panel()
+        chat.show()
+
+
+def profile(chat: "ChatScreen", written: str) -> None:
+    """Choose a profile, or do with profiles what is written."""
+    from ..screens.profiles import ProfilesScreen
+
+    if written:
+        commands.profile(chat, written)
+    else:
+        chat.app.push_screen(ProfilesScreen(chat), lambda name: None if name is None else use(chat, name))
+
+
+def use(chat: "ChatScreen", name: str) -> None:
+    """Apply the profile that was chosen; "" is none."""
+    chat.run_command(lambda: commands.use_profile(chat, name))

@@ -1,13 +1,15 @@
-"""Writing a prompt: sending, stopping, slash commands, attachments, earlier prompts, and the user's own editor."""
+"""Writing a prompt: sending, stopping, slash and shell commands, attachments, earlier prompts, and the user's own editor."""
 
 import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...backend.shell import Ending, ShellCommand, ShellError, user_shell, working_folder
 from ...chat import actions, commands
-from ...chat.attachments import AttachError, Draft, read_named
+from ...chat.attachments import AttachError, Draft, output_of, read_named, shell_command, unescaped
 from ...chat.commands import RefusedError
 from ...chat.external_programs import EditorError, edit_text, editor_command
+from ...chat.listing import excerpt
 from ...chat.steps import Revised, TurnBegun
 from ...sanitise import sanitise
 from ...store.values import StoreError
@@ -31,11 +33,13 @@ def newline(chat: "ChatScreen", _: str) -> None:
 
 
 def stop(chat: "ChatScreen", _: str) -> None:
-    """Close the completions, or stop what runs; else clear the selection and cancel an edit."""
+    """Close the completions, or stop what runs, a shell command first; else clear the selection and cancel an edit."""
     prompt = chat.query_one(Prompt)
     if prompt.completions.display:
         prompt.completions.withdraw()
-    elif chat.session.engine.busy:
+    elif chat.shell is not None:
+        chat.shell.stop()
+    elif chat.session.engine.busy or chat.session.engine.replying:
         chat.perform(chat.session.stop())
     else:
         chat.clear_selection()
@@ -50,6 +54,9 @@ def submit(chat: "ChatScreen", draft: Draft) -> None:
     if chat.reading:
         prompt.give_back(draft.text, draft.attachments)
         chat.tell("A file is still being read. Press Enter again in a moment.")
+    elif chat.shell is not None:
+        prompt.give_back(draft.text, draft.attachments)
+        chat.tell(STILL_RUNNING.format(chat.session.keymap.key("stop")))
     elif not words.whole:
         chat.tell("Write a message first. Enter sends it.")
     elif chat.composer.editing is not None:
@@ -57,8 +64,11 @@ def submit(chat: "ChatScreen", draft: Draft) -> None:
     elif (command := actions.parse(draft.text)) is not None:
         prompt.attachments += draft.attachments  # they are not the command's
         _obey(chat, command, draft.text.rstrip())
+    elif (to_run := shell_command(draft.text)) is not None:
+        prompt.attachments += draft.attachments
+        chat.do("shell", to_run)
     else:
-        chat.perform(chat.session.submit(words.text, words.attachments))
+        chat.perform(chat.session.submit(unescaped(words.text), words.attachments))
 
 
 def edit(chat: "ChatScreen", text: str) -> None:
@@ -129,6 +139,49 @@ async def _read(chat: "ChatScreen", path: str) -> None:
     finally:
         chat.reading.remove(path)
         chat.show()
+
+
+STILL_RUNNING = "A shell command is still running. {} ends it."
+
+
+def shell(chat: "ChatScreen", text: str) -> None:
+    """Ask whether to run a shell command, whose output is attached then; without one, begin to write it."""
+    from ..screens.tools import ShellScreen
+
+    prompt, folder = chat.query_one(Prompt), working_folder()
+    if chat.shell is not None:
+        raise RefusedError(STILL_RUNNING.format(chat.session.keymap.key("stop")))
+    if not text:
+        prompt.type("" if prompt.text else "!")
+        chat.tell("Write the command after the !, at the start of the prompt: !ls")
+        return
+
+    def answered(runs: bool | None) -> None:
+        if runs:
+            chat.run_worker(_run(chat, ShellCommand(text, folder)))
+        else:
+            prompt.give_back(f"!{text}")
+        prompt.focus()
+
+    chat.app.push_screen(ShellScreen(text, folder, user_shell()), answered)
+
+
+async def _run(chat: "ChatScreen", command: ShellCommand) -> None:
+    chat.shell = command
+    chat.show()
+    try:
+        output = await asyncio.to_thread(command.run)
+    except ShellError as error:
+        chat.tell(error.one_line(), "warning")
+    else:
+        if output.text or output.ending is not Ending.STOPPED:
+            chat.query_one(Prompt).attach(output_of(output))
+        if output.how:
+            chat.tell(f"{excerpt(command.text)}: {output.how}.", "warning")
+    finally:
+        command.stop()  # where the app quits
+        chat.shell = None
+    chat.show()
 
 
 def detach(chat: "ChatScreen", name: str) -> None:

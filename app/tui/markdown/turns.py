@@ -1,7 +1,7 @@
 """The messages of a turn as rows: the prompt, and the reply with its thinking, text and verdict."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -33,6 +33,8 @@ SELECTED_NAME = Frame(Content.styled("▸", "$accent"))
 ASIDE = Frame(Content(" "), FAINT)
 FIGURES = Frame(Content(" "), LABEL)
 SYSTEM = "System"
+LEFT_OUT = "left out of the context"
+"""Beside what is kept in the chat, but not sent."""
 SIDES = 2  # free cells at both sides of a message's text, together
 
 
@@ -47,7 +49,9 @@ class UserMessage:
         self, text: str, key: int = 0, place: Place = (1, 1), attachments: tuple[Attachment, ...] = ()
     ) -> None:
         self.text = sanitise(text)
-        self._attached = [f"+ {sanitise_line(each.name)}" for each in attachments]
+        self._attached = [sanitise_line(each.name) for each in attachments]
+        self.left_out = False
+        self.files_left_out: frozenset[str] = frozenset()
         self.key = key
         self.selected = False
         self._place = place
@@ -55,14 +59,19 @@ class UserMessage:
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells."""
         frame = USER_SELECTED if self.selected else USER
-        names = Content("\n").join(Content.styled(name, "$text-primary") for name in self._attached)
-        parts = [part for part in (names, Content(self.text)) if part.plain]
+        names = Content("\n").join(map(self._chip, self._attached))
+        note = Content.styled(LEFT_OUT if self.left_out else "", FAINT)
+        parts = [part for part in (note, names, Content(self.text)) if part.plain]
         text = [PageRow(row, frame) for part in parts for row in wrapped(part, width - SIDES - len(BAR))]
         return [*([PageRow(Row(_placed(self._place)), frame)] if self._place[1] > 1 else []), *text]
 
     def guess(self, width: int) -> int:
         """Return about how many rows there are at ``width`` cells."""
-        return guess(self.text, width) + len(self._attached)
+        return guess(self.text, width) + len(self._attached) + self.left_out
+
+    def _chip(self, name: str) -> Content:
+        note = f"  {LEFT_OUT}" if name in self.files_left_out and not self.left_out else ""
+        return Content.styled(f"+ {name}", "$text-primary") + Content.styled(note, FAINT)
 
 
 class SystemMessage:
@@ -172,7 +181,7 @@ class ReplyMessage:
         self.key = key
         self._model = sanitise_line(model)
         self._place = place
-        self._selected = False
+        self._selected = self._left_out = False
         self._name = self._named()
         self._prose = Prose()
         self._marked: list[PageRow] = []  # the rows while it is selected
@@ -188,6 +197,16 @@ class ReplyMessage:
     @selected.setter
     def selected(self, selected: bool) -> None:
         self._selected = self.thinking.selected = selected
+        self._name = self._named()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether it is kept, but not sent."""
+        return self._left_out
+
+    @left_out.setter
+    def left_out(self, left_out: bool) -> None:
+        self._left_out = left_out
         self._name = self._named()
 
     def add(self, text: str, kind: TextKind) -> None:
@@ -239,7 +258,8 @@ class ReplyMessage:
     def _named(self) -> PageRow:
         name = Content.styled(self._model, "bold reverse $text-accent" if self._selected else "bold $text-primary")
         place = Content("  ") + _placed(self._place) if self._place[1] > 1 else Content("")
-        return PageRow(Row(name + place), SELECTED_NAME if self._selected else PLAIN)
+        note = Content.styled(f"  {LEFT_OUT}" if self._left_out else "", FAINT)
+        return PageRow(Row(name + place + note), SELECTED_NAME if self._selected else PLAIN)
 
     def is_thinking(self, row: int) -> bool:
         """Whether ``row``, counted from the message's first, shows its thinking."""
@@ -338,6 +358,23 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
             message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
             message.end(turn.reply)
             yield message
+
+
+def mark_left_out(
+    messages: Iterable[object], turns: Iterable[Turn], pruned: Collection[tuple[int, str]]
+) -> Iterator[UserMessage | ReplyMessage]:
+    """Mark what is left out of the context, as ``Conversation.pruned`` has it; yield the messages whose mark changed."""
+    whole = {key for turn in turns if (turn.key, "") in pruned for key in (turn.key, turn.reply_key)}
+    for message in messages:
+        if isinstance(message, UserMessage | ReplyMessage):
+            left_out = bool(message.key) and message.key in whole
+            files = frozenset(name for key, name in pruned if key == message.key and name)
+            changed = left_out is not message.left_out
+            if isinstance(message, UserMessage) and files != message.files_left_out:
+                message.files_left_out, changed = files, True
+            if changed:
+                message.left_out = left_out
+                yield message
 
 
 def _placed(place: Place) -> Content:

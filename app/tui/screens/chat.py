@@ -24,6 +24,7 @@ from tokamac.engine.hub.cache import GUIDE
 
 from ...backend.client import BackendEvent
 from ...backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, WhatIf
+from ...backend.shell import ShellCommand
 from ...chat import commands
 from ...chat.attachments import Draft, joined
 from ...chat.commands import CodeCycle, LoadChoice, Severity, save_settings
@@ -263,6 +264,7 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "edit": writing.edit,
     "attach": writing.attach,
     "detach": writing.detach,
+    "shell": writing.shell,
     "earlier": writing.earlier,
     "later": writing.later,
     "stop": writing.stop,
@@ -272,9 +274,12 @@ COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
     "context": chats.context,
     "choose_model": model.choose_model,
     "models": model.models,
+    "jobs": model.models,
     "unload": model.unload,
     "system_prompt": model.system_prompt,
+    "tools": model.tools,
     "settings": model.settings,
+    "profile": model.profile,
     "what_if": model.what_if,
     "convert": model.convert,
     "export": reading.export,
@@ -370,12 +375,15 @@ class ChatScreen(Screen[None]):
         self.what_ifs = WhatIfs(session, bridge)
         self.library = ModelLibrary(self)
         self.recording: Recording | None = None
+        self.automatic_theme = ""  # the one by the terminal's background
         self.shows_ids = False
         self.chosen = LoadChoice()
         self.code_cycle = CodeCycle()
         self.copied = False  # anything, so that the user knows where copies are
         self.history = History()
+        self.folded: set[str] = set()  # folders in the list of chats
         self.reading: list[str] = []  # files that are being read
+        self.shell: ShellCommand | None = None  # that runs
         self.quits_until = 0.0  # until then, Ctrl+C quits
         self._prompt = Prompt()
         self.composer = Composer(self._prompt, session)
@@ -454,6 +462,7 @@ class ChatScreen(Screen[None]):
         """Do what the session asks, in order, and show its state."""
         for step in steps:
             self._perform(step)
+        self._record(Recording.let_go)
         self.bridge.set_busy(self.session.engine.busy)
         self.show()
         # While a model writes, its figures are shown as they come and the cursor is still: each wake takes the model's time.
@@ -484,15 +493,16 @@ class ChatScreen(Screen[None]):
                     transcript.prime()
                 self._record(lambda recording: recording.ended(reply))
             case Moved(turns):
-                transcript.show_turns(turns)
+                transcript.show_turns(turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.moved())
             case Pruned():
+                transcript.prune(self.session.turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.pruned())
             case Revised(turns):
-                transcript.show_turns(turns)
+                transcript.show_turns(turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.revised())
             case Opened(turns):
-                transcript.show_turns(turns)
+                transcript.show_turns(turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.left())
             case Titled(title):
                 self._record(lambda recording: recording.entitled(title))
@@ -508,7 +518,8 @@ class ChatScreen(Screen[None]):
             case Notice(text, severity):
                 self.tell(text, severity)
             case AskConsent(call):
-                self.app.push_screen(ConsentScreen(call), partial(self._decided, call))
+                screen = ConsentScreen(call, chats.title_elsewhere(self))
+                self.app.push_screen(screen, partial(self._decided, call))
             case RunTool(call):
                 self.preferences.run_tool(call, self._tool_ended)
             case ToolAnswered(key, result):
@@ -602,7 +613,8 @@ class ChatScreen(Screen[None]):
             aside=self.library.activity(),
             elsewhere=chats.title_elsewhere(self),
         )
-        self.query_one(Chips).show(self.session, self._prompt.draft, self.reading)
+        running = "" if self.shell is None else self.shell.text
+        self.query_one(Chips).show(self.session, self._prompt.draft, self.reading, running)
         essentials, selecting = not self._panel_shown, transcript.selected is not None
         self.query_one(StatusLine).show(
             self.session, essentials=essentials, selecting=selecting, chosen=transcript.chosen

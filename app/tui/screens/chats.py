@@ -1,5 +1,7 @@
 """Ctrl+L: all conversations, by title and by message; typing narrows the list. F6: the conversation as a tree.
 
+Folders stand between pinned chats and the others; Left and Right fold and unfold one, which is remembered until the app quits.
+
 In the tree, messages without other versions stand in one column, and versions open below each other. Each shows the price of
 continuing its path, as soon as the engine has told it.
 """
@@ -29,7 +31,7 @@ from tokamac.engine.events import Price, Role
 from ...chat.actions import Keymap
 from ...chat.background import of_path
 from ...chat.conversation import Tree
-from ...chat.listing import ChatMatches, ChatSearch, ago, date_of, excerpt, grouped, plain_hit, said_in
+from ...chat.listing import ChatMatches, ChatSearch, Folder, ago, date_of, excerpt, grouped, plain_hit, said_in
 from ...chat.models import short_name
 from ...sanitise import sanitise, sanitise_line
 from ...store.values import Hit, StoredChat, StoreError
@@ -119,6 +121,21 @@ LOOK_BACKGROUND_S = 0.5
 """How often the marks of what goes on in the background are looked at."""
 
 
+INDENT = "  "
+"""Before the chats of a folder."""
+Entry = StoredChat | Hit | Folder | None
+"""What a row is of; None is the heading of a date."""
+
+
+def _is_of(entry: StoredChat | Hit | Folder, chat: str) -> bool:
+    """Whether a row is of this chat, or of a message in it."""
+    match entry:
+        case StoredChat(id=id) | Hit(chat=id):
+            return id == chat
+        case Folder():
+            return False
+
+
 @dataclass(frozen=True, slots=True)
 class Pick:
     """What was chosen: a chat, and the message to jump to where it was found by a message."""
@@ -162,6 +179,8 @@ class ChatsScreen(Dialog[Pick]):
         Binding("ctrl+k", "pin", "Pin", id="chats.pin", priority=True),
         Binding("ctrl+f", "move", "Folder", id="chats.folder", priority=True),
         Binding("ctrl+y", "next_folder", "Next folder", id="chats.next_folder", priority=True),
+        Binding("left", "fold", "Fold", id="chats.fold", show=False, priority=True),
+        Binding("right", "unfold", "Unfold", id="chats.unfold", show=False, priority=True),
     ]
 
     def __init__(
@@ -170,14 +189,18 @@ class ChatsScreen(Dialog[Pick]):
         open_id: str | None,
         keymap: Keymap,
         clock: Callable[[], float] = time.time,
+        *,
         background: Callable[[], Background] = Background,
+        folded: set[str] | None = None,
     ) -> None:
+        """``folded``: the names of the folders whose chats are not listed; it is changed here."""
         super().__init__()
+        self._folded = set() if folded is None else folded
         self._background = background
         self._doing = background()
         self._folder: str | None = None
         self._moving = False
-        self._entries: list[StoredChat | Hit | None] = []
+        self._entries: list[Entry] = []
         self._keymap = keymap
         self._search = search
         self._open_id = open_id
@@ -232,11 +255,16 @@ class ChatsScreen(Dialog[Pick]):
             self._show(found)
 
     def _show(self, found: ChatMatches) -> None:
-        """Show the matches. For the same search, the cursor stays on its row."""
+        """Show the matches. For the same search, the cursor stays on its row; else it is on the first chat, whatever its folder."""
         same = (found.text, found.folder) == (self._shown.text, self._shown.folder)
         at = self._pointed() if same else None
         self._shown = found
         self._fill(at or 0)
+        if at is None:
+            first = found.chats[0] if found.chats else None
+            self._point(
+                lambda entry: entry == first or (isinstance(entry, Folder) and entry.folded and first in entry.chats)
+            )
         self._say(self._state())
 
     def _state(self) -> str:
@@ -246,10 +274,19 @@ class ChatsScreen(Dialog[Pick]):
             return f"Folder: {sanitise_line(found.folder)} · Ctrl+Y shows the next one"
         if not found.chats and not found.hits:
             return "No matches." if found.text.strip() else "No chats yet."
-        return f"{len(found.folders)} folders · Ctrl+Y shows one" if len(found.folders) > 1 else ""
+        if not found.folders or found.text.strip():
+            return ""
+        many = "1 folder" if len(found.folders) == 1 else f"{len(found.folders)} folders"
+        return f"{many} · Left and Right fold one · Ctrl+Y shows one alone"
+
+    def _point(self, wanted: Callable[[Entry], bool]) -> None:
+        """Select the first row that is wanted, if there is one."""
+        at = next((at for at, entry in enumerate(self._entries) if wanted(entry)), None)
+        if at is not None:
+            self.query_one(OptionList).highlighted = at
 
     def _pointed(self) -> int | None:
-        """Return which of the chats and messages is selected; headings don't count."""
+        """Return which of the chats, messages and folders is selected; headings of dates don't count."""
         index = self.query_one(OptionList).highlighted
         return None if index is None else sum(each is not None for each in self._entries[:index])
 
@@ -273,26 +310,43 @@ class ChatsScreen(Dialog[Pick]):
             del listed
             self._fill(self._pointed())
 
-    def _rows(self, found: ChatMatches) -> Sequence[tuple[Content, StoredChat | Hit | None]]:
-        """Return the rows with what they are of; of headings, None. Matches of a search have none."""
+    def _rows(self, found: ChatMatches) -> Sequence[tuple[Content, Entry]]:
+        """Return the rows with what they are of; of headings of dates, None. Matches of a search have no headings."""
         listed = self.query_one(OptionList)
         room = listed.content_region.width - listed.styles.scrollbar_size_vertical
         now = self._clock()
-        rows: list[tuple[Content, StoredChat | Hit | None]] = []
-        for heading, chat in grouped(found.chats, now):
-            if heading and not found.text.strip():
-                rows.append((Content.styled(heading, FAINT), None))
-            row = chat_row(
-                chat,
-                is_open=chat.id == self._open_id,
-                seconds=now - chat.updated_at,
-                room=room,
-                date=date_of(chat.updated_at, now),
-                doing=self._doing.of(chat.id),
-                folders=found.folder is None,
-            )
-            rows.append((row, chat))
+        rows: list[tuple[Content, Entry]] = []
+        plain, indent = bool(found.text.strip()), ""
+        folded = self._folded if found.folder is None else None
+        for each in found.chats if plain else grouped(found.chats, now, folded):
+            match each:
+                case str():
+                    rows.append((Content.styled(each, FAINT), None))
+                    indent = ""
+                case Folder():
+                    rows.append((self._folder_row(each), each))
+                    indent = INDENT
+                case StoredChat():
+                    row = chat_row(
+                        each,
+                        is_open=each.id == self._open_id,
+                        seconds=now - each.updated_at,
+                        room=room - len(indent),
+                        date=date_of(each.updated_at, now),
+                        doing=self._doing.of(each.id),
+                        folders=found.folder is None and not indent,
+                    )
+                    rows.append((indent + row, each))
         return [*rows, *((hit_row(hit), hit) for hit in found.hits)]
+
+    def _folder_row(self, folder: Folder) -> Content:
+        """Return a folder's row; of a folded one, with how many chats it has and what goes on in them."""
+        name = Content.styled(f"{'▸' if folder.folded else '▾'} {excerpt(folder.name)}", "bold")
+        if not folder.folded:
+            return name
+        here = Content.styled(" ●", "$text-primary") if any(chat.id == self._open_id for chat in folder.chats) else ""
+        doing = next(filter(None, (self._doing.of(chat.id) for chat in folder.chats)), "")
+        return name + here + Content.styled(f" ({len(folder.chats)}){f' · {doing}' if doing else ''}", FAINT)
 
     def _say(self, text: str) -> None:
         state = self.query_one("#state", Static)
@@ -322,10 +376,32 @@ class ChatsScreen(Dialog[Pick]):
                 self.dismiss(Pick(chat))
             case Hit(chat=chat, message=message):
                 self.dismiss(Pick(chat, message))
+            case Folder(name=name, folded=folded):
+                self._fold(name, not folded)
+
+    def _fold(self, name: str, folded: bool) -> None:
+        """Fold or unfold a folder, and select its heading."""
+        (self._folded.add if folded else self._folded.discard)(name)
+        self._fill(self._pointed())
+        self._point(lambda entry: isinstance(entry, Folder) and entry.name == name)
+
+    def action_fold(self) -> None:
+        """Fold the selected folder, or that of the selected chat."""
+        match self._entry():
+            case Folder(name=name) | StoredChat(folder=name, pinned_at=None) if name:
+                self._fold(name, True)
+
+    def action_unfold(self) -> None:
+        """Unfold the selected folder."""
+        match self._entry():
+            case Folder(name=name):
+                self._fold(name, False)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While a title is written, the keys of the list belong to the input line."""
+        """While a title is written, the keys of the list belong to the input line; so do Left and Right while it has a text."""
         del parameters
+        if action in ("fold", "unfold"):
+            return self._naming is None and self._folder is None and not self.query_one(Input).value
         return self._naming is None or action not in (
             "delete",
             "undo",
@@ -342,9 +418,13 @@ class ChatsScreen(Dialog[Pick]):
 
     # Changing -------------------------------------------------------------------------------------------------------------
 
-    def _selected(self) -> SelectedChat | None:
+    def _entry(self) -> Entry:
+        """Return what the selected row is of."""
         index = self.query_one(OptionList).highlighted
-        match None if index is None else self._entries[index]:
+        return None if index is None else self._entries[index]
+
+    def _selected(self) -> SelectedChat | None:
+        match self._entry():
             case StoredChat(id=chat, title=title):
                 return SelectedChat(chat, title, by_message=False)
             case Hit(chat=chat, title=title):
@@ -374,12 +454,12 @@ class ChatsScreen(Dialog[Pick]):
 
     def _take_out(self, chat: str) -> None:
         """Remove a chat's rows at once, so that the next key is not for them again, and select the row after them."""
-        shown, at = self._shown, self._pointed()
-        of = [*(each.id for each in shown.chats), *(hit.chat for hit in shown.hits)]
+        shown, index = self._shown, self.query_one(OptionList).highlighted
+        before = [each for each in self._entries[:index] if each is not None and not _is_of(each, chat)]
         chats = tuple(each for each in shown.chats if each.id != chat)
         hits = tuple(hit for hit in shown.hits if hit.chat != chat)
         self._shown = replace(shown, chats=chats, hits=hits)
-        self._fill(sum(each != chat for each in of[:at]))
+        self._fill(len(before))
 
     def action_undo(self) -> None:
         """Restore the chat that was deleted last."""
@@ -406,10 +486,9 @@ class ChatsScreen(Dialog[Pick]):
 
     def action_pin(self) -> None:
         """Keep the selected chat at the top, or no longer."""
-        index = self.query_one(OptionList).highlighted
-        chat = None if index is None else self._entries[index]
+        chat = self._entry()
         if not isinstance(chat, StoredChat):
-            self._say("Select a chat, not a message in it, to pin it.")
+            self._say("Select a chat to pin it, not a message in it or a folder.")
         elif self._try(lambda: self._search.pin(chat.id, pinned=chat.pinned_at is None)):
             self.find(self.query_one(Input).value)
 

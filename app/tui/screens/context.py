@@ -25,10 +25,11 @@ STYLES = {
     "files": ("▓", "$text-warning"),
     "prompts": ("▒", "$text-primary"),
     "replies": ("░", "$text-secondary"),
+    "results": ("▞", "$foreground"),
     "draft": ("▚", "$text-success"),
 }
 """Of the parts of the bar: told apart without colour too."""
-NAMES = {"system": "system", "file": "file", "prompt": "you", "reply": "reply", "draft": "draft"}
+NAMES = {"system": "system", "file": "file", "prompt": "you", "reply": "reply", "result": "tool", "draft": "draft"}
 
 
 def bar(use: ContextUse, width: int) -> Content:
@@ -68,10 +69,14 @@ class ContextScreen(Dialog[None]):
     """Shows what is in the context, and prunes it.
 
     use: returns it as it is known now, and has counted what is not. prune: leaves a turn or a file out, or sends it again.
+    key: of the prompt whose row is selected at first; None is the first row.
     """
 
-    def __init__(self, use: Callable[[], ContextUse], prune: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, use: Callable[[], ContextUse], prune: Callable[[int, str], None], key: int | None = None
+    ) -> None:
         super().__init__()
+        self._key = key
         self._use = use
         self._prune = prune
         self._shown: ContextUse | None = None
@@ -108,7 +113,9 @@ class ContextScreen(Dialog[None]):
         at = listed.highlighted
         listed.clear_options()
         listed.add_options([Option(part_row(row, width)) for row in use.rows])
-        listed.highlighted = min(at or 0, len(use.rows) - 1) if use.rows else None
+        if at is None:
+            at = next((at for at, row in enumerate(use.rows) if row.key == self._key and not row.file), 0)
+        listed.highlighted = min(at, len(use.rows) - 1) if use.rows else None
         self.query_one("#bar", Static).update(bar(use, width))
         self.query_one("#legend", Static).update(legend(use))
         self._say()

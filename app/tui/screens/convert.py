@@ -54,7 +54,7 @@ class ConvertScreen(Dialog[str]):
         Binding("f6", "stop", "Stop the conversion", id="convert.stop", show=False),
     ]
 
-    def __init__(self, source: str, conversions: Conversions, models_folder: Path) -> None:
+    def __init__(self, source: str, conversions: Conversions[ConversionForm], models_folder: Path) -> None:
         super().__init__()
         self._source = source
         self._conversions = conversions

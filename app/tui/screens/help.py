@@ -29,7 +29,7 @@ LEAST_TEXT = 24  # cells; with fewer beside the keys, these have a line of their
 INDENT = 2
 ALSO = "Other"
 GROUPS: dict[str, str] = {
-    "Writing": "send newline stop attach detach earlier later undo redo editor",
+    "Writing": "send newline stop attach detach shell earlier later undo redo editor",
     "Selected message (Tab, then Up and Down)": (
         "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),
@@ -59,7 +59,7 @@ NOTES = (  # keys that the user may change by the action's id
     "In a shell, tokamac help lists topics in depth: kv, cache, context, memory, speed, settings and more.",
 )
 ON_MACS = (
-    "On a Mac keyboard, F1 to F9 need fn; {leader} and a letter does the same. Terminal.app keeps PageUp, PageDown, Home and "
+    "On a Mac keyboard, F1 to F10 need fn; {leader} and a letter does the same. Terminal.app keeps PageUp, PageDown, Home and "
     "End for itself, and has no Ctrl+End: use /up, /down, /top and /end. Option+Enter starts a new line once Settings > "
     "Profiles > Keyboard > Use Option as Meta Key is on; Shift+Enter may send the prompt; Ctrl+J works everywhere. The terminal"
     " in VS Code keeps F1, F5 and F6: use /help, /figures and /branches. Every key has a command or an entry in the palette "

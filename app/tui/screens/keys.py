@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 from ...chat import commands
 from ...chat.actions import ACTIONS, LEADER, Action, key_name, one_name, refusal
 from ...chat.commands import RefusedError
-from ..theme import DARK, FAINT, LIGHT, TERMINAL
+from ..theme import AUTOMATIC, DARK, FAINT, LIGHT, TERMINAL
 from . import Dialog
 
 if TYPE_CHECKING:
@@ -278,11 +278,20 @@ def _row(action: Action, wide: int) -> Content:
     )
 
 
-class ThemeScreen(Dialog[str]):
-    """The themes; the one pointed at is shown. The result is the chosen one, or None, where the one before is back."""
+THEME_WIDE = 19
+"""Cells for a theme's name: the longest, and a gap."""
 
-    def __init__(self) -> None:
+
+class ThemeScreen(Dialog[str]):
+    """The themes; the one pointed at is shown. The result is the chosen one, or None, where the one before is back.
+
+    chosen: the one in the settings; "" is none. automatic: the one that is taken then.
+    """
+
+    def __init__(self, chosen: str, automatic: str) -> None:
         super().__init__()
+        self._chosen = chosen
+        self._automatic = automatic
         self._before = ""
 
     def compose(self) -> ComposeResult:
@@ -298,14 +307,16 @@ class ThemeScreen(Dialog[str]):
         own = [theme.name for theme in (TERMINAL, DARK, LIGHT)]
         names = [*own, *sorted(set(self.app.available_themes) - set(own))]
         listed = self.query_one(OptionList)
+        usual = Content(AUTOMATIC.ljust(THEME_WIDE)) + Content.styled("by the terminal's background", FAINT)
+        listed.add_option(Option(usual, AUTOMATIC))
         listed.add_options([Option(_theme(self.app.available_themes[name]), name) for name in names])
-        listed.highlighted = names.index(self._before)
+        listed.highlighted = 1 + names.index(self._before) if self._chosen else 0
         listed.focus()
 
     @on(OptionList.OptionHighlighted)
     def preview(self, event: OptionList.OptionHighlighted) -> None:
         """Show the theme."""
-        self.app.theme = event.option_id or self._before
+        self.app.theme = self._automatic if event.option_id == AUTOMATIC else event.option_id or self._before
 
     @on(OptionList.OptionSelected)
     def keep(self, event: OptionList.OptionSelected) -> None:
@@ -320,4 +331,4 @@ class ThemeScreen(Dialog[str]):
 
 def _theme(theme: Theme) -> Content:
     kind = "the terminal's own colours" if theme.ansi else "dark" if theme.dark else "light"
-    return Content(theme.name.ljust(22)) + Content.styled(kind, FAINT)
+    return Content(theme.name.ljust(THEME_WIDE)) + Content.styled(kind, FAINT)

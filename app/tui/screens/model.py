@@ -319,6 +319,8 @@ class ModelList(OptionList, can_focus=False):
                 title, here = now, row.section in ("embedded", "disk")
                 yield row.section, section_line(title)
             yield row.id, row_line(row, self.cells, loaded=row.model == loaded and row.on_disk)
+            if row.section == "start" and (advice := library.estimates.advice) is not None and advice.note:
+                yield "start:", Content.styled(f"  {sanitise_line(advice.note)}", FAINT)
         if here:
             yield from _gguf(library)
         if searching and (state := library.hub.found.state):

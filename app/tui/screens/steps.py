@@ -286,7 +286,7 @@ class StepsScreen(Dialog[Reply]):
         if self._player is not None:
             self._pause()
         elif not self._steps.recorded:
-            self._say("The times of this reply were not recorded, so it can't be played.")
+            self._say(f"There are no times to play: {self._steps.missing}.")
         else:
             if self._index >= len(self._steps) - 1:
                 self._go(0)

@@ -85,18 +85,19 @@ def case_rows(lines: Iterable[CaseLine], *, narrow: bool = False) -> Iterator[Ro
         change = "" if line.change == before else line.change
         before = line.change
         weights = "as it is" if line.bits is None else f"{line.bits} bits"
+        context = "empty" if line.change == "as now" and line.context == 1 else f"{line.context:,}"
         cells = [
             _plain(weights, _weight(line.change, "weights", narrow=narrow)),
             _plain(kv_bits(line.key_bits, line.value_bits), _weight(line.change, "keys and values", narrow=narrow)),
-            _number(f"{line.context:,}", _weight(line.change, "context", narrow=narrow)),
+            _number(context, _weight(line.change, "context", narrow=narrow)),
         ]
         named = () if narrow else (_plain(change, "dim"),)
         yield (*named, *cells, *_memory(line.figures), *_speeds(line.figures))
 
 
 def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
-    """Return the style of a cell: bold for the case as asked, and for the change where no column names it."""
-    return "bold" if changed == "as asked" or (narrow and changed == column) else ""
+    """Return the style of a cell: bold for the cases as now and as asked, and for the change where no column names it."""
+    return "bold" if changed in ("as now", "as asked") or (narrow and changed == column) else ""
 
 
 def chip_rows(lines: Iterable[ChipLine]) -> Iterator[Row]:
@@ -427,7 +428,7 @@ class WhatIfScreen(Dialog[None]):
             self._waiting.clear()
         wanted = WANTED[self.query_one("#tabs", TabbedContent).active or "cases"]
         try:
-            question = question_of(wanted, self._texts(), self._start.kv)
+            question = question_of(wanted, self._texts(), self._start.kv, self._start.now)
         except FormError as error:
             self._say(str(error), "$text-error")
             return

@@ -25,7 +25,7 @@ from textual.worker import get_current_worker
 from ... import units
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
-from ...chat.attachments import Draft, is_long, pasted
+from ...chat.attachments import Draft, is_long, pasted, shell_command
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...sanitise import sanitise, sanitise_line
@@ -209,6 +209,8 @@ def _rows(actions: Sequence[Action]) -> list[Option]:
 
 PAUSE_S = 0.4  # longer than the gaps of a typist within a sentence
 LONG_PASTE = 400  # characters that are read ahead without a pause
+SHELL = "shell command · Enter asks first"
+"""On the border, while one is written."""
 
 
 class Prompt(TextArea):
@@ -388,6 +390,7 @@ class Prompt(TextArea):
         """Begin to wait for a pause; complete paths and commands."""
         self.await_pause()
         self._complete()
+        self.border_subtitle = SHELL if self.obeys and shell_command(self.text) else ""
 
     def on_text_area_selection_changed(self) -> None:
         """Follow the cursor to another word."""
@@ -459,11 +462,13 @@ class Chips(Static):
         self.display = False
         self._shown = Content("")
 
-    def show(self, session: Session, draft: Draft, reading: Sequence[str]) -> None:
-        """Show the queued prompts, the attachments, the files that are being read, and why the prompt can't be sent."""
+    def show(self, session: Session, draft: Draft, reading: Sequence[str], running: str) -> None:
+        """Show queued prompts, attachments, files that are read, the shell command that runs, and why the prompt can't be sent."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
         over = session.overfull(draft)
-        lines = [*_waiting(session.queued, most), *_attached(draft.attachments, reading, session, over=bool(over))]
+        pending = [f"reading {sanitise_line(name)} …" for name in reading]
+        pending += [f"running {excerpt(running)} … {session.keymap.key('stop')} ends it"] if running else []
+        lines = [*_waiting(session.queued, most), *_attached(draft.attachments, pending, session, over=bool(over))]
         if over:
             width = max(20, self.content_size.width or self.container_size.width - 6)
             lines += [row.content for row in wrapped(Content.styled(over, "$text-error"), width)]
@@ -488,19 +493,19 @@ def _words(draft: Draft) -> str:
 
 def _attached(
     attachments: Sequence[Attachment],
-    reading: Sequence[str],
+    pending: Sequence[str],
     session: Session,
     *,
     over: bool,
 ) -> list[Content]:
-    """Return a line of chips. over: together they are too long; the largest is marked."""
+    """Return a line of chips, what is to come last. over: together they are too long; the largest is marked."""
     largest = max(attachments, key=lambda each: session.tokens(each) or 0, default=None) if over else None
     chips = []
     for each in attachments:
         name, size = ("$text-error", "$text-error") if each is largest else ("$text-primary", FAINT)
         chip = Content.styled(f"+ {sanitise_line(each.name)}", name)
         chips.append(chip + Content.styled(f" {_size(each, session.tokens(each))}", size))
-    chips += [Content.styled(f"reading {sanitise_line(name)} …", FAINT) for name in reading]
+    chips += [Content.styled(each, FAINT) for each in pending]
     return [Content("   ").join(chips)] if chips else []
 
 

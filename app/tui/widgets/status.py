@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.widgets import Static
 
@@ -270,8 +271,12 @@ class StatusLine(Static):
         left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, FAINT) + warning
         if selecting:
             left = _mode(chosen, width)
-        elif set_ := preferences.state(session.template):
-            left += SEPARATOR + Content.styled(set_, FAINT)
+        else:
+            profile = sanitise_line(session.profile)
+            if profile and left.cell_length + SEPARATOR.cell_length + cell_len(profile) <= room:
+                left += SEPARATOR + Content.styled(profile, FAINT)
+            if set_ := preferences.state(session.template):
+                left += SEPARATOR + Content.styled(set_, FAINT)
         if session.tools.specs:
             left += SEPARATOR + Content.styled(f"tools {len(session.tools.specs)}", FAINT)
         for part in _essentials(session) if essentials and not selecting else ():

@@ -5,7 +5,7 @@ know; at the very first start, a tour of five lines (``Welcome``).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from textual import events
@@ -22,7 +22,7 @@ from ...store.values import ToolResult
 from ..actions import bindings
 from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
 from ..markdown.rows import Row, wrapped
-from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, ToolMessage, messages_of
+from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, ToolMessage, mark_left_out, messages_of
 from ..theme import FAINT, LABEL
 from .page_view import PageView
 
@@ -61,22 +61,26 @@ class Welcome:
     def __init__(self, height: int, *, tour: bool = False, keymap: Keymap | None = None, guide: bool = False) -> None:
         self._height, self._guide = height, guide
         hints = TOUR if tour else HINTS
-        known = tuple((key, ELSE.get(text, text)) for key, text in hints) if guide else hints
-        self._hints = with_keys(known, keymap or Keymap())
+        self._hints = tuple((key, ELSE.get(text, text)) for key, text in hints) if guide else hints
+        self._keymap = keymap or Keymap()
 
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells. Where there is too little room, the keys stay, and the name goes first."""
-        lines = _fitting(_parts(self._hints, width, guide=self._guide), self._height)
+        hints = with_keys(self._hints, self._keymap, either=True)
+        if max(len(key) for key, _ in hints) + GAP + max(len(text) for _, text in hints) > width:
+            hints = with_keys(self._hints, self._keymap)
+        lines = _fitting(_parts(hints, width, guide=self._guide), self._height)
         indent = max(0, (width - max(line.cell_length for line in lines)) // 2)
         above = max(0, (self._height - len(lines)) // 2)
         frame = Frame(Content(" " * indent), PLAIN.style)
         return [BLANK] * above + [PageRow(Row(line), frame) for line in lines]
 
 
-def with_keys(hints: Hints, keymap: Keymap) -> Hints:
-    """Return ``hints`` with the keys in use."""
-    keys = {action.id: action.key_name for action in keymap.actions}
-    return tuple((key.format(**keys), text.format(**keys)) for key, text in hints)
+def with_keys(hints: Hints, keymap: Keymap, *, either: bool = False) -> Hints:
+    """Return ``hints`` with the keys in use. either: beside an F-key, one that is none."""
+    keys = {action.id: keymap.key(action.id) for action in keymap.actions}
+    first = {action.id: action.either_key for action in keymap.actions} if either else keys
+    return tuple((key.format(**first), text.format(**keys)) for key, text in hints)
 
 
 def _parts(hints: Hints, width: int, *, guide: bool) -> list[list[Content]]:
@@ -254,11 +258,14 @@ class Transcript(PageView, can_focus=False):
         self._page.append(ToolMessage(result, key))
         self._show()
 
-    def show_turns(self, turns: Sequence[Turn]) -> None:
-        """Show another conversation, or another path of this one, at its end."""
+    def show_turns(self, turns: Sequence[Turn], pruned: Collection[tuple[int, str]] = ()) -> None:
+        """Show another conversation, or another path of this one, at its end. pruned: what of it is left out of the context."""
         self._page.clear()
         self._reply = self._selected = self.selected = None
-        for message in messages_of(turns):
+        messages = list(messages_of(turns))
+        for _ in mark_left_out(messages, turns, pruned):
+            pass  # it is laid out below
+        for message in messages:
             self._page.append_later(message, message.guess(self._page.width))
         self.can_focus = bool(turns)
         self._keep_selection()
@@ -266,6 +273,12 @@ class Transcript(PageView, can_focus=False):
         if not turns:
             self._welcome()
         self.follow()
+
+    def prune(self, turns: Sequence[Turn], pruned: Collection[tuple[int, str]]) -> None:
+        """Mark what of the conversation is left out of the context now."""
+        for message in mark_left_out(self.messages, turns, pruned):
+            self._page.update(message)
+        self._show()
 
     def greet(self, *, guide: bool) -> None:
         """Adapt the welcome, if it is shown, to the model. guide: it is the embedded one."""

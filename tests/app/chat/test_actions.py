@@ -41,6 +41,7 @@ PROMISED = {
     "title": set(),
     "pin": set(),
     "context": {"ctrl+x i"},
+    "shell": {"!"},
     "folder": set(),
     "delete_chat": set(),
     "restore_chat": set(),
@@ -51,6 +52,7 @@ PROMISED = {
     "choose_model": {"ctrl+o"},
     "models": set(),
     "pull": set(),
+    "jobs": set(),
     "adapter": set(),
     "unload": set(),
     "system_prompt": {"ctrl+s"},
@@ -96,6 +98,13 @@ PROMISED = {
     "suspend": {"ctrl+z"},
     "leave": {"ctrl+q"},
 }
+
+
+def test_a_mac_is_told_of_keys_without_fn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [Keymap().key(action) for action in ("explain", "stop", "pull")] == ["F2", "Esc", "/pull"]
+    monkeypatch.setattr(keymap_module, "MAC", True)
+    assert [Keymap().key(action) for action in ("explain", "stop", "pull")] == ["Ctrl+X E", "Esc", "/pull"]
+    assert keymap({"explain": ("f18",)}).key("explain") == "F18"
 
 
 def test_the_keys_are_those_promised() -> None:

@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokamac.app import cli
+from tokamac.app.backend.shell import ShellOutput
 from tokamac.app.chat import attachments, external_programs
 from tokamac.app.chat.attachments import (
+    LONGEST_COMMAND,
     MOST_IN_FOLDER,
     AttachError,
     Draft,
@@ -28,9 +30,11 @@ from tokamac.app.chat.attachments import (
     attachment,
     is_long,
     joined,
+    output_of,
     pasted,
     read_file,
     read_named,
+    shell_command,
 )
 from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
 from tokamac.app.commands import ask, bench_report, kv_quality
@@ -64,6 +68,30 @@ def test_a_message_comes_apart_into_what_it_was_made_of(
 def test_an_attachment_stands_in_a_block_that_it_cannot_end() -> None:
     draft = Draft("Why?", (Attachment("a.py", "x = '```'\n````\ny = 1", "code"),))
     assert draft.whole == "File a.py:\n`````\nx = '```'\n````\ny = 1\n`````\n\nWhy?"
+
+
+@given(st.text(min_size=1).filter(lambda text: sanitise(text).strip()), st.text(), st.integers(-9, 9))
+def test_what_a_command_wrote_comes_apart_under_its_name(command: str, wrote: str, status: int) -> None:
+    made = output_of(ShellOutput(command, sanitise(wrote).strip("\n"), status))
+    draft = Draft("Why?", (made, attachment("a.py", "x")))
+    assert apart(draft.whole) == draft
+    assert len(made.name) <= 1 + LONGEST_COMMAND
+
+
+def test_the_model_is_told_the_command_its_output_and_how_it_ended() -> None:
+    made = output_of(ShellOutput("make test", "two failed", 2))
+    assert made.name == "!make test"
+    assert Draft("Why?", (made,)).whole == (
+        "Shell command make test:\n```\n$ make test\ntwo failed\n[exit status 2]\n```\n\nWhy?"
+    )
+    assert output_of(ShellOutput("true", "", 0)).text == "$ true\n[no output]"
+
+
+@pytest.mark.parametrize(
+    ("text", "command"), [("!ls -l", "ls -l"), ("!", ""), (" !ls", None), ("\\!ls", None), ("ls!", None), ("", None)]
+)
+def test_a_text_that_begins_with_an_exclamation_mark_is_a_command(text: str, command: str | None) -> None:
+    assert shell_command(text) == command
 
 
 def test_attachments_alone_are_a_message_and_nothing_is_none() -> None:

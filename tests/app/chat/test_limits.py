@@ -27,7 +27,7 @@ from tokamac.app.backend.protocol import (
     ReplyEvent,
 )
 from tokamac.app.chat.attachments import Draft
-from tokamac.app.chat.background import KnownPrice, PriceQuestion, TokenCounts, amount, of_path
+from tokamac.app.chat.background import KnownPrice, PriceQuestion, amount, of_path
 from tokamac.app.chat.conversation import Ending, Reply, Tree
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import Recording, measured, tree_of
@@ -361,12 +361,15 @@ def test_the_reason_stands_under_the_reply_and_what_is_foreign_in_it_is_made_saf
 def test_attachments_exceed_a_context_that_they_leave_no_token_of(
     capacity: int | None, on_full: OnFull | None, attached: tuple[Attachment, ...], exceed: bool
 ) -> None:
-    model, counts = ModelInfo("guide", capacity=capacity), TokenCounts()
-    for step, tokens in zip(counts.ask(model, (NOTES, CODE)), (60, 40), strict=True):
+    session = Session(Load("guide", KVSpec(on_full=on_full)), Sampling(), "", Clock())
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=capacity)))
+    for step, tokens in zip(session.counts.ask(session.engine.info, (NOTES, CODE)), (60, 40), strict=True):
         assert isinstance(step, Ask)
-        counts.counted(Counted(step.request.id, tokens))  # type: ignore[union-attr]
-    assert counts.exceed(model, KVSpec(on_full=on_full), attached) is exceed
-    assert not counts.exceed(None, KVSpec(), attached)
+        session.on_event(Counted(step.request.id, tokens))  # type: ignore[union-attr]
+    assert bool(session.overfull(Draft("", attached))) is exceed
+    session.engine.info = None
+    assert not session.overfull(Draft("", attached))
 
 
 async def test_a_file_over_the_context_is_refused_before_it_is_sent(

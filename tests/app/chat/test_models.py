@@ -47,11 +47,12 @@ from tokamac.app.chat.models import (
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.commands.inspect import cases_report
-from tokamac.app.settings import CHAT_KV, Settings
+from tokamac.app.profiles import CHAT_KV
+from tokamac.app.settings import Settings
+from tokamac.app.settings_form import Sheet
 from tokamac.app.tui.actions import model as wishes
 from tokamac.app.tui.actions.model import choose_model, take_model
 from tokamac.app.tui.screens.model import ModelScreen, detail, row_line
-from tokamac.app.tui.screens.settings import Chosen
 from tokamac.assets import asset_path
 from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import KVSpec, Sampling
@@ -403,7 +404,9 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 ) -> None:
     async with chat(model) as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._apply(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
+        wishes._apply(
+            c.app.chat, Sheet(sampling=Sampling(temperature=0.5), kv=PACKED, settings=Settings(unload_after_min=7))
+        )
         assert c.session.engine.phase is EnginePhase.LOADING
         assert kept(tmp_path) == CHAT_KV
         await c.phase(EnginePhase.IDLE)
@@ -415,7 +418,7 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._apply(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
+        wishes._apply(c.app.chat, Sheet(settings=Settings(memory_gb=3.5)))
         assert c.session.engine.phase is EnginePhase.LOADING
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.memory == 3_500_000_000
@@ -425,7 +428,7 @@ async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Star
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._apply(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
+        wishes._apply(c.app.chat, Sheet(sampling=Sampling(temperature=0.5), settings=Settings(memory_gb=2.0)))
         assert c.session.engine.phase is EnginePhase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
 
@@ -434,7 +437,7 @@ async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start,
     async with chat("fast", kv=PACKED) as c:
         await c.phase(EnginePhase.IDLE)
         assert kept(tmp_path) == CHAT_KV  # flags are for one run
-        wishes._apply(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
+        wishes._apply(c.app.chat, Sheet(kv=PACKED))
         assert c.session.engine.phase is EnginePhase.IDLE
         assert kept(tmp_path) == PACKED
 

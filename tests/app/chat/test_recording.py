@@ -3,24 +3,42 @@
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.app.chat.test_session import LOADED, Clock, done
+from tests.app.chat.test_session import LOADED, METRICS, Clock, done
 from tests.app.conftest import Chat
-from tokamac.app.backend.protocol import Load
+from tokamac.app.backend.client import Died
+from tokamac.app.backend.protocol import AskCount, Counted, Load, ReplyEvent
 from tokamac.app.chat import recording
+from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.conversation import Conversation
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, SAVED, Recording
 from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import EnginePhase, Moved, Opened, ReplyEnded, ReplyGrew, Step, TurnBegun
+from tokamac.app.chat.steps import (
+    Ask,
+    DraftReturned,
+    Elsewhere,
+    EnginePhase,
+    Moved,
+    Opened,
+    PromptRefused,
+    ReplyEnded,
+    ReplyGrew,
+    Step,
+    ToolAnswered,
+    TurnBegun,
+)
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage
 from tokamac.app.tui.actions.chats import open_chat
-from tokamac.engine.options import Sampling
+from tokamac.engine.events import Finished, ToolCall
+from tokamac.engine.options import Sampling, ToolSpec
 
 Start = Callable[..., Any]
 
@@ -46,16 +64,30 @@ class Desk:
     def perform(self, steps: list[Step]) -> None:
         for step in steps:
             match step:
-                case TurnBegun(turn):
-                    self.recording.begun(turn)
-                case ReplyGrew():
-                    self.recording.grew()
-                case ReplyEnded(reply):
-                    self.recording.ended(reply)
-                case Moved():
-                    self.recording.moved()
-                case Opened():
-                    self.recording.left()
+                case Elsewhere(conversation, of_it):
+                    self._record(of_it, conversation)
+                case _:
+                    self._record(step)
+        self.recording.let_go()
+
+    def _record(self, step: Step, elsewhere: Conversation | None = None) -> None:
+        match step:
+            case TurnBegun(turn):
+                self.recording.begun(turn, elsewhere)
+            case ReplyGrew():
+                self.recording.grew(elsewhere)
+            case ReplyEnded(reply):
+                self.recording.ended(reply, elsewhere)
+            case ToolAnswered(key):
+                self.recording.answered(key, elsewhere)
+            case PromptRefused(_, Draft() as draft) if elsewhere is not None:
+                self.recording.returned(draft, elsewhere)
+            case DraftReturned(text, attachments) if elsewhere is not None:
+                self.recording.returned(Draft(text, attachments), elsewhere)
+            case Moved():
+                self.recording.moved()
+            case Opened():
+                self.recording.left()
 
     def ask(self, text: str) -> None:
         self.perform(self.session.submit(text))
@@ -177,6 +209,64 @@ def test_a_new_chat_is_kept_and_the_one_before_is_tried_a_last_time(desk: Desk) 
     desk.fail(failing=False)
     desk.say("four")
     assert desk.texts() == whole("four")
+
+
+def test_a_reply_in_the_background_that_goes_on_calling_is_ended_and_stored(desk: Desk) -> None:
+    session = desk.session
+    assert session.engine.info is not None
+    session.engine.info = replace(session.engine.info, takes_tools=True)
+    session.tools.most = 1
+    session.offer([ToolSpec("clock", "Tells the time.")])
+    desk.ask("loop")
+    desk.perform(session.new_chat())
+    calls = (ToolCall("nothing", "{}", "call00001"), ToolCall("nothing", "{}", "call00002"))
+    desk.perform(session.on_event(ReplyEvent(1, Finished("stop", "", METRICS, tool_calls=calls))))
+    desk.perform(session.on_event(ReplyEvent(2, Finished("stop", "", METRICS, tool_calls=calls[:1]))))
+    assert session.running is None
+    (chat,) = desk.store.chats()
+    assert [message.role for message in desk.path(chat.id)] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "tool",
+    ]
+
+
+def test_prompts_refused_in_the_background_are_drafts_of_their_chat(desk: Desk) -> None:
+    session = desk.session
+    desk.ask("one")
+    first = desk.recording.chat
+    assert first is not None
+    desk.ask("too long, " * 30)
+    desk.ask("too long, too, " * 30)
+    desk.recording.drafted("too long")
+    desk.recording.leaving(Draft("typed"))
+    desk.perform(session.new_chat())
+    assert session.engine.info is not None
+    session.engine.info = replace(session.engine.info, capacity=10)
+    desk.perform(counted := session.on_event(done(1)))
+    for id in [step.request.id for step in counted if isinstance(step, Ask) and isinstance(step.request, AskCount)]:
+        desk.perform(session.on_event(Counted(id, 50)))
+    assert session.waiting(session.conversation) == []
+    draft = desk.store.chat(first).draft
+    assert [draft.count(words) for words in ("too long, ", "too long, too, ", "typed")] == [60, 30, 1]
+
+
+def test_what_waited_in_a_chat_is_in_its_box_again_where_the_engine_is_lost(desk: Desk) -> None:
+    session = desk.session
+    desk.ask("one")
+    first = desk.recording.chat
+    assert first is not None
+    desk.ask("two")
+    desk.recording.drafted("two\n\ntyped")
+    desk.recording.leaving(Draft("typed"))
+    desk.perform(session.new_chat())
+    session.engine.deaths = 1
+    desk.perform(session.on_event(Died("signal 9", "")))
+    assert desk.recording.kept(first) is None, "it is read from the store"
+    assert desk.store.chat(first).draft == "two\n\ntyped"
 
 
 def test_leaving_tries_a_last_time(desk: Desk) -> None:

@@ -411,7 +411,8 @@ def test_an_engine_that_dies_leaves_what_waits_elsewhere_a_draft_there(ready: Se
     ready.new_chat()
     ready.submit("three")
     steps = ready.on_event(DIED)
-    assert kinds(steps)[:3] == [Elsewhere, DraftReturned, Notice]
+    assert kinds(steps)[:4] == [Elsewhere, DraftReturned, Elsewhere, Notice]
+    assert Elsewhere(first, DraftReturned("two")) in steps
     assert steps[1] == DraftReturned("three")
     assert ready.waiting(first) == []
 
@@ -434,6 +435,30 @@ def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) ->
     assert session.overfull(Draft("other")) == ""
     session.engine.load = replace(session.engine.load, kv=KVSpec(on_full="truncate-middle"))
     assert session.overfull(Draft("other", (big,))) == ""
+
+
+def test_what_was_too_long_is_tried_again_in_another_chat_and_with_another_model(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    session.submit("one")
+    session.on_event(done(1, "word " * 90))
+    draft = Draft("word " * 20)
+    asked(session.submit(draft.text))
+    for id, tokens in (1, 90), (2, 20), (3, 1):
+        session.on_event(Counted(id, tokens))
+    assert "This prompt is" in session.overfull(draft)
+    first = session.conversation
+    session.new_chat()
+    assert session.overfull(draft) == ""
+    assert TurnBegun in kinds(session.submit(draft.text))
+    session.on_event(done(2))
+    session.show(first)
+    assert kinds(session.submit(draft.text)) == [PromptRefused]
+    session.choose(Load("larger"))
+    session.on_event(Loaded(ModelInfo("larger", capacity=1000)))
+    assert session.overfull(draft) == ""
+    assert TurnBegun in kinds(session.submit(draft.text))
 
 
 def test_what_may_be_too_long_is_sent_where_it_is_not(clock: Clock) -> None:

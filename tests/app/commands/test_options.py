@@ -659,3 +659,23 @@ def test_the_engines_process_gets_it_with_the_model(tiny: Path) -> None:
         memory = _memory_use(engine)
         assert (memory.budget_bytes, memory.budget_source) == (3 * 10**9, "as set by --memory or the memory setting")
         assert memory.total_bytes
+
+
+def test_ask_takes_a_profile_and_flags_beside_it_win(tokamac: Run) -> None:
+    file = settings.default_path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('[profiles.cut]\nmodel = "guide"\nmax_tokens = 2\n[profiles.away]\nmodel = "org/none"\n')
+    counts = [
+        json.loads(tokamac("ask", "What is TTFT?", "--json", "--profile", "cut", *flags).out.splitlines()[-1])[
+            "metrics"
+        ]
+        for flags in ((), ("--max-tokens", "3"))
+    ]
+    assert [each["generated_tokens"] for each in counts] == [2, 3]
+    missing = tokamac("ask", "hi", "--profile", "away")
+    assert (missing.status, missing.err) == (
+        1,
+        "tokamac: The profile away needs org/none, which is not on this disk. tokamac models pull org/none downloads it.\n",
+    )
+    unknown = tokamac("ask", "hi", "--profile", "cat")
+    assert (unknown.status, "there is no profile 'cat'; did you mean cut?" in unknown.err) == (2, True)

@@ -24,7 +24,7 @@ from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply, Tree
 from tokamac.app.chat.external_programs import FILE, copy_text
 from tokamac.app.chat.recording import LEFT
-from tokamac.app.plain import processes
+from tokamac.app.plain import background, processes
 from tokamac.app.plain.commands import LISTED_FIGURES, outline
 from tokamac.app.plain.console import LineComposer
 from tokamac.app.plain.processes import MODEL_FIRST, run_aside, words_of
@@ -186,6 +186,22 @@ def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) ->
     assert "unload_after_min = 7" in (home / "settings.toml").read_text()
 
 
+def test_profiles_are_saved_listed_applied_and_deleted(home: Path) -> None:
+    lines = (
+        "/settings top_k 40", "/system Be brief.", "/profile save terse", "/settings top_k default", "/profile none", "/system",
+        "/profile terse", "/system", "/profile", "/profile delete terse", "/profile terse",
+    )  # fmt: skip
+    _, out, err = piped("".join(f"{line}\n" for line in lines), "fast")
+    assert [line for line in out.splitlines() if line in ("Be brief.", "No system prompt.")] == [
+        "No system prompt.",
+        "Be brief.",
+    ]
+    assert "* terse: fast · system prompt Be brief. · top-k 40" in out
+    assert "Deleted the profile terse." in err
+    assert "There are no profiles yet." in err
+    assert "terse" not in (home / "settings.toml").read_text()
+
+
 @pytest.mark.parametrize(
     ("written", "asked"),
     [
@@ -254,6 +270,54 @@ def test_convert_plans_and_alone_does_it(tiny: Path, tmp_path: Path) -> None:
     assert "Not compared with the source." in out
     assert (target / "config.json").exists()
     assert "fast" in err.splitlines()[-1]  # what was planned is done: alone, it is the chat's model again
+
+
+def test_a_conversion_goes_on_while_one_chats(tiny: Path, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+    target = tmp_path / "tiny-8"
+    chat = terminal("fast", "--plain")
+    chat.until("you> ")
+    chat.type(f"/convert {tiny} --bits 8 -o {target} --no-verify\n")
+    chat.until("in the background. /jobs shows")
+    chat.until("you> ")
+    chat.type("/convert\nhi\n")
+    chat.until("Converting")
+    chat.until("every weight once per token")
+    chat.until("tiny-8 loads it.")  # above an empty prompt, or before the next
+    assert (target / "config.json").exists()
+    chat.type("/jobs\n")
+    chat.until("Nothing is being downloaded or converted.")
+    assert chat.leave() == 0
+
+
+ENDLESS = """
+import json, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+print(json.dumps({"event": "progress", "done": 340, "total": 1000}), flush=True)
+if "slow" in sys.argv[-1]:
+    time.sleep(60)
+print(json.dumps({"event": "pulled", "id": sys.argv[-1], "path": "/there", "bytes": 1000}), flush=True)
+"""
+
+
+def test_what_runs_beside_the_chat_is_listed_and_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "models_command", lambda: [sys.executable, "-c", ENDLESS])
+    jobs = background.BackgroundJobs(lambda: None)
+    jobs.download("org/slow")
+    jobs.download("org/quick")
+    until(lambda: "34 %" in jobs.lines()[0])
+    assert jobs.lines()[1] == "waiting to download org/quick"
+    asks = jobs.before_quitting()
+    assert asks.startswith("Still downloading org/slow: 34 % of 1.00 kB")
+    assert jobs.before_quitting() == ""
+    assert jobs.stop(1) == "Stopping the download of org/slow. /pull org/slow resumes it."
+    until(lambda: len(jobs.lines()) == 1)
+    assert jobs.lines() == ["stopped downloading org/slow: 34 % of 1.00 kB"]
+    assert jobs.news() == ["org/quick is downloaded, 1.00 kB. /model org/quick loads it."]
+    assert not jobs.busy
+    jobs.download("org/slow")
+    until(lambda: jobs.busy)
+    jobs.close()
+    assert children(os.getpid()) == []
 
 
 def test_what_needs_the_screen_says_so_and_what_does_the_same() -> None:

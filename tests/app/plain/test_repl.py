@@ -745,3 +745,90 @@ def test_where_nobody_types_no_restart_is_promised_that_does_not_come(model: str
     assert err.count("The engine stopped") == 2
     assert "when you send a prompt" not in err
     assert err.splitlines()[-1] == ENDED
+
+
+# A shell command, and a call of the model's: both are asked for.
+
+
+@pytest.mark.usefixtures("data", "home")
+def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
+    data: Path, tmp_path: Path, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = terminal("fast", "--plain", SHELL="/bin/sh")
+    shown.until("you> ")
+    shown.type("!touch made\n")
+    shown.until("[n]o> ")
+    shown.type("\n")
+    shown.until("was not run")
+    shown.until("you> ")
+    shown.type("!echo out; exit 3\n")
+    shown.until(f"runs in {str(tmp_path)[:30]}")
+    shown.until("[n]o> ")
+    shown.type("y\n")
+    shown.until("exit status 3")
+    shown.until("Attached to the next prompt: !echo out; exit 3")
+    shown.until("you> ")
+    shown.type("!echo begun; sleep 60\n")
+    shown.until("[n]o> ")
+    shown.type("y\n")
+    time.sleep(0.5)
+    shown.type("\x03")
+    shown.until("stopped by you")
+    shown.until("you> ")
+    shown.type("\\!Why?\n")
+    shown.until("every weight once per token")
+    assert shown.leave() == 0
+    asked = last_path(data)[0]
+    assert asked.text == "!Why?"
+    assert [(each.name, each.text.split("\n")[1]) for each in asked.attachments] == [
+        ("!echo out; exit 3", "out"),
+        ("!echo begun; sleep 60", "begun"),
+    ]
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_in_a_pipe_no_shell_command_runs(data: Path, tmp_path: Path) -> None:
+    status, _, err = piped(f"!touch {tmp_path / 'made'}\n !one\n", "fast")
+    assert status == 1
+    assert "Nobody is here to allow a shell command" in err
+    assert not (tmp_path / "made").exists()
+    assert prompts(data) == [("!one", 0)]
+
+
+@pytest.mark.usefixtures("home")
+def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
+    data: Path, tmp_path: Path, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.md").write_text("milk")
+    shown = terminal("calls", "--plain")
+    shown.until("you> ")
+    shown.type("/tools on\n")
+    shown.until("Tools on in this chat")
+    shown.until("you> ")
+    shown.type("What shall I bring?\n")
+    shown.until("The model wants to call:")
+    shown.until("path: notes.md")
+    shown.until("[d]eny> ")
+    shown.type("what\n")  # no decision: it asks again
+    shown.until("[d]eny> ")
+    shown.type("c\n")
+    shown.until("calling read_file")
+    shown.until("[d]eny> ")
+    shown.type("d\n")
+    shown.until("not run")
+    shown.until("you> ")
+    shown.type("/tools\n")
+    shown.until("(allowed in this chat)")
+    shown.until("you> ")
+    shown.type("/tools ask read_file\n")
+    shown.until("Every call of read_file asks you again")
+    assert shown.leave() == 0
+    results = [(each.text, each.state) for each in last_path(data) if each.role == "tool"]
+    assert results[0] == ("milk", "complete")
+    assert results[1][1] == "stopped"
+    status, _, err = piped("/tools on\nAnd?\n", "calls")
+    assert status == 0
+    assert err.count("Nobody is here to allow it") == 2

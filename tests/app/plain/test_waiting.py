@@ -15,11 +15,15 @@ from platformdirs import user_log_path
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
 from tokamac.app import INTERRUPTED
 from tokamac.app.backend.command_process import Ended, LineProcess
+from tokamac.app.backend.protocol import AskCount, Counted, Loaded, ModelInfo
+from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.background import SYSTEM
 from tokamac.app.chat.jobs import ConversionJob, ConversionPhase
-from tokamac.app.plain.console import heard, noticed, unbroken
+from tokamac.app.chat.start import ChatOptions, begin
+from tokamac.app.chat.steps import Ask
+from tokamac.app.plain.console import Console, heard, noticed, unbroken
 from tokamac.app.plain.processes import run_aside
-from tokamac.app.plain.repl import HEARD_S, Meanwhile
+from tokamac.app.plain.repl import HEARD_S, Driver, Meanwhile
 from tokamac.app.store.store import Store
 
 # `tokamac chat --plain` while nobody writes: the model gives the chat a title; an unused one gives its memory back.
@@ -506,3 +510,18 @@ def test_ctrl_c_is_not_sent_again_while_another_program_has_the_terminal() -> No
     finally:
         other.close()
     assert len(heard_at) == 2
+
+
+def test_what_a_server_of_tools_tells_is_done_whatever_is_waited_for(tmp_path: Path) -> None:
+    options = ChatOptions("guide", settings_path=tmp_path / "settings.toml", log_path=tmp_path / "engine.log")
+    driver, done = Driver(begin(options), Console()), list[str]()
+    session = driver.session
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    (counted,) = [step.request for step in session.count_context(Draft("how many?")) if isinstance(step, Ask)]
+    assert isinstance(counted, AskCount)
+    driver.later(lambda: done.append("a server is ready") or [])
+    driver._events.put((0, Counted(counted.id, 2)))
+    driver.settle_counts()
+    assert (done, session.counts.pending) == (["a server is ready"], False)
+    driver.close()

@@ -879,3 +879,39 @@ async def test_a_reply_in_the_background_is_marked_and_its_chat_not_deleted(chat
         await c.pilot.press("ctrl+d")
         await c.until(lambda: "A reply is running or queued in this chat" in c.notices)
         assert c.recording.store.chat(first).deleted_at is None
+
+
+async def test_a_folder_is_folded_and_unfolded_and_stays_so_until_the_app_quits(chat: Start, file: Path) -> None:
+    with Store.open(file) as store:
+        inside = [store.move(each.id, "work").title.split()[0] for each in store.chats()[1:3]]
+    async with chat("fast", size=(100, 40)) as c:
+        await c.ready()
+        screen = await c.opened("ctrl+l", ChatsScreen)
+        await c.until(lambda: len(rows(screen)) == len(FRUITS) + 1)
+
+        def listed() -> list[str]:
+            return [str(option.prompt).rstrip() for option in screen.query_one(OptionList).options]
+
+        assert listed()[0] == "▾ work"
+        assert [row.split()[0] for row in listed()[1:3]] == inside
+        assert "Left and Right fold one" in c.screen_text()
+        newest = screen._shown.chats[0]
+        assert screen._entry() == newest  # the first chat, not the first row
+        await c.pilot.press("left")  # it is in no folder
+        assert listed()[0] == "▾ work"
+        point(screen, 1)
+        await c.pilot.press("left")
+        assert listed()[0] == "▸ work (2)"
+        assert len(rows(screen)) == len(FRUITS) - 2 + 1
+        await c.pilot.press("escape")
+        screen = await c.opened("ctrl+l", ChatsScreen)
+        await c.until(lambda: listed()[:1] == ["▸ work (2)"], "the list again")
+        point(screen, 0)
+        await c.pilot.press("enter")
+        assert listed()[0] == "▾ work"
+        await c.pilot.press("left", "right")
+        assert listed()[0] == "▾ work"
+        await c.pilot.press(*"work")
+        await c.until(lambda: screen._shown.text == "work", "the search")
+        await c.pilot.press("left", "x")  # in the line to type in
+        assert screen.query_one(Input).value == "worxk"

@@ -19,6 +19,7 @@ from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 from tests.app.conftest import Chat
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tests.tiny import make_tiny
+from tokamac.app import units
 from tokamac.app.backend import protocol
 from tokamac.app.backend.advice import Advisor, answers
 from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess
@@ -39,6 +40,7 @@ from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import PRIMER, primer_is_new
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.what_if_form import CHIP_CHOICES, FormError, first_question, question_of, texts_of
+from tokamac.app.reply_steps import NOT_REPORTED, ReplySteps
 from tokamac.app.tui.screens import whatif
 from tokamac.app.tui.screens.figure import ExplainScreen, FigureScreen, explanation, shares
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
@@ -49,7 +51,7 @@ from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.metrics import Outlier
-from tokamac.engine.options import KVSpec
+from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.perf import measurement_store
 from tokamac.engine.perf.inspection import model_ref
 from tokamac.engine.perf.machine import elsewhere
@@ -249,7 +251,20 @@ async def test_of_a_reply_whose_times_were_not_recorded_the_likely_tokens_are_sh
         assert "78% likely" in shown_steps(c)
         assert "not recorded" in shown_steps(c)
         await c.pilot.press("space")
-        assert "can't be played" in shown_steps(c)
+        assert "There are no times to play: not recorded with this reply." in shown_steps(c)
+
+
+async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why_it_has_no_times(chat: Start) -> None:
+    async with chat("slow") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.send("Why?")
+        await c.until(lambda: c.session.metrics is not None and c.session.metrics.generated_tokens, "figures")
+        c.app.chat.bridge._process._signal()
+        await c.until(lambda: c.session.turns[-1].reply, "its end")
+        reply = c.session.turns[-1].reply
+        assert reply.ending == "lost"
+        assert reply.metrics.generated_tokens
+        assert ReplySteps(reply).missing == NOT_REPORTED
 
 
 async def test_explain_leads_on_to_the_steps(chat: Start) -> None:
@@ -915,6 +930,30 @@ async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start
         question = first_question(c.session, "fast")
         assert (question.model, question.kv.key_bits, question.kv.value_bits) == ("fast", 8, 4)
         assert question.context >= question.prompt
+
+
+async def test_its_first_row_has_the_panels_ceiling(chat: Start, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "tiny", context=20_000)
+    async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=20)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("word " * 1200)
+        ceiling = c.session.metrics.ceiling_tps
+        assert ceiling is not None
+        assert c.session.metrics.prompt_tokens > 4096
+        shown: WhatIfScreen = await c.opened("f3", WhatIfScreen)
+        await c.until(lambda: "table" in shown._answers, "the cases")
+        now, asked, *_ = shown._answers["table"].cases
+        assert (now.change, asked.change) == ("as now", "as asked")
+        assert now.figures.ceiling_tps == pytest.approx(ceiling, rel=1e-9)
+        assert units.rate(ceiling) in str(shown.query_one("#case-table", DataTable).get_row_at(0)[6])
+        shown.query_one("#model", Input).value = "Qwen3-0.6B-4bit"
+        await c.until(lambda: "Qwen" in shown._answers["table"].model, "another model")
+        assert shown._answers["table"].cases[0].change == "as asked"
+
+
+def test_the_first_row_of_an_empty_chat_says_so() -> None:
+    (row,) = whatif.case_rows([CaseLine("as now", None, 16, 16, 1, Figures())])
+    assert str(row[3]) == "empty"
 
 
 # The roofline of F3, drawn: every mark is on it, however far below the roof a phase is expected.

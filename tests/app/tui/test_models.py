@@ -34,7 +34,7 @@ from tokamac.app.backend.command_process import (
     converter_command,
     decode,
 )
-from tokamac.app.backend.protocol import Answer, Question
+from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question
 from tokamac.app.chat.jobs import (
     BITS,
     ConversionForm,
@@ -46,6 +46,7 @@ from tokamac.app.chat.jobs import (
     plan_text,
     result_text,
 )
+from tokamac.app.chat.models import advise
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.steps import EnginePhase as ChatPhase
 from tokamac.app.tui.actions.model import take_model
@@ -146,6 +147,19 @@ async def test_the_list_is_there_at_once_and_fills_in(chat: Start) -> None:
         await p.until(lambda: "4.5 bits" in p.text, "a model of the catalogue")
         assert "351 MB to download" in p.detail
         assert "Enter downloads and loads" in p.keys
+
+
+@pytest.mark.usefixtures("cache")
+async def test_what_the_first_choice_rests_on_is_said_below_it(chat: Start) -> None:
+    figures = Figures(fits=True, ceiling_tps=90.0)
+    untimed = ModelLine("mlx-community/Qwen3-4B-Instruct-2507-4bit", 9, 9, 9, "fits", figures, group="speed unknown")
+    async with chat("fast", size=(120, 40)) as c:
+        p = await picker(c)
+        estimates = c.app.chat.library.estimates
+        estimates.again()  # what the engine still answers is not taken
+        estimates.advice = advise([untimed])
+        p.screen.refresh_rows()
+        await p.until(lambda: "Speeds were not measured here yet" in p.text, "the note")
 
 
 @pytest.mark.usefixtures("cache")

@@ -21,6 +21,7 @@ from tokamac.app.store.store import Store
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.screens.chat import History
 from tokamac.app.tui.screens.help import HelpScreen
+from tokamac.app.tui.screens.tools import ShellScreen
 from tokamac.app.tui.widgets import prompt_input
 from tokamac.engine.events import Message, Price
 from tokamac.engine.options import Sampling
@@ -254,6 +255,96 @@ async def test_prompts_that_wait_when_the_app_is_left_are_the_draft_of_the_next_
     async with chat("fast", resume=True) as c:
         await ready(c)
         await c.until(lambda: c.prompt.text == "two\n\nthree\n\nand four")
+
+
+# A shell command after !: asked for, run aside, and its output attached.
+
+
+@pytest.fixture
+def sh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/sh")
+
+
+@pytest.mark.usefixtures("sh")
+async def test_a_command_is_asked_for_run_and_its_output_sent_and_kept(chat: Start, folder: Path) -> None:
+    async with chat("fast", size=(100, 40)) as c:
+        await ready(c)
+        await c.pilot.press("!", *"echo hi; exit 3")
+        assert prompt_input.SHELL in c.screen_text()
+        await c.pilot.press("enter")
+        await c.on(ShellScreen)
+        shown = c.screen_text()
+        assert "echo hi; exit 3" in shown
+        assert str(folder)[:40] in shown
+        await c.pilot.press("enter")
+        await c.until(lambda: names(c) == ["!echo hi; exit 3"], "the output")
+        assert c.prompt.attachments[0].text == "$ echo hi; exit 3\nhi\n[exit status 3]"
+        await c.until(lambda: "+ !echo hi; exit 3 " in c.screen_text() and "tokens" in c.screen_text(), "the chip")
+        assert "exit status 3" in c.notices
+        await c.ask("Why?")
+        assert c.session.turns[0].attachments[0].name == "!echo hi; exit 3"
+        assert c.held is not None
+        (stored,) = c.recording.store.path(c.held)[0].attachments
+        assert (stored.name, stored.kind) == ("!echo hi; exit 3", "command")
+
+
+@pytest.mark.usefixtures("sh")
+async def test_without_a_yes_nothing_runs_and_the_command_is_in_the_box_again(chat: Start, folder: Path) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        for keys in (("escape",), ("down", "enter")):
+            c.prompt.put(Draft("!touch made"))
+            c.prompt.submit()
+            await c.on(ShellScreen)
+            await c.pilot.press(*keys)
+            await c.until(lambda: c.prompt.text == "!touch made", "the text")
+        assert not (folder / "made").exists()
+        assert c.app.chat.shell is None
+
+
+@pytest.mark.parametrize(("written", "sent"), [(" !ls", "!ls"), ("\\!ls", "!ls")])
+async def test_a_space_or_a_backslash_makes_it_a_prompt(chat: Start, written: str, sent: str) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask(written)
+        assert c.prompts == [sent]
+
+
+@pytest.mark.usefixtures("sh")
+@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
+async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attached(
+    chat: Start, folder: Path, key: str
+) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        c.prompt.put(Draft("!sleep 60 & echo $! | tee pid; wait"))
+        c.prompt.submit()
+        await c.on(ShellScreen)
+        await c.pilot.press("enter")
+        pid = folder / "pid"
+        await c.until(lambda: pid.exists() and pid.read_text().strip(), "it runs")
+        assert "running sleep 60" in c.screen_text()
+        await c.send("And?")
+        await c.until(lambda: "still running" in c.notices, "the refusal")
+        assert (c.prompts, c.prompt.text) == ([], "And?")
+        await c.pilot.press(key)
+        await c.until(lambda: c.app.chat.shell is None, "its end")
+        assert c.prompt.attachments[0].text.endswith(f"\n{pid.read_text().strip()}\n[stopped by you]")
+        assert c.prompt.text == "And?"
+
+
+async def test_no_text_of_a_model_and_no_edit_runs_a_command(chat: Start, folder: Path) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        c.app.chat.do("edit")
+        c.prompt.put(Draft("!touch made"))
+        c.prompt.submit()
+        await c.until(lambda: c.prompts == ["!touch made"], "a prompt")
+        c.app.chat.do("shell")
+        await c.until(lambda: c.prompt.text == "!", "the beginning of one")
+        assert not (folder / "made").exists()
+        assert not isinstance(c.app.screen, ShellScreen)
 
 
 # Slash commands while they are written: offered below the prompt, completed, done at once where nothing lacks.
@@ -491,7 +582,7 @@ async def test_keys_of_the_users_own_close_it_and_escape_does_so_too(chat: Start
         await c.pilot.press("escape")
         assert offered(c) == []
         await c.pilot.press("l")
-        await c.until(lambda: offered(c) == ["help"])
+        await c.until(lambda: offered(c) == ["help", "shell"])
         await c.pilot.press("ctrl+k")
         assert offered(c) == []
         assert c.prompt.text == "/hel"

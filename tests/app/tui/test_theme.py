@@ -27,13 +27,14 @@ from tokamac.app.chat.actions import Keymap, keymap
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, save
+from tokamac.app.settings_form import GROUPS
 from tokamac.app.tui import build
 from tokamac.app.tui.background import QUESTIONS, guess, is_dark_answer
 from tokamac.app.tui.driver import anchored
 from tokamac.app.tui.markdown.parse import Inline, Table
 from tokamac.app.tui.markdown.rows import rows
 from tokamac.app.tui.screens import fitting
-from tokamac.app.tui.screens.settings import NOTES, SettingsScreen, SystemScreen
+from tokamac.app.tui.screens.settings import WIDE, SettingsScreen, SystemScreen
 from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL, end_of, readable, text_colours
 from tokamac.app.tui.widgets.status import StatusLine
 from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, with_keys
@@ -107,7 +108,8 @@ def variables(theme: Theme) -> dict[str, str]:
 def test_every_derived_colour_has_the_contrast_of_running_text(theme: Theme, ground: str) -> None:
     known = variables(theme)
     behind = TextualColor.parse(known[ground])
-    derived = [name for name in known if name.startswith("prose-") or name in text_colours(theme, known)]
+    ours = text_colours(theme, known)
+    derived = [name for name in known if name.startswith("prose-") or name in ours]
     assert {"text-muted", "text-warning", "prose-code", "prose-heading", "prose-marker"} <= set(derived)
     found = {name: contrast((behind + TextualColor.parse(known[name])).rgb, behind.rgb) for name in derived}
     assert {name: ratio for name, ratio in found.items() if ratio < LEAST} == {}
@@ -262,7 +264,7 @@ def shown(welcome: Welcome, width: int) -> list[str]:
 
 
 def test_where_the_room_ends_the_name_goes_first_and_the_keys_never() -> None:
-    keys = [f"{key}  {does}" for key, does in with_keys(HINTS, Keymap())]
+    keys = [f"{key}  {does}" for key, does in with_keys(HINTS, Keymap(), either=True)]
     assert shown(Welcome(4), 60) == keys
     assert shown(Welcome(6), 60) == [PROMISE, *keys]
     assert shown(Welcome(7), 60) == [PROMISE, "", *keys]
@@ -398,6 +400,9 @@ def test_of_the_keys_in_a_border_the_first_and_the_last_stay_longest() -> None:
     assert fitting(keys, 20) == "Enter opens"
 
 
+NOTES = {field.name: field.note for group in GROUPS for field in group.fields}
+
+
 async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
         await c.phase(EnginePhase.IDLE)
@@ -427,13 +432,13 @@ async def test_every_note_is_whole_at_the_usual_size(chat: Start) -> None:
         await opened(c, "settings", SettingsScreen)
         seen: set[str] = set()
         for name in NOTES:  # the last are below the edge until they are gone to
-            box = c.app.screen.query_one(f"#{name}", Input)
+            box = next(each for each in c.app.screen.query(Input) if each.name == name)
             box.focus()
             await c.until(lambda box=box: box.has_focus and box.region in c.app.screen.region, name)
             text = c.screen_text()
             assert "…" not in text
-            seen.update(each for each, note in NOTES.items() if text.count(note) > (note in _about(c)))
-        assert seen == set(NOTES)
+            seen.update(each for each, note in NOTES.items() if text.count(note) > (note in _about(c)) - (each in WIDE))
+        assert seen == set(NOTES) - {"thinking", "thinking_budget"}  # why this model can not think stands there
 
 
 def _about(c: Any) -> str:

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 from textual.geometry import Offset
 from textual.strip import Strip
+from textual.widgets import OptionList
 
 from tests.app.conftest import Chat
 from tokamac.app.chat.conversation import Reply, Turn
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, dumps
+from tokamac.app.store.values import Attachment
 from tokamac.app.tui.markdown.page import PageRow
+from tokamac.app.tui.markdown.turns import LEFT_OUT, ReplyMessage, UserMessage
+from tokamac.app.tui.screens.context import ContextScreen
+from tokamac.app.tui.screens.keys import LeaderScreen
 from tokamac.app.tui.screens.links import LinksScreen
 from tokamac.app.tui.widgets.page_view import Painter
 from tokamac.app.tui.widgets.transcript import SHARE_BESIDE_GPU, SLOWEST_S, FramePacer, share_on
@@ -460,3 +465,48 @@ async def test_the_links_of_a_message_are_listed_and_copied_by_keys(
         assert "https://one.example/a" in c.screen_text()
         await c.pilot.press("down", "c")
         await c.until(lambda: "https://two.example\nCopied" in c.notices, "the copy")
+
+
+async def test_what_is_left_out_of_the_context_says_so_until_it_is_sent_again(chat: Callable[..., Any]) -> None:
+    async with chat("fast", size=(100, 40)) as c:
+        await c.ready()
+        c.prompt.attach(Attachment("notes.md", "milk", "markdown"))
+        await c.ask("first")
+        await c.ask("second")
+        first, second = (turn.key for turn in c.session.turns)
+        chip = f"+ notes.md  {LEFT_OUT}"
+
+        def marked() -> list[bool]:
+            return [
+                message.left_out for message in c.transcript.messages if isinstance(message, UserMessage | ReplyMessage)
+            ]
+
+        c.app.chat.perform(c.session.prune(first, "notes.md"))
+        await c.until(lambda: chip in copied(c), "the mark of the file")
+        assert marked() == [False] * 4
+        c.transcript.focus()
+        c.transcript.select_message(first)
+        await c.opened("ctrl+x", LeaderScreen)
+        await c.pilot.press("i")
+        shown = await c.on(ContextScreen)
+        await c.until(lambda: shown._shown is not None)
+        pointed = shown.query_one(OptionList).highlighted
+        assert shown._shown is not None
+        assert pointed is not None
+        assert shown._shown.rows[pointed].key == first
+        await c.pilot.press("enter", "escape")
+        assert marked() == [True, True, False, False]
+        assert copied(c).count(LEFT_OUT) == 2
+        held = c.held
+        c.app.chat.do("new_chat")
+        c.app.chat.open_chat(held)
+        assert marked() == [True, True, False, False]
+        c.app.chat.perform([*c.session.prune(first), *c.session.prune(first, "notes.md"), *c.session.prune(second)])
+        assert marked() == [False, False, True, True]
+        assert copied(c).count(LEFT_OUT) == 2
+
+
+def copied(c: Chat) -> str:
+    """All rows of the conversation, in view or not."""
+    rows = [row for message in c.transcript.messages for row in message.rows(80)]
+    return "\n".join(row.row.content.plain for row in rows)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from tests.engine.kv.models import kv_table
+from tokamac.engine.model.config import context_length
 from tokamac.engine.model.cpu import unpack
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes, find
@@ -316,6 +318,25 @@ def test_every_row_says_where_it_was_read(entry: CatalogueEntry) -> None:
     for each in entry.repositories:
         assert (each.packing is None) != (each.quantization is None)
         assert each.id.count("/") == 1
+
+
+@pytest.mark.parametrize("entry", catalogue(), ids=name_of)
+def test_what_is_told_of_a_model_has_a_source_or_is_unknown(entry: CatalogueEntry) -> None:
+    told = [entry.licence, *(fact for each in entry.repositories for fact in (each.context, each.good_for))]
+    assert entry.facts_source or not any(told)
+    assert entry.licence is None or re.fullmatch(r"[a-z0-9][a-z0-9.-]*", entry.licence)
+    for each in entry.repositories:
+        assert each.context is None or 1024 <= each.context <= 1 << 24
+        assert len(each.good_for) <= 23  # the picker's column
+        own = context_length(entry.config) if entry.config is not None else None
+        assert own in (None, each.context) or "2507" in each.id or "Coder" in each.id  # later releases take more
+
+
+def test_a_later_release_has_a_context_and_a_purpose_of_its_own() -> None:
+    first, later, coder = named("Qwen3-30B-A3B").repositories
+    assert (first.context, first.good_for) == (40_960, "chat and reasoning")
+    assert (later.context, later.good_for) == (262_144, "chat, long texts")
+    assert (coder.context, coder.good_for) == (262_144, "writing code, tools")
 
 
 @pytest.mark.parametrize(("entry", "repository"), PUBLISHED, ids=name_of)
