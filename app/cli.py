@@ -72,7 +72,7 @@ def _run(arguments: list[str]) -> int:
         return _explain(rest)
     if first in VERSION:
         if rest:
-            return _refuse(f"{first} stands alone. See `tokamac --help`.")
+            return _refuse(f"{first} takes no other arguments. See `tokamac --help`.")
         print(f"tokamac {_version()}")
         return 0
     if not first or first.startswith("-"):

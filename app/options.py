@@ -307,7 +307,7 @@ def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: b
         group.add_argument(
             "--on-full",
             choices=ON_FULL,
-            help="when the context is full: the oldest roll out, the reply stops (unless there is a window, the default), "
+            help="when the context is full: the oldest tokens are dropped, the reply stops (the default without a window), "
             "a prompt's middle is left out, or the cut reply is an error",
         )
     if cache:

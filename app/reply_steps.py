@@ -27,7 +27,7 @@ CAUSE_WORDS: dict[Cause, str] = {
     "kv growth": "the KV cache was full and was copied to a larger one",
     "pool cleared": "unused memory was given back to the system, then asked for again",
     "swap": "memory had to be read back from the disk",
-    "slow reader": "the engine waited for whoever reads the reply",
+    "slow reader": "the engine waited for the screen or program reading the reply",
     "processor taken": "other programs used the processor",
     "thermal": "the chip was hot and slowed down",
     "low power": "Low Power Mode was on",
@@ -173,7 +173,7 @@ class ReplySteps:
         yield f"A usual step took {milliseconds(walk.timed.median_ms)}."
         slow = sorted(walk.timed.held_up, key=lambda token: -walk.timed.ms[token])
         if not slow:
-            yield "No step stands out."
+            yield "No step was unusually slow."
         for token in slow[:most]:
             causes = walk.timed.held_up[token]
             why = "; ".join(CAUSE_WORDS[each] for each in causes) or "cause unknown"
@@ -198,8 +198,8 @@ class ReplySteps:
             return f"Computing how likely each token was: {units.percent(self.done / self.total)} …"
         if self._prompt is not None and self.recorded and self._prompt.tokens != self._prompt_tokens:
             return (
-                f"The prompt is {self._prompt.tokens:,} tokens now and was {self._prompt_tokens:,}: another system prompt, "
-                "model or template. The likely tokens are those of now."
+                f"The prompt is {self._prompt.tokens:,} tokens now and was {self._prompt_tokens:,}: the system prompt, "
+                "model or template has changed. The likely tokens are for the prompt as it is now."
             )
         return ""
 
@@ -267,7 +267,7 @@ class ReplySteps:
             return "unknown: the memory bandwidth of this machine is not known"
         reading, computing = work.reading_ms, work.computing_ms
         limit = "reading memory" if computing is None or (reading or 0) >= computing else "arithmetic"
-        return f"{units.percent(share)} of it: {limit} takes {milliseconds(work.least_ms)} at the least here"
+        return f"{units.percent(share)} of it: {limit} takes {milliseconds(work.least_ms)} at least here"
 
     def around(self, index: int) -> TextAround | None:
         """Return the reply's text around the token that a step made; None where that is not known."""
@@ -306,14 +306,14 @@ class ReplySteps:
         """
         found = self.token(index)
         if found is None:
-            raise NoBranchError("The likely tokens of this step are not known yet.")
+            raise NoBranchError("The likely tokens of this step have not been computed yet.")
         if not 1 <= choice <= len(found.others):
             raise NoBranchError(f"This step has {len(found.others)} other tokens.")
         other = found.others[choice - 1]
         if other.id in found.marks:
-            raise NoBranchError("That token is a mark for the model, such as the end of the reply: nothing follows it.")
+            raise NoBranchError("That token is a control token, such as the end of the reply: nothing can follow it.")
         if not found.settled or "\ufffd" in other.text:
-            raise NoBranchError("That token is a part of a character: choose a step before or after it.")
+            raise NoBranchError("That token is only part of a character: choose the step before or after it.")
         thinking, answer = self.reply.thinking[: found.thinking], self.reply.text[: found.answer]
         if self.reply.thinking and not found.answer and found.thinking < len(self.reply.thinking):
             return Reply("", thinking + other.text)
@@ -396,7 +396,7 @@ def likelihood(logprob: float) -> str:
 
 
 def _at_least(ms: float | None) -> str:
-    return "" if ms is None else f", {milliseconds(ms)} at the least"
+    return "" if ms is None else f", {milliseconds(ms)} at least"
 
 
 def _share(logprob: float) -> float:

@@ -66,7 +66,7 @@ class ToolSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.calls <= MOST_CALLS:
-            raise OptionError(f"calls is {self.calls}, which is no limit.", f"Use 1 to {MOST_CALLS}.")
+            raise OptionError(f"calls is {self.calls}, which is not a limit.", f"Use 1 to {MOST_CALLS}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.unload_after_min is not None and self.unload_after_min < 0:
             raise OptionError(
-                f"unload_after_min is {self.unload_after_min}, which is no number of minutes.", "Use 0 for never."
+                f"unload_after_min is {self.unload_after_min}, which is not a number of minutes.", "Use 0 for never."
             )
         if self.memory_gb is not None and not 0 < self.memory_gb < MOST_MEMORY_GB:
-            raise OptionError(f"memory_gb is {self.memory_gb:g}, which is no size of memory.", "Give GB, such as 14.")
+            raise OptionError(f"memory_gb is {self.memory_gb:g}, which is not a memory size.", "Give GB, such as 14.")
         if self.titles not in TITLES:
             raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
 
@@ -200,7 +200,7 @@ def loads(text: str, name: str = FILE) -> LoadedSettings:
     read: dict[str, Any] = {}
     for key, value in tomllib.loads(text).items():
         if key in (*OPTIONS, *MAPS) and not isinstance(value, dict):
-            warnings.append(f"{name}: {key} is {value!r:.40}, which is no table; the default is used.")
+            warnings.append(f"{name}: {key} is {value!r:.40}, which is not a table; the default is used.")
         elif key in OPTIONS:
             read[key] = _options(getattr(Settings(), key), key, value, name, warnings)
         elif key == "profiles":
@@ -213,7 +213,7 @@ def loads(text: str, name: str = FILE) -> LoadedSettings:
             except (ShapeError, OptionError) as error:
                 warnings.append(f"{name}: {error}")
         else:
-            warnings.append(f"{name}: unknown key {key!r}; it is kept and not used.")
+            warnings.append(f"{name}: unknown key {key!r}; it is kept but not used.")
     chosen = read.get("profile")
     if chosen and chosen not in read.get("profiles", {}):
         warnings.append(f"{name}: profile is {chosen!r:.40}, and there is no [profiles.{chosen:.40}]; none is used.")
@@ -245,7 +245,7 @@ def _options(value: T, table: str, given: dict[str, Any], file: str, warnings: l
     usable = {}
     for key, item in given.items():
         if key not in hints:
-            warnings.append(f"{file}: [{table}] has an unknown key {key!r}; it is kept and not used.")
+            warnings.append(f"{file}: [{table}] has an unknown key {key!r}; it is kept but not used.")
             continue
         try:
             usable[key] = build(hints[key], item, key)
@@ -270,7 +270,7 @@ def _map(table: str, given: dict[str, Any], warnings: list[str]) -> dict[str, An
         try:
             values[key] = READERS.get(table, _string)(value)
         except ShapeError as error:
-            warnings.append(f"[{table}] {key} is {value!r:.40}, which is {error}; it is kept and not used.")
+            warnings.append(f"[{table}] {key} is {value!r:.40}, which is {error}; it is kept but not used.")
     return values
 
 

@@ -51,7 +51,7 @@ def given_question(prompt: object, system: object) -> list[Message] | list[int]:
         return given
     first = given[0]
     if not isinstance(first, Message):
-        raise OptionError("token ids take no system prompt", "Put it into the ids, or give Messages.")
+        raise OptionError("token ids can't have a system prompt", "Put it into the ids, or give Messages.")
     if first.role == "system":
         raise OptionError("the messages begin with a system prompt already", "Leave out system, or that message.")
     return [Message("system", given_text(system, "the system prompt")), *given_messages(given)]
@@ -64,7 +64,7 @@ def given_messages(messages: object) -> list[Message]:
         if isinstance(item, dict):
             raise OptionError("a message is given as a dict", "Use Message(role, content).")
         if not isinstance(item, Message):
-            raise OptionError(f"a {_kind(item)} stands among Messages", "Give Messages alone, or token ids alone.")
+            raise OptionError(f"a {_kind(item)} is among the messages", "Give Messages alone, or token ids alone.")
     return [item for item in items if isinstance(item, Message)]
 
 
@@ -75,7 +75,7 @@ def given_ids(tokens: object, what: str) -> list[int]:
         raise OptionError(f"{what} needs a text, and there is no token", "Give at least one token id.")
     if isinstance(items[0], Message | dict):
         raise OptionError(
-            "messages are no token ids", "Use engine.tokenizer.encode(engine.tokenizer.render(messages))."
+            "messages are not token ids", "Use engine.tokenizer.encode(engine.tokenizer.render(messages))."
         )
     return _ids(items)
 
@@ -85,7 +85,7 @@ def given_count(value: object, what: str, *, least: int) -> int:
     try:
         count = index(value)
     except TypeError:
-        raise OptionError(f"{what} of {value!r:.60} tokens is no whole number", "Give an int.") from None
+        raise OptionError(f"{what} of {value!r:.60} tokens is not a whole number", "Give an int.") from None
     if count < least:
         raise OptionError(f"{what} of {count} tokens is too small", f"Use {least} or more.")
     return count
@@ -97,7 +97,7 @@ def given_limit(value: object) -> int:
         nbytes = index(value)
     except TypeError:
         raise OptionError(
-            f"a memory limit of {value!r:.60} is no whole number of bytes", "Give an int: 14_000_000_000."
+            f"a memory limit of {value!r:.60} is not a whole number of bytes", "Give an int: 14_000_000_000."
         ) from None
     if nbytes < 1:
         raise OptionError(f"a memory limit of {nbytes} bytes is too small", "Give the bytes that arrays may take.")

@@ -196,8 +196,8 @@ def engine_error(error: BaseException) -> TokamacError | None:
     if isinstance(error, MemoryError) or any(text in known for text in _MEMORY):
         return MemoryLimitError(f"there was not enough memory to go on ({said or 'allocation failed'})", _SHORTER)
     if any(text in known for text in _TIMES):
-        hint = "Close what draws on the screen, or load the model with a shorter context; then try again."
-        return DeviceError(f"the system stopped the GPU's work, since it took too long ({said})", hint)
+        hint = "Close other programs that use the GPU, or load the model with a shorter context; then try again."
+        return DeviceError(f"the system stopped the GPU's work, because it took too long ({said})", hint)
     if "command buffer" in known or "[metal" in known or "cuda" in known:
         return DeviceError(
             f"the GPU failed ({said})", "Try again. If it comes back, restart the computer or update MLX."

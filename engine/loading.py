@@ -202,13 +202,15 @@ def rolling(kv: KVSpec, context_length: int | None, positions: int | None = None
     """Return ``kv`` with a window of the whole context where none is given and the oldest are to roll out. Raises OptionError."""
     if positions is not None and kv.on_full == "roll":
         raise OptionError(
-            f"this model learned {positions:,} positions one by one, so nothing can roll past them",
+            f"this model learned {positions:,} positions one by one, so no token can go past them",
             "Use stop, truncate-middle or error for --on-full.",
         )
     if not kv.rolls or kv.window is not None:
         return kv
     if context_length is None:
-        raise OptionError("the model does not say how long its context is, so nothing can roll", "Give --kv-window.")
+        raise OptionError(
+            "the model does not say how long its context is, so old tokens can't be dropped", "Give --kv-window."
+        )
     return replace(kv, window=context_length)
 
 

@@ -119,7 +119,7 @@ def percentiles(ordered: Sequence[float]) -> Gaps | None:
 
 
 def ceiling_tps(bandwidth_gbs: float | None, bytes_per_step: int | None) -> float | None:
-    """Return bandwidth ÷ bytes read per decoded token: no kernel can be faster. GB are 10^9 bytes."""
+    """Return bandwidth ÷ bytes read per decoded token: the hardware limit. GB are 10^9 bytes."""
     if bandwidth_gbs is None or not bytes_per_step:
         return None
     return bandwidth_gbs * 1e9 / bytes_per_step
@@ -146,7 +146,7 @@ Cause = Literal["kv growth", "pool cleared", "swap", "slow reader", "processor t
 """kv growth: a cache's arrays were full, and copied to larger ones.
 pool cleared: MLX's unused buffers went back to the system, so the next step had to ask for memory again.
 swap: pages of this process had to be read from disk (major page faults).
-slow reader: the engine waited for whoever reads the reply.
+slow reader: the engine waited for the screen or program reading the reply.
 processor taken: where the model computes on the CPU, this process stood still for that long.
 thermal: the system said during this reply that it slows the chip down. A state: a cause of each of the reply's outliers.
 low power: Low Power Mode was switched on during this reply. One that was on all along makes all gaps longer, and none stand out.

@@ -23,8 +23,8 @@ HERE = "path/to/this/folder"
 METHODS = {
     "round": "by rounding to the nearest step between a group's two ends (`mx.quantize`)",
     "search": "by searching, for every group, the scale and bias of least squared error",
-    "gptq": "by GPTQ (mlx-lm's), which looks at a calibration text",
-    "awq": "by AWQ (mlx-lm's), which looks at a calibration text",
+    "gptq": "by GPTQ (mlx-lm's), which uses a calibration text",
+    "awq": "by AWQ (mlx-lm's), which uses a calibration text",
 }
 
 
@@ -79,7 +79,7 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
         yield f"The adapter `{made.adapter['name']}` was added to its weights first."
     if not options.dequantize:
         weighed = options.how == "search" and options.calibration is not None
-        how = ", errors weighed by what each channel is multiplied with on a calibration text" if weighed else ""
+        how = ", with errors weighted by each channel's inputs on a calibration text" if weighed else ""
         yield f"Weights were packed {METHODS[options.how]}{how}."
     yield ""
     yield "| part | packing | tensors | weights | size |"
@@ -105,14 +105,14 @@ def _quality(result: Outcome | None) -> Iterator[str]:
     if result.quality is None:
         yield "No text was compared."
     else:
-        yield f"Both models' next-token distributions were compared at {result.quality.positions:,} places of a text."
+        yield f"Both models' next-token distributions were compared at {result.quality.positions:,} positions of a text."
 
 
 def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
     yield "relative error of the packed weights", with_error(result.relative_error)
     if (found := result.quality) is not None:
         yield "KL divergence, nats a token", with_error(found.kl, found.kl_se)
-        yield "the same token is likeliest", "unknown" if found.top1 is None else f"{100 * found.top1:.1f} %"
+        yield "same most likely token", "unknown" if found.top1 is None else f"{100 * found.top1:.1f} %"
         yield "perplexity", with_error(found.perplexity, found.perplexity_se)
         yield "the source's perplexity", with_error(found.reference_perplexity, found.reference_perplexity_se)
         yield "perplexity ÷ the source's", with_error(found.perplexity_ratio, found.perplexity_ratio_se)
@@ -126,7 +126,7 @@ def _use(plan: Plan) -> Iterator[str]:
 
 
 def _again(options: Options, made: Provenance) -> Iterator[str]:
-    yield from ("## Make it again", "", "```sh", command(options, made.id or "SOURCE"), "```", "")
+    yield from ("## Reproduce it", "", "```sh", command(options, made.id or "SOURCE"), "```", "")
     yield f"`{RECORD}` lists every tensor, the options, the versions and the hashes of what it was made from."
 
 

@@ -76,7 +76,7 @@ from .source import Source, locate, open_adapter, open_source
 from .streaming import Streamed, activation_statistics, streamable_folder, streamable_source
 from .writer import TensorDone, write
 
-FINISHED = "this conversion had finished before: there was nothing to do"
+FINISHED = "this conversion is already complete: there was nothing to do"
 
 POOL_BYTES, POOL_PART = 2 << 30, 8
 """The most bytes of freed buffers that a GPU keeps for reuse, and the part of its memory that they may take."""

@@ -70,7 +70,7 @@ def quality(
     stride: int | None = None,
     progress: Progress | None = None,
 ) -> Quality:
-    """Compare what two models of one tokenizer say of a text: KL divergence, equal likeliest tokens, perplexity of both.
+    """Compare what two models of one tokenizer say of a text: KL divergence, matching top tokens, perplexity of both.
 
     One layer is in memory at a time, and MLX is used on this thread.
 

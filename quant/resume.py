@@ -348,7 +348,7 @@ def _locked(root: Path, target: Path) -> int:
         except BlockingIOError as error:
             os.close(handle)
             raise ConversionError(
-                f"another conversion is writing {target}", "Wait until it has finished, or choose another folder."
+                f"another conversion is writing to {target}", "Wait until it has finished, or choose another folder."
             ) from error
         except BaseException:
             os.close(handle)

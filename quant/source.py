@@ -220,7 +220,7 @@ def _loaded(folder: Path, config: Mapping[str, Any], *, unchecked: bool) -> nn.M
             ) from error
         kind = config.get("model_type")
         raise ModelDamagedError(
-            f"{folder} does not hold a whole {kind} model: {reason}", "Download the model again."
+            f"{folder} does not hold a complete {kind} model: {reason}", "Download the model again."
         ) from error
 
 

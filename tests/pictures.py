@@ -1,15 +1,18 @@
-"""Take the documents' pictures: ``python -m tests.pictures`` writes assets/pictures/*.svg.
+"""Take the documents' pictures: ``python -m tests.pictures [NAME …]`` writes assets/pictures/*.svg.
 
-The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine, and, for ``mac.svg``,
-with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath the picture.
+The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine (``explain``, ``steps``,
+``start``), and, for ``mac``, with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath
+the picture. The user's folders are not read: the pictures have no models, chats or measurements but those of the run.
 """
 
 import asyncio
+import os
 import re
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
 from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
+from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.steps import StepsScreen
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0
@@ -32,6 +37,12 @@ DRAWN_S = 0.5
 THEME = "tokamac-dark"
 """The theme that a terminal's own colours don't change: the pictures look the same whoever takes them."""
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
+PLAYED = ("mac",)
+"""Pictures that a scripted engine plays."""
+REAL = ("explain", "steps", "start")
+"""Pictures of what the embedded model does on this machine."""
+STEP = 6
+"""How far from a reply's first step to the one that is shown."""
 
 
 async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
@@ -73,10 +84,31 @@ def _asked(event: WhatIf) -> Figures:
     return next(case.figures for case in event.answer.cases if case.change == "as asked")
 
 
+async def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for what takes the engine a while."""
+    began_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - began_s > MEASURED_S:
+            raise RuntimeError(f"not within {MEASURED_S:g} s: {what}")
+        await asyncio.sleep(DRAWN_S)
+
+
+@contextmanager
+def nobody(folder: Path) -> Iterator[None]:
+    """Be a user who has nothing yet: ``folder`` is home, and no variable of ours leads elsewhere."""
+    ours = [name for name in os.environ if name.startswith(("XDG_", "HF_", "TOKAMAC_"))]
+    before = {name: os.environ.pop(name) for name in ours} | {"HOME": os.environ["HOME"]}
+    os.environ["HOME"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
 @asynccontextmanager
 async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tuple[TokamacApp, Pilot[Any]]]:
     """Open the chat, ask ``questions``, and leave what the screen shows then."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, nobody(Path(scratch)):
         save_settings(Path(scratch) / "settings.toml", Settings(theme=THEME, toured=True))
         app, bridge = build(
             ChatOptions(
@@ -100,15 +132,43 @@ async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tu
             bridge.close()
 
 
-async def take() -> None:
-    """Explain a reply of the embedded model here, chat with a Mac that is played, and save what the screen shows."""
+async def take(names: Sequence[str]) -> None:
+    """Save what the screen shows, by these names."""
     PICTURES.mkdir(parents=True, exist_ok=True)
-    async with chatting(QUESTIONS) as (app, pilot):
-        await pilot.press("f2")
-        await asyncio.sleep(DRAWN_S)
-        save(app, "explain")
-    async with chatting(QUESTIONS[:1], model=MAC_MODEL, engine=SCRIPTED) as (app, _):
-        save(app, "mac")
+    if real := [name for name in REAL if name in names]:
+        async with chatting(QUESTIONS) as (app, pilot):
+            for name in real:
+                await SHOWN[name](app, pilot)
+                await asyncio.sleep(DRAWN_S)
+                save(app, name)
+                await pilot.press("escape")
+    if "mac" in names:
+        async with chatting(QUESTIONS[:1], model=MAC_MODEL, engine=SCRIPTED) as (app, _):
+            save(app, "mac")
+
+
+async def explain(app: TokamacApp, pilot: Pilot[Any]) -> None:
+    """Explain the last reply."""
+    del app  # it is the keys that show it
+    await pilot.press("f2")
+
+
+async def steps(app: TokamacApp, pilot: Pilot[Any]) -> None:
+    """Walk into the last reply, once its likely tokens are known."""
+    await pilot.press("f10")
+    await until(lambda: isinstance(app.screen, StepsScreen), "the steps")
+    await until(lambda: isinstance(app.screen, StepsScreen) and app.screen._steps.ended, "the likely tokens")
+    await pilot.press(*["right"] * STEP)
+
+
+async def start(app: TokamacApp, pilot: Pilot[Any]) -> None:
+    """Open the list of models, once all are estimated."""
+    await pilot.press("ctrl+o")
+    await until(lambda: isinstance(app.screen, ModelScreen), "the models")
+    await until(lambda: app.chat.library.estimates.advice is not None, "an estimate of every model")
+
+
+SHOWN = {"explain": explain, "steps": steps, "start": start}
 
 
 def save(app: TokamacApp, name: str) -> None:
@@ -118,4 +178,4 @@ def save(app: TokamacApp, name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(take())
+    asyncio.run(take(sys.argv[1:] or [*REAL, *PLAYED]))

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def named(node: ast.AST, file: Path) -> set[str]:
     return {module} | {f"{module}.{alias.name}" for alias in node.names}
 
 
+@cache
 def imports(file: Path) -> set[str]:
     return {name for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for name in named(node, file)}
 

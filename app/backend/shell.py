@@ -34,7 +34,7 @@ class ShellError(TokamacError):
     """A command could not be started."""
 
 
-class Ending(Enum):
+class ShellEnding(Enum):
     """Why a command is over."""
 
     ITSELF = ""
@@ -50,13 +50,13 @@ class ShellOutput:
     command: str
     text: str
     status: int
-    ending: Ending = Ending.ITSELF
+    ending: ShellEnding = ShellEnding.ITSELF
     left_out: int = 0
 
     @property
     def how(self) -> str:
         """How it ended, in a few words; "" where it ended well."""
-        if self.ending is not Ending.ITSELF:
+        if self.ending is not ShellEnding.ITSELF:
             return str(self.ending.value)
         return "" if not self.status else killed_by(-self.status) if self.status < 0 else f"exit status {self.status}"
 
@@ -91,7 +91,7 @@ class ShellCommand:
         """Run it to its end. Raises ShellError."""
         shell = user_shell()
         if self._stopped.is_set():
-            return ShellOutput(self.text, "", -signal.SIGTERM, Ending.STOPPED)
+            return ShellOutput(self.text, "", -signal.SIGTERM, ShellEnding.STOPPED)
         try:
             process = subprocess.Popen(
                 [shell, "-c", self.text],
@@ -112,7 +112,7 @@ class ShellCommand:
                 _end(process)
         return ShellOutput(self.text, kept.text, process.returncode, ending, kept.left_out)
 
-    def _follow(self, process: "subprocess.Popen[bytes]", kept: "_Kept") -> Ending:
+    def _follow(self, process: "subprocess.Popen[bytes]", kept: "_Kept") -> ShellEnding:
         """Read until the command is over, or has to be."""
         assert process.stdout is not None
         pipe, until_s = process.stdout.fileno(), time.monotonic() + self._deadline_s
@@ -128,12 +128,12 @@ class ShellCommand:
                 kept.add(data)
             now_s = time.monotonic()
             if now_s > ended_s + (GRACE_S if is_open else 0.0):  # what it left may hold the pipe open for ever
-                return Ending.ITSELF
+                return ShellEnding.ITSELF
             if kept.count > MOST_BYTES:
-                return Ending.TOO_MUCH
+                return ShellEnding.TOO_MUCH
             if now_s > until_s:
-                return Ending.DEADLINE
-        return Ending.STOPPED
+                return ShellEnding.DEADLINE
+        return ShellEnding.STOPPED
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -328,7 +328,7 @@ def read_file(typed: str, folder: Path) -> Attachment:
         raise AttachError(f"{name} can't be attached: {error.message}", error.hint) from error
     if len(text) > LARGEST_TEXT_BYTES:
         raise AttachError(
-            f"{name} holds {len(text):,} characters", "That is more than any context: attach a part of it."
+            f"{name} holds {len(text):,} characters", "That is more than any context holds: attach a part of it."
         )
     return attachment(typed, text)
 

@@ -439,7 +439,7 @@ def is_of_disk(price: Price) -> bool:
 def why_whole(reply: Reply, *, thinks: bool) -> str:
     """Return why there is no going on with a reply that was begun; "" where there is. thinks: whether the loaded model does."""
     if reply.ending in ("stop", "tool_calls") and not reply.edited:
-        return "This reply is complete: the model ended it by itself."
+        return "This reply is complete: the model ended it itself."
     if not cut_here(reply).text and not thinks:
-        return "The reply was cut in its thinking, and this model does not think: make it again."
+        return "The reply was cut off while thinking, and this model does not think: regenerate it."
     return ""

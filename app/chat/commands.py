@@ -244,7 +244,7 @@ def delete(view: ChatView, chat: StoredChat, *, back: str) -> None:
     elif view.session.replying:
         raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then delete.")
     elif recording.missing():  # after another try
-        raise RefusedError("Part of this chat could not be saved. If you deleted it now, that part would be lost.")
+        raise RefusedError("Part of this chat could not be saved. If you delete it now, that part is lost.")
     else:
         unsent = view.begin_new()  # before it is deleted: what is still to be written of a chat would restore it
         recording.store.delete(chat.id)
@@ -657,7 +657,7 @@ TOOLS_HINT = (
 
 def _toolbox(view: ChatView) -> Toolbox:
     if view.preferences.toolbox is None:
-        raise RefusedError("There are no tools here.")
+        raise RefusedError("No tools are available here.")
     return view.preferences.toolbox
 
 

@@ -82,7 +82,7 @@ def refusal(found: Sequence[ContextPart], count: Count, limit: int) -> str:
     if total < limit:
         return ""
     most, largest = max(known, key=lambda each: each[0])
-    context = f"the context is {units.count(limit)}"
+    context = f"the context holds {units.count(limit)}"
     if most >= limit:
         said = f"{_beginning(largest)} alone is {units.count(most)} tokens; {context}. "
         return said + _advice(largest)
@@ -161,7 +161,8 @@ class ContextUse:
         kept = [each for each in behind if each not in moved and not each.left_out and each.kind != "draft"]
         tokens, again = _sum(moved), _sum(kept) + (_sum(moved) if row.left_out else 0)
         verb = "Sending it again takes" if row.left_out else "Leaving it out frees"
-        return f"{verb} {units.count(tokens)} tokens; the next prompt recomputes {units.count(again)}."
+        recomputed = f"{units.count(again)} tokens" if again else "nothing"
+        return f"{verb} {units.count(tokens)} tokens; the next prompt recomputes {recomputed}."
 
 
 def _sum(rows: Iterable[ContextRow]) -> int:

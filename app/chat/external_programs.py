@@ -94,7 +94,7 @@ def copy_by_tool(text: str) -> str:
 def open_address(address: str) -> None:
     """Open ``address`` with the program that the system has for it. Raises NotTakenError."""
     if not safe_link(address):
-        raise NotTakenError("only addresses of the web and of mail are opened")
+        raise NotTakenError("only web and mail addresses can be opened")
     if os.environ.get("SSH_CONNECTION"):
         raise NotTakenError("over SSH, it would open on the remote machine")
     program = "open" if sys.platform == "darwin" else "xdg-open"

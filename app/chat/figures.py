@@ -281,7 +281,7 @@ COUNTED = "counted by the engine"
 MEASURED = f"measured by {CLOCK}"
 ALLOCATOR = "MLX's allocator"
 NO_REPLY = "there is no reply yet"
-NOT_YET = "the reply has not come that far"
+NOT_YET = "the reply has not got that far"
 UNMEASURED = Metrics(*[None] * len(fields(Metrics)))  # type: ignore[arg-type]  # nothing is known, not even what is counted
 
 
@@ -436,7 +436,7 @@ def _mean(reply: Measured) -> Explained:
             Input("last − first token", units.seconds(between_s), CLOCK),
         ),
         MEASURED,
-        "How fast the reply was written, without the wait for its first token. Below two tokens there is no rate.",
+        "How fast the reply was written, not counting the wait for its first token. It takes two tokens to have a rate.",
     )
 
 
@@ -521,7 +521,7 @@ def _expected(reply: Measured) -> Explained:
             *_terms(reply, "weights", "kv", "launching", "host"),
         ),
         "fitted to published speeds of this chip, and no faster than the host builds a step; or timed in parts on this machine",
-        "Whether this machine is as fast as it should be. Far below 100 %, something else takes its time.",
+        "Whether this machine is as fast as it should be. Far below 100 %, something else is slowing it down.",
         "this machine's speed is not measured yet; that happens when it is idle" if unmeasured else "",
     )
 

@@ -85,7 +85,7 @@ class ConversionForm:
         return ["--json", *(["--dry-run"] if dry_run else []), *flags, "--", self.source]
 
 
-class ConversionRequest(Protocol):
+class WantedConversion(Protocol):
     """What is to be converted, and how. ``ConversionForm`` is one."""
 
     @property
@@ -96,7 +96,7 @@ class ConversionRequest(Protocol):
         """Return the command's arguments."""
 
 
-Asked = TypeVar("Asked", bound=ConversionRequest)
+Asked = TypeVar("Asked", bound=WantedConversion)
 
 
 class ConversionPhase(Enum):

@@ -107,7 +107,7 @@ def group_of(chat: StoredChat, now: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class ChatFolder:
     """A folder in a list of chats, with its chats; folded: they are not listed."""
 
     name: str
@@ -117,7 +117,7 @@ class Folder:
 
 def grouped(
     chats: Sequence[StoredChat], now: float, folded: Collection[str] | None
-) -> Iterator[str | Folder | StoredChat]:
+) -> Iterator[str | ChatFolder | StoredChat]:
     """Yield the chats under headings: pinned ones, then folders by name, then by date.
 
     ``folded``: names of folders; None: folders are no headings.
@@ -129,7 +129,7 @@ def grouped(
     others = [chat for chat in chats if chat.pinned_at is None]
     for name in sorted({chat.folder for chat in others if chat.folder}, key=lambda name: (fold(name), name)):
         inside = tuple(chat for chat in others if chat.folder == name)
-        yield Folder(name, inside, folded=name in folded)
+        yield ChatFolder(name, inside, folded=name in folded)
         yield from () if name in folded else inside
     yield from _dated([chat for chat in others if not chat.folder], now)
 

@@ -346,7 +346,7 @@ def _first_choice(ranked: Sequence[ModelLine]) -> tuple[ModelLine | None, Ground
         if quick:
             return quick[0], "expected speed", ""
         fastest = max(recommended, key=lambda line: line.figures.expected_tps or 0.0).figures.expected_tps
-        note = f"No model is expected to reach {START_TPS:.0f} tok/s here; the fastest makes {units.rate(fastest)}."
+        note = f"No model is expected to reach {START_TPS:.0f} tok/s here; the fastest manages {units.rate(fastest)}."
         return None, "expected speed", note
     untimed = [line for line in ranked if line.group == "speed unknown"]
     if not untimed:
@@ -355,9 +355,9 @@ def _first_choice(ranked: Sequence[ModelLine]) -> tuple[ModelLine | None, Ground
         return None, "size", f"No model is recommended: {note}."
     bounded = [line for line in untimed if line.figures.ceiling_tps is not None]
     if not bounded:
-        return untimed[0], "size", "How fast this machine is was not measured yet, so the smallest models come first."
+        return untimed[0], "size", "This machine's speed has not been measured yet, so the smallest models come first."
     able = [line for line in bounded if (line.figures.ceiling_tps or 0.0) >= 2 * START_TPS]
-    note = "Speeds were not measured here yet; these are chosen by size and by what the hardware allows."
+    note = "Speeds have not been measured here yet; these are chosen by size and by what the hardware allows."
     return (able[0], "limit", note) if able else (None, "limit", note)
 
 
@@ -673,7 +673,12 @@ def section_title(section: Section, estimates: Estimates) -> str:
     match section:
         case "start":
             start = None if estimates.advice is None else estimates.advice.start
-            return "Start here" if start is None else f"Start here · {start.facts}"
+            if start is None:
+                return "Start here"
+            speed = (
+                "" if start.expected_tps is not None else f" · {start.speed}"
+            )  # else its row has it, as it has its size
+            return f"Start here{speed} · {start.wait}"
         case "hub":
             return "On Hugging Face"
         case "recommended":

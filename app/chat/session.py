@@ -416,10 +416,10 @@ class Session:
         """Generate another reply beside the last one, or beside that of the message ``key``."""
         at = self.conversation.tree.head if key is None else key
         if at is None:
-            return [Notice("There is no reply to generate again.", "warning")]
+            return [Notice("There is no reply to regenerate.", "warning")]
         if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
-        return self._refusal("generate the reply again") or self._answer(prompt)
+        return self._refusal("regenerate the reply") or self._answer(prompt)
 
     def continue_reply(self, key: int | None = None) -> list[Step]:
         """Continue a reply that was cut, in a copy beside it: the last one, or that of the message ``key``.
@@ -770,7 +770,7 @@ class Session:
 
     def _died(self, event: Died) -> list[Step]:
         self.engine.lost()
-        words = f" Its last words: {event.last_line.rstrip('.')}." if event.last_line else ""
+        words = f" Its last output: {event.last_line.rstrip('.')}." if event.last_line else ""
         why = f"The engine stopped ({event.why}).{words}"
         ended = self._end("lost") if self.engine.at_work else []
         if self.engine.phase is EnginePhase.TOOLS:

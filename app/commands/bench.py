@@ -87,7 +87,7 @@ def parser() -> Parser:
     add("--json", action="store_true", help="one JSON object")
     kv_quality.add_flags(made)
     add_reply_flags(made, cache=False)
-    add("--no-prompt-cache", action="store_true", help="what holds here anyway: every prompt is computed afresh")
+    add("--no-prompt-cache", action="store_true", help="the default here: every prompt is computed afresh")
     return made
 
 
@@ -171,7 +171,7 @@ def _greedy(parser: Parser, options: argparse.Namespace) -> Sampling:
         value = getattr(options, name)
         same = name == "max_tokens" or (name == "temperature" and value == 0)
         if value is not None and not same:
-            why = "both sides take the likeliest token, and none ends a reply"
+            why = "both sides take the likeliest token, and neither ends a reply early"
             parser.error(f"{flag} has no effect with --compare: {why}")
     return Sampling(temperature=0)
 
@@ -216,7 +216,7 @@ def _run_machine(options: argparse.Namespace, model: str, kv: KVSpec) -> int:
     note("measuring the machine, then the parts of a step of the model: a few seconds")
     report = measure_machine()
     if report.busy:
-        note("note: other programs use this machine, so what it can do comes out too low; it is not kept")
+        note("note: other programs are using this machine, so its speed measures too low; it is not kept")
     if (said := advice()) is not None:
         note(f"note: {said}")
         settings.is_new(said)  # loading need not say it again

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 ACTIONS = {
-    "show": "where it lies and what it takes",
+    "show": "where it is and how much space it takes",
     "clear": "remove all of it",
     "check": "compute what is stored for MODEL with these KV flags again, and compare",
     "export": "compute a prompt and write its keys and values to one file",
@@ -187,7 +187,7 @@ def _check(options: argparse.Namespace, kv: KVSpec) -> int:
     if json_wanted:
         json_line({"checks": [_json(check) for check in checks], "largest_difference": _finite(worst)})
     elif worst is None:
-        print(f"no whole prefix is stored for {sanitise_line(name)} with these KV settings: nothing to check")
+        print(f"no complete prefix is stored for {sanitise_line(name)} with these KV settings: nothing to check")
     else:
         print(f"largest difference {worst:.2g}")
     wrong = [check for check in checks if _size(check.difference) > check.bound]
@@ -210,7 +210,7 @@ def _checks(options: argparse.Namespace, name: str, kv: KVSpec) -> list["Check"]
                 checks.append(check)
                 if not options.json:
                     bar.clear()
-                    top = "the same likeliest token" if check.top_same else "another likeliest token"
+                    top = "the same top token" if check.top_same else "another likeliest token"
                     rounding = f"up to {check.bound:.2g} is rounding"
                     found = f"difference {check.difference:.2g} ({rounding}), {top}"
                     print(f"{count(check.tokens)} tokens: {found}", flush=True)

@@ -45,8 +45,8 @@ def parser() -> Parser:
         "--plain", action="store_true", help="lines instead of a screen: for screen readers, pipes and simple terminals"
     )
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
-    which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    which.add_argument("--continue", action="store_true", dest="resume", help="continue the last chat")
+    which.add_argument("--chat", metavar="ID", help="continue this chat; the beginning of its id is enough")
     add_profile_flag(made, "the one chosen last; none is without")
     add_reply_flags(made)
     return made

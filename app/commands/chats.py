@@ -38,7 +38,7 @@ DOES = {
     "import": "read Markdown or JSON into a new chat",
     "delete": "delete a chat; it can be restored for 30 days",
     "restore": "bring back a chat that was deleted",
-    "repair": "make the search index anew and check the whole file",
+    "repair": "rebuild the search index and check the whole file",
 }
 NEEDED = {"ID": "an ID; `tokamac chats` lists them", "FILE": "a FILE", "WORDS": "WORDS"}
 Done = tuple[dict[str, Any], str]
@@ -62,7 +62,9 @@ def parser() -> ActionParser:
     )
     made.add_argument("-o", "--output", metavar="FILE", help="of export: the new file (made of the title, .md)")
     made.add_argument("--deleted", action="store_true", help="of list: those that were deleted")
-    made.add_argument("--set-aside", action="store_true", help="of repair: move a file beyond repair away, whole")
+    made.add_argument(
+        "--set-aside", action="store_true", help="of repair: move a file that can't be repaired away, unchanged"
+    )
     made.add_argument("--json", action="store_true", help="one JSON object")
     made.only([action for action, target in TARGETS.items() if target], "target")
     made.only(("export",), "output")
@@ -150,9 +152,9 @@ def _repair(*, set_aside: bool) -> Done:
         if not set_aside:
             raise
         kept = Store.set_aside(path)
-        said = f"{error.message}\nset aside, whole, as {kept}; the next chat begins a new file"
+        said = f"{error.message}\nset aside, unchanged, as {kept}; the next chat begins a new file"
         return {"path": str(path), "set_aside": str(kept)}, "\n".join(map(sanitise_line, said.split("\n")))
-    said = f"{sanitise_line(str(path))} is whole; its search index is made anew: {count(messages)} messages"
+    said = f"{sanitise_line(str(path))} is intact; its search index is rebuilt: {count(messages)} messages"
     return {"path": str(path), "messages": messages}, said
 
 

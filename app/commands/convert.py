@@ -54,7 +54,7 @@ def parser() -> Parser:
     made = Parser(
         "convert",
         "Convert a Hugging Face or MLX model to a quantized MLX folder, tensor by tensor, and compare the two at the end. The "
-        "folder appears whole or not at all; after an interruption, the same command continues. It also loads in mlx_lm, "
+        "folder appears once it is complete; after an interruption, the same command continues. It also loads in mlx_lm, "
         "where that has the architecture.",
         _EXAMPLES,
     )
@@ -71,7 +71,7 @@ def parser() -> Parser:
     made.add_argument(
         "--adapter",
         metavar="DIR|ID",
-        help="a LoRA or DoRA adapter, of mlx-lm or PEFT, to add to the weights before they are packed",
+        help="a LoRA or DoRA adapter, from mlx-lm or PEFT, to add to the weights before they are packed",
     )
     add_unchecked_flag(
         made, "convert a model although something in its config would be computed otherwise; a note says what"
@@ -79,7 +79,7 @@ def parser() -> Parser:
     run = made.add_argument_group("the run")
     run.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     run.add_argument(
-        "--overwrite", action="store_true", help="replace a model folder of that name, once the new one is whole"
+        "--overwrite", action="store_true", help="replace a model folder of that name, once the new one is complete"
     )
     run.add_argument(
         "--no-verify", dest="verify", action="store_false", help="don't compare the result with its source"
@@ -97,7 +97,7 @@ def _add_packing(made: Parser) -> None:
     )
     group.add_argument("--recipe", metavar="NAME", help="a rule that gives some tensors more bits, such as mixed_4_6")
     group.add_argument(
-        "--target-bpw", type=float, metavar="X", help="bits per weight of the whole, spent where they help most"
+        "--target-bpw", type=float, metavar="X", help="average bits per weight, spent where they help most"
     )
     group.add_argument(
         "--embed-bits", type=int, choices=(*BITS, UNQUANTIZED), help="for the embedding and the head; 16 is not packed"

@@ -78,7 +78,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # 
     if options.json:
         json_line({"event": "checked", "ok": not broken, "broken": [each.name for each in broken]})
     elif broken:
-        note(f"\ntokamac: broken: {', '.join(each.name for each in broken)}. What to do stands behind the arrows.")
+        note(f"\ntokamac: broken: {', '.join(each.name for each in broken)}. The arrows say what to do.")
     else:
         print("\nNothing is broken.")
     return 1 if broken else 0
@@ -242,7 +242,7 @@ def _models() -> Iterator[Finding]:
     disk = models_on_disk(hub_cache(), ())
     broken = sum(not each.whole for each in disk.models)
     held = sum(each.nbytes for each in disk.models if each.home == "cache")
-    value = f"{len(disk.models) - broken} whole, {size(held)} in the Hugging Face cache"
+    value = f"{len(disk.models) - broken} complete, {size(held)} in the Hugging Face cache"
     if broken:
         yield Finding("models", f"{value}, {broken} incomplete", "note", "tokamac models list shows which.")
     else:

@@ -115,7 +115,7 @@ def parser() -> Parser:
     made.add_argument("--context", type=positive, metavar="N", help=held)
     made.add_argument("--prompt", type=positive, metavar="N", help=f"{computed} (the whole context)")
     group = made.add_argument_group("weights (what is left out is as they are)")
-    group.add_argument("--bits", type=int, choices=BITS, help="as if packed with so many bits; 16 is not packed")
+    group.add_argument("--bits", type=int, choices=BITS, help="as if packed with this many bits; 16 is not packed")
     group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
     add_place_flags(made)
     add_kv_flags(made, cache=False, full=False)
@@ -435,7 +435,7 @@ def _what_it_bounds(found: "Inspection") -> str:
 
     if found.ceiling_tps is None:
         return ""
-    return f": the hardware limit {UNPACKED_BOUND}" if found.form == "unpacked" else ": no kernel can be faster"
+    return f": the hardware limit {UNPACKED_BOUND}" if found.form == "unpacked" else ": the hardware limit"
 
 
 def _bound(phase: "Phase | None") -> str:

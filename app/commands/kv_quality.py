@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-quality",
         action="store_true",
-        help="compare KV settings: bytes, KL to 16 bits, equal likeliest tokens, decode at depth; --kv-bits adds one",
+        help="compare KV settings: bytes, KL to 16 bits, matching top tokens, decode at depth; --kv-bits adds one",
     )
     group.add_argument("-f", "--text", metavar="FILE", help="the text to compare on (one of our own)")
     shown = ",".join(map(str, DEPTHS))
@@ -136,7 +136,7 @@ def measure(
 def sentence(advice: Advice) -> str:
     """Return the recommendation and its reason."""
     pick, smallest = advice.pick, advice.smallest
-    limits = f"KL up to {MOST_KL:g} nats and {LEAST_TOP1:.0%} of equal likeliest tokens"
+    limits = f"KL up to {MOST_KL:g} nats and {LEAST_TOP1:.0%} of matching top tokens"
     deep = f"at depth {pick.decode[-1].depth:,}" if pick.decode else "at depth"
     faster = f"decodes {FASTER - 1:.0%} faster {deep}"
     use = "leave keys and values at 16 bits" if pick.exact else f"--kv-bits {pick.bits}"

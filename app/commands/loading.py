@@ -93,7 +93,7 @@ def on_disk(model: str) -> Path:
 
     folder = download.find(model)
     if folder is None:
-        raise ModelNotFoundError(f"{model} is not whole on this disk", f"Download it: tokamac models pull {model}.")
+        raise ModelNotFoundError(f"{model} is not complete on this disk", f"Download it: tokamac models pull {model}.")
     return folder
 
 

@@ -34,9 +34,9 @@ CONTEXT = 8192
 LINES_APART_S = 0.25
 """Lines of progress: a reader draws each, and needs no more of them."""
 ACTIONS = {
-    "list": "how large each is, whether it fits and how fast it should be here",
+    "list": "size of each, whether it fits and how fast it should be here",
     "pull": "download a model, or bring it up to date; an interrupted download goes on where it stopped",
-    "remove": "take a model off the disk",
+    "remove": "delete a model from the disk",
     "search": "find models on Hugging Face that run here, those in MLX's format first",
     "suggest": "one model to start with, and which others run well here or on another machine",
 }
@@ -63,9 +63,9 @@ def parser() -> ActionParser:
     )
     made.add_argument("--json", action="store_true", help="JSON lines, the last one the result")
     removing = made.add_argument_group("remove")
-    removing.add_argument("--unfinished", action="store_true", help="only what a download left that did not end")
+    removing.add_argument("--unfinished", action="store_true", help="only what an unfinished download left")
     suggesting = made.add_argument_group("suggest")
-    suggesting.add_argument("--context", type=positive, metavar="N", help="tokens of the prompt to reckon with (8192)")
+    suggesting.add_argument("--context", type=positive, metavar="N", help="prompt length to assume, in tokens (8192)")
     add_place_flags(made)
     made.only(("pull", "remove", "search"), "words")
     made.only(("remove",), "unfinished")
@@ -113,7 +113,7 @@ def pull(model: str, *, json: bool) -> int:
     from tokamac.engine.hub import download
 
     if model == download.GUIDE:
-        note("note: guide is the embedded model: it is always here, and as new as the program")
+        note("note: guide is the embedded model: it is always here and comes with the program")
     if not json:
         print(loading.fetch(model, download.pull))
         return 0
@@ -125,7 +125,7 @@ def pull(model: str, *, json: bool) -> int:
 
 
 def remove(model: str, *, unfinished: bool, json: bool) -> int:
-    """Take a model off the disk, or only what a download left that did not end; return the exit status."""
+    """Take a model off the disk, or only what an unfinished download left; return the exit status."""
     from tokamac.engine.hub import cache
 
     freed = cache.discard_unfinished(model) if unfinished else cache.remove_model(model)
@@ -233,7 +233,7 @@ def _row(model: "ModelOnDisk", found: "Prospect | None") -> list[str]:
     last = model.last_used_s
     used = "embedded" if last is None else time.strftime("%Y-%m-%d", time.localtime(last))
     if found is None:
-        return [sanitise_line(model.id), size(model.nbytes), "", "not whole: pull it again", "", used]
+        return [sanitise_line(model.id), size(model.nbytes), "", "incomplete: pull it again", "", used]
     bits = found.outcome.bits_per_weight
     figures = [UNKNOWN if bits is None else f"{bits:.2f}", found.verdict, rate(found.outcome.expected_tps)]
     return [sanitise_line(model.id), size(model.nbytes), *figures, used]
@@ -253,7 +253,7 @@ def _plain(model: "ModelOnDisk", found: "Prospect | None") -> dict[str, Any]:
         **picked(memory, "fits"),
         **picked(outcome, "ceiling_tps", "expected_tps"),
         "verdict": None if found is None else found.verdict,
-        "reason": "not whole on this disk" if found is None else found.reason,
+        "reason": "not complete on this disk" if found is None else found.reason,
     }
 
 

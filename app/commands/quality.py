@@ -28,7 +28,7 @@ def parser() -> Parser:
     """Return what the command takes."""
     made = Parser(
         "quality",
-        "Compare what two models of one tokenizer say of a text: perplexity of each, KL divergence, equal likeliest tokens, and "
+        "Compare what two models of one tokenizer say of a text: perplexity of each, KL divergence, matching top tokens, and "
         "how far the outputs of each layer are apart. A is the reference, such as the source of a conversion. One layer is in "
         "memory at a time. With A alone: its perplexity, loaded as for an answer.",
         "  tokamac quality Qwen/Qwen3-0.6B ./Qwen3-0.6B-4bit\n  tokamac quality guide ./mine --text notes.txt --tokens 2048\n"

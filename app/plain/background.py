@@ -1,7 +1,7 @@
 """Downloads and a conversion that go on while one chats in lines, and /jobs, which lists and stops them.
 
-They run on a thread with a loop of its own, by the same ``Downloads`` and ``Conversions`` as the full screen's. What they have to
-say waits until it splits no reply: it is written before the next prompt, or at once while the user types nothing.
+They run on a thread with a loop of its own, by the same ``Downloads`` and ``Conversions`` as the full screen's. Their news waits
+until it splits no reply: it is written before the next prompt, or at once while the user types nothing.
 """
 
 import asyncio
@@ -123,11 +123,11 @@ class BackgroundJobs:
             self._thread.start()
         done = threading.Event()
 
-        def act() -> None:
+        def call() -> None:
             work()
             done.set()
 
-        self._loop.call_soon_threadsafe(act)
+        self._loop.call_soon_threadsafe(call)
         done.wait(END_S)  # so that what is listed next has it
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

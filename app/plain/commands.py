@@ -15,7 +15,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.hub.cache import nearest
 
 from .. import units
-from ..backend.shell import Ending, ShellCommand, user_shell, working_folder
+from ..backend.shell import ShellCommand, ShellEnding, user_shell, working_folder
 from ..chat import actions, commands
 from ..chat.actions import ACTIONS
 from ..chat.attachments import Draft, output_of, read_named, shell_command
@@ -260,7 +260,7 @@ def shell(repl: "Repl", text: str) -> None:
         output = command.run()
     if output.how:
         repl.tell(f"The command did not end well: {output.how}.")
-    if output.text or output.ending is not Ending.STOPPED:
+    if output.text or output.ending is not ShellEnding.STOPPED:
         _attach(repl, output_of(output))
 
 
@@ -278,7 +278,7 @@ def detach(repl: "Repl", name: str) -> None:
     if not named:
         raise RefusedError(f"Nothing called {name} is attached." if name else "Nothing is attached.")
     repl.composer.draft = Draft(draft.text, tuple(each for each in draft.attachments if each is not named[-1]))
-    repl.tell(f"Removed from the next prompt: {named[-1].name}.")
+    repl.tell(f"No longer attached: {named[-1].name}.")
 
 
 # Models and settings ------------------------------------------------------------------------------------------------------

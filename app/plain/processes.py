@@ -297,13 +297,13 @@ def models(repl: "Repl", written: str) -> None:
         if problem or end.status:
             repl.tell("Stopped." if end.status == INTERRUPTED else (problem or [why(end)])[0])
         else:
-            repl.tell("/pull and an ID downloads one." if found else "Nothing for these words runs here.")
+            repl.tell("/pull and an ID downloads one." if found else "Nothing found for these words that runs here.")
     elif written:
         repl.tell("Write /models to list the models here, or /models search and some words.")
     else:
         folder = repl.preferences.settings.models_path
         for model in models_on_disk(hub_cache(), Folders(repl.preferences.home / FOLDERS).all(), folder).models:
-            state = "" if model.whole else ", not whole: /pull resumes it"
+            state = "" if model.whole else ", incomplete: /pull resumes it"
             context = "" if model.context is None else f", context {short(model.context)}"
             place = f", in {model.path.parent}" if model.home in ("models", "other") else ""
             repl.say(f"{model.model}: {size(model.nbytes)}{context}{place}{state}")
@@ -409,7 +409,7 @@ def _numbers(written: str) -> tuple[int, int | None]:
             return step, choice
         case _:
             raise RefusedError(
-                "Write the number of a step after the command: /steps 12. /steps 12 2 goes on with its token 2."
+                "Write the number of a step after the command: /steps 12. /steps 12 2 continues with its token 2."
             )
 
 

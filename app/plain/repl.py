@@ -176,9 +176,7 @@ class Driver:
         for line in ("The model wants to call:", *call_lines(call)):
             self._console.note(line)
         if not self._console.typed:
-            self._console.note(
-                "Nobody is here to allow it. /tools and [tools] allowed in the settings allow it for good."
-            )
+            self._console.note("No one is here to allow it. [tools] allowed in the settings allows it for good.")
             return self.session.consent(call.id, "deny")
         while True:
             try:
@@ -284,7 +282,7 @@ class Driver:
         self._catch_up()
         if steps := self.session.unload_if_idle():
             self.perform(steps)
-            self._console.note("The model was idle and is unloaded now. It reloads when you send a prompt.")
+            self._console.note("The model was idle and has been unloaded. It reloads when you send a prompt.")
         elif self._may_title:
             self.perform(self.session.request_title())
 

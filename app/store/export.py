@@ -486,7 +486,7 @@ def _require_heading(section: _Section, lines: int) -> None:
 def _inside(shape: re.Pattern[str], section: _Section, group: int) -> str:
     match = shape.match(section.body)
     if match is None:
-        raise ShapeError(f"line {section.line}: the block of tokamac-{section.kind} is not whole")
+        raise ShapeError(f"line {section.line}: the block of tokamac-{section.kind} is not complete")
     return match[group]
 
 

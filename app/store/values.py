@@ -156,7 +156,7 @@ class StoreDamagedError(StoreError):
     """The file of chats is broken: ``Store.repair`` mends its index, and failing that, ``Store.set_aside`` keeps it."""
 
 
-_ASIDE = "`tokamac chats repair --set-aside` sets the file aside, whole, and a new one is begun."
+_ASIDE = "`tokamac chats repair --set-aside` sets the file aside, unchanged, and starts a new one."
 _FULL = "Free some disk space; what was stored before is safe."
 _DENIED = "Check the permissions of the folder, or set TOKAMAC_DATA_DIR to another."
 _AGAIN = "Try again; if it stays so, close the other program."

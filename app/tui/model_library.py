@@ -125,14 +125,14 @@ class HubSearch:
                 case PullRefused(error):
                     self._state = sanitise_line(error)
                 case _:
-                    self._state = "" if self._models else "no model for these words runs here"
+                    self._state = "" if self._models else "nothing found for these words that runs here"
 
         try:
             await self._puller.run(search_arguments(words), take)
         except OSError as error:
             self._state = f"not searched: {error}"
         if words == self._words:
-            self._state = "the search ended early" if self._state == SEARCHING else self._state
+            self._state = "the search stopped early" if self._state == SEARCHING else self._state
             self._changed()
 
 
@@ -209,7 +209,7 @@ class ModelLibrary:
         self._chat.run_worker(self._look(), group="look", exclusive=True)
 
     def must_be_downloaded(self, model: str) -> bool:
-        """Whether ``model`` is an id that is not whole on this disk."""
+        """Whether ``model`` is an id that is not complete on this disk."""
         return must_be_downloaded(model, hub_cache())
 
     def forget_folder(self, folder: str) -> None:

@@ -199,7 +199,7 @@ def translate(error: Exception, repo: Repo) -> Exception:
         return translate(error.__cause__, repo)  # the client's word for "not here, and the hub did not answer"
     if isinstance(error, hub.OfflineModeIsEnabled):
         return DownloadError(
-            f"{repo} is not whole on disk, and HF_HUB_OFFLINE forbids the network", "Unset HF_HUB_OFFLINE."
+            f"{repo} is not complete on disk, and HF_HUB_OFFLINE forbids the network", "Unset HF_HUB_OFFLINE."
         )
     if isinstance(error, HfHubHTTPError):
         return _refused(error.response.status_code, str(error.response.url), repo)
@@ -226,7 +226,7 @@ def _refused(status: int, url: str, repo: Repo) -> DownloadError:
     name = url.split("?", maxsplit=1)[0].rpartition("/")[2]
     if status == 404:
         return DownloadError(
-            f"the hub lists {name} of {repo} but does not have it", "Try another revision or another model."
+            f"the hub lists {name} in {repo} but does not have the file", "Try another revision or another model."
         )
     if status in (401, 403):
         return DownloadError(

@@ -21,7 +21,7 @@ MOST_KL = 0.01
 0.0055, in some 5 bits by 0.0108 (https://github.com/ggml-org/llama.cpp/pull/6936): a 4-bit model has paid more already."""
 
 LEAST_TOP1 = 0.95
-"""Share of equal likeliest tokens from which a cache is good enough. Where the two likeliest are almost even, which one leads says
+"""Share of matching top tokens from which a cache is good enough. Where the two likeliest are almost even, which one leads says
 little; on a text of 1,500 tokens the share is known to about half a per cent."""
 
 FASTER = 1.1

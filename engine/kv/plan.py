@@ -439,7 +439,7 @@ def _notes(
         )
     if spec.window is None:
         if not spec.rolls and spec.keep != DEFAULT.keep:
-            yield f"keep {spec.keep} has no effect: without a window nothing rolls out"
+            yield f"keep {spec.keep} has no effect: without a window nothing is dropped"
         return
     longest, held = context_length(config), spec.capacity(context_length(config))
     if spec.rolls and longest is not None and longest < spec.window:

@@ -113,7 +113,7 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
             raise failure from error
         reason = " ".join(str(error).split())[:240]
         raise ModelDamagedError(
-            f"{folder} does not hold a whole {config.get('model_type')} model: {reason}",
+            f"{folder} does not hold a complete {config.get('model_type')} model: {reason}",
             "Download it again, or convert it from its source with `tokamac convert`.",
         ) from error
     except ImportError as error:

@@ -77,7 +77,8 @@ def model_ref(model: str | Path) -> ModelRef:
         return model_ref_of_folder(folder, str(model))
     if entry is None:
         raise ModelNotFoundError(
-            f"{model} is neither whole on this disk nor in the catalogue", f"Download it: tokamac models pull {model}."
+            f"{model} is neither complete on this disk nor in the catalogue",
+            f"Download it: tokamac models pull {model}.",
         )
     return model_ref_of_entry(entry, entry.repository(str(model)) or next(iter(entry.repositories), None))
 

@@ -54,8 +54,8 @@ def render(tokenizer: Tokenizer, before: Sequence[Message], reply: Message) -> s
     if tokenizer.thinking is None:
         if not reply.content:
             raise TemplateError(
-                "the reply was cut while its model was thinking, and this model does not think",
-                "Make it again, or choose the model that began it.",
+                "the reply was cut off while its model was thinking, and this model does not think",
+                "Regenerate it, or choose the model that began it.",
             )
         return opened + reply.content  # another model's thinking is left out, as templates do
     start, end = tokenizer.thinking

@@ -140,7 +140,7 @@ class ChatTemplate:
             return text
         at = text.rfind(CUT.rstrip())
         if at < 0 or str(messages[-1][cut]).strip() not in text:
-            raise TemplateError("the chat template leaves out the end of the conversation", "Make the reply again.")
+            raise TemplateError("the chat template leaves out the end of the conversation", "Generate the reply again.")
         return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
 
     def _compile(self) -> tuple[Any, frozenset[str], frozenset[str]]:

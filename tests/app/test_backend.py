@@ -896,8 +896,8 @@ def test_of_a_large_output_both_ends_are_kept_and_what_is_left_out_is_said(tmp_p
 
 def test_a_command_that_never_ends_its_output_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "MOST_BYTES", 1_000_000)
-    assert run_shell("yes", tmp_path).ending is shell.Ending.TOO_MUCH
-    assert run_shell("sleep 60", tmp_path, deadline_s=0.1).ending is shell.Ending.DEADLINE
+    assert run_shell("yes", tmp_path).ending is shell.ShellEnding.TOO_MUCH
+    assert run_shell("sleep 60", tmp_path, deadline_s=0.1).ending is shell.ShellEnding.DEADLINE
 
 
 @pytest.mark.parametrize("deaf", [False, True])
@@ -911,20 +911,20 @@ def test_stopping_ends_the_whole_group(tmp_path: Path, deaf: bool) -> None:
     wait_until(lambda: child.exists() and child.read_text().strip())
     command.stop()
     work.join(PATIENCE_S)
-    assert (ended[0].ending, ended[0].text) == (shell.Ending.STOPPED, "begun")
+    assert (ended[0].ending, ended[0].text) == (shell.ShellEnding.STOPPED, "begun")
     wait_until(lambda: not is_running(int(child.read_text())))
 
 
 def test_what_a_command_leaves_in_the_background_ends_with_it(tmp_path: Path) -> None:
     done = run_shell("sleep 60 & echo $!", tmp_path)
-    assert done.ending is shell.Ending.ITSELF
+    assert done.ending is shell.ShellEnding.ITSELF
     wait_until(lambda: not is_running(int(done.text)))
 
 
 def test_a_command_that_was_stopped_before_it_ran_never_runs(tmp_path: Path) -> None:
     command = shell.ShellCommand("touch made", tmp_path)
     command.stop()
-    assert command.run().ending is shell.Ending.STOPPED
+    assert command.run().ending is shell.ShellEnding.STOPPED
     assert not (tmp_path / "made").exists()
 
 

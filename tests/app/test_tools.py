@@ -393,8 +393,6 @@ def test_settings_name_servers_and_what_is_allowed() -> None:
     assert read.settings.mcp == {"files": McpServer("python", ("-m", "files"), (("TOKEN", "x"),), 5.0)}
     assert len(read.warnings) == 1
     assert settings.dumps(read.settings, TOML) == TOML
-    from dataclasses import replace
-
     more = replace(read.settings, tools=replace(read.settings.tools, allowed=("clock", "calculate")))
     assert settings.loads(settings.dumps(more, TOML)).settings == more
 

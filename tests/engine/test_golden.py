@@ -264,7 +264,7 @@ def ids(count: int) -> list[int]:
 
 
 def test_rolling_past_the_table_is_refused_with_its_size(folder: Path) -> None:
-    with pytest.raises(OptionError, match=r"learned .* positions one by one, so nothing can roll past them"):
+    with pytest.raises(OptionError, match=r"learned .* positions one by one, so no token can go past them"):
         Engine.load(folder, kv=KVSpec(on_full="roll"))
     with pytest.raises(OptionError, match="learned"):
         Engine.load(folder, kv=KVSpec(on_full="roll", window=16))

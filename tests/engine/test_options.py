@@ -100,7 +100,7 @@ def test_the_openai_form_is_named_and_so_is_ours(engine: Engine, take: Callable[
         with pytest.raises(OptionError, match="dict") as caught:
             take(engine, prompt)
         assert "Message(role, content)" in caught.value.hint
-    with pytest.raises(OptionError, match="int stands among Messages"):
+    with pytest.raises(OptionError, match="int is among the messages"):
         take(engine, [Message("user", "x"), 5])
 
 
@@ -109,7 +109,7 @@ def test_a_text_is_told_where_it_belongs() -> None:
         given_prompt("Hello")
     for way in ("chat().send(text)", 'Message("user", text)', "tokenizer.encode(text)"):
         assert way in caught.value.hint
-    with pytest.raises(OptionError, match="messages are no token ids"):
+    with pytest.raises(OptionError, match="messages are not token ids"):
         given_ids([Message("user", "x")], "scoring")
 
 

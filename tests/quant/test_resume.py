@@ -485,7 +485,7 @@ def test_two_at_once_the_second_is_told_and_harms_nothing(converting, own_source
     with claimed(tmp_path / "out"):
         before = contents(partial_folder(tmp_path / "out"))
         told = converting.convert(own_source, tmp_path / "out")
-        assert told.error == f"another conversion is writing {tmp_path / 'out'}"
+        assert told.error == f"another conversion is writing to {tmp_path / 'out'}"
         assert contents(partial_folder(tmp_path / "out")) == before
     assert converting.convert(own_source, tmp_path / "out").resumed > 0
     assert contents(tmp_path / "out") == begun

@@ -64,7 +64,7 @@ def keys(chat: "ChatScreen", written: str) -> None:
 
 
 def undo(chat: "ChatScreen", _: str) -> None:
-    """Undo the last change in the prompt."""
+    """Undo the last change to the prompt."""
     prompt = chat.query_one(Prompt)
     prompt.undo()
     prompt.focus()

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...backend.shell import Ending, ShellCommand, ShellError, user_shell, working_folder
+from ...backend.shell import ShellCommand, ShellEnding, ShellError, user_shell, working_folder
 from ...chat import actions, commands
 from ...chat.attachments import AttachError, Draft, output_of, read_named, shell_command, unescaped
 from ...chat.commands import RefusedError
@@ -174,7 +174,7 @@ async def _run(chat: "ChatScreen", command: ShellCommand) -> None:
     except ShellError as error:
         chat.tell(error.one_line(), "warning")
     else:
-        if output.text or output.ending is not Ending.STOPPED:
+        if output.text or output.ending is not ShellEnding.STOPPED:
             chat.query_one(Prompt).attach(output_of(output))
         if output.how:
             chat.tell(f"{excerpt(command.text)}: {output.how}.", "warning")

@@ -89,6 +89,7 @@ class Tick(Checkbox):
         super().__init__(label, value, compact=True, id=id)
 
     def render(self) -> Content:
-        """Show a mark where it is ticked."""
-        self.BUTTON_INNER = "✓" if self.value else " "
-        return super().render()
+        """Return the box as task lists have it, and the label."""
+        mark = "☑" if self.value else "☐"
+        label = self.label.pad(1, 1).stylize_before(self.get_visual_style("toggle--label"))
+        return Content.assemble((mark, self.get_visual_style("toggle--button")), label)

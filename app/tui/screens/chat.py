@@ -415,6 +415,7 @@ class ChatScreen(Screen[None]):
         self.show()
         self.call_after_refresh(begin, self)
         self.watch(self.query_one(Transcript), "chosen", self.show, init=False)
+        self.watch(self.query_one(Transcript), "scroll_y", self._head, init=False)
         self._ticker = self.set_interval(REFRESH_S, self._tick, pause=True)
         self.set_interval(REST_LOOK_S, self._rest)
 
@@ -604,8 +605,7 @@ class ChatScreen(Screen[None]):
         """Update activity, status and gauges."""
         transcript = self.query_one(Transcript)
         transcript.greet(guide=self.session.engine.load.model == GUIDE)
-        self.app.sub_title = title = self.recording.title if self.recording is not None else ""
-        self.query_one(Heading).show("" if self._repeats(title, transcript) else title)
+        self._head()
         self.query_one(Activity).show(
             self.session,
             time.monotonic(),
@@ -623,10 +623,11 @@ class ChatScreen(Screen[None]):
             shown = pointed_at(self.session, transcript.selected)
             self.query_one(Gauges).show(shown, every=self.preferences.settings.all_figures)
 
-    def _repeats(self, title: str, transcript: Transcript) -> bool:
-        """Whether ``title`` is only the first prompt again, which is on screen below it."""
-        turns = self.session.turns if title and transcript.max_scroll_y == 0 else []
-        return bool(turns) and title == title_of(turns[0].prompt)
+    def _head(self) -> None:
+        """Show the title, unless it is only the first prompt again, which is on screen below it."""
+        self.app.sub_title = title = self.recording.title if self.recording is not None else ""
+        turns = self.session.turns if title and self.query_one(Transcript).scroll_y < 1 else []
+        self.query_one(Heading).show("" if turns and title == title_of(turns[0].prompt) else title)
 
     @property
     def _panel_shown(self) -> bool:

@@ -18,7 +18,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
-from textual.events import Resize
+from textual.events import Key, Resize
 from textual.message import Message
 from textual.widgets import Input, OptionList, Static
 from textual.widgets import Tree as TreeView
@@ -31,7 +31,7 @@ from tokamac.engine.events import Price, Role
 from ...chat.actions import Keymap
 from ...chat.background import of_path
 from ...chat.conversation import Tree
-from ...chat.listing import ChatMatches, ChatSearch, Folder, ago, date_of, excerpt, grouped, plain_hit, said_in
+from ...chat.listing import ChatFolder, ChatMatches, ChatSearch, ago, date_of, excerpt, grouped, plain_hit, said_in
 from ...chat.models import short_name
 from ...sanitise import sanitise, sanitise_line
 from ...store.values import Hit, StoredChat, StoreError
@@ -123,16 +123,16 @@ LOOK_BACKGROUND_S = 0.5
 
 INDENT = "  "
 """Before the chats of a folder."""
-Entry = StoredChat | Hit | Folder | None
+Entry = StoredChat | Hit | ChatFolder | None
 """What a row is of; None is the heading of a date."""
 
 
-def _is_of(entry: StoredChat | Hit | Folder, chat: str) -> bool:
+def _is_of(entry: StoredChat | Hit | ChatFolder, chat: str) -> bool:
     """Whether a row is of this chat, or of a message in it."""
     match entry:
         case StoredChat(id=id) | Hit(chat=id):
             return id == chat
-        case Folder():
+        case ChatFolder():
             return False
 
 
@@ -213,7 +213,7 @@ class ChatsScreen(Dialog[Pick]):
         """Yield the line to type in and the list."""
         with Vertical(classes="box") as box:
             box.border_title = "Conversations"
-            yield Input(placeholder="Search titles and messages", compact=True)
+            yield Input(placeholder="Search titles and messages", select_on_focus=False, compact=True)
             yield Static("", id="state", classes="note", markup=False)
             yield OptionList(markup=False, compact=True)
 
@@ -263,7 +263,9 @@ class ChatsScreen(Dialog[Pick]):
         if at is None:
             first = found.chats[0] if found.chats else None
             self._point(
-                lambda entry: entry == first or (isinstance(entry, Folder) and entry.folded and first in entry.chats)
+                lambda entry: (
+                    entry == first or (isinstance(entry, ChatFolder) and entry.folded and first in entry.chats)
+                )
             )
         self._say(self._state())
 
@@ -323,7 +325,7 @@ class ChatsScreen(Dialog[Pick]):
                 case str():
                     rows.append((Content.styled(each, FAINT), None))
                     indent = ""
-                case Folder():
+                case ChatFolder():
                     rows.append((self._folder_row(each), each))
                     indent = INDENT
                 case StoredChat():
@@ -339,7 +341,7 @@ class ChatsScreen(Dialog[Pick]):
                     rows.append((indent + row, each))
         return [*rows, *((hit_row(hit), hit) for hit in found.hits)]
 
-    def _folder_row(self, folder: Folder) -> Content:
+    def _folder_row(self, folder: ChatFolder) -> Content:
         """Return a folder's row; of a folded one, with how many chats it has and what goes on in them."""
         name = Content.styled(f"{'▸' if folder.folded else '▾'} {excerpt(folder.name)}", "bold")
         if not folder.folded:
@@ -376,25 +378,25 @@ class ChatsScreen(Dialog[Pick]):
                 self.dismiss(Pick(chat))
             case Hit(chat=chat, message=message):
                 self.dismiss(Pick(chat, message))
-            case Folder(name=name, folded=folded):
+            case ChatFolder(name=name, folded=folded):
                 self._fold(name, not folded)
 
     def _fold(self, name: str, folded: bool) -> None:
         """Fold or unfold a folder, and select its heading."""
         (self._folded.add if folded else self._folded.discard)(name)
         self._fill(self._pointed())
-        self._point(lambda entry: isinstance(entry, Folder) and entry.name == name)
+        self._point(lambda entry: isinstance(entry, ChatFolder) and entry.name == name)
 
     def action_fold(self) -> None:
         """Fold the selected folder, or that of the selected chat."""
         match self._entry():
-            case Folder(name=name) | StoredChat(folder=name, pinned_at=None) if name:
+            case ChatFolder(name=name) | StoredChat(folder=name, pinned_at=None) if name:
                 self._fold(name, True)
 
     def action_unfold(self) -> None:
         """Unfold the selected folder."""
         match self._entry():
-            case Folder(name=name):
+            case ChatFolder(name=name):
                 self._fold(name, False)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -411,6 +413,15 @@ class ChatsScreen(Dialog[Pick]):
             "move",
             "next_folder",
         )
+
+    def on_key(self, event: Key) -> None:
+        """Search for what is typed on the list."""
+        box = self.query_one(Input)
+        if event.is_printable and event.character and not event.character.isspace() and not box.has_focus:
+            event.stop()
+            box.focus()
+            box.cursor_position = len(box.value)
+            box.insert_text_at_cursor(event.character)
 
     def action_to_list(self) -> None:
         """Go to the list."""

@@ -51,7 +51,7 @@ def legend(use: ContextUse) -> Content:
         for name, tokens in use.by_kind().items()
         if tokens
     ]
-    parts.append(Content.styled(f"· free {units.short(use.free)} of {units.short(use.capacity)}", FAINT))
+    parts.append(Content.styled(f"· free {units.short(use.free)} of {units.short(use.capacity)} tokens", FAINT))
     return Content("  ").join(parts)
 
 
@@ -84,7 +84,7 @@ class ContextScreen(Dialog[None]):
     def compose(self) -> ComposeResult:
         """Yield the bar, its legend, the list and what the selected row would do."""
         with Vertical(classes="box") as box:
-            box.border_title = "Context"
+            box.border_title = "Context, in tokens"
             yield Static("", id="bar", markup=False)
             yield Static("", id="legend", markup=False)
             yield OptionList(markup=False, compact=True)
@@ -127,7 +127,7 @@ class ContextScreen(Dialog[None]):
 
     def _say(self) -> None:
         index = self.query_one(OptionList).highlighted
-        empty = "Nothing is in the context yet."
+        empty = "The context is empty."
         told = empty if self._shown is None or index is None else self._shown.consequence(index)
         self.query_one("#state", Static).update(told)
 

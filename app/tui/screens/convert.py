@@ -17,9 +17,9 @@ from . import Dialog
 
 FIELDS = (
     ("source", "Model", "a folder or a Hugging Face ID"),
-    ("recipe", "Recipe", "instead: a rule that mixes bits, such as mixed_4_6"),
-    ("target_bpw", "Bits per weight", "instead: an average for the whole model, such as 4.5"),
-    ("output", "New folder", "empty, or a name: in {}"),
+    ("recipe", "Recipe", "or a rule that mixes bits (mixed_4_6)"),
+    ("target_bpw", "Bits per weight", "or an average (4.5)"),
+    ("output", "New folder", "chosen for you, in {}"),
 )
 """Text fields: the name in a ConversionForm, the label, a hint."""
 
@@ -189,5 +189,5 @@ def _in_home(folder: Path) -> str:
 
 
 def _bits_text(bits: str) -> Select[str]:
-    choices = [("4, or as the recipe or the average says", ""), *((bits, bits) for bits in BITS)]
+    choices = [("4, or by the recipe or the average", ""), *((bits, bits) for bits in BITS)]
     return Select(choices, value=bits, allow_blank=False, id="bits", compact=True)

@@ -160,9 +160,21 @@ def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
     legend = []
     for part in diagnosis.parts:
         share = rates.share(part.seconds, whole)
-        told = "" if share is None else f" {units.percent(share)}"
+        told = "" if share is None else f" ({units.percent(share)})"
         legend.append(Content.styled("■ ", COLOURS[part.name]) + f"{part.name} {units.seconds(part.seconds)}{told}")
-    yield from _indented(Content("   ").join(legend), width)
+    yield from _spread(legend, width)
+
+
+def _spread(parts: Sequence[Content], width: int) -> Iterator[Content]:
+    """Yield rows of ``parts``, each of which stays whole."""
+    row = Content("")
+    for part in parts:
+        longer = row + "   " + part if row.plain else part
+        if row.plain and longer.cell_length > width:
+            yield row
+            longer = part
+        row = longer
+    yield row
 
 
 def shares(values: Sequence[float], cells: int) -> list[int]:

@@ -34,7 +34,7 @@ GROUPS: dict[str, str] = {
         "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),
     "Conversations": "new_chat chats open title pin folder context regenerate branches delete_chat restore_chat export import",
-    "Models and settings": "choose_model pull adapter unload convert system_prompt settings thinking",
+    "Models and settings": "choose_model models pull jobs adapter unload convert system_prompt settings thinking",
     "Speed and memory": "toggle_panel all_figures gauges explain steps what_if",
     "Reading": "scroll_top scroll_end page_up page_down copy",
     ALSO: "leader palette keys theme ask_guide help suspend leave",
@@ -154,9 +154,10 @@ def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240, *, mac: boo
         for title, group in _groups(actions)
         if (members := [each for each in group if _has(words, title, *_said(each))])
     ]
-    ids = ", ".join(action.id for action in actions if action.bound)
     last = () if mac else (ON_MACS,)
-    parts = [*(notes(ON_MACS) if mac else []), *groups, *notes(*NOTES, *last, f"{IDS}{ids}.")]
+    ids = ", ".join(action.id for action in actions if action.bound)
+    asked = "_" in wanted or _has(words, IDS.format(**keys))  # else the ids of all actions are in every second search
+    parts = [*(notes(ON_MACS) if mac else []), *groups, *notes(*NOTES, *last, *([f"{IDS}{ids}."] if asked else []))]
     parts = parts or [list(_wrapped(NOTHING.format(**keys), FAINT, width))]
     return Content("\n").join([line for part in parts for line in [*part, Content("")]][:-1])
 

@@ -330,5 +330,5 @@ class ThemeScreen(Dialog[str]):
 
 
 def _theme(theme: Theme) -> Content:
-    kind = "the terminal's own colours" if theme.ansi else "dark" if theme.dark else "light"
+    kind = "terminal's colours" if theme.ansi else "dark" if theme.dark else "light"
     return Content(theme.name.ljust(THEME_WIDE)) + Content.styled(kind, FAINT)

@@ -416,9 +416,7 @@ class ModelScreen(Dialog[str]):
         """Yield the input line, the list, and the details of the selected row."""
         with Vertical(classes="box") as box:
             box.border_title = "Model"
-            yield Input(
-                self._text, placeholder="Search here and on Hugging Face, or write a folder or an ID", compact=True
-            )
+            yield Input(self._text, placeholder="Search here and on Hugging Face, or a folder or ID", compact=True)
             yield Static(id="head", markup=False)
             yield ModelList()
             yield Static(id="detail", markup=False)

@@ -263,7 +263,11 @@ class StepsScreen(Dialog[Reply]):
         self._pause()
         found = self._steps.walk.next_held_up(self._index, by)
         if found is None:
-            self._say("No step after this one stands out." if by > 0 else "No step before this one stands out.")
+            self._say(
+                "No step after this one was unusually slow."
+                if by > 0
+                else "No step before this one was unusually slow."
+            )
         else:
             self._go(found)
 
@@ -358,7 +362,7 @@ class StepsScreen(Dialog[Reply]):
         plays = "Space pauses" if self._player is not None else "Space plays"
         at = "" if speed == 1.0 else f" ×{speed:g}"
         self.say_keys(
-            "← → steps", f"{plays}{at}", "1–5 go on with that token", "n p slow ones", "+ - speed", "Esc closes"
+            "← → steps", f"{plays}{at}", "1–5 continue with that token", "n p slow ones", "+ - speed", "Esc closes"
         )
 
 

@@ -59,6 +59,7 @@ from . import Dialog
 # Tables -------------------------------------------------------------------------------------------------------------------
 
 CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "expected", "TTFT")
+NARROW_CASES = ("weights", "KV", "context", "expected", "memory", "fits", "ceiling", "TTFT")
 CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")
 MODELS = ("model", "verdict", "expected", "TTFT", "memory", "download", "weights", "active")
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
@@ -69,8 +70,8 @@ Row = tuple[Text, ...]
 
 
 def case_columns(*, narrow: bool) -> tuple[str, ...]:
-    """Return the columns of the cases. narrow: without the name of the change, whose own column is bold then."""
-    return CASES[1:] if narrow else CASES
+    """Return the columns of the cases. narrow: without the name of the change, whose own column is bold then; speed comes first."""
+    return NARROW_CASES if narrow else CASES
 
 
 def head(column: str) -> Text:
@@ -91,8 +92,11 @@ def case_rows(lines: Iterable[CaseLine], *, narrow: bool = False) -> Iterator[Ro
             _plain(kv_bits(line.key_bits, line.value_bits), _weight(line.change, "keys and values", narrow=narrow)),
             _number(context, _weight(line.change, "context", narrow=narrow)),
         ]
-        named = () if narrow else (_plain(change, "dim"),)
-        yield (*named, *cells, *_memory(line.figures), *_speeds(line.figures))
+        ceiling, expected, ttft = _speeds(line.figures)
+        if narrow:
+            yield (*cells, expected, *_memory(line.figures), ceiling, ttft)
+        else:
+            yield (_plain(change, "dim"), *cells, *_memory(line.figures), ceiling, expected, ttft)
 
 
 def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
@@ -100,11 +104,12 @@ def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
     return "bold" if changed in ("as now", "as asked") or (narrow and changed == column) else ""
 
 
-def chip_rows(lines: Iterable[ChipLine]) -> Iterator[Row]:
-    """Yield a row for each chip."""
+def chip_rows(lines: Iterable[ChipLine], *, narrow: bool = False) -> Iterator[Row]:
+    """Yield a row for each chip. narrow: without its maker's name."""
     for line in lines:
+        name = chip_name(line.chip, line.gpu_cores)
         yield (
-            _plain(chip_name(line.chip, line.gpu_cores)),
+            _plain(name.removeprefix("Apple ") if narrow else name),
             _number(units.bandwidth(line.bandwidth_gbs)),
             _fits(line.figures),
             *_speeds(line.figures),
@@ -481,7 +486,7 @@ class WhatIfScreen(Dialog[None]):
                 width = max(self.query_one("#tabs").size.width - 2, 20)  # beside the scroll bar
                 self.query_one("#worth-text", Static).update(Content(worth_text(answer.cache, width)))
             case "chips":
-                _refill(self.query_one("#chip-table", DataTable), CHIPS, chip_rows(answer.chips))
+                _refill(self.query_one("#chip-table", DataTable), CHIPS, chip_rows(answer.chips, narrow=narrow))
             case "models":
                 rows = model_rows(answer.models, narrow=narrow)
                 _refill(self.query_one("#model-table", DataTable), MODELS, rows)
@@ -513,8 +518,9 @@ class WhatIfScreen(Dialog[None]):
             case "cache":
                 said = "scroll with ↑ ↓"
             case _:
-                notes = (*answer.notes, self._reason(tab, answer) or answer.rule)
-                said = " · ".join(dict.fromkeys(each for each in notes if each))
+                notes, reason = answer.notes, self._reason(tab, answer) or answer.rule
+                told = any(reason in each for each in notes)  # of the case as asked, a note may say it too
+                said = " · ".join(dict.fromkeys(each for each in (*notes, "" if told else reason) if each))
                 if self._lacks_memory(answer):
                     said = " · ".join(each for each in (said, FILL_IN_MEMORY) if each)
         closer = "Enter shows its cases" if tab == "models" else ""

@@ -34,6 +34,8 @@ from ..markdown.rows import wrapped
 from ..theme import FAINT
 
 MOST_OFFERED = 8
+USAGE_WIDE = 24
+"""Cells for a command and its argument."""
 MOST_FILES = 20_000
 WALK_S = 0.5
 """Limits, in files and seconds, of walking a folder: deeper files are reached by writing more of their path."""
@@ -197,9 +199,13 @@ class Completions(OptionList, can_focus=False):
         pick(str(event.option_id))
 
 
+def _cut(usage: str) -> str:
+    return usage if len(usage) <= USAGE_WIDE else f"{usage[: USAGE_WIDE - 1]}…"
+
+
 def _rows(actions: Sequence[Action]) -> list[Option]:
-    """Return a row for each command: its name, argument and help."""
-    usages = [action.usage for action in actions]
+    """Return a row for each command: its name, argument and help. A long argument is cut: it must not push away all help."""
+    usages = [_cut(action.usage) for action in actions]
     width = max(map(len, usages), default=0)
     return [
         Option(Content(usage.ljust(width + 2)) + Content.styled(action.help, FAINT), action.slash)

@@ -310,7 +310,7 @@ def _essentials(session: Session) -> list[str]:
     if m is not None and m.ttft_s is not None:
         parts.append(f"first token {units.wait(m.ttft_s)}")
     if held is not None and session.engine.info is not None:
-        parts.append(f"{units.short(held)}/{units.short(session.engine.info.capacity)}")
+        parts.append(f"context {units.percent(rates.share(held, session.engine.info.capacity))} full")
     if gone := figures.tokens_out_of_sight(session):
         parts.append(f"{units.short(gone)} forgotten")
     return parts

@@ -387,7 +387,7 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
             c.app.chat.do("attach", name)
             await c.until(lambda name=name: name in str(c.prompt.attachments), name)
         await c.until(lambda: c.session.tokens(attached[1]), "the count")
-        warning = f"notes.md alone is {c.session.tokens(attached[1]):,} tokens; the context is {capacity:,}."
+        warning = f"notes.md alone is {c.session.tokens(attached[1]):,} tokens; the context holds {capacity:,}."
         await c.until(lambda: warning in c.screen_text(), "the warning")
         chips = c.app.chat.query_one(Chips)._shown
         red = {
@@ -433,7 +433,7 @@ def test_what_is_in_the_context_is_counted_by_part_and_left_out_by_choice() -> N
     file = use.rows[1]
     assert (file.name, file.key, file.file) == ("notes.md", 1, "notes.md")
     rest = sum(row.tokens or 0 for row in use.rows[2:6])
-    assert use.consequence(1) == f"Leaving it out frees {file.tokens} tokens; the next prompt recomputes {rest}."
+    assert use.consequence(1) == f"Leaving it out frees {file.tokens} tokens; the next prompt recomputes {rest} tokens."
     assert use.consequence(0) == "This part is always sent."
     assert session.prune(1, "notes.md")[0] == Pruned()
     pruned = session.context_use(Draft("three"))

@@ -344,7 +344,7 @@ def test_slow_models_stand_under_their_own_heading_and_unknown_ones_are_not_reco
     assert [row.start is not None for row in found] == [True, *[False] * 5]
     assert {row.section for row in rows("org", LocalModels(), offers, made, ())} >= {"speed unknown", "slow"}
     titles = [section_title(section, made) for section in ("start", "recommended", "slow")]
-    assert titles[0] == "Start here · 7 B · about 50 tok/s · at 100 Mbit/s under a minute to download"
+    assert titles[0] == "Start here · at 100 Mbit/s under a minute to download"
     assert titles[2].startswith("Slow")
 
 

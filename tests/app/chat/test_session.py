@@ -428,7 +428,7 @@ def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) ->
     (refused,) = session.on_event(Counted(2, 2))
     assert isinstance(refused, PromptRefused)
     assert refused.draft == Draft("why?", (big,))
-    assert refused.why.startswith("big.txt alone is 1,000 tokens; the context is 100.")
+    assert refused.why.startswith("big.txt alone is 1,000 tokens; the context holds 100.")
     assert (session.turns, session.queued) == ([], [])
     assert kinds(session.submit("why?", (big,))) == [PromptRefused]  # it is known now
     assert session.overfull(Draft("other", (big,)))

@@ -163,11 +163,11 @@ def test_check_finds_what_the_same_settings_stored(tokamac: Run, roomy: Path, fi
     check = ("cache", "check", "--kv-bits", "8,4", roomy)  # flags may stand before MODEL as well
     none = tokamac(*check)
     assert (none.status, none.err, none.out.count("\n"), stored()) == (0, "", 1, filled)
-    assert "no whole prefix is stored" in none.out
+    assert "no complete prefix is stored" in none.out
     compute(roomy, KVSpec(8, 4), default_root())
     done = tokamac(*check)
     assert (done.status, done.err) == (0, "")
-    assert all(said in done.out for said in ("tokens: difference", "the same likeliest token", "\nlargest difference"))
+    assert all(said in done.out for said in ("tokens: difference", "the same top token", "\nlargest difference"))
     listed = tokamac("cache").out
     assert listed.count(str(roomy)) == 2
     assert "once for each KV setting" in listed

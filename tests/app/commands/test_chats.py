@@ -131,7 +131,7 @@ def test_what_was_deleted_is_listed_apart_and_restored(tokamac: Run) -> None:
 def test_repair_makes_a_broken_index_anew(tokamac: Run, tmp_path: Path) -> None:
     said("about apples", "yes")
     file = tmp_path / "data" / "chats" / "chats.db"
-    assert tokamac("chats", "repair") == Result(0, f"{file} is whole; its search index is made anew: 2 messages\n", "")
+    assert tokamac("chats", "repair") == Result(0, f"{file} is intact; its search index is rebuilt: 2 messages\n", "")
     with closing(sqlite3.connect(file, isolation_level=None)) as connection:
         connection.execute("UPDATE search_data SET block = x'ffffffffffffffffffff' WHERE id = 10")
     with Store.open() as store, pytest.raises(StoreDamagedError):
@@ -166,7 +166,7 @@ def test_what_is_beyond_repair_is_set_aside_when_asked_and_a_new_file_is_begun(t
     file.write_bytes(b"broken again")
     second = tokamac("chats", "repair", "--set-aside")
     assert (second.status, second.err) == (0, "")
-    assert f"set aside, whole, as {tmp_path}" in second.out
+    assert f"set aside, unchanged, as {tmp_path}" in second.out
     assert (kept.exists(), len(list(file.parent.rglob("chats.db")))) == (True, 2)
 
 

@@ -293,7 +293,7 @@ def test_a_command_that_takes_the_model_picked_last_says_it_on_a_line_each(
     done = tokamac("ask", "Hello", "--max-tokens", "2")
     assert done.status == 0
     first, second = done.err.splitlines()
-    assert first == "warning: settings.toml: unknown key 'future'; it is kept and not used."
+    assert first == "warning: settings.toml: unknown key 'future'; it is kept but not used."
     assert second.startswith("warning: settings.toml: unload_after_min is ")
     assert not OBEYED.search(done.err)
 

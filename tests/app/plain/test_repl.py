@@ -684,7 +684,7 @@ def test_where_nothing_is_kept_it_goes_along(tmp_path: Path, notes: Path, monkey
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "blocked"))
     _, _, err = piped(f"/attach {notes}\n/new\n/detach {notes}\n", "fast")
     assert LEFT not in err
-    assert f"Removed from the next prompt: {notes}." in err
+    assert f"No longer attached: {notes}." in err
 
 
 @pytest.mark.usefixtures("data")

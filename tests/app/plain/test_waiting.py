@@ -28,7 +28,7 @@ from tokamac.app.store.store import Store
 
 # `tokamac chat --plain` while nobody writes: the model gives the chat a title; an unused one gives its memory back.
 
-TOLD = "is unloaded now"
+TOLD = "has been unloaded"
 TITLE = "Where decode spends its time"
 
 

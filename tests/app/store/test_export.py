@@ -310,7 +310,7 @@ MARKDOWN = to_markdown(parse(json.dumps(GOOD), now=0))
         (
             "<!-- tokamac-end -->",
             "<!-- tokamac-thinking -->\n<!-- tokamac-end -->",
-            "the block of tokamac-thinking is not whole",
+            "the block of tokamac-thinking is not complete",
         ),
         (
             "<!-- tokamac-end -->",

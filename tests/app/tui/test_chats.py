@@ -858,12 +858,14 @@ async def test_chats_are_pinned_and_put_into_folders_in_the_list(chat: Start, fi
 
 
 async def test_the_title_is_not_shown_above_the_prompt_that_it_repeats(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", size=(60, 16)) as c:
         await c.ready()
         await c.send("Why is decode slow?")
-        await c.phase(EnginePhase.IDLE)
-        if c.transcript.max_scroll_y == 0:
-            assert c.screen_text().count("Why is decode slow?") == 1
+        await c.until(lambda: c.transcript.max_scroll_y, "a reply that is longer than the screen")
+        await c.until(lambda: c.screen_text().count("Why is decode slow?") == 1, "the title, of a prompt out of sight")
+        c.app.chat.do("scroll_top")
+        await c.until(lambda: not c.transcript.scroll_y, "the first prompt")
+        await c.until(lambda: c.screen_text().count("Why is decode slow?") == 1, "the prompt alone")
         await c.send("/title Speed of decode")
         await c.until(lambda: "Speed of decode" in c.screen_text())
 

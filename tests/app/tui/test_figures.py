@@ -866,7 +866,7 @@ async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) 
     async with chat("fast") as c:
         await open_screen(c, model="nobody/nothing")
         await c.until(
-            lambda: "nobody/nothing is neither whole on this disk nor in the catalogue" in note(c), "no model"
+            lambda: "nobody/nothing is neither complete on this disk nor in the catalogue" in note(c), "no model"
         )
         c.app.screen.query_one("#context", Input).value = ""
         await c.until(lambda: "The context must be a number" in note(c), "no number")

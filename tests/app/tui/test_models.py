@@ -159,7 +159,7 @@ async def test_what_the_first_choice_rests_on_is_said_below_it(chat: Start) -> N
         estimates.again()  # what the engine still answers is not taken
         estimates.advice = advise([untimed])
         p.screen.refresh_rows()
-        await p.until(lambda: "Speeds were not measured here yet" in p.text, "the note")
+        await p.until(lambda: "Speeds have not been measured here yet" in p.text, "the note")
 
 
 @pytest.mark.usefixtures("cache")
@@ -484,7 +484,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 source, asked = sys.argv[-1], sys.argv[1:]
 if "--dry-run" in asked:
     if source == "nowhere":
-        say(event="error", error="nowhere is not whole on this disk", hint="Download it.")
+        say(event="error", error="nowhere is not complete on this disk", hint="Download it.")
         sys.exit(1)
     if source == "contradiction":
         sys.exit("tokamac convert: --bits and --target-bpw contradict each other.")
@@ -746,7 +746,7 @@ async def test_stop_interrupts_and_says_that_it_goes_on_from_there(dialog: Open)
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [("nowhere", "not whole on this disk. Download it."), ("contradiction", "contradict each other")],
+    [("nowhere", "not complete on this disk. Download it."), ("contradiction", "contradict each other")],
 )
 async def test_a_refusal_is_told(dialog: Open, source: str, said: str) -> None:
     async with dialog(source) as (d, _):

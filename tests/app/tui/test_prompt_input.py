@@ -897,3 +897,13 @@ async def test_the_real_engine_has_read_a_pasted_text_before_it_is_sent(chat: St
         metrics = c.session.turns[-1].reply.metrics
         assert metrics.cached_tokens > metrics.prompt_tokens / 2
         assert metrics.prompt_tokens > 1_500
+
+
+async def test_the_help_of_commands_is_beside_them_in_a_small_window_too(chat: Start) -> None:
+    async with chat("fast", size=(60, 20)) as c:
+        await c.ready()
+        await c.pilot.press("slash")
+        await c.until(lambda: "/new" in c.screen_text(), "the commands")
+        assert "Start a new chat." in next(line for line in c.screen_text().splitlines() if "/new" in line)
+        await c.pilot.press(*"thin")
+        await c.until(lambda: "/thinking [on|off|low|m…" in c.screen_text(), "an argument that is cut")

@@ -330,7 +330,7 @@ def test_a_group_size_of_nothing_that_is_packed_is_no_error() -> None:
 
 
 def test_pinned_tokens_without_a_window_are_told_of() -> None:
-    assert "keep 5000 has no effect: without a window nothing rolls out" in notes(KVSpec(keep=5000))
+    assert "keep 5000 has no effect: without a window nothing is dropped" in notes(KVSpec(keep=5000))
     assert "keep system has no effect" in notes(KVSpec(keep="system"))
     for spec in (KVSpec(), KVSpec(keep=5000, on_full="roll"), KVSpec(window=64, keep=8)):
         assert notes(spec) == ""
