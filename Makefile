@@ -1,4 +1,4 @@
-# Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one; FROM=shipped trains the guide on.
+# Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one; FROM=shipped trains the guide on, for MINUTES.
 # The first that is new enough: macOS' own python3 is 3.9, and stands before others on many a PATH.
 PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && exit; done; echo python3)
@@ -31,7 +31,7 @@ lint: $(DEV) build/typed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=build/typed $(BIN)/mypy -p tokamac.app -p tokamac.engine -p tokamac.quant -p tokamac.assets \
-		-m tests.guide.dataset -m tests.guide.evaluate -m tests.guide.train \
+		-m tests.guide.dataset -m tests.guide.evaluate -m tests.guide.near_questions -m tests.guide.train \
 		-m tests.roofline.fit_roofline -m tests.roofline.measurements
 
 format: $(DEV)
@@ -43,7 +43,7 @@ bench: $(DEV)
 
 guide: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0 safetensors
-	.ci/make-guide $(BIN) $(FROM)
+	.ci/make-guide $(BIN) $(FROM) $(MINUTES)
 
 golden: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0

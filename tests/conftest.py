@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from collections.abc import Generator
 from itertools import chain, groupby, zip_longest
 from pathlib import Path
 
@@ -34,8 +35,6 @@ hypothesis.settings.load_profile("tokamac")
 os.environ.pop("HF_TOKEN", None)
 
 
-gc.disable()  # until all modules are imported
-
 LONGEST = (
     "tui/test_snapshots.py", "test_golden.py", "test_download.py", "test_metal.py", "tui/test_app.py", "test_evaluation.py",
     "tui/test_figures.py", "test_conversion.py", "test_usage.py", "tui/test_models.py", "plain/test_commands.py",
@@ -59,9 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = chain(*long, *turns)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: nothing is to be looked through for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """All modules are imported: to look through them for garbage, at each full collection, was a good part of the tests' time."""
-    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # tests make many small objects, and few of them in cycles

@@ -1,7 +1,7 @@
 """Take the documents' pictures: ``python -m tests.pictures [NAME …]`` writes assets/pictures/*.svg.
 
-The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine (``explain``, ``steps``,
-``start``), and, for ``mac``, with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath
+The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine (``explain``,
+``steps``), and, for ``mac``, with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath
 the picture. The user's folders are not read: the pictures have no models, chats or measurements but those of the run.
 """
 
@@ -27,7 +27,6 @@ from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
 from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
-from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.steps import StepsScreen
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
@@ -39,7 +38,7 @@ THEME = "tokamac-dark"
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 PLAYED = ("mac",)
 """Pictures that a scripted engine plays."""
-REAL = ("explain", "steps", "start")
+REAL = ("explain", "steps")
 """Pictures of what the embedded model does on this machine."""
 STEP = 6
 """How far from a reply's first step to the one that is shown."""
@@ -161,14 +160,7 @@ async def steps(app: TokamacApp, pilot: Pilot[Any]) -> None:
     await pilot.press(*["right"] * STEP)
 
 
-async def start(app: TokamacApp, pilot: Pilot[Any]) -> None:
-    """Open the list of models, once all are estimated."""
-    await pilot.press("ctrl+o")
-    await until(lambda: isinstance(app.screen, ModelScreen), "the models")
-    await until(lambda: app.chat.library.estimates.advice is not None, "an estimate of every model")
-
-
-SHOWN = {"explain": explain, "steps": steps, "start": start}
+SHOWN = {"explain": explain, "steps": steps}
 
 
 def save(app: TokamacApp, name: str) -> None:

@@ -29,9 +29,12 @@ from tokamac.engine.options import Sampling
 ROOT = Path(__file__).parent.parent
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 COMMAND = re.compile(r"`tokamac ([a-z]+)")
+TOPIC = re.compile(r"`tokamac help ([a-z]+)")
+SLASH = re.compile(r"`/([a-z]+)(?=[ `])")
 KEY = re.compile(r"\b(?:Ctrl|Shift|Alt)\+[A-Z][a-z]*\b|\bF\d{1,2}\b|\bEsc\b|\bPage(?:Up|Down)\b")
 TARGET = re.compile(r"`make ([a-z]+)")
 NOT_FLAGS = {"--config-settings"}
+NOT_SLASHES: set[str] = set()
 # Keys of the terminal or of other programs, which the corpus may name as such.
 FOREIGN_KEYS = {"Ctrl+C", "Shift+Enter"}
 
@@ -60,7 +63,17 @@ def named(pattern: re.Pattern[str], answers: list[tuple[str, str]]) -> set[tuple
 
 
 def test_every_command_exists(answers: list[tuple[str, str]]) -> None:
-    assert {(name, entry) for name, entry in named(COMMAND, answers) if name not in COMMANDS} == set()
+    assert {(name, entry) for name, entry in named(COMMAND, answers) if name not in {*COMMANDS, "help"}} == set()
+
+
+def test_every_help_topic_exists(answers: list[tuple[str, str]]) -> None:
+    topics = {path.stem for path in (ROOT / "app" / "help").glob("*.txt")}
+    assert {(topic, entry) for topic, entry in named(TOPIC, answers) if topic not in topics} == set()
+
+
+def test_every_slash_command_exists(answers: list[tuple[str, str]]) -> None:
+    slashes = {action.slash for action in ACTIONS} | NOT_SLASHES
+    assert {(slash, entry) for slash, entry in named(SLASH, answers) if slash not in slashes} == set()
 
 
 def test_every_flag_exists(answers: list[tuple[str, str]]) -> None:
@@ -73,7 +86,7 @@ def test_every_flag_exists(answers: list[tuple[str, str]]) -> None:
 def test_flags_are_told_of_commands_that_have_them(answers: list[tuple[str, str]]) -> None:
     wrong = set()
     for entry, answer in answers:
-        for command, rest in re.findall(r"`tokamac ([a-z]+)([^`]*)`", answer):
+        for command, rest in re.findall(r"`tokamac (?!help)([a-z]+)([^`]*)`", answer):
             flags = set(options_of(import_module(f"tokamac.app.commands.{command}").parser())) | {"--help"}
             wrong |= {(entry, command, flag) for flag in FLAG.findall(rest) if flag not in flags}
     assert wrong == set()

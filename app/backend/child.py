@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 from tokamac.engine.errors import OptionError, TokamacError, panic_error
 from tokamac.engine.events import Finished, LoadProgress, Message, Price
 from tokamac.engine.files import FLUSH_S, raise_open_files
+from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.perf.memory import SOURCES
 from tokamac.engine.text.tools import as_text, has_calls
 
 from .. import settings
+from ..guide import with_offers, without_offers
 from .advice import Advisor
 from .looking import Looker
 from .outbox import Outbox, Pulse
@@ -210,6 +212,7 @@ class Child:
         self._outbox = outbox
         self._engine: Engine | None = None
         self._later_system = self._takes_tools = True
+        self._guide = False
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._running: int | None = None
@@ -283,6 +286,7 @@ class Child:
         self._advisor.limit = request.memory
         with self._unloaded:
             self._engine, info = self._load(request, self._outbox.put)
+        self._guide = request.model == GUIDE
         self._later_system, self._takes_tools, self._told_trouble = info.later_system, info.takes_tools, False
         self._outbox.suit(info.device)
         engine = self._engine
@@ -306,7 +310,8 @@ class Child:
         end: Finished | None = None
         self._running = request.id
         try:
-            for event in engine.generate(messages, request.sampling, continues=request.continues, template=template):
+            events = engine.generate(messages, request.sampling, continues=request.continues, template=template)
+            for event in with_offers(events, messages) if self._guide else events:
                 if isinstance(event, Finished):
                     end = event  # told once the engine is free to say what memory it takes
                 else:
@@ -356,7 +361,8 @@ class Child:
             then(None)
 
     def _accepted(self, messages: Sequence[Message]) -> list[Message]:
-        return accepted(messages, later_system=self._later_system, takes_tools=self._takes_tools)
+        kept = without_offers(messages) if self._guide else messages
+        return accepted(kept, later_system=self._later_system, takes_tools=self._takes_tools)
 
     def _alone(self, work: Callable[[], T]) -> T:
         """Run ``work``, which may touch MLX, while no model is loaded; a load waits for it."""

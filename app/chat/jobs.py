@@ -418,7 +418,7 @@ class Download:
 class Downloads:
     """Runs downloads. ``spawn`` runs a coroutine in the background; ``changed`` is called after every change.
 
-    ``ended`` is called with each download once it is complete, failed, or cancelled and removed.
+    ``ended`` is called with each download once it is complete, failed, or cancelled and removed. again: how a user retries one.
     """
 
     def __init__(
@@ -429,8 +429,10 @@ class Downloads:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         changed: Callable[[], None],
         ended: Callable[[Download], None],
+        again: str = AGAIN,
     ) -> None:
         self._command = command
+        self._retry = again
         self._puller = Puller(command)
         self._clock = clock
         self._spawn = spawn
@@ -524,7 +526,7 @@ class Downloads:
         try:
             end = await self._puller.run(pull_arguments(model), lambda line: self._take(model, line))
         except OSError as error:
-            self._fail(model, f"it could not be started: {error}. {AGAIN}")
+            self._fail(model, f"it could not be started: {error}. {self._retry}")
             return
         stage = self._stage(model)
         if end.status == 0:  # also where it was to stop, but finished first
@@ -536,7 +538,7 @@ class Downloads:
             self._set(model, stage=DownloadStage.PAUSED, rate_bps=None, left_s=None)
         else:
             why = self._all[model].problem or _sentence(end.last_line or f"it ended with exit status {end.status}")
-            self._fail(model, f"{why} {AGAIN}")
+            self._fail(model, f"{why} {self._retry}")
 
     def _take(self, model: str, line: PullLine) -> None:
         match line:

@@ -357,8 +357,10 @@ def _first_choice(ranked: Sequence[ModelLine]) -> tuple[ModelLine | None, Ground
     if not bounded:
         return untimed[0], "size", "This machine's speed has not been measured yet, so the smallest models come first."
     able = [line for line in bounded if (line.figures.ceiling_tps or 0.0) >= 2 * START_TPS]
-    note = "Speeds have not been measured here yet; these are chosen by size and by what the hardware allows."
-    return (able[0], "limit", note) if able else (None, "limit", note)
+    if not able:
+        note = f"By this machine's memory speed no model here is sure to reach {START_TPS:.0f} tok/s; the smallest come nearest."
+        return None, "limit", note
+    return able[0], "limit", "Speeds have not been measured here yet; this one is chosen by what the hardware allows."
 
 
 CONTEXT = 8192

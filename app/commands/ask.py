@@ -29,6 +29,7 @@ from tokamac.engine.events import (
     Truncated,
 )
 from tokamac.engine.files import NotRegularError, open_regular
+from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.passes.tokens import StepTokens
@@ -36,6 +37,7 @@ from tokamac.engine.passes.tokens import StepTokens
 from .. import INTERRUPTED, settings
 from ..backend.protocol import LookedAt
 from ..chat.attachments import AttachError, PDFError, decoded, fence_for, kind_of, pdf_text
+from ..guide import offer
 from ..keep_awake import awake
 from ..options import (
     adapter_of,
@@ -247,10 +249,10 @@ def _answer(
             adapter=adapter_of(options, model),
         )
         with engine:
-            told = replace(template, tools=tools.specs)
+            told, near_to = replace(template, tools=tools.specs), messages[-1].content if model == GUIDE else ""
             while True:
                 with loading.interrupting(engine.cancel):
-                    end = write_reply(engine.generate(messages, wanted, template=told), writer)
+                    end = write_reply(engine.generate(messages, wanted, template=told), writer, near_to=near_to)
                 if end is None or not end.tool_calls or end.reason == "cancelled" or tools.exhausted:
                     break
                 messages = [
@@ -308,8 +310,11 @@ def write_steps(
         ) from error
 
 
-def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> Finished | None:
-    """Write the events of a reply as they come; return its end, None where there is none."""
+def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter", *, near_to: str = "") -> Finished | None:
+    """Write the events of a reply as they come; return its end, None where there is none.
+
+    near_to: what the guide was asked: where it declines, the nearest questions that it can answer are written too.
+    """
     end = None
     for event in events:
         if isinstance(event, PrefillProgress):
@@ -323,8 +328,11 @@ def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> F
         elif isinstance(event, ToolCall):
             writer.called(event)
         else:
-            writer.finished(event)
             end = event
+            more = offer(near_to, event.text) if near_to and event.reason == "stop" else ""
+            if more:
+                writer.text(TextChunk(more))
+            writer.finished(replace(event, text=event.text + more) if more else event)
     return end
 
 

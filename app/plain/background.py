@@ -55,7 +55,12 @@ class BackgroundJobs:
         self._told_s = time.monotonic()
         self._asked = False
         self.downloads = Downloads(
-            models_command(), time.monotonic, spawn=self._spawn, changed=self._changed, ended=self._downloaded
+            models_command(),
+            time.monotonic,
+            spawn=self._spawn,
+            changed=self._changed,
+            ended=self._downloaded,
+            again="The same /pull resumes it.",
         )
         self.conversions: Conversions[WrittenConversion] = Conversions(
             converter_command(), time.monotonic, spawn=self._spawn, changed=self._changed, ended=self._ended
@@ -119,7 +124,7 @@ class BackgroundJobs:
         """Have ``work`` done on the jobs' thread, which is started for the first."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="jobs", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="jobs", daemon=True)
             self._thread.start()
         done = threading.Event()
 
@@ -129,6 +134,13 @@ class BackgroundJobs:
 
         self._loop.call_soon_threadsafe(call)
         done.wait(END_S)  # so that what is listed next has it
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._loop is not None

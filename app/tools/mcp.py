@@ -5,7 +5,6 @@ dies or is slow costs the call that waits for it; the next call starts it again.
 """
 
 import asyncio
-import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +25,8 @@ MISSING = "MCP servers need the package mcp: pip install 'tokamac[mcp]'"
 MOST_TOOLS = 64
 """Of one server."""
 LONGEST_DESCRIPTION = 2_000
+LOG_BYTES = 1 << 20
+"""Of what servers write to stderr, after which the file begins anew."""
 END_S = 5.0
 """How long a server may take to end."""
 
@@ -191,8 +192,10 @@ class _Life:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         self._over = asyncio.Event()
-        environment = {**os.environ, **dict(self._server.env)}
-        how = StdioServerParameters(command=self._server.command, args=list(self._server.args), env=environment)
+        # Of the environment it gets what mcp passes on (PATH, HOME and the like), so no token that was meant for another program.
+        how = StdioServerParameters(
+            command=self._server.command, args=list(self._server.args), env=dict(self._server.env)
+        )
         with _opened(self._log) as log:
             async with stdio_client(how, errlog=log) as (read, write), ClientSession(read, write) as session:
                 await asyncio.wait_for(session.initialize(), self._server.seconds)
@@ -210,7 +213,8 @@ class _Life:
 
 def _opened(log: Path) -> TextIO:
     log.parent.mkdir(parents=True, exist_ok=True)
-    return log.open("a", encoding="utf-8")
+    full = log.exists() and log.stat().st_size > LOG_BYTES
+    return log.open("w" if full else "a", encoding="utf-8")
 
 
 def _why(error: BaseException) -> str:

@@ -21,11 +21,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GUIDE = Path(__file__).parents[2] / "assets" / "guide"
+NEWCOMERS = Path(__file__).with_name("newcomers.txt")
 HELD_OUT_EVERY, HELD_OUT_AT = 5, 3
 """Phrasing i of a turn is held out of training when i % 5 == 3: a fifth, spread over all questions."""
 
@@ -88,6 +90,31 @@ def read_corpus(folder: Path = GUIDE / "corpus") -> list[CorpusEntry]:
                 raise CorpusError(f"{path.name}: [{entry.id}] is also in {entries[entry.id].file}")
             entries[entry.id] = entry
     return list(entries.values())
+
+
+def read_newcomers(path: Path = NEWCOMERS) -> list[CorpusEntry]:
+    """Return the newcomers' questions: entries of one turn, with the facts of a right reply and no answer. Raises CorpusError."""
+    entries: list[CorpusEntry] = []
+    for number, line in enumerate(map(str.strip, path.read_text(encoding="utf-8").splitlines()), 1):
+        mark, _, text = line.partition(" ")
+        if line.startswith("[") and line.endswith("]"):
+            entries.append(CorpusEntry(line[1:-1], path.name, [CorpusTurn()]))
+        elif entries and mark == "?" and text and not entries[-1].turns[0].phrasings:
+            entries[-1].turns[0].phrasings.append(text)
+        elif entries and mark == "+" and text:
+            entries[-1].turns[0].facts.append([wording.strip() for wording in text.split("|")])
+        elif line and not line.startswith("#"):
+            raise CorpusError(f"{path.name}:{number}: expected [id], one '? question' or '+ fact': {line[:60]}")
+    if incomplete := [entry.id for entry in entries if not (entry.turns[0].phrasings and entry.turns[0].facts)]:
+        raise CorpusError(f"{path.name}: without a question or a fact: {incomplete}")
+    return entries
+
+
+def wordings(pattern: str) -> Iterator[str]:
+    """Yield every wording of a pattern."""
+    parts = re.split(r"\(([^()]*\|[^()]*)\)", pattern)  # at odd places the alternatives
+    for chosen in product(*(part.split("|") if at % 2 else [part] for at, part in enumerate(parts))):
+        yield " ".join("".join(chosen).split()).replace(" ,", ",")
 
 
 def _read_file(path: Path) -> list[CorpusEntry]:
@@ -367,7 +394,7 @@ SYSTEM_PROMPTS = (
     "Help the user with this program.",
     "Answer as well as you can.",
 )
-NONSENSE_SHARE = 0.25
+NONSENSE_SHARE = 0.2
 """Of in-scope questions, how many are copied as nonsense that must be declined."""
 
 CHAINED_SHARE = 0.06
@@ -380,8 +407,12 @@ rest is learned from far fewer examples."""
 DECLINED_OPENING_SHARE = 0.97
 """The same, of questions that are declined: they share one answer, which is soon learned."""
 
-PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 6
-"""How many wordings of a pattern an epoch draws. What is out of scope has no end, so its patterns are drawn most."""
+SPLIT_SHARE, MERGES_LEFT_OUT = 0.3, 0.1
+"""Of questions, how many are cut into other tokens than usual, and of BPE's merges, how many are left out there (BPE-dropout,
+Provilkov et al. 2020, https://arxiv.org/abs/1910.13267): so words that were never seen are known by their parts."""
+
+PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 3
+"""How many wordings of a pattern an epoch draws."""
 
 Exchange = tuple[str, str]  # question, answer
 
@@ -405,6 +436,8 @@ class Conversations:
         self.decline_weight = 1.0  # of the token that begins to decline: which way a doubtful question goes
         self._rng = random.Random(seed)
         self._tokenizer = tokenizer
+        self._splitter = Tokenizer.from_str(tokenizer.to_str())
+        self._splitter.model.dropout = MERGES_LEFT_OUT
         self._single = [entry for entry in entries if len(entry.turns) == 1 and not entry.out_of_scope]
         self._dialogues = [entry for entry in entries if len(entry.turns) > 1]
         self._outside = [entry for entry in entries if entry.out_of_scope]
@@ -476,7 +509,9 @@ class Conversations:
         routes: list[tuple[int, int]] = []
 
         def add(mark: str, text: str, learn: bool) -> None:
-            body = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._ids[END]]
+            splits = mark == USER and self._rng.random() < SPLIT_SHARE
+            tokenizer = self._splitter if splits else self._tokenizer
+            body = [*tokenizer.encode(text, add_special_tokens=False).ids, self._ids[END]]
             ids.extend([self._ids[mark], *body])
             first = self.decline_weight if text == self._decline else 1.0
             weights.extend([0.0, *([first, *[1.0] * (len(body) - 1)] if learn else [0.0] * len(body))])

@@ -1,9 +1,10 @@
 """Score the guide that ships: ``python -m tests.guide.evaluate [--model FOLDER]``.
 
 Asks the 4-bit model, through the product's own engine and at temperature 0, every phrasing that was held out of training: questions
-alone, questions inside dialogues (after the true turns before them), and out-of-scope questions. A reply is right when it holds
-all key facts of its answer. Exits 1 below PASS, or when an out-of-scope question is answered. Writes the result into the measured
-part of MODEL_CARD.md; the prose around it is written by hand.
+alone, questions inside dialogues (after the true turns before them), and out-of-scope questions; and apart from these the
+questions of newcomers.txt, which were written before the corpus knew their answers. A reply is right when it holds all key facts of
+its answer. Exits 1 below PASS, or when an out-of-scope question is answered. Writes the result into the measured part of
+MODEL_CARD.md; the prose around it is written by hand.
 """
 
 import argparse
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.guide.dataset import GUIDE, CorpusEntry, CorpusTurn, normalised, read_corpus
+from tests.guide.dataset import GUIDE, CorpusEntry, CorpusTurn, normalised, read_corpus, read_newcomers
+from tokamac.app.guide import near_questions
 from tokamac.engine import Engine, Finished, Message, Sampling
 from tokamac.engine.runner import ModelSpec
 
@@ -26,7 +28,7 @@ PASS = 0.85
 MAX_TOKENS = 160
 """Twice the longest answer: a model that rambles is cut, and judged by what it said."""
 
-OUT_OF_SCOPE = "out of scope"
+OUT_OF_SCOPE, NEWCOMERS = "out of scope", "newcomers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,13 @@ def held_out_cases(entries: Iterable[CorpusEntry], skip: frozenset[str] = frozen
             history = (*history, Message("user", turn.trained[0]), Message("assistant", turn.answer))
 
 
+def newcomer_cases() -> Iterator[HeldOutCase]:
+    """Yield a case for every question of a newcomer."""
+    for entry in read_newcomers():
+        turn = entry.turns[0]
+        yield HeldOutCase(NEWCOMERS, entry.id, (Message("user", turn.phrasings[0]),), turn)
+
+
 def refusal_of(entries: Iterable[CorpusEntry]) -> CorpusTurn:
     """Return the turn that all out-of-scope questions share: its answer declines, its facts tell a refusal from an answer."""
     return next(entry.turns[0] for entry in entries if entry.out_of_scope)
@@ -104,7 +113,9 @@ def judge(engine: Engine, cases: Sequence[HeldOutCase], refusal: CorpusTurn) -> 
     """Ask every case and yield its verdict."""
     for number, case in enumerate(cases, 1):
         reply = _reply(engine, case.messages)
-        yield Verdict(case, reply, case.turn.is_right(reply), refusal.is_right(reply))
+        declined = refusal.is_right(reply)
+        right = case.turn.is_right(reply) and (case.group == OUT_OF_SCOPE or not declined)
+        yield Verdict(case, reply, right, declined)
         if number % 100 == 0:
             print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)
 
@@ -114,6 +125,11 @@ def _reply(engine: Engine, messages: Sequence[Message]) -> str:
         if isinstance(event, Finished):
             return event.text.strip()
     raise RuntimeError("the engine ended a reply without Finished")
+
+
+def ask_alone(engine: Engine, question: str) -> str:
+    """Return the reply to one question, likeliest tokens only."""
+    return _reply(engine, [Message("user", question)])
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, AnswerTally]:
@@ -137,8 +153,9 @@ def report(verdicts: Sequence[Verdict], counts: dict[str, AnswerTally]) -> None:
 
 
 def in_scope(counts: dict[str, AnswerTally]) -> AnswerTally:
-    """Return the sum of all groups but the out-of-scope one."""
-    return sum((count for group, count in counts.items() if group != OUT_OF_SCOPE), AnswerTally())
+    """Return the sum of the groups of the corpus but the out-of-scope one."""
+    apart = {OUT_OF_SCOPE, NEWCOMERS}
+    return sum((count for group, count in counts.items() if group not in apart), AnswerTally())
 
 
 def passes(counts: dict[str, AnswerTally]) -> bool:
@@ -164,13 +181,27 @@ def write_card(card: Path, parts: Sequence[str], logs: Sequence[Path]) -> None:
 
 
 def _scores(counts: dict[str, AnswerTally], skipped: int) -> list[str]:
+    corpus = [(group, count) for group, count in counts.items() if group != NEWCOMERS]
+    newcomers = ("**newcomers' questions**", counts.get(NEWCOMERS, AnswerTally()))
     rows = [
         f"| {group} | {count.asked:,} | {count.right:,} | {count.share:.1%} | {count.refused:,} |"
-        for group, count in (*counts.items(), ("**in scope, all**", in_scope(counts)))
+        for group, count in (*corpus, ("**in scope, all**", in_scope(counts)), newcomers)
     ]
     head = ["| held-out questions | asked | right | share | wrongly declined |", "| --- | ---: | ---: | ---: | ---: |"]
     note = [f"Left out: {skipped:,} held-out phrasings that training drew by chance.", ""] if skipped else []
     return ["## Scores", "", "A right reply to an out-of-scope question is one that declines.", "", *note, *head, *rows]
+
+
+def _near_misses(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return how often a refusal names near questions, of those it is to refuse and of those it is not."""
+    lines = []
+    for what, declined in (
+        ("wrongly declined", [v for v in verdicts if v.declined and not v.right]),
+        ("rightly declined", [v for v in verdicts if v.declined and v.case.group == OUT_OF_SCOPE]),
+    ):
+        offered = sum(bool(near_questions(verdict.case.question)) for verdict in declined)
+        lines.append(f"- Of {len(declined):,} {what}, {offered:,} are told two near questions.")
+    return ["", "## Near misses", "", *lines]
 
 
 def _data(entries: Sequence[CorpusEntry]) -> list[str]:
@@ -214,13 +245,14 @@ def main() -> int:
     args = parser.parse_args()
     entries = read_corpus()
     skip = frozenset(args.skip.read_text(encoding="utf-8").splitlines()) if args.skip else frozenset()
-    cases = list(held_out_cases(entries, skip))[:: args.every]
+    cases = [*list(held_out_cases(entries, skip))[:: args.every], *newcomer_cases()]
     with Engine.load(args.model) as engine:
         verdicts = list(judge(engine, cases, refusal_of(entries)))
         counts = tally(verdicts)
         report(verdicts, counts)
         if args.every == 1 and not args.no_card:
-            parts = [*_scores(counts, len(skip)), *_data(entries), *_size(engine.spec, args.model)]
+            scores = [*_scores(counts, len(skip)), *_near_misses(verdicts)]
+            parts = [*scores, *_data(entries), *_size(engine.spec, args.model)]
             write_card(CARD, parts, args.log)
     return 0 if passes(counts) else 1
 

@@ -9,7 +9,18 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from tests.guide.dataset import Conversations, CorpusEntry, CorpusError, CorpusTurn, normalised, read_corpus
+from tests.guide.dataset import (
+    Conversations,
+    CorpusEntry,
+    CorpusError,
+    CorpusTurn,
+    normalised,
+    read_corpus,
+    read_newcomers,
+    wordings,
+)
+from tests.guide.near_questions import INDEX, titled
+from tokamac.app.guide import REFUSAL, stems
 
 MODEL = Path(__file__).parents[2] / "assets" / "guide" / "model"
 DIALOGUE = [
@@ -61,8 +72,10 @@ def test_out_of_scope_questions_share_one_answer_that_names_the_way_on(entries: 
     answers = {entry.turns[0].answer for entry in entries if entry.out_of_scope}
     assert len(answers) == 1
     answer = answers.pop()
+    assert answer.startswith(REFUSAL)  # by which the app knows that it was declined
     assert "Ctrl+O" in answer
     assert "tokamac chat" in answer
+    assert "F1" in answer
 
 
 def test_there_are_dialogues_and_each_later_question_has_its_own_answer(entries: list[CorpusEntry]) -> None:
@@ -87,6 +100,49 @@ def test_training_never_draws_a_held_out_phrasing(entries: list[CorpusEntry]) ->
     drawn |= {normalised(turn[0]) for dialogue in conversations._all_dialogues() for turn in dialogue}
     assert len(drawn) > 5000
     assert not drawn & held_out
+
+
+def alike(question: str, other: str) -> bool:
+    """Whether a question is another's copy, or nearly: of its telling words over three quarters are the same."""
+    first, second = set(stems(question)), set(stems(other))
+    nearly = len(first) >= 4 and len(first & second) > 0.75 * len(first | second)
+    return nearly or normalised(question) == normalised(other)
+
+
+def test_no_question_of_a_newcomer_stands_in_the_corpus(entries: list[CorpusEntry]) -> None:
+    asked = [entry.turns[0].phrasings[0] for entry in read_newcomers()]
+    assert len(asked) == 50
+    copies = set()
+    for turn in (turn for entry in entries for turn in entry.turns):
+        for text in (*turn.phrasings, *turn.patterns):
+            words = set(stems(text.replace("|", " ")))  # of a pattern: those of all its wordings
+            near = [
+                question for question in asked if len(words & set(stems(question))) >= 0.75 * len(set(stems(question)))
+            ]
+            if near:
+                drawn = wordings(text) if text in turn.patterns else [text]
+                copies |= {(question, text) for wording in drawn for question in near if alike(question, wording)}
+    assert copies == set()
+
+
+def test_a_near_copy_would_be_noticed() -> None:
+    assert alike("what is a KV cache", "What is a KV cache?")
+    assert alike("the colours hurt my eyes, can I change them", "colours hurt my eyes, change them please")
+    assert not alike("the colours hurt my eyes, can I change them", "can I change the colours of the chat")
+
+
+def test_patterns_yield_all_their_wordings() -> None:
+    assert sorted(wordings("(stop|halt) the (reply|)")) == ["halt the", "halt the reply", "stop the", "stop the reply"]
+
+
+def test_the_index_names_questions_of_the_corpus_as_it_is(entries: list[CorpusEntry]) -> None:
+    found = json.loads(INDEX.read_text(encoding="utf-8"))
+    answered = {titled(text) for entry in entries if not entry.out_of_scope for text in entry.turns[0].phrasings}
+    assert set(found["questions"]) <= answered
+    assert len(found["questions"]) >= 0.75 * len([entry for entry in single(entries) if entry.file != "smalltalk.txt"])
+    assert {int(number) for numbers in found["words"].values() for number in numbers} <= set(
+        range(len(found["questions"]))
+    )
 
 
 def test_facts_are_alternatives_found_in_any_case() -> None:

@@ -1,10 +1,10 @@
 """Train the guide from its corpus: ``python -m tests.guide.train --out CHECKPOINT --minutes 60``.
 
 Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetensors, tokenizer); ``make guide`` then converts it to
-the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded; a run bounded by --steps repeats exactly on
-the same machine, one bounded by --minutes up to the number of steps. The last third trains as if weights were packed; in the last
-fifth declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew; --finishing trains
-like the last fifth alone.
+the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded, but for the way that
+words are split (BPE-dropout), which the tokenizer draws itself. The last third trains as if weights were packed; in the last fifth
+declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew; --finishing trains like the
+last fifth alone.
 
 --mean averages checkpoints instead. Rounds that began with the same checkpoint can be averaged (Wortsman et al. 2022,
 https://arxiv.org/abs/2203.05482): the mean declines what either declined, and loses fewer answers than either.

@@ -57,6 +57,7 @@ PROMISED = {
     "unload": set(),
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},
+    "profile": {"ctrl+x p"},
     "thinking": set(),
     "tools": set(),
     "convert": {"f4", "ctrl+x c"},

@@ -822,6 +822,6 @@ def test_a_reply_that_did_not_end_by_itself_says_why_and_what_continues_it() -> 
 def test_the_whole_is_in_the_explanation() -> None:
     said = " ".join(explanation(REPLY, 60).plain.split())
     assert said.startswith(sentence(VERDICT_METRICS, SLOW))
-    assert "prefill 2.4 s 99%" in said
+    assert "prefill 2.4 s (99%)" in said
     assert "0%" not in said
-    assert "wait 10 ms under 1%" in said
+    assert "wait 10 ms (under 1%)" in said

@@ -317,7 +317,7 @@ def test_where_no_speed_is_known_the_choice_says_what_it_rests_on() -> None:
     found = advise(untimed)
     assert found.start is not None
     assert (found.start.model, found.start.grounds) == ("large", "size")  # as ranked: the smallest leads there
-    assert "was not measured yet" in found.note
+    assert "has not been measured yet" in found.note
     bounded = [
         replace(each, figures=replace(each.figures, ceiling_tps=tps))
         for each, tps in zip(untimed, (20.0, 90.0), strict=True)
@@ -327,9 +327,10 @@ def test_where_no_speed_is_known_the_choice_says_what_it_rests_on() -> None:
     assert (found.start.model, found.start.grounds) == ("small", "limit")
     assert found.start.speed == "speed not measured yet, at most 90.0 tok/s"
     assert advise(bounded[:1]).start is None
+    assert "sure to reach 15 tok/s" in advise(bounded[:1]).note
     assert "fast enough" in advise([line("slow", "slow", 3.0)]).note
     assert "whether it fits" in advise([line("slow", "slow", 3.0), line("any", "fit unknown")]).note
-    assert advise([line("one", tps=12.0), line("two", tps=13.0)]).note.endswith("the fastest makes 13.0 tok/s.")
+    assert advise([line("one", tps=12.0), line("two", tps=13.0)]).note.endswith("the fastest manages 13.0 tok/s.")
 
 
 def test_slow_models_stand_under_their_own_heading_and_unknown_ones_are_not_recommended() -> None:

@@ -312,10 +312,8 @@ async def test_the_system_prompt_is_sent(chat: Start) -> None:
 
 async def test_help_names_every_action(chat: Start) -> None:
     async with chat("fast", size=(100, 60)) as c:
-        await c.pilot.press("f1")
-        await c.pilot.pause()
-        assert isinstance(c.app.screen, HelpScreen)
-        assert "Ctrl+R" in c.screen_text()
+        await c.opened("f1", HelpScreen)
+        await c.until(lambda: "Ctrl+R" in c.screen_text(), "the keys")
         await c.pilot.press("escape")
         assert c.app.screen is c.app.chat
 

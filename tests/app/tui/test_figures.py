@@ -201,7 +201,7 @@ async def test_a_reply_goes_on_from_a_step_with_another_token(chat: Start) -> No
         whole = c.session.turns[-1].reply.text
         await walk(c)
         await c.pilot.press("right", "2")
-        assert "a mark for the model" in shown_steps(c)
+        assert "That token is a control token" in shown_steps(c)
         await c.pilot.press("1")
         await c.until(lambda: not isinstance(c.app.screen, StepsScreen), "the chat")
         await c.phase(EnginePhase.IDLE)
