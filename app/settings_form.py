@@ -153,7 +153,7 @@ SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
 KV_FIELDS = (
     Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int, choices=_BITS),
     Field("value_bits", "Value bits", "16, 8, 6, 5, 4, 3 or 2", int, choices=_BITS),
-    Field("group_size", "FieldGroup size", "32, 64 or 128", int, choices=tuple(map(str, GROUP_SIZES))),
+    Field("group_size", "Group size", "32, 64 or 128", int, choices=tuple(map(str, GROUP_SIZES))),
     Field("window", "Window", "tokens kept; empty keeps all", int, None),
     Field("keep", "Keep", "pinned first tokens, or: system", _keep),
     Field("on_full", "When full", "roll, stop, truncate-middle, error", str.strip, None, choices=("", *ON_FULL)),

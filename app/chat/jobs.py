@@ -441,6 +441,7 @@ class Downloads:
         self._all: dict[str, Download] = {}
         self._samples: deque[tuple[float, int]] = deque()
         self._at_work = False
+        self._wanted_again: set[str] = set()  # resumed before their processes had ended
 
     @property
     def all(self) -> tuple[Download, ...]:
@@ -463,6 +464,8 @@ class Downloads:
         """Download ``model``, or resume a paused or failed download. loads: load it then."""
         known = self._all.get(model, Download(model))
         resumed = known.stage in (DownloadStage.PAUSED, DownloadStage.FAILED)
+        if known.stage is DownloadStage.PAUSING:
+            self._wanted_again.add(model)
         self._all[model] = replace(
             known, stage=DownloadStage.WAITING if resumed else known.stage, problem="", loads=loads or known.loads
         )
@@ -479,6 +482,7 @@ class Downloads:
 
     def pause(self, model: str) -> None:
         """Stop a download, which can be resumed."""
+        self._wanted_again.discard(model)
         match self._stage(model):
             case DownloadStage.WAITING:
                 self._set(model, stage=DownloadStage.PAUSED)
@@ -535,7 +539,10 @@ class Downloads:
         elif stage is DownloadStage.CANCELLING:
             await self._discard(model)
         elif stage is DownloadStage.PAUSING or end.status == INTERRUPTED:
-            self._set(model, stage=DownloadStage.PAUSED, rate_bps=None, left_s=None)
+            again = model in self._wanted_again
+            self._wanted_again.discard(model)
+            stage = DownloadStage.WAITING if again else DownloadStage.PAUSED
+            self._set(model, stage=stage, rate_bps=None, left_s=None)
         else:
             why = self._all[model].problem or _sentence(end.last_line or f"it ended with exit status {end.status}")
             self._fail(model, f"{why} {self._retry}")

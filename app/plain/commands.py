@@ -242,7 +242,7 @@ def shell(repl: "Repl", text: str) -> None:
         raise RefusedError("Write the command after the !, such as !ls.")
     if not repl.console.typed:
         repl.driver.failed = True
-        raise RefusedError("Nobody is here to allow a shell command. To send this as a prompt, put a space before it.")
+        raise RefusedError("No one is here to allow a shell command. To send this as a prompt, put a space before it.")
     folder = working_folder()
     repl.tell(
         f"This command runs in {folder} with {Path(user_shell()).name}; its output is attached to the next prompt:"

@@ -903,7 +903,7 @@ def test_a_command_that_never_ends_its_output_is_ended(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("deaf", [False, True])
 def test_stopping_ends_the_whole_group(tmp_path: Path, deaf: bool) -> None:
     trap = "trap '' TERM; " if deaf else ""
-    command = shell.ShellCommand(f"{trap}sleep 60 & echo $! > child; echo begun; wait", tmp_path)
+    command = shell.ShellCommand(f"{trap}echo begun; sleep 60 & echo $! > child; wait", tmp_path)
     work = threading.Thread(target=lambda: ended.append(command.run()))
     ended: list[shell.ShellOutput] = []
     work.start()

@@ -393,7 +393,7 @@ def test_memory_settings_are_read(limit: str, minutes: str, read: tuple[float | 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf", "1e9"])
 def test_a_memory_limit_that_is_no_size_is_refused(limit: str) -> None:
-    with pytest.raises(FieldError, match="no size of memory"):
+    with pytest.raises(FieldError, match="not a memory size"):
         filled(memory_gb=limit)
 
 

@@ -187,7 +187,7 @@ def measure_start(plan: Plan) -> Section:
         at_most(
             "first paint of the chat",
             series([first_paint_s(command, plan.model) for _ in range(plan.rounds)]),
-            0.7,
+            0.5,
             "s",
         ),
     ]
@@ -353,7 +353,7 @@ TYPIST_S = (0.06, 0.14)  # between keys, from and to
 STEPS = 4_000
 F10 = "\x1b[21~"
 CHATS, ENTER = "\x0c", "\r"
-LOADED = " bpw"  # in the side panel
+LOADED = " bits · "  # in the side panel
 SETTLES_S = 5.0
 """Longer than any part of the machine's pace takes to be timed."""
 MEASURING_S = 120.0
@@ -374,7 +374,7 @@ def measure_chat_use(plan: Plan) -> Section:
         walks = series([_steps_s(home, walked) for _ in range(plan.rounds)])
         echoes = series(list(_echoes_ms(home, replies=plan.count(5, 1))))
     rows = [
-        at_most(f"first paint with {count + LONG:,} stored messages", starts, 0.7, "s"),
+        at_most(f"first paint with {count + LONG:,} stored messages", starts, 0.5, "s"),
         at_most(f"a chat of {LONG} messages: from the key to its end painted", opens, 0.4, "s"),
         at_most(f"Steps of a reply of {STEPS:,} tokens: from the key to its first step painted", walks, 0.3, "s"),
         at_most("a key's echo while a reply is written, median", _middle(echoes), 30, "ms"),

@@ -277,7 +277,7 @@ def test_the_card_tells_what_was_done_how_good_it_is_and_how_to_run_it(plan: Pla
     text = card(plan, Outcome(5.0, 0.0812, GOOD), MADE).decode()
     for said in (
         "# org/name at ", "[org/name](https://huggingface.co/org/name)", "tokamac 0.1.0", "mlx-lm of unknown version",
-        "| mlp | 4 bits, groups of 64 | 6 |", "0.0812", "0.02 ± 0.001", "95.0 %", "1.011 ± 0.004", "255 places",
+        "| mlp | 4 bits, groups of 64 | 6 |", "0.0812", "0.02 ± 0.001", "95.0 %", "1.011 ± 0.004", "255 positions",
         "tokamac chat path/to/this/folder", "mlx_lm.generate --model path/to/this/folder",
         "tokamac convert org/name --method round",
     ):  # fmt: skip

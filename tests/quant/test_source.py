@@ -147,7 +147,7 @@ def test_a_damaged_mlx_folder_is_named(tmp_path):
     for name in ("model.safetensors", INDEX):
         (folder / name).unlink()
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    refuse(ModelDamagedError, folder, "not hold a whole llama model")
+    refuse(ModelDamagedError, folder, "not hold a complete llama model")
 
 
 def test_experts_that_share_a_scale_of_their_own_are_unpacked_with_it():

@@ -251,7 +251,7 @@ def test_convert_then_everything_with_the_result(tokamac: Run, tiny: Path, tmp_p
     assert tokamac("ask", "Hello", "-m", out, "--max-tokens", "3").status == 0
     assert lines(tokamac("inspect", out, "--json").out)[0]["bits_per_weight"] < 6
     again = tokamac("convert", tiny, "-o", out)  # the very same is done already
-    assert (again.status, "finished before" in again.err) == (0, True)
+    assert (again.status, "already complete" in again.err) == (0, True)
     other = tokamac("convert", tiny, "-o", out, "--bits", "8")
     assert other.status == 1
     assert "--overwrite" in other.err

@@ -630,7 +630,7 @@ def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
     tiny_terminal.until(f"{STILL}{long_notes}. /detach removes the last one.")
     tiny_terminal.until("you> yes")
     tiny_terminal.type("\x15/detach\n")
-    tiny_terminal.until("Removed from the next prompt")
+    tiny_terminal.until("No longer attached")
     tiny_terminal.until("you> yes")
     tiny_terminal.type("\n")
     tiny_terminal.until("Decode reads")
@@ -792,7 +792,7 @@ def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
 def test_in_a_pipe_no_shell_command_runs(data: Path, tmp_path: Path) -> None:
     status, _, err = piped(f"!touch {tmp_path / 'made'}\n !one\n", "fast")
     assert status == 1
-    assert "Nobody is here to allow a shell command" in err
+    assert "No one is here to allow a shell command" in err
     assert not (tmp_path / "made").exists()
     assert prompts(data) == [("!one", 0)]
 
@@ -831,4 +831,4 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     assert results[1][1] == "stopped"
     status, _, err = piped("/tools on\nAnd?\n", "calls")
     assert status == 0
-    assert err.count("Nobody is here to allow it") == 2
+    assert err.count("No one is here to allow it") == 2

@@ -18,6 +18,7 @@ from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app import settings
 from tokamac.app.settings import Settings
 from tokamac.app.tui.screens import help
+from tokamac.app.tui.screens import settings as settings_screen
 from tokamac.engine import metrics as rates
 from tokamac.engine.metrics import Metrics
 
@@ -29,7 +30,9 @@ STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.1, 0.2, 0.5, 8.0
 """How often it is looked, and how long nothing may move until a picture is taken: as it was before, unknown before, or other."""
 SIZES = [(80, 24), (120, 40)]
 THEMES = ["tokamac-dark", "terminal"]
-CHANGING = [(re.compile(r"(?<= ago · fast · )[a-z2-7]{8}\b"), "chat-id-")]
+NO_HUB = "http://127.0.0.1:9"
+"""Where nobody answers, at once."""
+CHANGING = [(re.compile(r"(?<= ago · )\w{3} \d\d:\d\d · fast · [a-z2-7]{8}\b"), "Day 12:00 · fast · chat-id-")]
 """What differs from run to run, and what of the same width stands for it."""
 
 
@@ -130,9 +133,11 @@ def colours(picture: str) -> set[str]:
 def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No cache of models but an empty one, and whatever colours the theme has."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", NO_HUB)
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(help, "MAC", False)
+    monkeypatch.setattr(settings_screen, "default_models_folder", lambda: Path("/models"))
 
 
 def written(app_theme: str, path: Path, *, toured: bool = True) -> None:

@@ -683,7 +683,7 @@ async def test_a_chat_of_which_not_all_is_saved_is_not_deleted(chat: Start) -> N
         c.refuse_writes()
         await c.ask("about pears")
         await c.send("/delete")
-        await c.until(lambda: "that part would be lost" in c.notices)
+        await c.until(lambda: "that part is lost" in c.notices)
         assert (deleted(c), c.prompts) == ([], ["about apples", "about pears"])
         c.refuse_writes(refused=False)
         await c.send("/delete")
@@ -830,7 +830,7 @@ async def test_where_not_all_of_it_could_be_saved_it_stays(chat: Start) -> None:
         await c.pilot.press("ctrl+l")
         await c.until(lambda: len(rows_delete_listed(c)) == 1)
         await c.pilot.press("ctrl+d")
-        await c.until(lambda: "that part would be lost" in c.notices)
+        await c.until(lambda: "that part is lost" in c.notices)
         assert (deleted(c), c.prompts, len(rows_delete_listed(c))) == ([], ["apples", "and pears"], 1)
         c.refuse_writes(refused=False)
 

@@ -163,7 +163,7 @@ async def refused(c: Chat) -> None:
     """Write what no setting can be."""
     c.app.screen.query_one("#top_p", Input).value = "7"
     await c.pilot.press("enter")
-    await c.until(lambda: c.app.screen.query_one("#problem").display, "the reason")
+    await c.until(lambda: c.app.screen.query(".-wrong"), "the reason")
 
 
 async def taken(c: Chat) -> None:
@@ -226,6 +226,7 @@ async def commands(c: Chat) -> None:
 async def typed(c: Chat) -> None:
     """Name a model that is not here: what else the picker lists is of this machine; filtered, none of that is left."""
     await c.pilot.press(*"org/x")
+    await c.until(lambda: "no connection to" in c.screen_text(), "the end of the search")
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ async def test_what_is_chosen_in_a_dialog_can_be_read_whole(chat: Start, theme: 
         await c.app.push_screen(LinksScreen([OpenableLink("the paper", "https://example.org/paper")]))
         c.app.screen.query_one(OptionList).highlighted = 0
         assert await faint(c, c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))) == []
-        await c.app.push_screen(ThemeScreen())
+        await c.app.push_screen(ThemeScreen(theme, theme))
         await c.until(lambda: is_chosen(c, theme, "nord"), "the theme that is in use")
         assert await faint(c, c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))) == []
 
