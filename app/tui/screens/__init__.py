@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from rich.cells import cell_len
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding
 from textual.content import Content
 from textual.events import Resize
@@ -34,6 +35,14 @@ class Dialog(ModalScreen[Result | None]):
         Binding("ctrl+c", "leave_or_copy", "Copy or close", id="dialog.interrupt", show=False, priority=True),
     ]
     _keys: tuple[str, ...] = ()
+    _dismissed = False
+
+    def dismiss(self, result: Result | None = None) -> AwaitComplete:
+        """Close with a result. Of two keys that come at once the second finds it closed: it closes nothing else."""
+        if self._dismissed:
+            return AwaitComplete()
+        self._dismissed = True
+        return super().dismiss(result)
 
     def say_keys(self, *keys: str) -> None:
         """Show in the border what keys do, such as ``Enter saves``; the first and the last stay longest."""
@@ -43,6 +52,7 @@ class Dialog(ModalScreen[Result | None]):
 
     def on_mount(self) -> None:
         """Fit the window from the first frame on."""
+        self._dismissed = False
         self._fit(self.app.size)
 
     def on_resize(self, event: Resize) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.events import Key
 from textual.geometry import Offset
 from textual.strip import Strip
 from textual.widgets import OptionList
@@ -18,6 +19,7 @@ from tokamac.app.settings import Settings, dumps
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.markdown.page import PageRow
 from tokamac.app.tui.markdown.turns import LEFT_OUT, ReplyMessage, UserMessage
+from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.context import ContextScreen
 from tokamac.app.tui.screens.keys import LeaderScreen
 from tokamac.app.tui.screens.links import LinksScreen
@@ -510,3 +512,13 @@ def copied(c: Chat) -> str:
     """All rows of the conversation, in view or not."""
     rows = [row for message in c.transcript.messages for row in message.rows(80)]
     return "\n".join(row.row.content.plain for row in rows)
+
+
+async def test_keys_that_come_at_once_close_a_dialog_once(chat: Start) -> None:
+    async with chat("fast") as c:
+        screen = await c.opened("ctrl+x", LeaderScreen)
+        for key in "zlh":
+            screen.post_message(Key(key, key))
+        await c.until(lambda: isinstance(c.app.screen, ChatScreen), "the chat")
+        await c.pilot.press("!")
+        await c.until(lambda: c.prompt.text == "!", "the prompt")
