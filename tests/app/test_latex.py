@@ -78,8 +78,13 @@ def test_any_text_is_converted_or_left(source: str) -> None:
     assert rows is None or all(cell_len(each) >= 0 for each in rows)
 
 
+UNFINISHED = ("{", "^", "_{", "\\frac", "\\sqrt[", "\\begin{matrix}", "\\hat ")
+
+
 @pytest.mark.parametrize(
-    "piece", ["{", "^", "_{", "\\frac", "\\sqrt[", "\\left(", "\\begin{matrix}", "''", "a(", "\\hat "]
+    ("piece", "shown"), [*((piece, None) for piece in UNFINISHED), ("\\left(", "("), ("''", "′′"), ("a(", "a(")]
 )
-def test_no_text_is_too_deep(piece: str) -> None:
-    to_rows(piece * (4_000 // len(piece)))
+def test_no_text_is_too_deep(piece: str, shown: str | None) -> None:
+    count = 4_000 // len(piece)
+    rows = to_rows(piece * count)
+    assert (rows and list(rows)) == (None if shown is None else [shown * count])
