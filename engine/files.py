@@ -31,6 +31,8 @@ INDEX_BYTES = 128 << 20
 """The index of a checkpoint's tensors at most: a tensor takes about a hundred bytes."""
 TOKENIZER_BYTES = 512 << 20
 """A file of a tokenizer at most: the largest published ones have about 35 MB."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
+"""Of which a folder with a whole model has one."""
 SLICE_BYTES = 1 << 16
 """Read at a time of a file that has grown, or whose size the system does not tell (/proc)."""
 

@@ -33,10 +33,10 @@ from .perf.hardware import advice, attention_device, detect
 from .perf.measurement_store import machine_key
 from .perf.memory import wired
 from .perf.mitigation import Chunking
+from .perf.model_work import leaves_out_senses, work_of
 from .perf.peak_memory import shape_of
 from .perf.roofline import Fitted, HostLimited, fitted, measure_host
 from .perf.timing import LatencyProfiler, TimedModel, can_measure
-from .perf.workload import leaves_out_senses, work_of
 from .prompt_cache.cache import open_cache
 from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
 from .runtime import MachineSpeed, Runtime

@@ -18,10 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from tokamac.engine.files import TOKENIZER_FILES
 from tokamac.engine.metrics import rate
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Tensor, text_config
-from tokamac.engine.text.tokenizer import TOKENIZER_FILES
 
 from . import sensitivity
 from .calibration import LENGTH

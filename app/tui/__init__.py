@@ -27,14 +27,18 @@ OLD_THRESHOLD = 200
 
 def run_chat(options: ChatOptions) -> int:
     """Run the chat until the user leaves; return the exit status."""
-    read = options.read or settings.load(options.settings_path or settings.default_path())
-    options = replace(options, read=read)
-    if read.settings.theme or "NO_COLOR" in os.environ:
-        app, bridge = build(options, lambda: guess(os.environ))  # should the user want "automatic" later
-    else:
-        with BackgroundQuery() as background:
-            app, bridge = build(options, background.is_dark)
-    look_for_garbage_rarely()
+    gc.disable()  # until all is imported: modules are no garbage, and looking through them takes 20 ms
+    try:
+        read = options.read or settings.load(options.settings_path or settings.default_path())
+        options = replace(options, read=read)
+        if read.settings.theme or "NO_COLOR" in os.environ:
+            app, bridge = build(options, lambda: guess(os.environ))  # should the user want "automatic" later
+        else:
+            with BackgroundQuery() as background:
+                app, bridge = build(options, background.is_dark)
+        look_for_garbage_rarely()
+    finally:
+        gc.enable()
     try:
         return app.run() or app.return_code or 0
     finally:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError, ModelError, ModelNotFoundError
-from ..files import read_text
+from ..files import TOKENIZER_FILES, read_text
 from ..model.safetensors import find_shards, read_header
-from ..text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo

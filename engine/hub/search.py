@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError
-from ..model.config import context_length, normalise
 from .cache import folder_name
 from .download import is_transport_error, quiet_client
 
@@ -129,6 +128,7 @@ def _listed(words: str) -> list[HubModel]:
 def _may_run(info: "ModelInfo") -> bool:
     """Whether a listed model writes text, in a format and of a kind that is known here."""
     from ..architectures import find_classes
+    from ..model.config import normalise
 
     tags = {tag.lower() for tag in info.tags or ()}
     if info.pipeline_tag not in WRITES or tags.intersection(OTHER_FORMATS) or "embed" in info.id.lower():
@@ -174,6 +174,8 @@ def _with_config(model: HubModel, configs: Path) -> HubModel:
                 body += chunk
                 if len(body) > CONFIG_BYTES:
                     return model
+        from ..model.config import context_length, normalise
+
         config = json.loads(body)
         context = context_length(normalise(config))
         folder.mkdir(parents=True, exist_ok=True)

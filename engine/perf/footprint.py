@@ -37,8 +37,9 @@ from .cost import (
 )
 from .hardware import Chip, attention_device, detect
 from .mitigation import LEAST_CHUNK, OFFERS, Chunking, gb, override, prompt_peak, refusal
+from .model_work import work_of
 from .peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
-from .workload import Workload, work_of
+from .workload import Workload
 
 if TYPE_CHECKING:
     from ..kv.plan import CachePlan, Keep, Kind, LayerPlan

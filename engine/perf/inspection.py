@@ -23,6 +23,7 @@ from .footprint import Footprint, KVTable, form_on, weigh
 from .hardware import Chip, detect
 from .machine import Machine, here
 from .memory import MemoryFit
+from .model_work import leaves_out_senses, traits_of
 from .roofline import Prediction, limits_for
 from .what_if import (
     KV_UNKNOWN,
@@ -35,7 +36,7 @@ from .what_if import (
     reason_of,
     verdict_of,
 )
-from .workload import Trait, leaves_out_senses, traits_of
+from .workload import Trait
 
 Known = Literal["files", "config", "catalogue"]
 

@@ -44,7 +44,7 @@ from ..kv.attention_kernel import (
 )
 from ..options import group_for, token_bytes
 from .cost import active_share, first_of, text_config
-from .workload import chosen_entries
+from .model_work import chosen_entries
 
 if TYPE_CHECKING:
     from ..kv.plan import CachePlan, LayerPlan

@@ -29,6 +29,7 @@ from .footprint import Footprint, KVTable, table_of_plan, weigh
 from .machine import Machine
 from .memory import MemoryFit, giving_way
 from .mitigation import Chunking, prompt_peak
+from .model_work import traits_of
 from .roofline import (
     MATTERS_S,
     Host,
@@ -40,7 +41,7 @@ from .roofline import (
     measure_host,
     predict,
 )
-from .workload import Trait, Workload, traits_of
+from .workload import Trait, Workload
 
 if TYPE_CHECKING:
     from ..kv.plan import CachePlan

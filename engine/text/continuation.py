@@ -6,10 +6,13 @@ to continue from; so the tokens are those of the cut reply, and the prompt cache
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..errors import OptionError, TemplateError
 from ..events import Message
-from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,12 @@ def whole_characters(reply: Message) -> Message:
     return replace(reply, thinking=reply.thinking.rstrip("\ufffd"))
 
 
-def continues_thinking(tokenizer: Tokenizer, reply: Message) -> bool:
+def continues_thinking(tokenizer: "Tokenizer", reply: Message) -> bool:
     """Whether what follows ``reply`` is thinking: it was cut before the answer."""
     return tokenizer.thinking is not None and bool(reply.thinking) and not reply.content
 
 
-def render(tokenizer: Tokenizer, before: Sequence[Message], reply: Message) -> str:
+def render(tokenizer: "Tokenizer", before: Sequence[Message], reply: Message) -> str:
     """Return the conversation ``before`` and ``reply``, open at its end.
 
     Raises TemplateError where the template fails, or the reply was cut while thinking and this model does not think.
@@ -68,7 +71,7 @@ def render(tokenizer: Tokenizer, before: Sequence[Message], reply: Message) -> s
     return opened + reply.thinking + (end + reply.content if reply.content else "")
 
 
-def _as_template_writes(tokenizer: Tokenizer, before: Sequence[Message], reply: Message) -> str | None:
+def _as_template_writes(tokenizer: "Tokenizer", before: Sequence[Message], reply: Message) -> str | None:
     """Return the conversation with its thinking as the template writes it; None where the template drops any of it."""
     last = reply.content or reply.thinking
     try:

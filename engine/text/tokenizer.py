@@ -26,7 +26,7 @@ from ..errors import (
     unreadable,
 )
 from ..events import Message, TextKind
-from ..files import TOKENIZER_BYTES, check_regular, read_text
+from ..files import TOKENIZER_BYTES, TOKENIZER_FILES, check_regular, read_text
 from ..options import TemplateOptions, Thinking, ToolSpec
 from .encoder import SegmentEncoder, check_growth
 from .thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
@@ -53,8 +53,6 @@ BREAK = "\ufdd1"
 
 LEADS = ("\n", ".", "a")
 """Texts to encode a later piece after: some tokenizers put a space before whatever they are given first."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
 
 READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a model's folder that transformers may read."""

@@ -33,7 +33,8 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack
 from tokamac.engine.perf.cost import Cost, cost_of_folder
 from tokamac.engine.perf.footprint import KVTable, weigh, work_of_config
-from tokamac.engine.perf.workload import Attention, query_heads
+from tokamac.engine.perf.model_work import query_heads
+from tokamac.engine.perf.workload import Attention
 from tokamac.engine.scoring import log_probabilities
 from tokamac.engine.text.template import ChatTemplate
 from tokamac.engine.text.thinking import DEEPSEEK

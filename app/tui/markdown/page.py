@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from ..theme import end_of
-from .parse import Align, Block, Code, Flow, Inline, Section, Table, parse
+from .blocks import Align, Block, Code, Flow, Inline, Section, Table
 from .rows import STYLES, Grid, Row, rows
 
 
@@ -318,6 +318,13 @@ class Look:
 
     blocks: tuple[Block, ...]
     settled: int
+
+
+def parse(source: str) -> tuple[Section, ...]:
+    """Return the top-level sections of ``source``, in order. What parses is imported here: the first frame needs none of it."""
+    from .parse import parse as by_library
+
+    return by_library(source)
 
 
 class Tail:

@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.content import Span as ContentSpan
 from textual.style import Style
 
-from .parse import Align, Block, Code, Flow, HorizontalRule, Inline, Line, StyledSpan, Table
+from .blocks import Align, Block, Code, Flow, HorizontalRule, Inline, Line, StyledSpan, Table
 
 TAB = 8  # cells
 STYLES = {

@@ -15,12 +15,12 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from ...chat.external_programs import NotTakenError, open_address
-from ...markdown import OpenableLink
 from ...sanitise import sanitise_line
 from ..theme import FAINT
 from . import Dialog
 
 if TYPE_CHECKING:
+    from ...markdown import OpenableLink
     from .chat import ChatScreen
 
 
@@ -29,7 +29,7 @@ class LinksScreen(Dialog[tuple[str, bool]]):
 
     BINDINGS = [Binding("c,y", "copy", "Copy", id="links.copy")]  # noqa: RUF012 (Textual's way)
 
-    def __init__(self, links: Sequence[OpenableLink]) -> None:
+    def __init__(self, links: "Sequence[OpenableLink]") -> None:
         super().__init__()
         self._links = links
 
@@ -57,13 +57,13 @@ class LinksScreen(Dialog[tuple[str, bool]]):
             self.dismiss((self._links[index].address, False))
 
 
-def _line(link: OpenableLink) -> Content:
+def _line(link: "OpenableLink") -> Content:
     text = sanitise_line(link.text)
     address = Content.styled(link.address, FAINT)
     return address if text == link.address else Content(text) + Content("\n") + address
 
 
-def show_links(chat: "ChatScreen", links: Sequence[OpenableLink]) -> None:
+def show_links(chat: "ChatScreen", links: "Sequence[OpenableLink]") -> None:
     """Show the links of a message."""
 
     def chosen(choice: tuple[str, bool] | None) -> None:

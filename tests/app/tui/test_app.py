@@ -646,6 +646,12 @@ build(ChatOptions(settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Pa
 from textual.screen import UPDATE_PERIOD
 print(UPDATE_PERIOD == 1 / FRAMES_PER_S)
 """
+BEFORE_THE_FIRST_FRAME = """
+import sys
+import tokamac.app.tui.app
+later = "markdown_it", "tokamac.app.latex", "tokamac.engine.model.config", "tokamac.engine.text.tokenizer", "tomlkit", "mcp"
+print(*(name for name in later if name in sys.modules))
+"""
 GARBAGE = """
 import gc
 from tokamac.app.tui import look_for_garbage_rarely
@@ -663,6 +669,10 @@ def said(program: str, *given: str) -> str:
 
 def test_textual_is_told_how_often_to_draw_before_it_is_imported(tmp_path: Path) -> None:
     assert said(DRAWN, str(tmp_path)) == "True"
+
+
+def test_what_the_first_frame_does_not_need_is_imported_later() -> None:
+    assert said(BEFORE_THE_FIRST_FRAME) == ""
 
 
 def test_garbage_is_looked_for_rarely_but_looked_for() -> None:

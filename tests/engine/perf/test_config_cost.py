@@ -28,8 +28,8 @@ from tokamac.engine.perf.config_cost import UNKNOWN, Packing, cost_of_config, kv
 from tokamac.engine.perf.cost import Cost, Form, cost_of_folder, cost_of_model, leaf_modules, part_of, tensors_of
 from tokamac.engine.perf.footprint import Footprint, module_of, weigh
 from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.model_work import traits_of
 from tokamac.engine.perf.what_if import WhatIfCase, outcome
-from tokamac.engine.perf.workload import traits_of
 
 # What a config alone says of a model's cost is what the built, packed and saved model costs.
 

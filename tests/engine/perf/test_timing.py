@@ -29,6 +29,7 @@ from tokamac.engine.perf import bandwidth, measurement_store, timing
 from tokamac.engine.perf.bandwidth import Sample
 from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.hardware import Chip, detect
+from tokamac.engine.perf.model_work import work_of
 from tokamac.engine.perf.timing import (
     PASSES,
     ROWS,
@@ -43,7 +44,7 @@ from tokamac.engine.perf.timing import (
     interpolate,
     kept_tflops,
 )
-from tokamac.engine.perf.workload import Product, work_of
+from tokamac.engine.perf.workload import Product
 from tokamac.engine.runner import AGAIN_S, MOST_AGAIN_S, QUIET_S, IdleProfiler
 from tokamac.engine.runtime import MachineSpeed
 

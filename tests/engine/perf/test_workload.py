@@ -24,16 +24,8 @@ from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
 from tokamac.engine.perf.cost import Cost, cost_of_model
 from tokamac.engine.perf.footprint import work_of_config
-from tokamac.engine.perf.workload import (
-    Attention,
-    Heads,
-    KVUse,
-    Product,
-    Workload,
-    launches,
-    visible_pairs,
-    work_of,
-)
+from tokamac.engine.perf.model_work import launches, work_of
+from tokamac.engine.perf.workload import Attention, Heads, KVUse, Product, Workload, visible_pairs
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 ALL_FAMILIES = {**FAMILIES, "seeded": SEEDED}
@@ -256,7 +248,7 @@ def test_attention_that_no_kernel_fuses_launches_more(head_dim, more):
 def test_a_soft_cap_is_written_out_whether_or_not_the_config_names_it(named, monkeypatch):
     found = config_work({**GEMMA_2, **named})
     assert all(layer.heads.written_out and not layer.heads.fused for layer in found.kv)
-    monkeypatch.setattr("tokamac.engine.perf.workload.WRITTEN_OUT", 0)
+    monkeypatch.setattr("tokamac.engine.perf.model_work.WRITTEN_OUT", 0)
     assert found.launches - config_work({**GEMMA_2, **named}).launches == 2 * 6
 
 
