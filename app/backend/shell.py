@@ -133,6 +133,8 @@ class ShellCommand:
                 return ShellEnding.TOO_MUCH
             if now_s > until_s:
                 return ShellEnding.DEADLINE
+        if is_open and select.select([pipe], [], [], 0)[0]:  # written before it was stopped
+            kept.add(os.read(pipe, 1 << 16))
         return ShellEnding.STOPPED
 
 
