@@ -91,6 +91,16 @@ class AttendingCache(ABC):
         """Return the attention output for queries (B, H·R, N, D): (B, H·R, N, D of the values)."""
 
 
+class StandInMask(ABC):
+    """What stands for masks that one array can't hold (rows.py), and attends where a layer has no cache of its own."""
+
+    @abstractmethod
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend to what the cache of an earlier layer returned."""
+
+
 def install_seam() -> None:
     """Route the attention of mlx-lm's models, and of ours, through our caches. Idempotent; mlx-lm's other users see no change."""
     from mlx_lm.models import base
@@ -113,13 +123,15 @@ def _make_seam(original: Callable[..., mx.array]) -> Any:
         values: mx.array,
         cache: Any,
         scale: float,
-        mask: Mask,
+        mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
         for recorder in _recorders:
             recorder(keys, values, cache)
         if isinstance(cache, AttendingCache):
             return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if isinstance(mask, StandInMask):
+            return mask.attend(queries, keys, values, scale=scale, sinks=sinks)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     _ours.add(scaled_dot_product_attention)
