@@ -22,10 +22,11 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import xxhash
 
 from .options import Sampling, Stage
 
@@ -263,6 +264,8 @@ class _DeviceScore(NamedTuple):
 class Sampler:
     """One reply's sampler: knows its seed and the tokens that came before. Takes a resolved Sampling.
 
+    Random numbers are those of the seed at the token's position in the whole sequence.
+
     Logit biases apply first; then the stages in the order of ``Sampling.order``, by default penalties, DRY, top-k, temperature,
     top-p, min-p, XTC. Top-k commutes with the temperature, and comes first since it leaves few logits to the others: with it, the
     vocabulary is searched once a token and never sorted. Where penalties come after it, it leaves all logits in place.
@@ -277,7 +280,7 @@ class Sampler:
         self._counted = bool(sampling.presence_penalty or sampling.frequency_penalty)
         self._stages = self._active_stages()
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
-        self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
+        self._seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         self._made = 0
         self._last: mx.array | None = None  # chosen, and not remembered yet
         self._raw: mx.array | None = None  # the logits it was chosen from, where scores are wanted
@@ -347,17 +350,21 @@ class Sampler:
 
     def _choose(self, logits: mx.array) -> mx.array:
         """logits (1, V) → token (1,)."""
-        key: mx.array | None = None
-        if not self._greedy:
-            self._key, key = mx.random.split(self._key)
         ids: mx.array | None = None  # (1, C), once top-k has left C logits
         for place, stage in enumerate(self._stages):
             if stage == "top_k":
                 logits, ids = self._cut(logits, self._stages[place + 1 :])
             else:
                 logits = self._apply(stage, logits, ids)
+        key = None if self._greedy else self._key("token")
         chosen = mx.argmax(logits, axis=-1) if key is None else mx.random.categorical(logits, axis=-1, key=key)
         return chosen if ids is None else mx.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0]
+
+    def _key(self, draw: Literal["token", "xtc"]) -> mx.array:
+        """Return the key of a draw, made of the seed and the token's position alone: whatever else runs, the text is the same."""
+        position = len(self._prompt) + self._made
+        key: mx.array = mx.random.key(xxhash.xxh3_64_intdigest(f"{self._seed} {position} {draw}".encode()))
+        return key
 
     def _cut(self, logits: mx.array, later: Sequence[Stage]) -> tuple[mx.array, mx.array | None]:
         """Keep the k likeliest: alone, with their ids, or in place where a later stage knows tokens by their place."""
@@ -397,8 +404,7 @@ class Sampler:
         if self._protected is None:
             self._protected = token_mask(self._tokens.kept, self._vocabulary)
         protected = self._protected[None] if ids is None else self._protected[ids]
-        self._key, key = mx.random.split(self._key)
-        left = mx.random.uniform(key=key) >= self._sampling.xtc_probability
+        left = mx.random.uniform(key=self._key("xtc")) >= self._sampling.xtc_probability
         return mx.where(left, logits, exclude_top(logits, self._sampling.xtc_threshold, protected))
 
     def _remember(self, token: mx.array) -> None:
