@@ -31,10 +31,11 @@ CAUSE_WORDS: dict[Cause, str] = {
     "processor taken": "other programs used the processor",
     "thermal": "the chip was hot and slowed down",
     "low power": "Low Power Mode was on",
+    "another prompt": "the engine read a part of another reply's prompt",
 }
 CAUSE_MARKS: dict[Cause, str] = {
     "kv growth": "G", "pool cleared": "M", "swap": "S", "slow reader": "R", "processor taken": "C", "thermal": "H",
-    "low power": "L",
+    "low power": "L", "another prompt": "A",
 }  # fmt: skip
 """One letter each, so that a cause is seen without colours."""
 UNKNOWN_MARK = "?"

@@ -85,7 +85,11 @@ def headline(metrics: Metrics, diagnosis: Diagnosis | None) -> tuple[str, ...]:
         return ("No token was made.",)
     said = [_pace(metrics.decode_tps)]
     if diagnosis is not None:
-        said += [_cause(metrics, diagnosis), *(tip(each) for each in diagnosis.remedies[:1])]
+        said += [
+            together(metrics, diagnosis),
+            _cause(metrics, diagnosis),
+            *(tip(each) for each in diagnosis.remedies[:1]),
+        ]
     return tuple(each for each in said if each) or (f"Took {seconds(metrics.total_s)}.",)
 
 
@@ -97,6 +101,15 @@ def _pace(tps: float | None) -> str:
     if tps >= fast:
         return "Faster than most people read."
     return "About as fast as people read." if tps >= slow else "Slower than most people read."
+
+
+def together(metrics: Metrics, diagnosis: Diagnosis) -> str:
+    """Return how many replies were written at once, and what that cost this one; "" where it was alone."""
+    if metrics.replies_at_once < 2:
+        return ""
+    alone = next((term.value for term in diagnosis.terms if term.key == "alone"), None)
+    said = f"{metrics.replies_at_once} replies were written at once"
+    return f"{said}." if alone is None else f"{said}; alone, about {rate(alone)} would be expected."
 
 
 def _cause(metrics: Metrics, diagnosis: Diagnosis) -> str:
@@ -158,6 +171,8 @@ def sentence(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
     if diagnosis is None:
         return f"{whole}, {seconds(metrics.ttft_s)} of it before the first token."
     said = [f"{whole}: {_took(diagnosis.slowest, metrics)}.", *(f"{THROTTLED[each]}." for each in diagnosis.throttles)]
+    if beside := together(metrics, diagnosis):
+        said.append(beside)
     if diagnosis.remedies:
         said.append(_would_help(diagnosis.remedies[0], metrics.total_s))
     elif metrics.cached_tokens and diagnosis.slowest.name == "decode":
@@ -273,6 +288,8 @@ def value_text(value: float | None, unit: Unit) -> str:
             return f"{_scaled(value * 1e12)}/s"
         case "FLOP":
             return _scaled(value)
+        case "replies":
+            return f"{value:,.1f}"
         case "FLOP/byte":
             return f"{value:,.1f} FLOP/byte"
 
@@ -338,9 +355,11 @@ def pressure_sentence(event: MemoryPressure) -> str:
         done.append(giving_way(event.from_others))
     if event.ended:
         done.append("the reply ends here because more of it would not fit")
+    if event.waits:
+        done.append("this reply waits until another one is over")
     needed = units.size(event.predicted_bytes)
     of = needed if event.budget_bytes is None else f"{needed} of {units.size(event.budget_bytes)}"
-    expected = f"that would take {of}" if event.ended else f"{of} will be used"
+    expected = f"that would take {of}" if event.ended or event.waits else f"{of} will be used"
     short = "memory pressure is critical" if event.critical else "memory is short"
     return f"{short}: {'; '.join([', '.join(done), expected] if done else [expected])}"
 

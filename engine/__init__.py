@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Continue,
         Edit,
         Event,
+        Failed,
         Finished,
         Live,
         LoadProgress,
@@ -60,9 +61,9 @@ if TYPE_CHECKING:
     from .prompt_cache.cache import Check
     from .prompt_cache.exchange import Exchanged
     from .runner import ModelSpec
+    from .schedule.stream import ReplyStream
     from .scoring import Perplexity
     from .text.tokenizer import Tokenizer
-    from .worker import ReplyStream
 
 __all__ = [
     "Action",
@@ -80,6 +81,7 @@ __all__ = [
     "EngineClosedError",
     "Event",
     "Exchanged",
+    "Failed",
     "Finished",
     "Gaps",
     "KVSpec",
@@ -123,7 +125,7 @@ __all__ = [
 _NAMES = {
     "chat": "Chat",
     "engine": "Engine",
-    "events": "Action Alternative Branch Continue Edit Event Finished Live LoadProgress "
+    "events": "Action Alternative Branch Continue Edit Event Failed Finished Live LoadProgress "
     "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall Truncated",
     "kv.divergence": "Trial TrialProgress",
     "metrics": "Gaps Metrics",
@@ -135,7 +137,7 @@ _NAMES = {
     "runner": "ModelSpec",
     "scoring": "Perplexity",
     "text.tokenizer": "Tokenizer",
-    "worker": "ReplyStream",
+    "schedule.stream": "ReplyStream",
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Which module defines a name: the command line needs the errors alone, and MLX is imported where it is used."""

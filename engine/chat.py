@@ -27,8 +27,8 @@ from .events import (
     ToolCall,
 )
 from .options import EMPTY_SCHEMA, NOTHING_TOLD, Sampling, TemplateOptions, ToolSpec, index
+from .schedule.stream import ReplyStream
 from .text.continuation import unfinished
-from .worker import ReplyStream
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -27,6 +27,7 @@ from .device import cannot_import, check_backends, installed_backends, leave_thr
 from .errors import EngineClosedError, OptionError
 from .events import (
     Event,
+    Failed,
     Finished,
     Live,
     LoadProgress,
@@ -40,7 +41,9 @@ from .events import (
 from .metrics import Recorder
 from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
 from .perf.memory import check_address_space
-from .worker import EventStream, ReplyHandle, ReplyScheduler, ReplyStream, UnpacedReply, Worker
+from .schedule.many import ManyReplies
+from .schedule.stream import EventStream, ReplyHandle, ReplyStream
+from .worker import ReplyScheduler, TextlessReply, Worker
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -59,6 +62,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+PARALLEL = 8
+"""Replies at once by default: more share the time for reading the weights, and each takes memory for its keys and values."""
 Prompt = Sequence[int] | Sequence[Message]
 GivenTool = ToolSpec | Mapping[str, Any]
 
@@ -80,6 +85,8 @@ class Engine:
         self._runner = runner
         worker.when_idle = runner.idle
         self._replies = ReplyScheduler(worker)
+        self._replies.schedule.decode = runner.decode
+        self._replies.schedule.width = runner.parallel
         # None of these refers to the engine, so it can go away. The process must not end before its thread: MLX would abort it.
         self._at_exit = partial(self._replies.close, runner.close)
         self._collected = weakref.finalize(self, self._replies.close, runner.close, wait=False)
@@ -97,6 +104,7 @@ class Engine:
         memory: int | None = None,
         unchecked: bool = False,
         adapter: str | Path | None = None,
+        parallel: int = PARALLEL,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
@@ -111,11 +119,13 @@ class Engine:
         arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
         beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
         ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
-        PEFT) that are added to what the model's own weights compute. progress is called from another thread.
+        PEFT) that are added to what the model's own weights compute. parallel: replies that are made at once at most.
+        progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         _check_load(model, kv, prompt_cache, adapter)
         limit = None if memory is None else given_limit(memory)
+        width = given_count(parallel, "replies at once", least=1)
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
         given_up = threading.Event()
 
@@ -144,6 +154,7 @@ class Engine:
                 progress=tell,
                 unchecked=unchecked,
                 adapter=adapter,
+                parallel=width,
             )
 
         try:
@@ -230,6 +241,7 @@ class Engine:
         continues: bool = False,
         template: TemplateOptions | None = None,
         tools: Iterable[GivenTool] = (),
+        background: bool = False,
     ) -> ReplyStream:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
@@ -245,7 +257,41 @@ class Engine:
         """
         handle = ReplyHandle()
         told = template if tools == () else given_template(template, tools)
-        return ReplyStream(self._generated(prompt, sampling, told, handle, continues=continues), handle)
+        return ReplyStream(
+            self._generated(prompt, sampling, told, handle, continues=continues, background=background), handle
+        )
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        template: TemplateOptions | None = None,
+        background: bool = False,
+    ) -> Generator[tuple[int, int, "Event | Failed"], None, None]:
+        """Yield (prompt's number, sample's number, event) of ``n`` replies to each prompt, as they come.
+
+        Prompts are begun in their order, several at once (``Engine.load(parallel=…)``). Every reply ends with one Finished, or one
+        Failed where it alone failed. With a seed, sample i has ``seed + i``; with ``n`` above 1 the prompt is read once. prompts:
+        texts, messages or token ids. Stop iterating, or close the iterator, to end all. Raises OptionError.
+        """
+        given = [given_question(prompt, None) for prompt in prompts]
+        how, told, samples = given_sampling(sampling), given_template(template), given_count(n, "a number", least=1)
+
+        def ask(stream: EventStream, prompt: int, sample: int) -> None:
+            recorder = Recorder()
+            recorder.accept()
+            own = how if how.seed is None else replace(how, seed=how.seed + sample)
+
+            def answer(stream: EventStream) -> "ReplyTask":
+                return self._runner.reply(
+                    given[prompt], own, recorder, stream.is_cancelled, template=told, background=background
+                )
+
+            self._replies.open_reply(answer, stream, background=background)
+
+        yield from ManyReplies(range(len(given)), samples, ask, self._runner.parallel).events()
 
     def _generated(
         self,
@@ -255,15 +301,18 @@ class Engine:
         handle: ReplyHandle,
         *,
         continues: bool,
+        background: bool,
     ) -> Generator[Event, None, None]:
         recorder = Recorder()
         recorder.accept()
         given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
 
         def answer(stream: EventStream) -> "ReplyTask":
-            return self._runner.reply(given, how, recorder, stream.is_cancelled, continues=continues, template=told)
+            return self._runner.reply(
+                given, how, recorder, stream.is_cancelled, continues=continues, template=told, background=background
+            )
 
-        yield from self._replies.stream(answer, opened=handle.attach)
+        yield from self._replies.stream(answer, opened=handle.attach, background=background)
 
     def cancel(self) -> None:
         """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""
@@ -309,7 +358,9 @@ class Engine:
         asked = ReplyQuestion(tuple(given_messages(prompt)), reply, walk.timed.ids, prompt_tokens, walk.begins)
         found: deque[PromptText | StepTokens] = deque()
         events = self._replies.stream(
-            lambda stream: UnpacedReply(self._runner.look_again(asked, told, stream.is_cancelled, found.append))
+            lambda stream: TextlessReply(
+                lambda pace: self._runner.look_again(asked, told, stream.is_cancelled, pace, found.append)
+            )
         )
         with closing(events):
             for event in events:
@@ -378,7 +429,9 @@ class Engine:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         given, told = given_prompt(prompt), given_template(template)
         yield from self._replies.stream(
-            lambda stream: UnpacedReply(self._runner.warm(given, stream.is_cancelled, template=told))
+            lambda stream: TextlessReply(
+                lambda pace: self._runner.warm(given, stream.is_cancelled, pace, template=told)
+            )
         )
 
     def export_prompt(
@@ -392,8 +445,10 @@ class Engine:
         given, path = given_prompt(prompt), Path(file).expanduser()
         done: list[Exchanged] = []
         yield from self._replies.stream(
-            lambda stream: UnpacedReply(
-                self._runner.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+            lambda stream: TextlessReply(
+                lambda pace: self._runner.export_prompt(
+                    given, path, stream.is_cancelled, pace, done.append, goes_on=goes_on
+                )
             )
         )
         yield from done
@@ -477,7 +532,7 @@ class Engine:
 
         Idle time does the same by itself. Until then ``expected_tps`` is None. Waits for a reply in progress.
         """
-        self._replies.call(self._runner.measure)
+        self._replies.call(self._runner.measure, alone=True)
 
     def call_when_measured(self, act: Callable[[], None]) -> None:
         """Have ``act`` called on the engine's thread whenever idle time has told more of the machine; it must return at once."""

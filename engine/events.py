@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import OptionError
+from .errors import OptionError, TokamacError
 from .metrics import Metrics, Outlier
 from .passes.log import PassLog
 from .perf.diagnosis import Diagnosis
@@ -99,7 +99,8 @@ class MemoryPressure:
     predicted_bytes: the peak that is expected now, of the budget_bytes that may be used (None is unknown). from_others: by how much
     other programs have to give way, which the system sees to. critical: macOS is at critical pressure. fused_bytes: of attention's
     scores that are not written down, by kernels that take somewhat longer. failed: MLX had no memory for a piece of the prompt,
-    which is computed again. ended: the reply ends here, since more of it would not fit.
+    which is computed again. ended: the reply ends here, since more of it would not fit. waits: the prompt begins once other
+    replies have given back what it needs.
     """
 
     pool_bytes: int
@@ -112,6 +113,7 @@ class MemoryPressure:
     fused_bytes: int = 0
     failed: bool = False
     ended: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,13 @@ class Finished:
     thinking_ended_at: int | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     passes: PassLog | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of one reply of several that failed; the others go on."""
+
+    error: TokamacError
 
 
 Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | ToolCall | Finished

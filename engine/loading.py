@@ -19,6 +19,7 @@ from .events import LoadProgress
 from .generation import Generation
 from .hub import download
 from .kv import install_seam, plan_caches
+from .kv.rows import why_alone
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from .model.config import context_length, pretraining_length
 from .model.corrections import use_short_factors
@@ -41,6 +42,7 @@ from .prompt_cache.cache import open_cache
 from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
 from .runtime import MachineSpeed, Runtime
 from .sampling import Sampler
+from .schedule.decoding import Lane, decode_alone
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
@@ -62,11 +64,12 @@ def load(
     progress: Progress | None,
     unchecked: bool = False,
     adapter: str | Path | None = None,
+    parallel: int = 1,
 ) -> Runner:
     """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
     adapter: a folder or a Hugging Face id of low-rank changes to the model.
-    memory: bytes that arrays may take; None is the system's limit.
+    memory: bytes that arrays may take; None is the system's limit. parallel: replies at once at most.
     """
     report = progress or (lambda _: None)
     folder = download.resolve(model, progress=report)
@@ -112,7 +115,9 @@ def load(
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
     too_long = context_notes(shape, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
-    notes = (*senses, *adapted, *rotation, *_position_notes(kv, positions), *plan.notes, *too_long)
+    alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
+    one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
+    notes = (*senses, *adapted, *one_by_one, *rotation, *_position_notes(kv, positions), *plan.notes, *too_long)
     spec = replace(
         _spec(str(model), device, loaded, tokenizer, kv, longest, notes),
         memory_notes=costs,
@@ -154,7 +159,8 @@ def load(
         short_factors=short_factors,
         **({} if added is None else {"adapter": added.digest}),
     )
-    return Runner(runtime, spec, store, IdleProfiler(machine, _profiler(runtime)), on_close)
+    width = 1 if alone else parallel
+    return Runner(runtime, spec, store, IdleProfiler(machine, _profiler(runtime)), on_close, parallel=width)
 
 
 def warm_up(runtime: Runtime, sampling: Sampling) -> None:
@@ -167,10 +173,11 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
     if tokens < 1:
         return
     with contextlib.suppress(TokamacError, RuntimeError, ValueError):
-        generation = Generation(runtime.model, runtime.new_caches(None), [], ahead=runtime.ahead)
-        for _ in generation.prefill([0] * tokens, tokens):
+        ids: list[int] = []
+        caches = runtime.new_caches(None)
+        for _ in Generation(runtime.model, caches, ids).prefill([0] * tokens, tokens):
             pass
-        for _ in generation.decode(0, Sampler(sampling, [0]), STEPS):
+        for _ in decode_alone(runtime.model, Lane(caches, ids, 0, Sampler(sampling, [0]), STEPS), ahead=runtime.ahead):
             pass
     mx.clear_cache()
     mx.reset_peak_memory()

@@ -47,7 +47,11 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What one reply cost. Times in seconds, rates in tokens a second, sizes in bytes; None is unknown."""
+    """What one reply cost. Times in seconds, rates in tokens a second, sizes in bytes; None is unknown.
+
+    kv_bytes_per_step: of all replies that a step made a token of. queue_s: accepted → its turn began. batch_width: replies that
+    were decoded together, in the mean of its steps.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -66,6 +70,13 @@ class Metrics:
     ceiling_tps: float | None
     expected_tps: float | None
     peak_memory_bytes: int | None
+    queue_s: float | None = None
+    batch_width: float | None = None
+
+    @property
+    def replies_at_once(self) -> int:
+        """``batch_width`` as a whole number; 1 where it is unknown."""
+        return 1 if self.batch_width is None else max(1, round(self.batch_width))
 
 
 def rate(count: float, seconds: float | None) -> float | None:
@@ -142,7 +153,9 @@ def achieved_gbs(bytes_per_step: int | None, decode_tps: float | None) -> float 
 Throttle = Literal["thermal", "low power"]
 """What the system slows the chip down for."""
 
-Cause = Literal["kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal", "low power"]
+Cause = Literal[
+    "kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal", "low power", "another prompt"
+]
 """kv growth: a cache's arrays were full, and copied to larger ones.
 pool cleared: MLX's unused buffers went back to the system, so the next step had to ask for memory again.
 swap: pages of this process had to be read from disk (major page faults).
@@ -150,6 +163,7 @@ slow reader: the engine waited for the screen or program reading the reply.
 processor taken: where the model computes on the CPU, this process stood still for that long.
 thermal: the system said during this reply that it slows the chip down. A state: a cause of each of the reply's outliers.
 low power: Low Power Mode was switched on during this reply. One that was on all along makes all gaps longer, and none stand out.
+another prompt: a piece of another reply's prompt was computed in between.
 """
 
 LAUNCHED: frozenset[Cause] = frozenset({"kv growth", "pool cleared"})
@@ -323,11 +337,12 @@ class Recorder:
     """The time stamps (seconds, one monotonic clock) and counts of one reply.
 
     marks: what happened between its tokens, in order. ids: of its tokens. pieces: of the prompt, how many tokens each has, and when
-    it was computed.
+    it was computed. passes, rows: steps of which it had a row, and the rows of all of them.
     """
 
     clock: Clock = time.perf_counter
     accepted_s: float = 0.0
+    began_s: float | None = None
     prefill_began_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -337,11 +352,23 @@ class Recorder:
     pieces: list[tuple[int, float]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     ended_s: float | None = None
+    passes: int = 0
+    rows: int = 0
     _gaps: GapLog = field(default_factory=GapLog)
 
     def accept(self) -> None:
         """Note that the request has arrived."""
         self.accepted_s = self.clock()
+
+    def begin(self) -> None:
+        """Note that the engine has turned to the request."""
+        if self.began_s is None:
+            self.began_s = self.clock()
+
+    def launched(self, rows: int) -> None:
+        """Note that a step was launched for so many replies, this one among them."""
+        self.passes += 1
+        self.rows += rows
 
     def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note that the caches are ready, and the rest of the prompt is about to be computed."""
@@ -404,4 +431,6 @@ class Recorder:
             ceiling_tps=ceiling_tps(cost.bandwidth_gbs, cost.bytes_per_step),
             expected_tps=cost.expected_tps,
             peak_memory_bytes=peak_memory_bytes,
+            queue_s=None if self.began_s is None else self.began_s - self.accepted_s,
+            batch_width=rate(self.rows, self.passes),
         )

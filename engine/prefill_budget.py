@@ -4,7 +4,7 @@ Only what goes beyond the limit (perf/memory.py) is refused. Where macOS is at c
 left, as far as that goes, and the prompt is computed all the same: what it needs is small beside a model that is loaded already.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from .kv.cache import nbytes as kv_bytes
 from .kv.plan import spare_slots
 from .kv.probe import leaves
 from .perf import memory
-from .perf.mitigation import Mitigation, offers, prompt_peak, refusal, relieving, steps
+from .perf.mitigation import LEAST_CHUNK, Mitigation, offers, prompt_peak, refusal, relieving, steps
 from .perf.peak_memory import ModelShape, Peak, predict_peak
 from .prompt_cache.memory import CacheLease, CacheStore
 from .runtime import Runtime
+from .schedule.schedule import WAITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,14 @@ class PrefillBudget:
     pressure: MemoryPressure | None
     peak_with: Callable[[int], Peak]
     force_fused: bool = False
+
+
+class RoomTakenError(Exception):
+    """A prompt fits, but not beside the replies that are being made. pressure: to be told."""
+
+    def __init__(self, pressure: MemoryPressure) -> None:
+        super().__init__()
+        self.pressure = pressure
 
 
 class GrowthBudget:
@@ -89,7 +98,8 @@ def make_room(
     """Make room to compute a prompt of so many ``tokens``, of which ``lease`` holds the first, and one token of reply.
 
     most: tokens to compute at once at most, after MLX had no memory for more. may_force: whether fused attention may be asked for.
-    Raises MemoryLimitError where there can be none, with what would fit; nothing was given up for it then.
+    Raises MemoryLimitError where there can be none, with what would fit, and RoomTakenError where there would be if no other lease
+    were in use; nothing was given up for it then.
     """
     shape, cached, slots, aside = runtime.shape, len(lease.ids), slots_of(lease.caches), store.aside
 
@@ -102,7 +112,8 @@ def make_room(
     def afresh(of: ModelShape) -> Peak:
         return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
-    others = _others(shape, store)
+    beside_it = _held_beside(store, lease)
+    others = max(0, mx.get_active_memory() - shape.weights - (store.nbytes - beside_it.now)) + beside_it.to_come
     budget = None if (whole := runtime.memory_budget) is None else whole - others
     spare = None if (left := memory.available()) is None else left - others
     pool, largest = mx.get_cache_memory(), runtime.chunking.at(cached)
@@ -117,6 +128,15 @@ def make_room(
 
     found = steps(plain_at, budget, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
     if budget is not None and found.missing:
+        alone = steps(
+            plain_at,
+            budget + beside_it.now + beside_it.to_come,
+            chunk=largest,
+            pool=pool,
+            fused_at=fused_at if may_force else None,
+        )
+        if beside_it.now + beside_it.to_come and not alone.missing:
+            raise RoomTakenError(MemoryPressure(0, None, 0, found.peak.total, budget, waits=True))
         offered = list(offers(fused, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
     critical = memory.is_critical()
@@ -127,8 +147,42 @@ def make_room(
     if most is not None:
         done = pressure or MemoryPressure(0, None, 0, found.peak.total, budget)
         pressure = replace(done, chunk=found.chunk, failed=True)
+    lease.expected_bytes = found.peak.kv
     taken, beside = fused if found.fused else shape, found.peak.prompt_cache
     return PrefillBudget(found.chunk, pressure, lambda reply: peak(taken, found.chunk, reply, beside), found.fused)
+
+
+def admitted(
+    runtime: Runtime,
+    store: CacheStore,
+    ids: list[int],
+    keep: int | None,
+    tokens: int,
+    *,
+    cancelled: Callable[[], bool],
+    most: int | None = None,
+    may_force: bool = True,
+) -> Generator[Any, None, tuple[CacheLease, PrefillBudget]]:
+    """Return caches for ``ids`` and the room to compute ``tokens``, as ``make_room``; yield WAITS while others hold it.
+
+    Yields WAITS too while another is computing what ``ids`` begin with, and once the pressure to be told of. Where ``cancelled``
+    says so meanwhile, the room is not there. Raises MemoryLimitError.
+    """
+    told = False
+    while True:
+        while store.is_coming(ids, keep) and not cancelled():
+            yield WAITS
+        lease = store.acquire(ids, keep)
+        try:
+            return lease, make_room(runtime, store, lease, tokens, most=most, may_force=may_force)
+        except RoomTakenError as taken:
+            if cancelled():
+                return lease, PrefillBudget(LEAST_CHUNK, None, lambda _: Peak(0, 0, 0, 0))
+            pressure = taken.pressure
+        if not told:
+            yield pressure
+            told = True
+        yield WAITS
 
 
 def slots_of(caches: list[Any]) -> int:
@@ -136,9 +190,17 @@ def slots_of(caches: list[Any]) -> int:
     return max((cache.slots for _, cache in leaves(caches) if isinstance(cache, Cache)), default=0)
 
 
-def _others(shape: ModelShape, store: CacheStore) -> int:
-    """Return what other engines of the process have: their arrays count in the same budget."""
-    return max(0, mx.get_active_memory() - shape.weights - store.nbytes)
+@dataclass(frozen=True, slots=True)
+class _HeldBeside:
+    """Bytes that other leases in use hold now, and that they will hold beyond it."""
+
+    now: int
+    to_come: int
+
+
+def _held_beside(store: CacheStore, lease: CacheLease) -> _HeldBeside:
+    others = [(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease]
+    return _HeldBeside(sum(now for now, _ in others), sum(max(0, expected - now) for now, expected in others))
 
 
 def _take(found: Mitigation, store: CacheStore, budget: int | None, from_others: int, critical: bool) -> MemoryPressure:

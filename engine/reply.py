@@ -1,7 +1,8 @@
 """One reply, from token ids to events: make room, prefill, decode, text. Runs on the MLX thread."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -9,7 +10,7 @@ from . import kv
 from .errors import FAILURES, ContextError, DeviceError, computing_error
 from .events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from .generation import Generation, PrefillChunker
-from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate
+from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, rate, recent_rate
 from .options import Sampling
 from .passes.cost import cost_of
 from .passes.log import PassLog, log_of
@@ -17,10 +18,13 @@ from .perf import macos
 from .perf.diagnosis import Diagnosis, diagnose
 from .perf.macos import ThrottleWatch
 from .perf.mitigation import LEAST_CHUNK
-from .prefill_budget import GrowthBudget, PrefillBudget, make_room
+from .prefill_budget import GrowthBudget, PrefillBudget, RoomTakenError, admitted, make_room
 from .prompt_cache.memory import CacheLease, CacheStore
 from .runtime import Runtime
 from .sampling import Sampler, Score, TokenSets
+from .schedule.decoding import Lane
+from .schedule.policy import Pace
+from .schedule.schedule import WAITS, ReplyEvents, SharedFailureError
 from .text.continuation import PartialReply
 from .text.stream import ReplyText, ThinkingBudget, TokenSources
 from .text.tokenizer import Tokenizer
@@ -38,7 +42,7 @@ class Request:
     partial: the reply at the end of ``ids``, where one is continued.
     checkpoints: positions in ``ids`` to which later requests may want to go back, ascending.
     thinking_budget: tokens after which thinking is ended.
-    calls: reads the calls of tools in the reply; None where it may call none.
+    calls: reads the calls of tools in the reply; None where it may call none. background: gives way to others.
     """
 
     ids: list[int]
@@ -51,6 +55,7 @@ class Request:
     recorder: Recorder = field(default_factory=Recorder)
     thinking_budget: int | None = None
     calls: CallReader | None = None
+    background: bool = False
 
     @property
     def earlier_thinking(self) -> str:
@@ -59,7 +64,7 @@ class Request:
 
 
 class ReplyTask:
-    """A request being answered."""
+    """A request being answered. pace: how long a piece of its prompt may take."""
 
     def __init__(self, runtime: Runtime, store: CacheStore, request: Request, cancelled: Callable[[], bool]) -> None:
         self._runtime = runtime
@@ -71,18 +76,20 @@ class ReplyTask:
         self._chunker: PrefillChunker | None = None
         self._generation: Generation | None = None
         self._may_force = True
+        self.pace = Pace()
         self._suspended_ids: list[int] | None = None  # what the caches held when they were released
         self._suspended_bytes = self._earlier_peak = 0
         self._cut_off = self._ended_by_memory = self._decoding = False
         self._throttled = ThrottleWatch(macos.system())
 
-    def events(self) -> Generator[Event, None, None]:
+    def events(self) -> ReplyEvents:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
 
         Where MLX has no memory for a piece of the prompt, the prompt is computed again in pieces of half that size. Raises
         ContextError after the end, where the context cut the reply off and that is to be an error; MemoryLimitError or DeviceError
         where MLX fails and there is nothing left to try.
         """
+        self._request.recorder.begin()
         if self._request.left_out is not None:
             yield self._request.left_out
         mx.reset_peak_memory()
@@ -115,33 +122,40 @@ class ReplyTask:
         whole = 1 << (size - 1).bit_length()  # the last piece may be a part of one
         return max(LEAST_CHUNK, whole // 2)
 
-    def _attempt(self, most: int | None) -> Iterator[Event]:
+    def _attempt(self, most: int | None) -> ReplyEvents:
         """Prefill in pieces of ``most`` tokens at most, then decode. most: given after a failure, whose caches are gone."""
         if most is not None:
             self._lease = self._budget = self._chunker = self._generation = None
             mx.clear_cache()
-        lease = self._lease = self._store.acquire(self._request.ids, self._request.keep)
-        budget = self._budget = make_room(
-            self._runtime, self._store, lease, len(self._request.ids), most=most, may_force=self._may_force
+        ids, keep = self._request.ids, self._request.keep
+        lease, budget = self._lease, self._budget = yield from admitted(
+            self._runtime,
+            self._store,
+            ids,
+            keep,
+            len(ids),
+            cancelled=self._cancelled,
+            most=most,
+            may_force=self._may_force,
         )
-        if budget.pressure is not None:
-            yield budget.pressure
         self._request.recorder.begin_prefill(len(self._request.ids), len(lease.ids))
         runtime = self._runtime
-        growth = GrowthBudget(runtime, self._store, lease)
-        generation = self._generation = Generation(
-            runtime.model,
-            lease.caches,
-            lease.ids,
-            ahead=runtime.ahead,
-            note=self._request.recorder.mark,
-            force_fused=runtime.shape.device if budget.force_fused else None,
-            may_grow=growth.fits,
-        )
+        force = runtime.shape.device if budget.force_fused else None
+        generation = self._generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
         with lease:
-            self._chunker = PrefillChunker(runtime.chunking, budget.chunk, len(lease.ids), stopped=self._cancelled)
+            if budget.pressure is not None:
+                yield budget.pressure
+            self._chunker = self._new_chunker(budget, lease)
+            lease.coming = (
+                () if self._request.background else self._request.ids
+            )  # nobody waits for what gives way itself
             yield from self._prefill(generation, lease, self._chunker)
-            yield from self._decode(generation, growth)
+            lease.coming = ()
+            yield from self._decode(generation, lease)
+
+    def _new_chunker(self, budget: PrefillBudget, lease: CacheLease) -> PrefillChunker:
+        chunking = self._runtime.chunking
+        return PrefillChunker(chunking, budget.chunk, len(lease.ids), pace=self.pace, stopped=self._cancelled)
 
     def rest(self) -> None:
         """Release the caches for others to use, between two events of decoding; the next event acquires them again."""
@@ -151,7 +165,7 @@ class ReplyTask:
             self._earlier_peak = max(self._earlier_peak, mx.get_peak_memory())
             self._store.suspend(self._lease)
 
-    def _resume(self, generation: Generation) -> Iterator[Event]:
+    def _resume(self, generation: Generation, lane: Lane) -> Iterator[Any]:
         """Acquire the caches again after a rest; what was evicted meanwhile is computed again."""
         cached_ids, lease = self._suspended_ids, self._lease
         if cached_ids is None or lease is None:
@@ -159,35 +173,51 @@ class ReplyTask:
         self._store.resume(lease, cached_ids)
         self._suspended_ids = None
         mx.reset_peak_memory()
-        if missing := cached_ids[len(lease.ids) :]:
-            budget = make_room(self._runtime, self._store, lease, len(cached_ids) + 1, may_force=self._may_force)
-            if budget.pressure is not None:
-                yield budget.pressure
-            chunker = PrefillChunker(self._runtime.chunking, budget.chunk, len(lease.ids), stopped=self._cancelled)
-            for _ in chunker.compute(generation, missing):
+        yield from self._compute_again(generation, lease, cached_ids)
+        lane.resumed()
+
+    def _compute_again(self, generation: Generation, lease: CacheLease, ids: list[int]) -> Iterator[Any]:
+        """Compute what a lease lacks of ``ids``, which its caches held before."""
+        while missing := ids[len(lease.ids) :]:
+            try:
+                budget = make_room(self._runtime, self._store, lease, len(ids) + 1, may_force=self._may_force)
+            except RoomTakenError:
+                self._store.start_over(lease, [])  # what waits holds nothing: else two could wait for each other
+                yield WAITS
                 if self._cancelled():
                     return
-        generation.resumed()
+                self._store.start_over(lease, ids)
+                continue
+            if budget.pressure is not None:
+                yield budget.pressure
+            self._chunker = self._new_chunker(budget, lease)
+            for _ in self._chunker.compute(generation, missing):
+                if self._cancelled():
+                    return
+                yield None
 
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
         recorder = self._request.recorder
         metrics, context = self.metrics(), recorder.context_tokens
         gaps = gaps_ms(recorder.token_times[-LIVE_GAPS - 1 :])
-        step = self._runtime.step_cost(context).bytes_per_step
+        step = self._runtime.step_cost(context, metrics.replies_at_once).bytes_per_step
         return Live(metrics, context, gaps, step, achieved_gbs(step, recent_rate(gaps)), self._outliers())
 
     def metrics(self) -> Metrics:
         """Return the reply's metrics so far."""
         metrics, machine = self._measured(), self._runtime.machine
-        return machine.bounded(self._measured() if machine.observe(metrics) else metrics)
+        # What others beside it had in their caches is not known: only of a reply alone it is known what its steps read.
+        alone = metrics.batch_width is None or metrics.batch_width == 1
+        return machine.bounded(self._measured() if alone and machine.observe(metrics) else metrics)
 
     def _measured(self) -> Metrics:
         recorder = self._request.recorder
         # The cost of the middle step stands for all: the context grows by one token a step.
         context = recorder.prompt_tokens + len(recorder.token_times) // 2
+        width = max(1, round(rate(recorder.rows, recorder.passes) or 1))
         return recorder.metrics(
-            self._runtime.step_cost(context),
+            self._runtime.step_cost(context, width),
             kv_bytes=self._kv_bytes(),
             peak_memory_bytes=max(self._earlier_peak, mx.get_peak_memory()) or None,
         )
@@ -205,19 +235,22 @@ class ReplyTask:
         generated = len(self._request.recorder.token_times)
         return self._budget.peak_with(generated).total if self._budget is not None and generated else None
 
-    def _prefill(self, generation: Generation, lease: CacheLease, chunker: PrefillChunker) -> Iterator[Event]:
+    def _prefill(self, generation: Generation, lease: CacheLease, chunker: PrefillChunker) -> Iterator[Event | None]:
         ids, cached = self._request.ids, len(generation.cached_ids)
         yield PrefillProgress(cached, len(ids), cached)
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
-            for _ in chunker.compute(generation, ids[len(generation.cached_ids) : stop]):
+            for whole in chunker.compute(generation, ids[len(generation.cached_ids) : stop]):
+                if not whole:
+                    yield None
+                    continue
                 self._request.recorder.computed(len(generation.cached_ids) - cached)
                 if self._cancelled():
                     return
                 yield PrefillProgress(len(generation.cached_ids), len(ids), cached)
             self._store.checkpoint(lease)
 
-    def _decode(self, generation: Generation, growth: GrowthBudget) -> Iterator[Event]:
+    def _decode(self, generation: Generation, lease: CacheLease) -> ReplyEvents:
         request = self._request
         self._decoding = True
         tokenizer, sampling = self._runtime.tokenizer, request.sampling
@@ -234,35 +267,51 @@ class ReplyTask:
         thinking = ThinkingBudget(
             request.thinking_budget, text, tokenizer, len(tokenizer.encode(request.earlier_thinking))
         )
+        sets, growth = token_sets(tokenizer, sampling), GrowthBudget(self._runtime, self._store, lease)
+        lane = self._lane(lease, sets, growth)
+        watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
-        if reason == "length":
-            generation.force(thinking.ending())
-            sets = token_sets(tokenizer, sampling)
-            sampler = Sampler(sampling, request.ids, sets)
-            watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
-            for token in generation.decode(request.ids[-1], sampler, self._token_limit()):
-                watch.look()
-                request.recorder.token()
-                request.recorder.ids.append(token)
-                self._throttled.look()
-                score = sampler.take_score()
-                if token in sets.ends:
-                    reason, ended_by = "stop", (token, score)
+        lane.ended = reason == "cancelled" or self._token_limit() == 0
+        lane.force(thinking.ending())
+        while not lane.ended:
+            try:
+                token = yield lane
+            except SharedFailureError:
+                forced, made = lane.forced, [*request.ids, *request.recorder.ids]
+                self._store.start_over(lease, made)
+                mx.clear_cache()
+                yield from self._compute_again(generation, lease, made[:-1])
+                lane = self._lane(lease, sets, growth)
+                lane.force(forced)
+                token = None
+            if self._cancelled():
+                reason = "cancelled"
+            if token is None:
+                if reason == "cancelled":
                     break
-                came_from.add(token, score)
-                yield from watch.handed(came_from.mark(text.add(token)))
-                if text.stopped:
-                    reason = "stop"
-                    break
-                generation.force(thinking.ending())
-                if growth.pressure:
-                    yield growth.pressure.pop()
-                if not self._cancelled():
-                    yield from self._resume(generation)
-                if self._cancelled():
-                    reason = "cancelled"
-                    break
-        self._ended_by_memory = reason == "length" and generation.ended_by_memory
+                continue
+            watch.look()
+            request.recorder.token()
+            request.recorder.ids.append(token)
+            self._throttled.look()
+            score = lane.sampler.take_score()
+            if token in sets.ends:
+                reason, ended_by = "stop", (token, score)
+                break
+            came_from.add(token, score)
+            yield from watch.handed(came_from.mark(text.add(token)))
+            if text.stopped:
+                reason = "stop"
+                break
+            lane.force(thinking.ending())
+            if growth.pressure:
+                yield growth.pressure.pop()
+            if not self._cancelled():
+                yield from self._resume(generation, lane)
+            if self._cancelled():
+                reason = "cancelled"
+                break
+        self._ended_by_memory = reason == "length" and lane.ended_by_memory
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from came_from.mark(text.finish())
         if reason == "stop" and any(not call.problem for call in text.calls):
@@ -289,6 +338,21 @@ class ReplyTask:
             thinking_ended_at=thinking.ended_at,
             tool_calls=tuple(text.calls),
             passes=self._passes(),
+        )
+
+    def _lane(self, lease: CacheLease, sets: TokenSets, growth: GrowthBudget) -> Lane:
+        """Return the lane of the tokens that are still to come, in the lease's caches."""
+        request, limit = self._request, self._token_limit()
+        made = request.recorder.ids
+        return Lane(
+            lease.caches,
+            lease.ids,
+            [*request.ids, *made][-1],
+            Sampler(request.sampling, request.ids, sets, made),
+            None if limit is None else limit - len(made),
+            note=request.recorder.mark,
+            may_grow=growth.fits,
+            launched=request.recorder.launched,
         )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:

@@ -22,7 +22,7 @@ from .errors import (
     TemplateError,
     computing,
 )
-from .events import Event, MemoryPressure, Message, PrefillProgress, Price
+from .events import Message, PrefillProgress, Price
 from .files import FLUSH_S
 from .generation import STAGE_S, Generation, PrefillChunker
 from .kv.divergence import Trial, TrialProgress
@@ -35,12 +35,15 @@ from .perf.bandwidth import is_busy
 from .perf.memory import Memory, snapshot
 from .perf.mitigation import whole_chunks
 from .perf.timing import LatencyProfiler
-from .prefill_budget import make_room
+from .prefill_budget import admitted
 from .prompt_cache.cache import Check, check
 from .prompt_cache.exchange import Exchanged, check_worth, export, take_in
 from .prompt_cache.memory import CacheStore
 from .reply import ReplyTask, Request, check_context
 from .runtime import MachineSpeed, Runtime
+from .schedule.decoding import Decoded, Decoder, Lane
+from .schedule.policy import Pace
+from .schedule.schedule import ReplyEvents
 from .scoring import (
     CHUNK,
     LOGPROBS_CHUNK,
@@ -201,9 +204,18 @@ class Runner:
     """A loaded model and what may be done with it, on the MLX thread alone."""
 
     def __init__(
-        self, runtime: Runtime, spec: ModelSpec, store: CacheStore, profiler: IdleProfiler, on_close: ExitStack
+        self,
+        runtime: Runtime,
+        spec: ModelSpec,
+        store: CacheStore,
+        profiler: IdleProfiler,
+        on_close: ExitStack,
+        *,
+        parallel: int = 1,
     ) -> None:
         self.spec = spec
+        self.parallel = parallel
+        self._decoder: Decoder | None = Decoder(runtime.model, ahead=runtime.ahead)
         self._runtime: Runtime | None = runtime
         self._store: CacheStore = store
         self._on_close = on_close
@@ -231,8 +243,9 @@ class Runner:
         *,
         continues: bool = False,
         template: TemplateOptions = NOTHING_TOLD,
+        background: bool = False,
     ) -> ReplyTask:
-        """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it.
+        """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it; background: it gives way.
 
         Raises OptionError, ContextError or TemplateError.
         """
@@ -243,28 +256,34 @@ class Runner:
         prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
         request = prompting.request(prompt, resolved, recorder, turn=_turn(continues))
         check_context(self.runtime, len(request.ids))
-        return ReplyTask(self.runtime, self._store, request, cancelled)
+        return ReplyTask(self.runtime, self._store, replace(request, background=background), cancelled)
+
+    def decode(self, lanes: Sequence[Lane]) -> list[Decoded]:
+        """Compute a token of each lane; return those that became known. Raises what MLX raises."""
+        assert self._decoder is not None
+        return self._decoder.step(lanes)
 
     def warm(
         self,
         prompt: Prompt,
         cancelled: Callable[[], bool],
+        pace: Pace | None = None,
         *,
-        stage_s: float = STAGE_S,
         template: TemplateOptions = NOTHING_TOLD,
-    ) -> Generator[Event, None, None]:
-        """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
-        yield from self._warmed(self._to_warm(prompt, template=template), cancelled, stage_s)
+    ) -> ReplyEvents:
+        """Compute a prompt into the prompt cache, all but its last token."""
+        yield from self._warmed(self._to_warm(prompt, template=template), cancelled, STAGE_S, pace)
 
     def export_prompt(
         self,
         prompt: Prompt,
         file: Path,
         cancelled: Callable[[], bool],
+        pace: Pace,
         then: Callable[[Exchanged], None],
         *,
         goes_on: bool,
-    ) -> Generator[Event, None, None]:
+    ) -> ReplyEvents:
         """Compute a prompt, or take it from the prompt cache, write its keys and values to a file, and tell ``then``.
 
         goes_on: of messages, all but what may follow inside the last of them; else with the assistant's turn opened.
@@ -275,7 +294,7 @@ class Runner:
             stable = self._prompting().stable(messages)
             request = replace(request, ids=[*stable, stable[-1]] if stable else [])
         check_worth(request.ids[:-1])
-        yield from self._warmed(request, cancelled, STAGE_S)
+        yield from self._warmed(request, cancelled, STAGE_S, pace)
         if not cancelled():
             then(export(self.runtime, self._store, file, request.ids[:-1], request.keep))
 
@@ -295,21 +314,26 @@ class Runner:
         return self._prompting(template).request(prompt, Sampling(), Recorder(), turn=turn)
 
     def _warmed(
-        self, request: Request, cancelled: Callable[[], bool], stage_s: float
-    ) -> Generator[PrefillProgress | MemoryPressure, None, None]:
-        check_context(self.runtime, len(request.ids))
-        lease = self._store.acquire(request.ids, request.keep)
-        budget = make_room(self.runtime, self._store, lease, len(request.ids))
+        self, request: Request, cancelled: Callable[[], bool], stage_s: float, pace: Pace | None = None
+    ) -> ReplyEvents:
+        runtime, ids = self.runtime, request.ids
+        check_context(runtime, len(ids))
+        lease, budget = yield from admitted(runtime, self._store, ids, request.keep, len(ids), cancelled=cancelled)
         if budget.pressure is not None:
             yield budget.pressure
         force = self.runtime.shape.device if budget.force_fused else None
-        generation = Generation(self.runtime.model, lease.caches, lease.ids, ahead=False, force_fused=force)
+        generation = Generation(self.runtime.model, lease.caches, lease.ids, force_fused=force)
         cached, total = len(lease.ids), len(request.ids)
         with computing(), lease:
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            chunker = PrefillChunker(self.runtime.chunking, budget.chunk, cached, stage_s=stage_s, stopped=cancelled)
-            for _ in chunker.compute(generation, request.ids[cached:-1]):
+            chunker = PrefillChunker(
+                runtime.chunking, budget.chunk, cached, pace=pace, stage_s=stage_s, stopped=cancelled
+            )
+            for whole in chunker.compute(generation, request.ids[cached:-1]):
+                if not whole:
+                    yield None
+                    continue
                 yield PrefillProgress(len(generation.cached_ids), total, cached)
                 if cancelled():
                     break
@@ -382,12 +406,13 @@ class Runner:
         question: ReplyQuestion,
         template: TemplateOptions,
         cancelled: Callable[[], bool],
+        pace: Pace,
         then: Callable[[PromptText | StepTokens], None],
-    ) -> Generator[Event, None, None]:
+    ) -> ReplyEvents:
         """Compute the probabilities of a reply's tokens again; see ``Engine.look_again``."""
         self._profiler.later()
         prompting = self._prompting(template)
-        yield from look_again(self.runtime, self._store, prompting, question, cancelled=cancelled, then=then)
+        yield from look_again(self.runtime, self._store, prompting, question, cancelled=cancelled, pace=pace, then=then)
 
     def perplexity(
         self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
@@ -447,7 +472,7 @@ class Runner:
         self._store.clear()
         self._profiler.end()
         self._store = CacheStore(lambda _: [])  # the other knows the model
-        self._runtime = None  # a closed engine may be kept, its weights may not
+        self._runtime = self._decoder = None  # a closed engine may be kept, its weights may not
         self._on_close.close()
         mx.clear_cache()
 

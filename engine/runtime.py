@@ -6,7 +6,7 @@ from typing import Any
 
 from .device import DeviceKind
 from .kv import CachePlan
-from .metrics import Metrics, StepCost
+from .metrics import Metrics, StepCost, rate
 from .options import KVSpec
 from .perf import memory
 from .perf.bandwidth import UNPACKED_BOUND, BandwidthRecord, believed, learn
@@ -157,11 +157,15 @@ class Runtime:
         """Return what could be changed about a reply whose prompt was computed ``chunk`` tokens at a time."""
         return Situation(self.packed_kv, self.bits_per_weight, keeps_prompts, chunk)
 
-    def step_cost(self, context: int) -> StepCost:
-        """Return what decoding one token reads at a context of so many tokens, and how fast that should be."""
+    def step_cost(self, context: int, batch: int = 1) -> StepCost:
+        """Return what a step reads that makes a token of each of ``batch`` replies, and how fast each should be.
+
+        context: of each of them, in tokens.
+        """
         work, machine = self.work, self.machine
-        expected = decode_phase(work, machine.chip, machine.pace, context).expected_tps
-        return StepCost(work.weight_bytes(), work.kv_bytes(context), machine.chip.bandwidth_gbs, expected)
+        expected_s = decode_phase(work, machine.chip, machine.pace, context, batch).expected_s
+        bandwidth = machine.chip.bandwidth_gbs
+        return StepCost(work.weight_bytes(batch), work.kv_bytes(context, batch), bandwidth, rate(1, expected_s))
 
     def limits(self, context: int) -> Limits:
         """Return what the machine allows at a context of so many tokens."""

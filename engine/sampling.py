@@ -264,24 +264,29 @@ class _DeviceScore(NamedTuple):
 class Sampler:
     """One reply's sampler: knows its seed and the tokens that came before. Takes a resolved Sampling.
 
-    Random numbers are those of the seed at the token's position in the whole sequence.
+    Random numbers are those of the seed at the token's position in the whole sequence. made: tokens of the reply that came before
+    this sampler, as if it had chosen them.
 
     Logit biases apply first; then the stages in the order of ``Sampling.order``, by default penalties, DRY, top-k, temperature,
     top-p, min-p, XTC. Top-k commutes with the temperature, and comes first since it leaves few logits to the others: with it, the
     vocabulary is searched once a token and never sorted. Where penalties come after it, it leaves all logits in place.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], tokens: TokenSets = TokenSets()) -> None:
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int], tokens: TokenSets = TokenSets(), made: Sequence[int] = ()
+    ) -> None:
         self._sampling = sampling
         self._tokens = tokens
-        self._prompt = prompt
+        self._position = len(prompt)  # of the reply's first token
+        self._before = [*prompt, *made]
+        self._made_before = list(made)
         self._greedy = (sampling.temperature or 0) < COLDEST
         self._penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
         self._counted = bool(sampling.presence_penalty or sampling.frequency_penalty)
         self._stages = self._active_stages()
-        self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
+        self._recent = mx.array(self._before[-PENALTY_WINDOW:], dtype=mx.uint32)
         self._seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        self._made = 0
+        self._made = len(made)
         self._last: mx.array | None = None  # chosen, and not remembered yet
         self._raw: mx.array | None = None  # the logits it was chosen from, where scores are wanted
         self._vocabulary = 0
@@ -311,7 +316,9 @@ class Sampler:
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) in any float type → token (1,) uint32, not evaluated."""
         logits = logits.astype(mx.float32)
-        self._vocabulary = logits.shape[-1]
+        if not self._vocabulary:
+            self._vocabulary = logits.shape[-1]
+            self._count(mx.array(self._made_before, mx.uint32))
         if self._last is not None:
             self._remember(self._last)
         token = self._last = self._choose(self._bias(logits)).astype(mx.uint32)
@@ -362,7 +369,7 @@ class Sampler:
 
     def _key(self, draw: Literal["token", "xtc"]) -> mx.array:
         """Return the key of a draw, made of the seed and the token's position alone: whatever else runs, the text is the same."""
-        position = len(self._prompt) + self._made
+        position = self._position + self._made
         key: mx.array = mx.random.key(xxhash.xxh3_64_intdigest(f"{self._seed} {position} {draw}".encode()))
         return key
 
@@ -388,7 +395,7 @@ class Sampler:
                 return logits
             case "dry":
                 if self._dry is None:
-                    self._dry = Dry(sampling, self._prompt, self._tokens.breakers, self._vocabulary)
+                    self._dry = Dry(sampling, self._before, self._tokens.breakers, self._vocabulary)
                 return self._dry.penalise(logits)
             case "temperature":
                 return logits * (1 / (sampling.temperature or 1))
@@ -410,11 +417,15 @@ class Sampler:
     def _remember(self, token: mx.array) -> None:
         if self._penalty != 1.0:
             self._recent = mx.concatenate([self._recent, token])[-PENALTY_WINDOW:]
-        if self._counted:
-            counts = mx.zeros((1, self._vocabulary)) if self._counts is None else self._counts
-            self._counts = counts.at[:, token].add(1)
+        self._count(token)
         if self._dry is not None:
             self._dry.add(token)
+
+    def _count(self, tokens: mx.array) -> None:
+        """Count tokens (n,) of the reply, where a penalty asks for it."""
+        if self._counted and tokens.size:
+            counts = mx.zeros((1, self._vocabulary)) if self._counts is None else self._counts
+            self._counts = counts.at[:, tokens].add(1)
 
 
 def _score(logits: mx.array, token: mx.array, count: int) -> _DeviceScore:

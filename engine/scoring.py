@@ -33,6 +33,7 @@ from .perf.peak_memory import predict_peak
 from .prompt_cache.memory import CacheStore
 from .runtime import Runtime
 from .sampling import Sampler
+from .schedule.decoding import Lane, decode_alone
 
 CHUNK = 256
 """Tokens compared at once, at most: two of a chunk's log-probabilities of 150,000 words take 300 MB."""
@@ -308,7 +309,7 @@ def _decode(
 ) -> Iterator[TrialProgress]:
     """Fill a cache depth by depth and time decoding at each; where the last depth's tokens have passed one, it is timed there."""
     text = itertools.cycle(ids)
-    generation = Generation(runtime.model, setting.plan.make(), [], ahead=runtime.ahead)
+    generation = Generation(runtime.model, setting.plan.make(), [])
     bits, total = setting.trial(None).bits, depths[-1] + TIMED_TOKENS
     for depth in depths:
         missing = max(0, depth - 1 - len(generation.cached_ids))  # the first step computes the last of them
@@ -318,7 +319,7 @@ def _decode(
                 return
         rates, token, at = [], next(text), len(generation.cached_ids) + 1
         for _ in range(ROUNDS):
-            times, token = _timed(generation, token, cancelled)
+            times, token = _timed(runtime, generation, token, cancelled)
             if cancelled():
                 return
             rates.append(decode_rate(times))
@@ -328,11 +329,14 @@ def _decode(
     mx.clear_cache()
 
 
-def _timed(generation: Generation, last: int, cancelled: Callable[[], bool]) -> tuple[list[float], int]:
+def _timed(
+    runtime: Runtime, generation: Generation, last: int, cancelled: Callable[[], bool]
+) -> tuple[list[float], int]:
     """Decode STEPS tokens greedily after ``last``; return when each reached the host (s), and the last one, not cached yet."""
     sampler = Sampler(Sampling(temperature=0).resolved(Sampling()), [])
     times: list[float] = []
-    for token in generation.decode(last, sampler, STEPS):
+    lane = Lane(generation.caches, generation.cached_ids, last, sampler, STEPS)
+    for token in decode_alone(runtime.model, lane, ahead=runtime.ahead):
         times.append(time.perf_counter())
         last = token
         if cancelled():

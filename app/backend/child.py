@@ -40,7 +40,6 @@ from .protocol import (
     Counted,
     EngineMessage,
     EngineNotice,
-    Failed,
     Generate,
     Load,
     Loaded,
@@ -52,6 +51,7 @@ from .protocol import (
     Quit,
     ReplyEvent,
     Request,
+    RequestFailed,
     StopLooking,
     Unload,
     Unloaded,
@@ -279,7 +279,7 @@ class Child:
             self._fail(request, known.message, known.hint)
 
     def _fail(self, request: Request, error: str, hint: str) -> None:
-        self._outbox.put(Failed(request.id if isinstance(request, Generate) else None, error, hint))
+        self._outbox.put(RequestFailed(request.id if isinstance(request, Generate) else None, error, hint))
 
     def _load_model(self, request: Load) -> None:
         self._close()
@@ -393,7 +393,7 @@ class Child:
             try:
                 request = decode_request(line)
             except WireError as error:
-                self._outbox.put(Failed(None, f"the engine was sent {error.message}", error.hint))
+                self._outbox.put(RequestFailed(None, f"the engine was sent {error.message}", error.hint))
                 continue
             if isinstance(request, Cancel):
                 self._cancel(request.id)

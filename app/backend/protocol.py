@@ -566,7 +566,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailed:
     """A request failed: reply ``id``, or (None) the loading of a model. The process goes on."""
 
     id: int | None
@@ -576,7 +576,7 @@ class Failed:
 
 EngineMessage = (
     LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | WhatIf | LookedAt | EngineNotice
-    | Heartbeat | MachineMeasured | Failed
+    | Heartbeat | MachineMeasured | RequestFailed
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ from ..backend.command_process import (
     pull_arguments,
     remove_arguments,
 )
-from ..backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
+from ..backend.protocol import Generate, Load, Loaded, ReplyEvent, Request, RequestFailed
 from ..output import table
 from ..sanitise import Sanitiser, sanitise, sanitise_line
 from ..units import UNKNOWN, count, rate, seconds, short, size
@@ -674,7 +674,7 @@ class GuideChat:
                 self.said[-1].add(text)
             case ReplyEvent(id, Finished(_, text)) if id == self._id and self.answering:
                 self.said[-1].answer, self.said[-1].over = sanitise(text), True
-            case Failed(_, error, hint):
+            case RequestFailed(_, error, hint):
                 self._end(sanitise(" ".join(f"{error}. {hint}".split())))
             case Died(why, _):
                 self.loaded = False

@@ -37,7 +37,6 @@ from ..backend.protocol import (
     Cancel,
     Counted,
     EngineNotice,
-    Failed,
     Generate,
     Heartbeat,
     Load,
@@ -47,6 +46,7 @@ from ..backend.protocol import (
     MemoryUse,
     Priced,
     ReplyEvent,
+    RequestFailed,
     Unloaded,
     Warmed,
     WhatIf,
@@ -718,7 +718,7 @@ class Session:
             case ReplyEvent(id, said):
                 mine = id == self._id and self.engine.replying
                 return self._on_reply(said) if mine else self.titles.on_reply(id, said)
-            case Failed(int(id), error, hint):
+            case RequestFailed(int(id), error, hint):
                 mine = id == self._id and self.engine.replying
                 return self._reply_failed(reason(error, hint)) if mine else self.titles.failed(id)
             case MemoryUse():
@@ -736,7 +736,7 @@ class Session:
                 return []
             case Loaded():
                 return self._loaded(event)
-            case Failed(_, error, hint):
+            case RequestFailed(_, error, hint):
                 return self._load_failed(" ".join(f"{error}. {hint}".split()))
             case MachineMeasured():
                 self.engine.measured(event)

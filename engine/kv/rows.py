@@ -160,6 +160,11 @@ class _Batch:
             for index, row in enumerate(rows):
                 row.cache = [None if state is None else state[index : index + 1] for state in whole.cache]
 
+    def end(self) -> None:
+        """Let go of the rows: they refer to the pass, and keys and values would stay until garbage is looked for."""
+        self.stacks.clear()
+        self.given.clear()
+
 
 def forward(model: Any, ids: mx.array, lanes: Sequence[Caches]) -> mx.array:
     """Run the next tokens of several sequences through ``model`` at once: ids (B, N) → logits (B, N, V), not evaluated.
@@ -170,8 +175,11 @@ def forward(model: Any, ids: mx.array, lanes: Sequence[Caches]) -> mx.array:
         alone: mx.array = model(ids, cache=lanes[0])
         return alone
     batch = _Batch()
-    logits: mx.array = model(ids, cache=[batch.joined(rows) for rows in zip(*lanes, strict=True)])
-    batch.take_apart()
+    try:
+        logits: mx.array = model(ids, cache=[batch.joined(rows) for rows in zip(*lanes, strict=True)])
+        batch.take_apart()
+    finally:
+        batch.end()
     return logits
 
 

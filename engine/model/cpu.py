@@ -5,7 +5,7 @@ NumPy's on the same cores. So where memory allows, packed weights are unpacked t
 weight. BENCHMARKS.md has what it gains.
 
 A product with NumPy evaluates its input at once, which costs MLX a thread switch: about as long as multiplying one row with
-LAZY_WEIGHTS weights. Below that, a single row stays in MLX's lazy graph.
+LAZY_WEIGHTS weights. Below that, a decode step stays in MLX's lazy graph: one row, or one of each of several sequences.
 
 The weights stay MLX arrays, which NumPy views without a copy: memory and cost are counted as for any other model.
 """
@@ -23,14 +23,15 @@ MEMORY_SHARE = 0.25
 """The share of the machine's memory that unpacked weights may take."""
 
 LAZY_WEIGHTS = 1 << 20
-"""Weights up to which one row is multiplied by MLX. Measured on two x86 cores: MLX 0.34 ns a weight, NumPy 0.1 ms + 0.08 ns."""
+"""Weights × rows up to which a decode step is multiplied by MLX. Measured on two x86 cores: MLX 0.34 ns a weight and row, NumPy
+0.1 ms + 0.08 ns."""
 
 REPLACED = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
-def stays_lazy(weights: int) -> bool:
-    """Return whether a matrix of ``weights`` weights multiplies one row in MLX's graph, rather than at once by NumPy."""
-    return weights <= LAZY_WEIGHTS
+def stays_lazy(weights: int, rows: int = 1) -> bool:
+    """Return whether a matrix of ``weights`` weights multiplies so many rows in MLX's graph, rather than at once by NumPy."""
+    return weights * rows <= LAZY_WEIGHTS
 
 
 class DenseLinear(nn.Module):
@@ -47,12 +48,13 @@ class DenseLinear(nn.Module):
 
     @property
     def lazy(self) -> bool:
-        """Whether a decode step stays in MLX's graph."""
+        """Whether a decode step of one sequence stays in MLX's graph."""
         return stays_lazy(self.weight.size)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., in) → (..., out)."""
-        y = x @ self._transposed if self.lazy and _is_row(x) else self._multiply(x)
+        rows = _sequences(x)
+        y = x @ self._transposed if rows and stays_lazy(self.weight.size, rows) else self._multiply(x)
         return y if self._bias is None else y + self._bias
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -61,10 +63,10 @@ class DenseLinear(nn.Module):
 
 
 class DenseHead(DenseLinear):
-    """The output head. A product of many rows stays lazy: prefill never asks for it, so it costs nothing."""
+    """The output head. A product of a prompt's rows stays lazy: nobody asks for it, so it costs nothing."""
 
     def _multiply(self, x: mx.array) -> mx.array:
-        return super()._multiply(x) if _is_row(x) else x @ self._transposed
+        return super()._multiply(x) if _sequences(x) else x @ self._transposed
 
 
 class DenseEmbedding(nn.Module):
@@ -84,8 +86,9 @@ class DenseEmbedding(nn.Module):
         return self._head[0](x)
 
 
-def _is_row(x: mx.array) -> bool:
-    return bool(x.size == x.shape[-1])
+def _sequences(x: mx.array) -> int:
+    """Return of how many sequences ``x`` (..., in) is a decode step; 0 where it is a piece of a prompt."""
+    return x.size // int(x.shape[-1]) if x.ndim < 2 or x.shape[-2] == 1 else 0
 
 
 def unpack(model: nn.Module, *, logits: int | None = None) -> bool:

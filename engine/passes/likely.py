@@ -5,22 +5,24 @@ comes from the prompt cache where that still holds it. The numbers are the model
 a pass over many tokens rounds otherwise than a pass over one, so they may differ from those of then in the last digits.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import mlx.core as mx
 
 from ..errors import computing
-from ..events import Alternative, MemoryPressure, Message, PrefillProgress
+from ..events import Alternative, Message, PrefillProgress
 from ..generation import Generation, PrefillChunker
 from ..metrics import Recorder
 from ..options import Sampling
-from ..prefill_budget import make_room
+from ..prefill_budget import admitted
 from ..prompt_cache.memory import CacheStore
 from ..prompt_cache.radix_tree import common_prefix
 from ..reply import Request, check_context
 from ..runtime import Runtime
+from ..schedule.policy import Pace
+from ..schedule.schedule import ReplyEvents
 from ..scoring import log_probabilities
 from ..text.prompt import Prompting
 from ..text.stream import ReplyText
@@ -57,8 +59,9 @@ def look_again(
     question: ReplyQuestion,
     *,
     cancelled: Callable[[], bool],
+    pace: Pace,
     then: Callable[[PromptText | StepTokens], None],
-) -> Generator[PrefillProgress | MemoryPressure, None, None]:
+) -> ReplyEvents:
     """Yield progress, and tell ``then`` the prompt and the tokens of a reply. Raises what a reply to that prompt raises."""
     request, ids = _asked(prompting, question)
     prompt = request.ids
@@ -67,17 +70,21 @@ def look_again(
     check_context(runtime, len(prompt) + len(ids) - 1)
     tokenizer = runtime.tokenizer
     then(PromptText(len(prompt), tuple(_excerpts(tokenizer, prompt, question.begins))))
-    lease = store.acquire(prompt, request.keep)
-    budget = make_room(runtime, store, lease, len(prompt) + len(ids))
+    lease, budget = yield from admitted(
+        runtime, store, prompt, request.keep, len(prompt) + len(ids), cancelled=cancelled
+    )
     if budget.pressure is not None:
         yield budget.pressure
     force = runtime.shape.device if budget.force_fused else None
-    generation = Generation(runtime.model, lease.caches, lease.ids, ahead=False, force_fused=force)
+    generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
     cached, total = len(lease.ids), len(prompt) + len(ids)
     with computing(), lease:
         yield PrefillProgress(cached, total, cached)
-        chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, stopped=cancelled)
-        for _ in chunker.compute(generation, prompt[cached:-1]):
+        chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)
+        for whole in chunker.compute(generation, prompt[cached:-1]):
+            if not whole:
+                yield None
+                continue
             yield PrefillProgress(len(generation.cached_ids), total, cached)
             if cancelled():
                 return

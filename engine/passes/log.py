@@ -24,6 +24,7 @@ from .cost import PassCost
 
 CAUSES: tuple[Cause, ...] = (
     "kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal", "low power",
+    "another prompt",
 )  # fmt: skip
 """By their bits in a stored log: only ever added to at the end."""
 TICK_MS = 0.01

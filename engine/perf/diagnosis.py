@@ -73,7 +73,7 @@ BEHIND = 0.8
 SOURCES: dict[Source, str] = {
     "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
 }  # fmt: skip
-Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte"]
+Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte", "replies"]
 Concern = Literal["machine", "decode", "prefill"]
 
 NEAR = 0.5
@@ -194,7 +194,7 @@ def diagnose(
         situation=situation,
         context=context,
         prefill=prefill_phase(work, chip, latency, tokens, cached, chunk=situation.chunk),
-        decode=decode_phase(work, chip, latency, context),
+        decode=decode_phase(work, chip, latency, context, metrics.replies_at_once),
     )
     parts = (
         TimePart("wait", max(ttft_s - prefill_s, 0.0)),
@@ -261,7 +261,7 @@ def _packed(plan: "LayerPlan", layer: KVUse, group_size: int) -> KVUse:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A reply and how it was predicted: its prefill, and the step at its middle, after ``context`` tokens."""
+    """A reply and how it was predicted: its prefill, and the step at its middle, after ``context`` tokens, with those beside it."""
 
     metrics: Metrics
     work: Workload
@@ -308,7 +308,7 @@ class _Reply:
     def decode_part(self, seconds: float) -> TimePart:
         """Return what decode waited for."""
         m, phase = self.metrics, self.decode
-        of_least = share(m.decode_tps, phase.ceiling_tps)
+        of_least = share(phase.ceiling_s, self.step_s)
         waits = self._by_memory_alone(of_least)
         if phase.bound is not None and of_least is not None:
             around: Waits = "host" if phase.by_host else "overhead"
@@ -351,7 +351,10 @@ class _Reply:
         return self._remedy(name, to, step_s=self._step_saved_s(work, self.context))
 
     def _step_saved_s(self, work: Workload, context: int) -> float:
-        return _saved_s(self.step_s, self.decode, decode_phase(work, self.chip, self.latency, context))
+        return _saved_s(self.step_s, self.decode, self._decode_at(work, context, self.metrics.replies_at_once))
+
+    def _decode_at(self, work: Workload, context: int, batch: int) -> Phase:
+        return decode_phase(work, self.chip, self.latency, context, batch)
 
     def _prefill_saved_s(self, tokens: int, cached: int) -> float:
         chunk = self.situation.chunk
@@ -390,7 +393,8 @@ class _Reply:
 
     def decode_terms(self) -> Iterator[Term]:
         """Yield how fast decode is; of a mixture's weights, the two parts first."""
-        m, work, weights = self.metrics, self.work, self.work.weight_bytes()
+        m, work, batch = self.metrics, self.work, self.metrics.replies_at_once
+        weights = work.weight_bytes(batch)
         all_weights = "all that a step reads"
         if work.expert_bytes:
             all_weights, active = "{shared} + {experts}", None if weights is None else weights - work.shared_bytes
@@ -399,7 +403,12 @@ class _Reply:
         yield Term("weights", "decode", "weights", all_weights, weights, "bytes")
         between = None if m.total_s is None or m.ttft_s is None else m.total_s - m.ttft_s
         held = f"those of {self.context:,} tokens, the middle of the reply"
-        yield Term("kv", "decode", "keys and values", held, work.kv_bytes(self.context), "bytes")
+        if batch > 1:
+            yield Term("width", "decode", "replies at once", "mean over the steps", m.batch_width, "replies")
+            alone = rate(1, self._decode_at(work, self.context, 1).expected_s)
+            yield Term("alone", "decode", "expected alone", "as below, for one reply", alone, "tok/s")
+            held += f", in each of {batch} replies"
+        yield Term("kv", "decode", "keys and values", held, work.kv_bytes(self.context, batch), "bytes")
         yield Term("step", "decode", "bytes a step", "{weights} + {kv}", self.decode.bytes_read, "bytes")
         yield Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s")
         yield Term("expected", "decode", "expected", self._expected_step(), m.expected_tps, "tok/s")
@@ -433,13 +442,14 @@ class _Reply:
 
     def _expected_step(self) -> str:
         """The reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
-        kernels, held = self.kernels, self.work.kv_bytes(self.context)
+        kernels, held = self.kernels, self.work.kv_bytes(self.context, self.metrics.replies_at_once)
         if kernels is None:
             return UNTIMED if self.latency is None else TIMED
         bandwidth = kernels.chip.bandwidth_gbs
         device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
         if held and bandwidth:
-            reached = held / (bandwidth * 1e9) / kernels.attention_s(self.work, self.context, bandwidth)
+            attending_s = self.metrics.replies_at_once * kernels.attention_s(self.work, self.context, bandwidth)
+            reached = held / (bandwidth * 1e9) / attending_s
             device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
         device += " + {launching}"
         return f"1 ÷ ({device})" if self.host is None else f"1 ÷ max({{host}}, {device})"

@@ -109,9 +109,10 @@ class PromptCache(MemoryStore):
 
     def packets(self) -> Iterator[Packet]:
         """Yield what the live caches hold as consecutive segments, named for the disk."""
-        disk, (live, end) = self.disk, self._current()
+        disk, held = self.disk, self._current()
         assert disk is not None
-        ids, states = list(live.ids), self._freeze_end()
+        live, end = held.lease, held.end
+        ids, states = list(live.ids), self._freeze_end(held)
         bounds = [len(ids)] if self.needs_checkpoints else [*range(BLOCK, len(ids), BLOCK), len(ids)]
         for start, stop, parent, name in disk.parts(ids, bounds, live.keep):
             piece = self._cut(end, start, stop)
@@ -131,7 +132,7 @@ class PromptCache(MemoryStore):
         disk = self._disk
         if disk is None:
             return AWAIT_S if self.identifying is not None else None
-        if self._live is None or self.in_use:
+        if self._idle is None or self.leases:
             return None
         if disk.is_writing:
             return PAUSE_S
@@ -176,8 +177,8 @@ class PromptCache(MemoryStore):
         if not self.needs_checkpoints:
             whole = list(range(BLOCK, leaf.stop + 1, BLOCK))
             return dict.fromkeys([*whole, leaf.stop] if leaf.stop - whole[-1] >= LEAST_TAIL else whole)
-        if leaf is self._end:
-            self._freeze_end()
+        if self._idle is not None and leaf is self._idle.end:
+            self._freeze_end(self._idle)
         ends: dict[int, Node[CachedRun] | None] = {}
         last = LEAST_TOKENS - LEAST_TAIL
         for node in leaf.path():
@@ -217,10 +218,10 @@ class PromptCache(MemoryStore):
                     snapshot.thaw(lease.caches, segment.states or ())
             except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
                 disk.discard(link.entry)
-                self._drop_live()  # nobody knows what it holds now
-                return self._renew(lease.keep)
+                self._drop(self._current())  # nobody knows what it holds now
+                return self._renew(lease.keep).lease
             lease.ids.extend(segment.tokens[begin : link.tokens])
-            run = self._follow(lease.ids).value
+            run = self._follow(self._current()).value
             run.stored = fixed
             if fixed:
                 run.states = segment.states

@@ -12,7 +12,7 @@ continue only from a checkpoint, or from as far back as its caches rewind by the
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +27,28 @@ SHORTEST_BRANCH = 8
 """Tokens: a shorter branch is computed again rather than kept, such as a reply's last tokens that its text encodes differently."""
 
 
+WORTH_WAITING = 64
+"""Tokens of a prompt that another reply is reading anyway from which on a reply waits for them."""
+
+
 @dataclass(slots=True)
 class CacheLease:
     """Caches, the token ids they hold, and the number of pinned tokens they were made with (``keep``).
 
-    In use inside a ``with`` block; at its end the store takes them back, or drops them after a failure.
+    In use inside a ``with`` block; at its end the store takes them back, or drops them after a failure. expected_bytes: that they
+    will hold, as far as it is predicted. coming: the prompt that is being computed into them.
     """
 
     ids: list[int]
     caches: list[Any]
     keep: int | None
-    store: "weakref.ref[MemoryStore] | None" = None  # weak: a cycle would hold the caches until the next collection
+    store: "weakref.ref[CacheStore] | None" = None  # weak: a cycle would hold the caches until the next collection
+    expected_bytes: int = 0
+    coming: Sequence[int] = ()
 
     def __enter__(self) -> "CacheLease":
         if self.store is not None and (store := self.store()) is not None:
-            store.in_use = True
+            store.use(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -75,13 +82,27 @@ class CacheStore:
     def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
         self.rates = Rates()
         self._make = make
+        self._leases: list[CacheLease] = []
+
+    @property
+    def leases(self) -> list[CacheLease]:
+        """Those in use."""
+        return self._leases
+
+    def use(self, lease: CacheLease) -> None:
+        """Take note that an acquired lease is in use."""
+        self._leases.append(lease)
+
+    def release(self, lease: CacheLease, *, failed: bool = False) -> None:  # noqa: ARG002
+        """Take a lease back. failed: nobody knows what its caches hold."""
+        self._leases = [each for each in self._leases if each is not lease]
 
     def acquire(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
         """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is.
 
         Use them inside ``with lease:``, which gives them back. keep: tokens that they pin.
         """
-        return CacheLease([], self._make(keep), keep)
+        return CacheLease([], self._make(keep), keep, weakref.ref(self))
 
     def anew(self) -> "CacheStore":
         """Return a store with the same disk and nothing in memory."""
@@ -93,6 +114,16 @@ class CacheStore:
     def resume(self, lease: CacheLease, ids: list[int]) -> None:
         """Put a suspended lease in use again: it then holds the longest prefix of ``ids`` that is still known."""
 
+    def is_coming(self, ids: list[int], keep: int | None) -> bool:  # noqa: ARG002
+        """Return whether a lease in use is about to hold a good part of ``ids`` that is not known yet."""
+        return False
+
+    def start_over(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
+        """Drop what a lease in use holds, which after a failure nobody knows; it then holds the longest known prefix of ``ids``."""
+        lease.expected_bytes = 0
+        lease.ids.clear()
+        lease.caches[:] = self._make(lease.keep)
+
     def checkpoint(self, lease: CacheLease) -> None:
         """Make the end of what a lease holds a place to continue from."""
 
@@ -103,7 +134,7 @@ class CacheStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, those of leased caches included."""
-        return 0
+        return sum(kv.nbytes(lease.caches) for lease in self.leases)
 
     @property
     def aside(self) -> int:
@@ -182,8 +213,18 @@ class CachedRun:
         return self._piece_bytes + self._states_bytes
 
 
+@dataclass(slots=True, eq=False)
+class Held:
+    """Live caches, and the node where their path ends, as far as the tree knows it."""
+
+    lease: CacheLease
+    end: Node[CachedRun]
+
+
 class MemoryStore(CacheStore):
     """Computed prefixes in memory: the live caches and the tree, at most ``budget`` bytes in all.
+
+    Several leases may be in use at once. What one of them holds is copied for another that begins alike.
 
     Args:
         make: Makes empty caches with a number of pinned tokens.
@@ -205,18 +246,22 @@ class MemoryStore(CacheStore):
     ) -> None:
         super().__init__(make)
         self.needs_checkpoints = not all_grow
-        self.in_use = False
         self._beside = beside
         self._budget = budget
         self._roots: dict[int | None, Node[CachedRun]] = {}  # by pinned tokens: other numbers make other caches
-        self._live: CacheLease | None = None
-        self._end: Node[CachedRun] | None = None  # where the live caches' path ends, as far as the tree knows it
+        self._idle: Held | None = None  # the live caches that nobody uses
+        self._used: list[Held] = []
         self._uses = 0
+
+    @property
+    def leases(self) -> list[CacheLease]:
+        """Those in use."""
+        return [held.lease for held in self._used]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the live caches and the tree."""
-        return (kv.nbytes(self._live.caches) if self._live else 0) + self.aside
+        return sum(kv.nbytes(held.lease.caches) for held in self._held) + self.aside
 
     @property
     def aside(self) -> int:
@@ -225,36 +270,43 @@ class MemoryStore(CacheStore):
 
     def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
         """Return the live caches, holding the longest known prefix of ``ids`` that they can go back to."""
+        for held in self._used:
+            self._follow(held)
         wanted, root = ids[:-1], self._root(keep)
-        if self._live is not None and self._live.keep != keep:
-            self._freeze_end()
-            self._cut_back(self._root(self._live.keep))
-            self._live = self._end = None
+        if self._idle is not None and self._idle.lease.keep != keep:
+            self._retire()
         position = self._reachable(root, wanted)
-        if self._live is None:
-            self._renew(keep)
-        self._go_to(root, wanted[:position])
-        live, end = self._current()
-        self._touch(end)
+        live = self._idle or self._renew(keep)
+        self._go_to(live, root, wanted[:position])
+        self._touch(live.end)
         self._evict()
-        return live
+        return live.lease
+
+    def use(self, lease: CacheLease) -> None:
+        """Take note that an acquired lease is in use: the next goes to other caches."""
+        if self._idle is not None and self._idle.lease is lease:
+            self._used.append(self._idle)
+            self._idle = None
 
     def release(self, lease: CacheLease, *, failed: bool = False) -> None:
         """Take a lease back; after a failure nobody knows what its caches hold, so they are dropped. A suspended one is ignored."""
-        if lease is not self._live:
+        held = self._holding(lease)
+        if held is None:
             return
-        self.in_use = False
+        self._used.remove(held)
         if failed:
-            self._drop_live()
+            self._drop(held)
             return
-        self._touch(self._follow(lease.ids))
+        self._retire()
+        self._idle = held
+        self._touch(self._follow(held))
         self._evict()
 
     def suspend(self, lease: CacheLease) -> None:
         """Take a lease back in the middle of its block and leave it empty: others may use the live caches until ``resume``."""
-        if lease is self._live:
+        if (held := self._holding(lease)) is not None:
             self.release(lease)
-            self._live = CacheLease(list(lease.ids), list(lease.caches), lease.keep, weakref.ref(self))
+            held.lease = CacheLease(list(lease.ids), list(lease.caches), lease.keep, weakref.ref(self))
             lease.ids.clear()
             lease.caches.clear()
 
@@ -262,16 +314,33 @@ class MemoryStore(CacheStore):
         """Give the live caches, filled as ``acquire`` fills them, to a suspended lease."""
         live = self.acquire([*ids, 0], lease.keep)  # any last id will do: it is never held
         lease.ids[:], lease.caches[:] = live.ids, live.caches
-        self._live, self.in_use = lease, True
+        self._current().lease = lease
+        self.use(lease)
+
+    def is_coming(self, ids: list[int], keep: int | None) -> bool:
+        """Return whether a lease in use is about to hold a good part of ``ids``; no part of a model's that needs checkpoints."""
+        coming = [lease.coming for lease in self.leases if lease.keep == keep and lease.coming]
+        if self.needs_checkpoints or not coming:
+            return False
+        most = max(common_prefix(each, ids) for each in coming)
+        return most - self.known(ids, keep).tokens >= WORTH_WAITING
+
+    def start_over(self, lease: CacheLease, ids: list[int]) -> None:
+        """Drop what a lease in use holds, and fill it again as ``acquire`` does."""
+        lease.expected_bytes = 0
+        self.release(lease, failed=True)
+        self.resume(lease, ids)
 
     def checkpoint(self, lease: CacheLease) -> None:
         """Freeze here what can't be sliced, so that a request with the same beginning can continue from here."""
-        if self.needs_checkpoints:
-            self._follow(lease.ids)
-            self._freeze_end()
+        if self.needs_checkpoints and (held := self._holding(lease)) is not None:
+            self._follow(held)
+            self._freeze_end(held)
 
     def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
         """Return how much of ``ids`` is in memory and can be continued."""
+        for held in self._used:
+            self._follow(held)
         return KnownPrefix(self._reachable(self._root(keep), ids[:-1]), 0)
 
     def shrink(self, wanted: int) -> int:
@@ -283,8 +352,8 @@ class MemoryStore(CacheStore):
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
-        self._live = self._end = None
-        self.in_use = False
+        self._idle = None
+        self._used.clear()
 
     def anew(self) -> CacheStore:
         """Return an empty store of the same kind."""
@@ -296,43 +365,72 @@ class MemoryStore(CacheStore):
     def _nodes(self) -> Iterator[Node[CachedRun]]:
         return (node for root in self._roots.values() for node in root.subtree() if node is not root)
 
+    @property
+    def _held(self) -> list[Held]:
+        """All live caches."""
+        return self._used if self._idle is None else [self._idle, *self._used]
+
+    def _holding(self, lease: CacheLease) -> Held | None:
+        """Return the live caches of a lease in use; None where it is not, or was cleared."""
+        return next((held for held in self._used if held.lease is lease), None)
+
+    def _live_nodes(self, but: Held | None = None) -> set[int]:
+        """Return the ids of the nodes whose tokens live caches hold, ``but`` aside."""
+        return {id(node) for held in self._held if held is not but for node in held.end.path()}
+
     def _leaves(self) -> list[tuple[int | None, Node[CachedRun]]]:
         """Return the ends of all paths with their numbers of pinned tokens: the live one, then by last use."""
+        live = None if self._idle is None else self._idle.end
         found = [
             (keep, node)
             for keep, root in self._roots.items()
             for node in root.subtree()
-            if node is not root and not node.children and node is not self._end
+            if node is not root and not node.children and node is not live
         ]
         found.sort(key=lambda each: -each[1].last_used)
-        return found if self._live is None or self._end is None else [(self._live.keep, self._end), *found]
+        return found if self._idle is None else [(self._idle.lease.keep, self._idle.end), *found]
 
-    def _current(self) -> tuple[CacheLease, Node[CachedRun]]:
-        """Return the live caches and the node where their path ends."""
-        if self._live is None or self._end is None:
+    def _current(self) -> Held:
+        """Return the live caches that nobody uses."""
+        if self._idle is None:
             raise RuntimeError("there are no live caches")
-        return self._live, self._end
+        return self._idle
 
-    def _renew(self, keep: int | None) -> CacheLease:
-        self._live, self._end = CacheLease([], self._make(keep), keep, weakref.ref(self)), self._root(keep)
-        return self._live
+    def _renew(self, keep: int | None) -> Held:
+        self._idle = Held(CacheLease([], self._make(keep), keep, weakref.ref(self)), self._root(keep))
+        return self._idle
 
-    def _drop_live(self) -> None:
-        """Drop the live caches, and all in the tree that continues what only they held."""
-        if self._end is not None and (path := self._end.path()):
-            remove(path[0])
-        self._live = self._end = None
+    def _retire(self) -> None:
+        """Move what the unused live caches hold into the tree."""
+        if self._idle is not None:
+            self._freeze_end(self._idle)
+            self._cut_back(self._idle, self._root(self._idle.lease.keep))
+            self._idle = None
+
+    def _drop(self, held: Held) -> None:
+        """Forget live caches, and all in the tree that continues what only they held."""
+        if held is self._idle:
+            self._idle = None
+        live = self._live_nodes()
+        only = [node for node in held.end.path() if id(node) not in live]
+        if only and only[0].parent is not None:
+            remove(only[0])
 
     def _cut(self, node: Node[CachedRun], start: int, stop: int) -> KVSlice:
-        """Return copies of the tokens start…stop on the path to ``node``, from the live caches or the tree."""
+        """Return copies of the tokens start…stop on the path to ``node``, from live caches or the tree."""
         parts = []
         for each in node.path():
             low, high = max(start, each.start), min(stop, each.stop)
-            if low < high and each.value.piece is not None:
+            if low >= high:
+                continue
+            if each.value.piece is not None:
                 parts.append(snapshot.part(each.value.piece, low - each.start, high - each.start))
-            elif low < high and self._live is not None:
-                parts.append(snapshot.cut(self._live.caches, low, high))
+            elif (held := self._holder(each)) is not None:
+                parts.append(snapshot.cut(held.lease.caches, low, high))
         return snapshot.join(parts)
+
+    def _holder(self, node: Node[CachedRun]) -> Held | None:
+        return next((held for held in self._held if any(each is node for each in held.end.path())), None)
 
     def _reachable(self, root: Node[CachedRun], ids: list[int]) -> int:
         node, matched = match_prefix(root, ids)
@@ -340,18 +438,18 @@ class MemoryStore(CacheStore):
             return matched
         checkpoints = [each.stop for each in node.path() if each.stop <= matched and each.value.states is not None]
         best = max(checkpoints, default=0)
-        live = self._live
+        live = None if self._idle is None else self._idle.lease
         if live is not None and self._roots.get(live.keep) is root:
             shared = common_prefix(live.ids, ids)
             if shared > best and len(live.ids) - shared <= kv.rewindable(live.caches):
                 return shared
         return best
 
-    def _go_to(self, root: Node[CachedRun], ids: list[int]) -> None:
-        """Make the live caches hold ``ids``, all of which the tree knows."""
-        live, _ = self._current()
+    def _go_to(self, held: Held, root: Node[CachedRun], ids: list[int]) -> None:
+        """Make live caches hold ``ids``, all of which the tree knows."""
+        live = held.lease
         if len(live.ids) != len(ids) and live.ids:
-            self._freeze_end()
+            self._freeze_end(held)
         node = self._node_at(root, ids)
         shared = common_prefix(live.ids, ids)
         surplus = len(live.ids) - shared
@@ -359,10 +457,13 @@ class MemoryStore(CacheStore):
         if shared == len(ids) and 0 < surplus <= kv.rewindable(live.caches) and node.value.states is None:
             snapshot.rewind(live.caches, surplus)
             in_place = True
-        self._cut_back(self._node_at(root, ids[:shared]))
+        self._cut_back(held, self._node_at(root, ids[:shared]))
         for each in node.path():
-            if each.start >= shared:
-                assert each.value.piece is not None
+            if each.start < shared:
+                continue
+            if each.value.piece is None:  # other live caches hold it
+                snapshot.extend(live.caches, self._cut(each, each.start, each.stop), reserve=node.stop)
+            else:
                 snapshot.extend(live.caches, each.value.piece, reserve=node.stop)
                 each.value.piece = None
         if not in_place and self.needs_checkpoints:
@@ -372,7 +473,7 @@ class MemoryStore(CacheStore):
                 assert node.value.states is not None
                 snapshot.thaw(live.caches, node.value.states)
         live.ids[:] = ids
-        self._end = node
+        held.end = node
 
     def _node_at(self, root: Node[CachedRun], ids: list[int]) -> Node[CachedRun]:
         """Return the node that ends where ``ids``, which the tree knows, end; splits one where there is none."""
@@ -385,9 +486,9 @@ class MemoryStore(CacheStore):
         upper, lower = (None, None) if run.piece is None else snapshot.split(run.piece, at - node.start)
         return split(node, at, CachedRun(upper), CachedRun(lower, run.states, stored=run.stored))
 
-    def _follow(self, ids: list[int]) -> Node[CachedRun]:
-        """Add the live caches' whole path to the tree, without slices of what they hold themselves; return its end."""
-        _, node = self._current()
+    def _follow(self, held: Held) -> Node[CachedRun]:
+        """Add live caches' whole path to the tree, without slices of what they hold themselves; return its end."""
+        ids, node = held.lease.ids, held.end
         while node.stop < len(ids):
             rest = ids[node.stop :]
             child = node.children.get(rest[0])
@@ -397,26 +498,26 @@ class MemoryStore(CacheStore):
                 child = self._split(child, child.start + shared)
             child.value.piece = None
             node = child
-        self._end = node
+        held.end = node
         return node
 
-    def _freeze_end(self) -> States | None:
-        """Freeze what can't be sliced of the live caches; return the states at their end, None where all can be sliced."""
-        live, end = self._current()
-        if self.needs_checkpoints and end.parent is not None and end.value.states is None:
-            end.value.states = snapshot.freeze(live.caches)
-        return end.value.states
+    def _freeze_end(self, held: Held) -> States | None:
+        """Freeze what can't be sliced of live caches; return the states at their end, None where all can be sliced."""
+        if self.needs_checkpoints and held.end.parent is not None and held.end.value.states is None:
+            held.end.value.states = snapshot.freeze(held.lease.caches)
+        return held.end.value.states
 
-    def _cut_back(self, start: Node[CachedRun]) -> None:
-        """Cut the live caches back to the end of ``start``; the tree keeps what they held beyond it, if that is of use."""
-        live, leaf = self._current()
+    def _cut_back(self, held: Held, start: Node[CachedRun]) -> None:
+        """Cut live caches back to the end of ``start``; the tree keeps what they held beyond it, if that is of use."""
+        leaf, elsewhere = held.end, self._live_nodes(held)
         beyond = [node for node in leaf.path() if node.start >= start.stop]
-        pieces = snapshot.cut_off(live.caches, [start.stop, *(node.stop for node in beyond)])
+        pieces = snapshot.cut_off(held.lease.caches, [start.stop, *(node.stop for node in beyond)])
         for node, piece in zip(beyond, pieces, strict=True):
-            node.value.piece = piece
-        self._end = start
+            if id(node) not in elsewhere:
+                node.value.piece = piece
+        held.end = start
         short = leaf.stop - start.stop < SHORTEST_BRANCH
-        while leaf is not start and leaf.parent is not None and not leaf.children:
+        while leaf is not start and leaf.parent is not None and not leaf.children and id(leaf) not in elsewhere:
             if not short and (not self.needs_checkpoints or leaf.value.states is not None):
                 return  # a prompt can continue from here
             parent = leaf.parent
@@ -435,7 +536,7 @@ class MemoryStore(CacheStore):
         if surplus > 0 and budget is None:
             surplus = min(surplus, held - self._last_two_bytes())
         while surplus > 0:
-            live = set(map(id, self._end.path())) if self._end else set()
+            live = self._live_nodes()
             freed = 0
             for node in sorted(self._nodes(), key=lambda node: (node.last_used, -node.start)):
                 if surplus <= freed:
@@ -447,11 +548,12 @@ class MemoryStore(CacheStore):
 
     def _last_two_bytes(self) -> int:
         """Return the bytes of the live caches and of the path used before, where memory has room for both; else 0."""
-        live, ends = self._live, self._leaves()
+        live, ends = self._idle, self._leaves()
         if live is None or len(ends) < 2:
             return 0
         other = sum(node.value.nbytes for node in ends[1][1].path())
-        return kv.nbytes(live.caches) + other if other <= self._beside(len(live.ids)) else 0
+        held = live.lease
+        return kv.nbytes(held.caches) + other if other <= self._beside(len(held.ids)) else 0
 
     def _evict_node(self, node: Node[CachedRun], *, live: bool) -> int:
         """Remove a leaf, or only the frozen states of any other node; return the bytes freed."""

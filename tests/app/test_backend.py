@@ -39,7 +39,6 @@ from tokamac.app.backend.protocol import (
     ChipLine,
     CurvePoint,
     EngineNotice,
-    Failed,
     Figures,
     Generate,
     Heartbeat,
@@ -49,6 +48,7 @@ from tokamac.app.backend.protocol import (
     Priced,
     Question,
     ReplyEvent,
+    RequestFailed,
     Roof,
     Spot,
     Unload,
@@ -108,7 +108,7 @@ class Talk:
 
     def load(self, model: str, *, prompt_cache: bool = True) -> list[object]:
         self.process.send(Load(model, prompt_cache=prompt_cache))
-        return self.until(Loaded, Failed, Died)
+        return self.until(Loaded, RequestFailed, Died)
 
     def price(self, text: str, request: int) -> Priced:
         self.process.send(AskPrice("draft", request, (Message("user", text),)))
@@ -195,13 +195,13 @@ def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Ta
 def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.say()
-    assert child.until(Failed)[-1] == Failed(1, "no model is loaded", "Choose one with /model.")
-    assert isinstance(child.load("missing")[-1], Failed)
+    assert child.until(RequestFailed)[-1] == RequestFailed(1, "no model is loaded", "Choose one with /model.")
+    assert isinstance(child.load("missing")[-1], RequestFailed)
     assert any(isinstance(event, LoadProgress) for event in child.load("slow-load"))
     child.load("tiny-context")
     child.say("a prompt that is longer than eight tokens of four characters")
-    failed = child.until(Failed)[-1]
-    assert isinstance(failed, Failed)
+    failed = child.until(RequestFailed)[-1]
+    assert isinstance(failed, RequestFailed)
     assert "context" in failed.error
     child.process.send(Unload())
     assert child.until(Unloaded)
@@ -439,7 +439,7 @@ def test_what_was_computed_is_written_before_the_process_ends_though_the_disk_is
     child = Talk(tmp_path / "log", [sys.executable, "-c", SLOW_DISK.format(seconds=seconds)])
     assert isinstance(child.load(str(model))[-1], Loaded)
     child.say("x" * 300, max_tokens=2)
-    assert isinstance(child.until(Finished, Failed)[-1], Finished)
+    assert isinstance(child.until(Finished, RequestFailed)[-1], Finished)
     if leaving == "close":
         child.process.close()
     else:  # the screen is killed: all that the process sees is the end of its input
@@ -460,8 +460,8 @@ def test_a_library_that_panics_costs_a_reply_and_not_the_process(tmp_path: Path)
     try:
         assert isinstance(child.load(str(model))[-1], Loaded)
         child.say("a" * 400 + "!")
-        failed = child.until(Failed, Died)[-1]
-        assert isinstance(failed, Failed)
+        failed = child.until(RequestFailed, Died)[-1]
+        assert isinstance(failed, RequestFailed)
         assert "retry-limit" in failed.error
         assert failed.hint
         child.process.send(AskCount(7, "a" * 400 + "!"))
@@ -679,7 +679,7 @@ MESSAGES = st.one_of(
     st.builds(protocol.LookedAt, NUMBERS, st.none(), st.builds(StepTokens, NUMBERS, NUMBERS, STEP_TOKENS)),
     st.builds(protocol.EngineNotice, TEXT),
     st.just(protocol.Heartbeat()),
-    st.builds(protocol.Failed, st.none() | NUMBERS, TEXT, TEXT),
+    st.builds(protocol.RequestFailed, st.none() | NUMBERS, TEXT, TEXT),
 )
 
 

@@ -259,7 +259,7 @@ async def test_what_a_model_says(
         assert "[red]red[/red]" in shown
         assert "[@click=app.quit]quit[/]" in shown
         assert "So " in shown
-        say(protocol.Failed(reply, "".join(text), "".join(thinking)))
+        say(protocol.RequestFailed(reply, "".join(text), "".join(thinking)))
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "failed ·" in c.screen_text(), "what failed")
         await look_everywhere(c)

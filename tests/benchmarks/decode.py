@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from tokamac.engine.metrics import Cause, ProcessWatch, Recorder
 from tokamac.engine.options import KVSpec, Sampling
 
 if TYPE_CHECKING:
-    from tokamac.engine.generation import Generation
     from tokamac.engine.sampling import Sampler
 
 
@@ -178,7 +177,7 @@ class LiveLab:
         from tokamac.engine.kv.cache import GrowthWatcher
 
         recorder, caches = Recorder(), self._runtime.new_caches(None)
-        self._run(caches, self._server.prompt(8, 0))
+        self._prefill(caches, self._server.prompt(8, 0))
         room, watch = GrowthWatcher(caches), ProcessWatch(recorder.mark, computes=True)
         began = time.perf_counter()
         for _ in range(count):
@@ -194,18 +193,18 @@ class LiveLab:
         recorder.outliers(ahead=self._runtime.ahead)
 
     def _stamped(self, ids: list[int], new: int) -> list[float]:
-        run, times = self._run(self._runtime.new_caches(None), ids), []
-        for _ in run.decode(ids[-1], _greedy(), new):
+        times = []
+        for _ in self._tokens(self._runtime.new_caches(None), ids, new):
             times.append(time.perf_counter())
         return times
 
     def _recorded(self, ids: list[int], new: int) -> list[float]:
         recorder, caches, ended = Recorder(), self._runtime.new_caches(None), threading.Event()
-        run = self._run(caches, ids, recorder.mark)
+        tokens = self._tokens(caches, ids, new, recorder.mark)
         asking = threading.Thread(target=self._ask, args=(recorder, caches, ended), daemon=True)
         asking.start()
         watch = ProcessWatch(recorder.mark, computes=self._runtime.device == "cpu")
-        for _ in run.decode(ids[-1], _greedy(), new):
+        for _ in tokens:
             _record(watch, recorder)
         ended.set()
         asking.join()
@@ -215,14 +214,24 @@ class LiveLab:
         while not ended.wait(ASK_S):
             self._figures(recorder, caches)
 
-    def _run(self, caches: list[Any], ids: list[int], mark: Callable[[Cause], None] = lambda _: None) -> "Generation":
-        """Return a run whose caches hold all of ``ids`` but the last."""
+    def _tokens(
+        self, caches: list[Any], ids: list[int], new: int, mark: Callable[[Cause], None] = lambda _: None
+    ) -> Iterator[int]:
+        """Compute all of ``ids`` but the last; return the tokens that follow, not computed yet."""
+        from tokamac.engine.schedule.decoding import Lane, decode_alone
+
+        held = self._prefill(caches, ids)
+        return decode_alone(
+            self._runtime.model, Lane(caches, held, ids[-1], _greedy(), new, note=mark), ahead=self._runtime.ahead
+        )
+
+    def _prefill(self, caches: list[Any], ids: list[int]) -> list[int]:
         from tokamac.engine.generation import Generation
 
-        run = Generation(self._runtime.model, caches, [], ahead=self._runtime.ahead, note=mark)
+        run = Generation(self._runtime.model, caches, [])
         for _ in run.prefill(ids[:-1], self._runtime.prefill_chunk):
             pass
-        return run
+        return run.cached_ids
 
 
 def _record(watch: ProcessWatch, recorder: Recorder) -> None:

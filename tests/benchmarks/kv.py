@@ -174,7 +174,7 @@ class KVLab:
         from tokamac.engine.generation import Generation
 
         mx.reset_peak_memory()
-        run = Generation(self._runtime.model, self._make("engine", bits), [], ahead=False)
+        run = Generation(self._runtime.model, self._make("engine", bits), [])
         for _ in run.prefill(ids, self._runtime.prefill_chunk):
             pass
 

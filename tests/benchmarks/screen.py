@@ -24,7 +24,7 @@ from tests.benchmarks.screen_app import ENGINES
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
 from tests.scripted_engine import ANSWER, CHIP, WORK
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, decode_message
+from tokamac.app.backend.protocol import Generate, Load, Loaded, ReplyEvent, RequestFailed, decode_message
 from tokamac.app.chat.conversation import Reply, Turn, messages
 from tokamac.app.chat.recording import measured
 from tokamac.app.store.store import Store
@@ -105,7 +105,7 @@ def without_screen(engine: str, model: str, tokens: int) -> Metrics:
 
 def _next(said: "queue.SimpleQueue[BackendEvent]", kind: type[T]) -> T:
     while not isinstance(event := _inner(said.get(timeout=LONGEST_S)), kind):
-        if isinstance(event, Failed | Died):
+        if isinstance(event, RequestFailed | Died):
             raise BenchError(f"the engine's process failed: {event}")
     return event
 

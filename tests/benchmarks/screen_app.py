@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tests.benchmarks import long_child
 from tests.scripted_engine import SCRIPTED
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.protocol import Failed, ReplyEvent, encode
+from tokamac.app.backend.protocol import ReplyEvent, RequestFailed, encode
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.tui import build, look_for_garbage_rarely
 from tokamac.engine.events import Finished
@@ -43,8 +43,8 @@ def main(engine: str, model: str, tokens: int, folder: Path, chat: str | None = 
     def noting(said: "EngineSaid") -> object:
         event = said.event
         if isinstance(event, Died):
-            event = Failed(None, event.why, event.last_line)
-        if isinstance(event, Failed) or (isinstance(event, ReplyEvent) and isinstance(event.event, Finished)):
+            event = RequestFailed(None, event.why, event.last_line)
+        if isinstance(event, RequestFailed) or (isinstance(event, ReplyEvent) and isinstance(event.event, Finished)):
             with (folder / "replies").open("ab") as file:
                 file.write(encode(event))
         return post(said)

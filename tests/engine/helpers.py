@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,11 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tokamac.engine.events import Event
+from tokamac.engine.reply import ReplyTask
+from tokamac.engine.runner import Runner
+from tokamac.engine.schedule.decoding import Lane
 
 # Waiting that can't hold up the suite.
 
@@ -46,6 +51,23 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < ends, "it never came true"
         time.sleep(0.002)
+
+
+def made(runner: Runner, reply: ReplyTask) -> Iterator[Event]:
+    """Yield the events of one reply, made alone, on the engine's thread."""
+    events = reply.events()
+    given = next(events, None)
+    while True:
+        try:
+            if isinstance(given, Lane):
+                (found, *_) = runner.decode([given]) or [None]
+                given = events.send(None if found is None else found.token)
+                continue
+            if given is not None:
+                yield given
+            given = next(events)
+        except StopIteration:
+            return
 
 
 # A seeded llama folder made with MLX: packed if wanted, a tokenizer whose every token is a byte, thinking marks if

@@ -1,7 +1,7 @@
 """Prefill in chunks that depend on no clock, and what happens when MLX raises."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tokamac.engine.kv.snapshot import grows
 from tokamac.engine.options import PromptCacheSpec, TemplateOptions
 from tokamac.engine.runner import Runner
 from tokamac.engine.sampling import Sampler
+from tokamac.engine.schedule.decoding import Decoder
 
 # Where a prompt is cut: at multiples of the chunk, whatever a clock says, so its logits do not depend on the
 # machine's load.
@@ -66,6 +67,15 @@ class Computed:
         self.sizes.append(len(ids))
         self.cached_ids.extend(ids)
         yield len(self.cached_ids)
+
+
+def outcome(stages: Generator[None, None, bool]) -> bool:
+    """Compute all stages; return whether they were whole."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return bool(end.value)
 
 
 def sizes(held: int, tokens: int, *, size: int = 512, most: int = 512, deep: int = 1 << 30) -> list[int]:
@@ -119,11 +129,12 @@ def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
     ends: list[mx.array] = []
     for staged in (False, True):
         caches = plan.make(None)
-        run = Generation(model, caches, [], ahead=False)
+        run = Generation(model, caches, [])
         assert all(run.prefill(ids[:50], 50))
         if staged:
             asked = iter(range(1, 99))
-            whole = run.prefill_in_stages(ids[50:119], 99, lambda asked=asked: next(asked) == stops_after)  # type: ignore[misc]
+            stopped = lambda asked=asked: next(asked) == stops_after  # type: ignore[misc]  # noqa: E731
+            whole = outcome(run.prefill_in_stages(ids[50:119], 99, stopped))
             growing = sum(grows(cache) for _, cache in leaves(caches))
             assert whole == (stops_after is None or stops_after >= growing)
             assert len(run.cached_ids) == (119 if whole else 50)
@@ -141,11 +152,11 @@ def test_stages_take_no_more_memory():
     ids: list[int] = tokens(4096)[0].tolist()  # type: ignore[assignment]
     peaks = []
     for stages in (1, 6):
-        run = Generation(model, plan.make(None), [], ahead=False)
+        run = Generation(model, plan.make(None), [])
         assert all(run.prefill(ids[:4000], 500))
         mx.clear_cache()
         mx.reset_peak_memory()
-        assert run.prefill_in_stages(ids[4000:4032], stages, lambda: False)
+        assert outcome(run.prefill_in_stages(ids[4000:4032], stages, lambda: False))
         peaks.append(mx.get_peak_memory())
     assert peaks[1] <= peaks[0] + 4096 * 4 * 32 * 4 // 2  # less than half of one layer's keys
 
@@ -154,8 +165,9 @@ def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked
     asked: list[int] = []
 
     class Slow(Computed):
-        def prefill_in_stages(self, ids: list[int], stages: int, stopped: object) -> bool:
+        def prefill_in_stages(self, ids: list[int], stages: int, stopped: object) -> Generator[None, None, bool]:
             asked.append(stages)
+            yield
             return False
 
     run, now = Slow(), itertools.count(0, 3)  # each piece takes three seconds
@@ -312,8 +324,10 @@ def either_engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engi
 def failing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[int, int], bool], error: BaseException
 ) -> Failing:
-    model = Failing(engine._runner.runtime.model, when, error)
-    monkeypatch.setattr(engine._runner, "_runtime", replace(engine._runner.runtime, model=model))
+    runtime = engine._runner.runtime
+    model = Failing(runtime.model, when, error)
+    monkeypatch.setattr(engine._runner, "_runtime", replace(runtime, model=model))
+    monkeypatch.setattr(engine._runner, "_decoder", Decoder(model, ahead=runtime.ahead))
     return model
 
 

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.helpers import made
 from tests.mac import RecordedMac
 from tokamac.engine import Engine, KVSpec, Sampling, metrics
 from tokamac.engine.events import Finished, Live
 from tokamac.engine.metrics import MOST, Gap, GapLog, Mark, Outlier, ProcessWatch, Recorder, StepCost, outliers
 from tokamac.engine.perf import macos
 from tokamac.engine.perf.macos import EVERY_S, ThrottleWatch, throttles
+from tokamac.engine.schedule.decoding import POOL_CLEAR_STEPS
 
 # Gaps that stand out, by hand; what may be named as their cause; and who watches the process for it.
 
@@ -345,7 +347,7 @@ def test_growth_and_clearing_are_marked_where_they_happen(tiny: Path, kv: KVSpec
         engine.tokenizer.eos_ids = frozenset()
         marks, ahead = marks_of(engine, 250, 260)
     assert [mark.token for mark in marks if mark.cause == "kv growth"] == [8 - ahead]
-    assert [mark.token for mark in marks if mark.cause == "pool cleared"] == [257]
+    assert [mark.token for mark in marks if mark.cause == "pool cleared"] == [POOL_CLEAR_STEPS - ahead]
 
 
 def marks_of(engine: Engine, prompt: int, new: int):
@@ -356,7 +358,8 @@ def marks_of(engine: Engine, prompt: int, new: int):
 
     def run():
         ids = [5 + i % 40 for i in range(prompt)]
-        return Counter(type(e).__name__ for e in engine._runner.reply(ids, sampling, recorder, lambda: False).events())
+        runner = engine._runner
+        return Counter(type(e).__name__ for e in made(runner, runner.reply(ids, sampling, recorder, lambda: False)))
 
     assert engine._worker.call(run)["Finished"] == 1
     assert [mark.token for mark in recorder.marks] == sorted(mark.token for mark in recorder.marks)
@@ -365,11 +368,11 @@ def marks_of(engine: Engine, prompt: int, new: int):
 
 def test_a_reader_who_keeps_the_engine_waiting_is_told_as_such(engine: Engine):
     recorder = Recorder()
-    events = engine._runner.reply([5, 6, 7], GREEDY, recorder, lambda: False).events()
+    runner = engine._runner
 
     def read():
         slept_at = None
-        for event in events:
+        for event in made(runner, runner.reply([5, 6, 7], GREEDY, recorder, lambda: False)):
             if slept_at is None and len(recorder.token_times) >= 20:
                 slept_at = len(recorder.token_times)
                 time.sleep(0.5)

@@ -32,7 +32,8 @@ from tokamac.engine import (
 )
 from tokamac.engine.metrics import Recorder, StepCost
 from tokamac.engine.model.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
-from tokamac.engine.worker import HAND_OVER_S, LOOK_AHEAD, EventStream, Worker, _Job
+from tokamac.engine.schedule.stream import HAND_OVER_S, LOOK_AHEAD, EventStream
+from tokamac.engine.worker import Worker
 
 # The engine's small parts alone: worker, stream, recorder, dense layers.
 
@@ -156,16 +157,16 @@ class Toy(nn.Module):
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("wide", [64, 2 * LAZY_WEIGHTS // 64])
-def test_dense_layers_say_what_the_packed_ones_say(bits: int | None, rows: int, wide: int) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)], ids=["a step", "a piece of a prompt", "a step of several"])
+@pytest.mark.parametrize("wide", [64, LAZY_WEIGHTS // 256, 2 * LAZY_WEIGHTS // 64])
+def test_dense_layers_say_what_the_packed_ones_say(bits: int | None, shape: tuple[int, int], wide: int) -> None:
     mx.random.seed(1)
     toy = Toy(wide)
     if bits is not None:
         nn.quantize(toy, 64, bits)
-    ids = mx.arange(rows)[None]
+    ids = mx.arange(shape[0] * shape[1]).reshape(shape)
     before = np.asarray(toy(ids))
-    assert unpack(toy) is (wide > 64)
+    assert unpack(toy) is (64 * wide > LAZY_WEIGHTS)
     after = np.asarray(toy(ids))
     assert isinstance(toy.layers[0], DenseLinear)
     assert isinstance(toy.embed, DenseEmbedding)
@@ -193,35 +194,33 @@ def finish(events: Iterator[Event]) -> Finished:
 def test_a_call_that_nobody_waits_for_any_more_is_not_run() -> None:
     worker, hold, ran = Worker("test", at_end=lambda: None), threading.Event(), threading.Event()
     worker.submit(hold.wait)
-    future = worker._put(_Job(ran.set, is_call=True))  # as ``call`` does, which an interruption ends
+    future = worker.submit(ran.set)
     assert future.cancel()
     hold.set()
     within(worker.close)
     assert not ran.is_set()
 
 
-def test_jobs_answered_early_are_not_run_again_and_keep_their_order() -> None:
-    worker, order = Worker("test", at_end=lambda: None), list[str]()
-    started, go = threading.Event(), threading.Event()
+def test_calls_run_between_two_turns_and_idle_ones_after_the_last() -> None:
+    worker, order, go = Worker("test", at_end=lambda: None), list[str](), threading.Event()
+    left = iter(range(4))
 
-    def long() -> None:
-        started.set()
-        assert go.wait(DEADLINE_S)
-        worker.answer()
+    def turn() -> bool:
+        if not go.is_set():
+            return False
+        at = next(left, None)
+        if at == 1:
+            worker.submit(lambda: order.append("idle"), idle=True)
+            worker.submit(lambda: order.append("call"))
+        if at is not None:
+            order.append(f"turn {at}")
+        return at is not None
 
-    reply = worker.submit(long)
-    started.wait(DEADLINE_S)
-    callers = []
-    for name in ("a", "b"):
-        callers.append(threading.Thread(target=worker.call, args=(lambda name=name: order.append(name),), daemon=True))
-        callers[-1].start()
-        until(lambda: len(worker._waiting) == len(callers))
-    later = worker.submit(lambda: order.append("later"))
-    go.set()
-    reply.result(DEADLINE_S)
-    later.result(DEADLINE_S)
+    worker.turn = turn
+    worker.call(go.set)
+    until(lambda: "idle" in order)
     within(worker.close)
-    assert order == ["a", "b", "later"]
+    assert order == ["turn 0", "turn 1", "call", "turn 2", "turn 3", "idle"]
 
 
 @pytest.mark.parametrize("ending", ["read", "cancel", "abandon", "before it rests"])
@@ -516,7 +515,7 @@ ENDLESS = Sampling(temperature=0)
 @pytest.fixture
 def one_token_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model is so quick that a whole reply fits the look-ahead: here each token is handed over alone, as a slow one's is."""
-    monkeypatch.setattr("tokamac.engine.worker.HAND_OVER_S", 0.0)
+    monkeypatch.setattr("tokamac.engine.schedule.stream.HAND_OVER_S", 0.0)
 
 
 @pytest.fixture

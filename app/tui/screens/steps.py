@@ -46,6 +46,7 @@ STYLES: dict[Cause, str] = {
     "processor taken": "$text-error",
     "thermal": "$text-error",
     "low power": "$text-error",
+    "another prompt": "$text-accent",
 }
 """Yellow is the engine's own doing, red the machine's."""
 

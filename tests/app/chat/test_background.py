@@ -27,7 +27,6 @@ from tokamac.app.backend.protocol import (
     Counted,
     EngineMessage,
     EngineNotice,
-    Failed,
     Generate,
     Load,
     Loaded,
@@ -36,6 +35,7 @@ from tokamac.app.backend.protocol import (
     Quit,
     ReplyEvent,
     Request,
+    RequestFailed,
     Warm,
     Warmed,
     encode,
@@ -304,7 +304,7 @@ def test_what_fails_aside_is_not_told_and_delays_nothing(error: Exception) -> No
     assert any(isinstance(event, TextChunk) for event in events)
     assert isinstance(events[-1], Finished)
     assert [reply for reply in seen if isinstance(reply, Warmed)] == [Warmed(3, None)]
-    assert not any(isinstance(reply, Failed | EngineNotice) for reply in seen)
+    assert not any(isinstance(reply, RequestFailed | EngineNotice) for reply in seen)
 
 
 # Attachments counted in tokens: the state machine's part, the child's, and the chip over the prompt box.
@@ -593,7 +593,7 @@ def test_what_could_not_be_read_ahead_is_not_asked(answered: Session, price: Pri
 
 def test_what_failed_or_ended_the_engine_is_not_asked_again(answered: Session, clock: Clock) -> None:
     request = sent(answered)
-    assert answered.on_event(Failed(request.id, "the template refuses a system prompt", "")) == []
+    assert answered.on_event(RequestFailed(request.id, "the template refuses a system prompt", "")) == []
     assert answered.engine.phase is EnginePhase.IDLE
     assert answered.request_title() == []
     other = begun(clock)

@@ -505,6 +505,16 @@ def test_the_sentence_names_the_part_the_reason_and_what_would_help(diagnosis: D
     assert sentence(VERDICT_METRICS, diagnosis) == said
 
 
+def test_a_reply_beside_others_says_how_many_and_what_it_would_do_alone() -> None:
+    beside = replace(VERDICT_METRICS, batch_width=3.8)
+    alone = Term("alone", "decode", "expected alone", "as below, for one reply", 31.0, "tok/s")
+    told = replace(found("decode", 3.0, PACKED), terms=(alone,))
+    assert "4 replies were written at once; alone, about 31.0 tok/s would be expected." in sentence(beside, told)
+    assert "4 replies were written at once; alone, about 31.0 tok/s would be expected." in headline(beside, told)
+    assert "4 replies were written at once." in sentence(beside, found("decode", 3.0))
+    assert "at once" not in sentence(replace(beside, batch_width=1.2), told)
+
+
 def test_without_a_token_every_form_says_so() -> None:
     nothing = replace(VERDICT_METRICS, ttft_s=None, total_s=None, decode_tps=None, generated_tokens=0)
     assert sentence(nothing, None) == "No token was made."

@@ -17,7 +17,6 @@ from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
     Counted,
-    Failed,
     Generate,
     Load,
     Loaded,
@@ -25,6 +24,7 @@ from tokamac.app.backend.protocol import (
     ModelInfo,
     Priced,
     ReplyEvent,
+    RequestFailed,
 )
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.background import KnownPrice, PriceQuestion, amount, of_path
@@ -224,7 +224,7 @@ async def test_how_to_close_the_tree_is_said_at_any_width(width: int) -> None:
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
 NOTES, CODE = Attachment("notes.md", "some notes", "markdown"), Attachment("a.py", "x = 1", "code")
-REFUSED = Failed(1, "the prompt has 8,121 tokens, but the model's context is 4,096", "Shorten it.")
+REFUSED = RequestFailed(1, "the prompt has 8,121 tokens, but the model's context is 4,096", "Shorten it.")
 WHY = "The prompt has 8,121 tokens, but the model's context is 4,096. Shorten it."
 
 
@@ -262,9 +262,9 @@ def test_a_reply_made_again_gives_nothing_back_and_a_later_prompt_only_itself(re
     ready.submit("one", (NOTES,))
     ready.on_event(REFUSED)
     ready.regenerate()
-    assert not [s for s in ready.on_event(Failed(2, "too long")) if isinstance(s, DraftReturned)]
+    assert not [s for s in ready.on_event(RequestFailed(2, "too long")) if isinstance(s, DraftReturned)]
     ready.submit("two")
-    assert DraftReturned("two") in ready.on_event(Failed(3, "too long"))
+    assert DraftReturned("two") in ready.on_event(RequestFailed(3, "too long"))
     ready.submit("three")
     ready.on_event(ReplyEvent(4, Finished("stop", "answer", METRICS)))
     assert [turn.reply.reason for turn in ready.turns if turn.reply is not None] == ["Too long.", "Too long.", ""]

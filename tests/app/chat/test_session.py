@@ -11,13 +11,13 @@ from tokamac.app.backend.protocol import (
     AskPrice,
     Cancel,
     Counted,
-    Failed,
     Generate,
     Heartbeat,
     Load,
     Loaded,
     ModelInfo,
     ReplyEvent,
+    RequestFailed,
 )
 from tokamac.app.chat import figures
 from tokamac.app.chat.actions import keymap
@@ -329,7 +329,7 @@ def test_death_while_loading_gives_the_waiting_prompt_back_at_last(clock: Clock)
 
 def test_a_model_that_fails_to_load_gives_way_to_the_one_before(ready: Session) -> None:
     ready.choose(Load("missing"))
-    steps = ready.on_event(Failed(None, "no such model", "Check it."))
+    steps = ready.on_event(RequestFailed(None, "no such model", "Check it."))
     assert asked(steps) == [Load("guide")]
     assert ready.engine.phase is EnginePhase.LOADING
 
@@ -337,14 +337,14 @@ def test_a_model_that_fails_to_load_gives_way_to_the_one_before(ready: Session) 
 def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
     session = Session(Load("missing"), Sampling(), "", clock)
     session.start()
-    assert kinds(session.on_event(Failed(None, "no such model", "Check it."))) == [Notice]
+    assert kinds(session.on_event(RequestFailed(None, "no such model", "Check it."))) == [Notice]
     assert session.engine.problem == "no such model. Check it."
     assert asked(session.submit("hi")) == [Load("missing")]
 
 
 def test_a_failed_reply_is_told_and_the_chat_goes_on(ready: Session) -> None:
     ready.submit("long")
-    assert kinds(ready.on_event(Failed(1, "too long", ""))) == [ReplyEnded, DraftReturned]
+    assert kinds(ready.on_event(RequestFailed(1, "too long", ""))) == [ReplyEnded, DraftReturned]
     assert kinds(ready.submit("short")) == [TurnBegun, Ask]
 
 
@@ -720,5 +720,5 @@ def test_while_a_reply_is_written(talked_before: Session, wish: Callable[[Sessio
 
 def test_a_model_that_fails_to_load_is_no_reason_to_wait(talked_before: Session) -> None:
     talked_before.choose(Load("guide"))
-    talked_before.on_event(Failed(None, "no such model", "Check it."))
+    talked_before.on_event(RequestFailed(None, "no such model", "Check it."))
     assert "No model is loaded" in told(talked_before.regenerate())

@@ -24,7 +24,7 @@ from tests.scripted_engine import SCENARIOS, SCRIPTED
 from tests.tiny import make_tiny
 from tokamac.app import settings
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ModelInfo, ReplyEvent
+from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent, RequestFailed
 from tokamac.app.chat import external_programs
 from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
 from tokamac.app.chat.jobs import GuideChat
@@ -787,7 +787,7 @@ def test_a_question_waits_for_the_guide_and_what_was_said_before_goes_with_the_n
 
 def test_what_goes_wrong_is_said_and_ends_the_exchange() -> None:
     for event, why in (
-        (Failed(None, "no guide", "Install it."), "no guide. Install it."),
+        (RequestFailed(None, "no guide", "Install it."), "no guide. Install it."),
         (Died("killed", ""), "killed"),
     ):
         guidance = GuideChat()

@@ -644,7 +644,7 @@ def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path
 
     def next_answer() -> protocol.WhatIf:
         while not isinstance(event := events.get(timeout=80), protocol.WhatIf):
-            assert not isinstance(event, Died | protocol.Failed), event
+            assert not isinstance(event, Died | protocol.RequestFailed), event
         return event
 
     try:

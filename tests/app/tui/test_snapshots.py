@@ -34,13 +34,13 @@ from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import (
     Answer,
     EngineMessage,
-    Failed,
     Figures,
     Group,
     Load,
     ModelLine,
     Question,
     ReplyEvent,
+    RequestFailed,
     WhatIf,
     Where,
 )
@@ -684,6 +684,6 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
         said(c, LoadProgress("weights", WEIGHT_BYTES // 3, WEIGHT_BYTES))
         await album.take_at(c, "chat-loading")
         c.session.engine._last_working = None  # else it goes back to the one before
-        said(c, Failed(None, "org/another is not whole on this disk", "Download it."))
+        said(c, RequestFailed(None, "org/another is not whole on this disk", "Download it."))
         await album.take_at(c, "chat-failed")
     album.check()

@@ -28,7 +28,6 @@ from tokamac.engine import (
     Sampling,
 )
 from tokamac.engine.device import check_backends
-from tokamac.engine.generation import CHECK_STEPS, Generation
 from tokamac.engine.model.config import normalise, read_config
 from tokamac.engine.model.loader import build_model
 from tokamac.engine.model.safetensors import INDEX, find_shards, read_header
@@ -36,6 +35,7 @@ from tokamac.engine.model.weights import is_fp8, unpack_fp8
 from tokamac.engine.perf.config_cost import cost_of_config
 from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.sampling import Sampler
+from tokamac.engine.schedule.decoding import CHECK_STEPS, Lane, decode_alone
 from tokamac.quant import convert
 from tokamac.quant.source import read_checkpoint
 
@@ -187,11 +187,10 @@ def test_logits_that_are_no_numbers_are_noticed_at_any_step(ahead: bool, spoiled
             assert int(ids.max().item()) < 9  # an embedding's lookup would read beyond its table
             return mx.full((1, ids.shape[1], 9), math.nan if self.steps > spoiled else 1.0)
 
-    run = Generation(Model(), [], [1], ahead=ahead)
-    tokens = run.decode(2, Sampler(Sampling(temperature=0).resolved(Sampling()), []), 100)
+    lane = Lane([], [1], 2, Sampler(Sampling(temperature=0).resolved(Sampling()), []), 100)
     with pytest.raises(ModelDamagedError, match="not numbers"):
-        list(tokens)
-    assert len(run.cached_ids) <= 2 + spoiled + CHECK_STEPS + ahead
+        list(decode_alone(Model(), lane, ahead=ahead))
+    assert len(lane.cached_ids) <= 2 + spoiled + CHECK_STEPS + ahead
 
 
 def test_a_tokenizer_that_makes_its_library_panic_is_refused(folder: Path) -> None:

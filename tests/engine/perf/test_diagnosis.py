@@ -552,3 +552,28 @@ def test_where_the_device_is_slower_the_host_is_not_named():
     terms = {term.key: term for term in found.terms}
     assert terms["host"].value == 0.002
     assert "max({host}, {weights} ÷ " in terms["expected"].formula
+
+
+def test_a_reply_beside_three_others_is_judged_by_the_step_that_all_four_share():
+    """4 GB of weights are read once for all: (4 + 4 × keys and values) ÷ 320 GB/s + 1 ms, and alone a quarter of these."""
+    alone = decode_phase(WORK, CHIP, PACE, 125)
+    shared = decode_phase(WORK, CHIP, PACE, 125, 4)
+    assert shared.expected_s is not None
+    assert alone.expected_s is not None
+    assert alone.expected_s < shared.expected_s < 4 * alone.expected_s
+    metrics = replace(
+        reply(100, 50, prefill_s=0.1, step_s=shared.expected_s),
+        batch_width=3.96,
+        expected_tps=1 / shared.expected_s,
+        kv_bytes_per_step=WORK.kv_bytes(125, 4),
+    )
+    found = verdict(metrics)
+    terms = {term.key: term.value for term in found.terms}
+    assert found.part("decode").of_expected == pytest.approx(1.0)
+    assert found.part("decode").bound == "memory"
+    assert not found.part("decode").behind
+    assert terms["width"] == 3.96
+    assert terms["alone"] == pytest.approx(1 / alone.expected_s)
+    assert terms["kv"] == 4 * WORK.kv_bytes(125)
+    assert terms["step"] == shared.bytes_read
+    assert "width" not in {term.key for term in verdict(replace(metrics, batch_width=1.0)).terms}

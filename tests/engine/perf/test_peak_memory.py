@@ -99,7 +99,7 @@ class Unfused:
             mx.eval(cache.state)
         del some
         found = predict_peak(shape, held=self.held, new=self.new, chunk=self.new, slots=caches[0].slots)
-        run = Generation(loaded.module, caches, [7] * self.held, ahead=True)
+        run = Generation(loaded.module, caches, [7] * self.held)
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()

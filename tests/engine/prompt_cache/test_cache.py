@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.engine.helpers import write_model
 from tests.engine.prompt_cache.test_disk import BENCHES, KINDS, LARGE, ask, compute
@@ -34,6 +34,7 @@ from tokamac.engine import (
 from tokamac.engine.kv import snapshot
 from tokamac.engine.prompt_cache import cache, folder
 from tokamac.engine.prompt_cache.folder import FILE, Budgets, Folder, digest, identify
+from tokamac.engine.prompt_cache.memory import CacheLease
 
 # The prompt cache as a program meets it: prices that come true, warming ahead, re-reading after thinking, checking
 # the disk.
@@ -377,6 +378,7 @@ class Conversations(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.budget, self.budgets = budget, Budgets(total=stored)
         self.said: list[list[int]] = [[1, 2, 3]]
+        self.lanes: list[tuple[CacheLease, list[int]]] = []
         self.restart()
 
     @rule(
@@ -412,7 +414,54 @@ class Conversations(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """End the process, and begin another."""
+        self.lanes.clear()
         self.store = self.bench.cache(Folder(Path(self.folder.name), self.budgets), "ef" * 16, self.budget)
+
+    @precondition(lambda self: len(self.lanes) < 3)
+    @rule(which=st.integers(0, 40), new=st.lists(st.integers(0, 3), min_size=2, max_size=9))
+    def open_lane(self, which: int, new: list[int]) -> None:
+        """Begin a reply that runs beside others."""
+        prompt = [*self.said[which % len(self.said)], *new]
+        lease = self.store.acquire(prompt, None)
+        assert lease.ids == prompt[: len(lease.ids)]
+        lease.__enter__()
+        self.lanes.append((lease, prompt))
+
+    @precondition(lambda self: self.lanes)
+    @rule(which=st.integers(0, 2), pieces=st.integers(1, 4))
+    def read_in_lane(self, which: int, pieces: int) -> None:
+        """Read on in a prompt, all but its last token."""
+        lease, prompt = self.lanes[which % len(self.lanes)]
+        if len(lease.ids) < len(prompt) - 1:
+            compute(self.bench.model, lease, prompt[: min(len(prompt) - 1, len(lease.ids) + pieces)])
+
+    @precondition(lambda self: self.lanes)
+    @rule(
+        which=st.integers(0, 2),
+        reply=st.lists(st.integers(0, 3), max_size=6),
+        how=st.sampled_from(("end", "rest", "fail")),
+    )
+    def close_lane(self, which: int, reply: list[int], how: str) -> None:
+        """End one of the replies, perhaps after a rest, or by a failure."""
+        lease, prompt = self.lanes.pop(which % len(self.lanes))
+        if how == "fail":
+            lease.__exit__(RuntimeError, None, None)
+            return
+        if how == "rest":
+            held = list(lease.ids)
+            self.store.suspend(lease)
+            self.again(which)
+            self.store.resume(lease, held)
+            assert lease.ids == held[: len(lease.ids)]
+        if len(lease.ids) < len(prompt) - 1:
+            compute(self.bench.model, lease, prompt[:-1])
+        self.store.checkpoint(lease)
+        found = compute(self.bench.model, lease, prompt)
+        assert np.abs(found - self.bench.cold(prompt)).max() < self.bench.tolerance
+        if reply:
+            compute(self.bench.model, lease, prompt + reply)
+        lease.__exit__(None)
+        self.said.append([*prompt, *reply])
 
     @rule(which=st.integers(0, 40), new=st.lists(st.integers(0, 3), min_size=1, max_size=9))
     def resume(self, which: int, new: list[int]) -> None:
@@ -448,13 +497,13 @@ class Conversations(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        if not hasattr(self, "store") or self.store._end is None:
+        if not hasattr(self, "store") or not self.store._held:
             return
-        live, end = self.store._live, self.store._end
-        assert live is not None
-        assert live.ids == end.ids()
-        on_path = set(map(id, end.path()))
-        growing = any(snapshot.grows(cache) for cache in live.caches)
+        for held in self.store._held:
+            self.store._follow(held)
+            assert held.lease.ids == held.end.ids()
+        on_path = {id(node) for held in self.store._held for node in held.end.path()}
+        growing = any(snapshot.grows(cache) for cache in self.store._held[0].lease.caches)
         for node in self.store._nodes():
             assert (node.value.piece is None) == (id(node) in on_path) or not growing
 

@@ -214,9 +214,9 @@ def test_branches_hold_their_prefix_once() -> None:
 
 def segments_of(store: MemoryStore) -> int:
     """Bytes of all tokens held: pieces, and what is used of the live caches."""
-    assert store._live is not None
+    assert store._idle is not None
     return sum(node.value.nbytes for node in store._nodes()) + sum(
-        array[..., : cache.offset, :].nbytes for cache in store._live.caches for array in cache.arrays
+        array[..., : cache.offset, :].nbytes for cache in store._idle.lease.caches for array in cache.arrays
     )
 
 
@@ -246,8 +246,8 @@ def test_bytes_are_counted_and_returned(kind: str) -> None:
         assert held - before == pytest.approx(counted, abs=4096)
     store._budget = lambda: 0
     store._evict()
-    assert store._live is not None
-    assert store.nbytes == kv.nbytes(store._live.caches)
+    assert store._idle is not None
+    assert store.nbytes == kv.nbytes(store._idle.lease.caches)
     assert held - mx.get_active_memory() == pytest.approx(counted - store.nbytes, abs=4096)
     assert counted > store.nbytes
     store.clear()

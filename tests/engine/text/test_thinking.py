@@ -26,6 +26,7 @@ from tokamac.engine import (
 from tokamac.engine.generation import Generation
 from tokamac.engine.prompt_cache.radix_tree import common_prefix
 from tokamac.engine.sampling import Sampler
+from tokamac.engine.schedule.decoding import Lane, decode_alone
 from tokamac.engine.text.stream import ReplyText, ThinkingBudget
 from tokamac.engine.text.tokenizer import HARMONY, Tokenizer, load_tokenizer
 
@@ -328,16 +329,15 @@ def finish(events: Iterator[object]) -> Finished:
 
 def held_after(events: Iterator[object], monkeypatch: pytest.MonkeyPatch) -> tuple[Finished, list[int], list[Any]]:
     """Read a reply to its end; return it with the tokens that are in the caches by the run's own list, and the caches."""
-    runs: list[Generation] = []
-    decode = Generation.decode
+    lanes: list[Lane] = []
 
-    def noted(self: Generation, *args: Any, **more: Any) -> Iterator[int]:
-        runs.append(self)
-        return decode(self, *args, **more)
+    def noted(*args: Any, **more: Any) -> Lane:
+        lanes.append(Lane(*args, **more))
+        return lanes[-1]
 
-    monkeypatch.setattr(Generation, "decode", noted)
+    monkeypatch.setattr("tokamac.engine.reply.Lane", noted)
     finished = finish(events)
-    return finished, runs[-1].cached_ids, runs[-1]._caches
+    return finished, lanes[-1].cached_ids, lanes[-1].caches
 
 
 @pytest.mark.parametrize("most", [0, 1, 7])
@@ -478,15 +478,16 @@ def decoded(engine: Engine, *, ahead: bool) -> tuple[list[int], list[int], set[i
     def work() -> tuple[list[int], list[int], set[int]]:
         runtime = engine._runner.runtime
         caches = runtime.new_caches(None)
-        run, prompt = Generation(runtime.model, caches, [], ahead=ahead), list(range(10, 30))
+        run, prompt = Generation(runtime.model, caches, []), list(range(10, 30))
         for _ in run.prefill(prompt[:-1], 8):
             pass
         made: list[int] = []
-        for token in run.decode(prompt[-1], Sampler(SAMPLED.resolved(Sampling()), prompt), 16):
+        lane = Lane(caches, run.cached_ids, prompt[-1], Sampler(SAMPLED.resolved(Sampling()), prompt), 16)
+        for token in decode_alone(runtime.model, lane, ahead=ahead):
             made.append(token)
             if len(made) == 5:
                 assert run.cached_ids in (prompt + made, prompt + made[:-1])
-                run.force([7, 8, 9])
+                lane.force([7, 8, 9])
         return made, run.cached_ids[len(prompt) :], {cache.offset - len(prompt) for cache in caches}
 
     return engine.between(work)

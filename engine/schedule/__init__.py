@@ -1,0 +1,1 @@
+"""Several replies at once: whose turn it is, and how their tokens are computed together."""

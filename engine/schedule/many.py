@@ -1,0 +1,108 @@
+"""Many replies read by one loop: prompts one after another, as many at once as the engine makes, and their events as they come."""
+
+import itertools
+import queue
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import TokamacError
+from ..events import Event, Failed, Finished, TextChunk
+from .stream import EventStream
+
+AT_ONCE = 2
+"""Prompts that are asked for at once, as a multiple of the replies that are made at once: so that none waits for the loop."""
+
+Ask = Callable[[EventStream, int, int], None]
+"""Ask the engine for sample ``j`` of prompt ``i``, whose events go to the stream. Raises TokamacError."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A reply that is being made. begun: whether its prompt has been read."""
+
+    prompt: int
+    sample: int
+    stream: EventStream
+    begun: bool = False
+
+
+class ManyReplies:
+    """Asks for ``samples`` replies to each of so many prompts, and tells what comes.
+
+    The first sample of a prompt reads it; the others begin then, and find it in the prompt cache.
+
+    Args:
+        prompts: their numbers, in order.
+        samples: of each.
+        ask: asks for one.
+        width: replies that are made at once.
+    """
+
+    def __init__(self, prompts: Iterable[int], samples: int, ask: Ask, width: int) -> None:
+        self._ask, self._samples = ask, samples
+        self._most = AT_ONCE * width
+        self._ready: queue.SimpleQueue[_Open] = queue.SimpleQueue()
+        self._open: list[_Open] = []
+        self._left = iter(prompts)
+        self._waiting: list[tuple[int, int]] = []
+
+    def events(self) -> Generator[tuple[int, int, Event | Failed], None, None]:
+        """Yield (prompt, sample, event) as they come; each reply ends with one Finished or one Failed. Closing ends all."""
+        try:
+            while True:
+                yield from self._begin()
+                if not self._open:
+                    return
+                yield from self._read(self._ready.get())
+        finally:
+            for each in self._open:
+                each.stream.abandon()
+
+    def _begin(self) -> Iterator[tuple[int, int, Failed]]:
+        """Ask for as many as may be open; yield those that can't be asked for."""
+        while len(self._open) < self._most:
+            if self._waiting:
+                prompt, sample = self._waiting.pop(0)
+            elif (following := next(self._left, None)) is not None:
+                prompt, sample = following, 0
+            else:
+                return
+            reply = _Open(prompt, sample, EventStream())
+            reply.stream = EventStream(announce=lambda reply=reply: self._ready.put(reply))  # type: ignore[misc]
+            try:
+                self._ask(reply.stream, prompt, sample)
+            except TokamacError as error:
+                yield prompt, sample, Failed(error)
+                continue
+            self._open.append(reply)
+
+    def _read(self, reply: _Open) -> Iterator[tuple[int, int, Event | Failed]]:
+        """Yield what one reply has handed over."""
+        if reply not in self._open:
+            return
+        try:
+            batch = reply.stream.take()
+        except TokamacError as error:
+            self._end(reply)
+            yield reply.prompt, reply.sample, Failed(error)
+            return
+        if batch is None:
+            self._end(reply)
+            return
+        for event in batch:
+            if isinstance(event, TextChunk | Finished):
+                self._has_read(reply)
+            yield reply.prompt, reply.sample, event
+
+    def _has_read(self, reply: _Open) -> None:
+        """The prompt is in the prompt cache now: its other samples may begin."""
+        if not reply.begun:
+            reply.begun = True
+            if reply.sample == 0:
+                self._waiting[:0] = [
+                    (reply.prompt, sample) for sample in itertools.islice(range(self._samples), 1, None)
+                ]
+
+    def _end(self, reply: _Open) -> None:
+        self._open.remove(reply)
+        self._has_read(reply)

@@ -1,0 +1,252 @@
+"""Runs replies beside each other on the MLX thread, a turn at a time.
+
+A reply is a generator. It yields events, which go to its reader; None, where a piece of its prompt was computed and others may go
+first; WAITS, where another has to leave, or to read its prompt, before it goes on; and its lane, when it wants its next token:
+``send`` brings it, or None where the reply is to look whether it was cancelled. A reply that is as far ahead of its reader as it
+may be rests: it gives its caches back, and holds up nobody. One that fails ends alone; after a pass of several that fails, they
+are computed again, and then fewer together.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, cast
+
+from ..errors import computing_error
+from ..events import Event, Live, PrefillProgress, TextChunk
+from .policy import Act, Demand, Pace, Policy
+from .stream import EventStream
+
+
+class SharedFailureError(Exception):
+    """A pass of several lanes failed: whose fault that was, or what their caches hold, nobody knows."""
+
+
+class DecodedToken(Protocol):
+    """What a step brought for a lane: a token, or why none will come."""
+
+    @property
+    def lane(self) -> Any:
+        """The lane."""
+
+    @property
+    def token(self) -> int | None:
+        """The token."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why none will come."""
+
+
+ReplyEvents = Generator[Any, Any, None]
+"""Yields Events, None, WAITS or a lane; takes a token."""
+
+
+class EventSource(Protocol):
+    """Makes the events of one reply, on the MLX thread."""
+
+    def events(self) -> ReplyEvents:
+        """Return them."""
+
+    @property
+    def pace(self) -> Pace:
+        """How long the next piece of its prompt may take."""
+
+    def rest(self) -> None:
+        """Release what others may use until the next event is asked for. Called after text alone."""
+
+    def live(self) -> Live | None:
+        """Return what is measured so far; None where that is no reply. Callable from any thread."""
+
+
+class Seat:
+    """A reply in the schedule: its stream, and what makes its events, None until its first turn."""
+
+    __slots__ = ("background", "events", "lane", "making", "number", "source", "stream")
+
+    def __init__(self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool) -> None:
+        self.source: Callable[[EventStream], EventSource] | None = source
+        self.stream = stream
+        self.background = background
+        self.number = 0
+        self.making: EventSource | None = None
+        self.events: ReplyEvents | None = None
+        self.lane: Any = None
+
+    def begin(self) -> tuple[EventSource, ReplyEvents]:
+        """Return what makes the events and the events, begun in the first turn."""
+        if self.making is None or self.events is None:
+            assert self.source is not None
+            self.making = self.source(self.stream)
+            self.events, self.source = self.making.events(), None
+        return self.making, self.events
+
+
+class Schedule:
+    """The replies that are being made, on one thread.
+
+    Args:
+        again: called by any thread with a seat whose reader has caught up; it calls ``add`` on the schedule's thread.
+
+    Attributes:
+        decode: computes a token of each of some lanes; returns those that became known.
+        width: replies at once at most.
+    """
+
+    def __init__(self, again: Callable[[Seat], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.decode: Callable[[list[Any]], Sequence[DecodedToken]] = lambda _: ()
+        self.width = 1
+        self._again, self._clock = again, clock
+        self._policy = Policy()
+        self._seats: list[Seat] = []
+        self._waiting: list[Seat] = []
+        self._parked: list[Seat] = []  # until another reply leaves, or has read its prompt
+        self._has_changed = False  # one has since
+        self._count = 0
+        self._together = 1  # lanes of one pass at most
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._seats or self._waiting or self._parked)
+
+    @property
+    def live(self) -> Callable[[], Live | None] | None:
+        """What measures the reply that has run longest; None without one."""
+        making = next((seat.making for seat in self._seats if seat.making is not None and not seat.background), None)
+        return None if making is None else making.live
+
+    def add(self, seat: Seat) -> None:
+        """Seat a reply, or let it wait until there is room."""
+        self._count += 1
+        seat.number = seat.number or self._count
+        self._waiting.append(seat)
+
+    def turn(self) -> bool:
+        """Do what the policy says; return whether there is more to do."""
+        if not self._seats:
+            self._together = self.width
+        self._admit()
+        act = self._policy.choose([Demand(seat.number, seat.lane is None, seat.background) for seat in self._seats])
+        if act is None:
+            return self.busy
+        began = self._clock()
+        self._do(act)
+        self._policy.spent(act, self._clock() - began)
+        return self.busy
+
+    def end_all(self) -> None:
+        """End every reply, whose readers were told."""
+        for seat in [*self._seats, *self._waiting, *self._parked]:
+            if seat.events is not None:
+                seat.events.close()
+            self._leave(seat)
+        self._waiting.clear()
+        self._parked.clear()
+
+    def _admit(self) -> None:
+        if self._has_changed or not self._seats or any(seat.stream.is_cancelled() for seat in self._parked):
+            self._waiting += self._parked
+            self._parked.clear()
+        self._has_changed = False
+        self._waiting.sort(key=lambda seat: (seat.background, seat.number))
+        while self._waiting and len(self._seats) < self.width:
+            seat = self._waiting.pop(0)
+            if not (seat.stream.is_abandoned() and seat.events is None):
+                self._seats.append(seat)
+
+    def _do(self, act: Act) -> None:
+        by_number = {seat.number: seat for seat in self._seats}
+        if act.reads is not None:
+            seat = by_number[act.reads]
+            if seat.making is not None:
+                seat.making.pace.within_s = act.within_s
+            began = self._clock()
+            self._advance(seat)
+            took_ms = (self._clock() - began) * 1e3
+            for other in self._seats:
+                if other is not seat and other.lane is not None:
+                    other.lane.note("another prompt", took_ms)
+            return
+        written = [by_number[number] for number in act.decodes]
+        together = self._together
+        for at in range(0, len(written), together):
+            self._write(written[at : at + together])
+
+    def _write(self, seats: list[Seat]) -> None:
+        """Bring each of these replies its next token, of one pass."""
+        by_lane = {id(seat.lane): seat for seat in seats}
+        try:
+            decoded = self.decode([seat.lane for seat in seats])
+        except BaseException as error:
+            failure = error
+            if len(seats) > 1:
+                self._together = len(seats) // 2
+                failure = SharedFailureError()
+                failure.__cause__ = error
+            for seat in seats:
+                self._advance(seat, failure=failure)
+            return
+        for each in decoded:
+            self._advance(by_lane[id(each.lane)], each.token, each.failure)
+
+    def _advance(self, seat: Seat, token: int | None = None, failure: BaseException | None = None) -> None:
+        """Let a reply go on until its turn is over; hand its events over."""
+        stream = seat.stream
+        try:
+            making, events = seat.begin()
+            if stream.is_abandoned():
+                events.close()
+                self._end(seat)
+                return
+            made = events.send(token if seat.lane is not None else None) if failure is None else events.throw(failure)
+            while True:
+                if made is None:
+                    seat.lane = None
+                    return
+                if made is WAITS:
+                    seat.lane = None
+                    self._seats.remove(seat)
+                    self._parked.append(seat)
+                    return
+                if not isinstance(made, EVENTS):
+                    self._has_changed = self._has_changed or seat.lane is None
+                    seat.lane = made
+                    return
+                stream.put(cast(Event, made))
+                if isinstance(made, TextChunk) and stream.is_ahead:
+                    self._rest(seat, making)
+                    return
+                if isinstance(made, PrefillProgress):
+                    seat.lane = None
+                    return
+                if stream.is_abandoned():
+                    events.close()
+                    break
+                made = next(events)
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._end(seat, computing_error(error) or error)
+            return
+        self._end(seat)
+
+    def _rest(self, seat: Seat, making: EventSource) -> None:
+        self._leave(seat)
+        making.rest()
+        seat.stream.rest(lambda: self._again(seat))
+
+    def _leave(self, seat: Seat) -> None:
+        seat.lane = None
+        self._has_changed = True
+        if seat in self._seats:
+            self._seats.remove(seat)
+
+    def _end(self, seat: Seat, failure: BaseException | None = None) -> None:
+        self._leave(seat)
+        seat.stream.end(failure)
+
+
+WAITS = object()
+"""Yielded by a reply that can't go on before another one gives back what it holds, or has read what both begin with."""
+
+EVENTS: tuple[type, ...] = Event.__args__
