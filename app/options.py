@@ -15,6 +15,7 @@ from tokamac.engine.options import (
     GROUP_SIZES,
     KV_BITS,
     ON_FULL,
+    PARALLEL,
     STAGES,
     THINKING,
     KVSpec,
@@ -172,6 +173,31 @@ def add_memory_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--memory``."""
     limit = "what the model may take, in place of the system's limit, also beyond it (memory_gb of the settings)"
     parser.add_argument("--memory", type=gigabytes, metavar="GB", help=limit)
+
+
+def add_parallel_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--parallel``."""
+    parser.add_argument(
+        "--parallel",
+        type=replies_at_once,
+        metavar="N",
+        help=f"replies that are made at once, at most (parallel of the settings, at first {PARALLEL})",
+    )
+
+
+def replies_at_once(text: str) -> int:
+    """Return a number of replies."""
+    most = settings.MOST_PARALLEL
+    if not text.isdecimal() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of replies at once, 1 to {most}")
+    return int(text)
+
+
+def parallel_of(options: argparse.Namespace) -> int:
+    """Return how many replies are made at once at most: by the flag, else by the settings."""
+    if options.parallel is not None:
+        return int(options.parallel)
+    return settings.load(settings.default_path()).settings.parallel
 
 
 def memory_limit(options: argparse.Namespace) -> int | None:
@@ -343,7 +369,7 @@ def with_logprobs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
     """Return ``base`` with ``--logprobs``, if it was given; end with exit status 2 at a bad or idle one."""
     if options.logprobs is None:
         return base
-    if not options.json:
+    if not options.json and options.each is None:
         parser.error("--logprobs has no effect without --json")
     changed: Sampling = _changed(parser, "--logprobs", base, {"logprobs": options.logprobs})
     return changed

@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from tokamac.engine.errors import shortened
@@ -22,7 +22,7 @@ from tokamac.engine.errors import shortened
 from .sanitise import Sanitiser, sanitise, sanitise_line
 from .units import seconds, size
 
-BAR_CELLS = 20
+BAR_CELLS, LEAST_CELLS = 20, 4
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -101,7 +101,7 @@ class Progress:
             if now - self._drawn_s < 0.1 and done != total:
                 return
             self._drawn_s = now
-            self._draw(self._line(done, total, what))
+            self._draw(lambda cells: self._line(done, total, what, cells))
         elif self._plain and total:
             tenth = 10 * done // total
             if tenth > self._tenth:
@@ -115,17 +115,20 @@ class Progress:
             sys.stderr.flush()
             self._shown = False
 
-    def _draw(self, line: str) -> None:
-        columns = shutil.get_terminal_size().columns
-        sys.stderr.write(f"\r\x1b[K{sanitise_line(line)[: max(1, columns - 1)]}")
+    def _draw(self, line: Callable[[int], str]) -> None:
+        """Draw a line whose bar has so many cells: fewer where it would be too long."""
+        room = max(1, shutil.get_terminal_size().columns - 1)
+        over = len(sanitise_line(line(BAR_CELLS))) - room
+        cells = max(LEAST_CELLS, BAR_CELLS - max(0, over))
+        sys.stderr.write(f"\r\x1b[K{sanitise_line(line(cells))[:room]}")
         sys.stderr.flush()
         self._shown = True
 
-    def _line(self, done: int, total: int | None, what: str) -> str:
+    def _line(self, done: int, total: int | None, what: str, cells: int) -> str:
         if not total:
             return f"{self._label} {what}"
-        filled = BAR_CELLS * done // total
-        bar = "█" * filled + "░" * (BAR_CELLS - filled)
+        filled = cells * done // total
+        bar = "█" * filled + "░" * (cells - filled)
         left = self._left(done, total)
         return f"{self._label} {bar} {100 * done // total} %  {self._amount(done, total)}{left}  {what}"
 

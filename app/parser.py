@@ -19,11 +19,11 @@ WIDEST, NARROWEST = 100, 20
 """Columns that help is written in."""
 TOPICS = {
     "chat": "chat, profiles, keys, kv, context, memory, sampling, settings, thinking",
-    "ask": "json, profiles, kv, cache, sampling, thinking",
+    "ask": "each, json, profiles, kv, cache, sampling, thinking",
     "convert": "convert, adapters",
     "inspect": "speed, kv, memory, models",
     "quality": "convert",
-    "bench": "speed, kv",
+    "bench": "speed, each, kv",
     "models": "models",
     "cache": "cache",
     "chats": "chat",

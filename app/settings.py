@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import read_text, to_disk
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
 
 from .backend.protocol import ShapeError, build
@@ -38,12 +38,13 @@ PATIENCE_S = 2.0
 DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 
 MOST_MEMORY_GB = 1e6
+MOST_PARALLEL = 256
 MOST_CALLS = 1000
 TITLES = ("model", "words")
 """Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
 VALUES = (
-    "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "models_folder", "keep_awake",
-    "titles", "toured",
+    "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel", "models_folder",
+    "keep_awake", "titles", "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
 OPTIONS = ("sampling", "template", "kv", "tools")
@@ -85,11 +86,12 @@ class Settings:
 
     profile: the one that new chats begin with; "" is none. profiles: by name.
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
-    (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake:
-    whether a Mac may not sleep while a model works. models_folder: where the chat puts models that it converts; empty is
-    ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``. panel, all_figures: whether the side panel is
-    shown, and with every figure. toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters:
-    by model. keys: of actions by id, as they were written. tools: what they may do. mcp: programs that offer tools.
+    (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. parallel: replies
+    that an engine makes at once, at most. keep_awake: whether a Mac may not sleep while a model works. models_folder: where the
+    chat puts models that it converts; empty is ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``.
+    panel, all_figures: whether the side panel is shown, and with every figure. toured: whether the tour of the first start was
+    shown. system_prompts: texts by name. adapters: by model. keys: of actions by id, as they were written. tools: what they may
+    do. mcp: programs that offer tools.
     Raises OptionError for values out of range.
     """
 
@@ -101,6 +103,7 @@ class Settings:
     all_figures: bool = False
     unload_after_min: int | None = None
     memory_gb: float | None = None
+    parallel: int = PARALLEL
     models_folder: str = ""
     keep_awake: bool = True
     titles: str = "model"
@@ -122,6 +125,10 @@ class Settings:
             )
         if self.memory_gb is not None and not 0 < self.memory_gb < MOST_MEMORY_GB:
             raise OptionError(f"memory_gb is {self.memory_gb:g}, which is not a memory size.", "Give GB, such as 14.")
+        if not 1 <= self.parallel <= MOST_PARALLEL:
+            raise OptionError(
+                f"parallel is {self.parallel}, which is not a number of replies at once.", f"Use 1 to {MOST_PARALLEL}."
+            )
         if self.titles not in TITLES:
             raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
 

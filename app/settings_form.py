@@ -160,6 +160,7 @@ KV_FIELDS = (
 )
 MEMORY_FIELDS = (
     Field("memory_gb", "Memory limit", "GB; empty: system limit", float, None),
+    Field("parallel", "Replies at once", "1 to 256; more memory each", int),
     Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
 )
 APP_FIELDS = (

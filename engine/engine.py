@@ -39,7 +39,7 @@ from .events import (
     TokenLogprob,
 )
 from .metrics import Recorder
-from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
+from .options import PARALLEL, KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
 from .perf.memory import check_address_space
 from .schedule.many import ManyReplies
 from .schedule.stream import EventStream, ReplyHandle, ReplyStream
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-PARALLEL = 8
-"""Replies at once by default: more share the time for reading the weights, and each takes memory for its keys and values."""
 Prompt = Sequence[int] | Sequence[Message]
 GivenTool = ToolSpec | Mapping[str, Any]
 
@@ -513,11 +511,11 @@ class Engine:
         """Return what this machine allows for decoding at a context of so many tokens. Arithmetic: waits for nothing."""
         return self._runner.runtime.limits(given_count(context, "a context", least=0))
 
-    def predict(self, prompt: int, context: int | None = None, *, cached: int = 0) -> "Prediction":
+    def predict(self, prompt: int, context: int | None = None, *, cached: int = 0, batch: int = 1) -> "Prediction":
         """Return both phases of a reply: reading ``prompt`` tokens, ``cached`` of them there already, and decoding at ``context``.
 
-        context: tokens in the middle of the reply; None is the prompt's. Ceilings, expected seconds, which side of the ridge.
-        Arithmetic: waits for nothing.
+        context: tokens in the middle of the reply; None is the prompt's. batch: replies that are decoded together; decode rates
+        are of all of them. Ceilings, expected seconds, which side of the ridge. Arithmetic: waits for nothing.
         """
         tokens, known = given_count(prompt, "a prompt", least=1), given_count(cached, "a cached part", least=0)
         if known >= tokens:
@@ -525,7 +523,8 @@ class Engine:
                 f"{known} tokens of a prompt of {tokens} can't be cached", "The last is always computed: give fewer."
             )
         at = tokens if context is None else given_count(context, "a context", least=1)
-        return self._runner.runtime.predict(tokens, at, known)
+        together = given_count(batch, "replies at once", least=1)
+        return self._runner.runtime.predict(tokens, at, known, together)
 
     def measure(self) -> None:
         """Measure this machine's pace with the model now (a few seconds, once), where nothing published knows it.

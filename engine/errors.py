@@ -114,7 +114,9 @@ class TokamacError(Exception):
 
     def one_line(self) -> str:
         """Return the message and the hint as one line, for a terminal or a log."""
-        return " ".join(f"{self.message}. {self.hint}".split()) if self.hint else " ".join(self.message.split())
+        if not self.hint:
+            return " ".join(self.message.split())
+        return " ".join(f"{self.message.removesuffix('.')}. {self.hint}".split())
 
 
 class OptionError(TokamacError, ValueError):

@@ -98,6 +98,19 @@ def decode_rate(token_times: Sequence[float]) -> float | None:
     return rate(len(token_times) - 1, token_times[-1] - token_times[0])
 
 
+def shared_rate(token_times: Sequence[Sequence[float]]) -> float | None:
+    """Return the tokens a second of replies that are decoded together, over the time in which all of them are written.
+
+    It is from the last reply's first token to the first end of a reply, and counts what comes after its beginning: for one reply
+    the decode rate. token_times: of each reply, in seconds of one clock. None where they never are all written at once.
+    """
+    if not token_times or not all(token_times):
+        return None
+    begin, end = max(times[0] for times in token_times), min(times[-1] for times in token_times)
+    counted = sum(bisect.bisect_right(times, end) - bisect.bisect_right(times, begin) for times in token_times)
+    return rate(counted, end - begin)
+
+
 def recent_rate(gaps: Sequence[float]) -> float | None:
     """Return the decode rate of the last few ``gaps`` (ms): what "now" means. None where there is none."""
     recent = gaps[-RECENT_GAPS:]

@@ -30,6 +30,8 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 """What changes the logits before a token is drawn, in the default order."""
 MOST_LOGPROBS = 100
 """Alternatives reported with each token, at most."""
+PARALLEL = 8
+"""Replies at once by default: more share the time for reading the weights, and each takes memory for its keys and values."""
 
 KEYWORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
 """A name that a template may read. Names with a leading underscore are Jinja's and Python's own."""

@@ -127,28 +127,20 @@ class ReplyTask:
         if most is not None:
             self._lease = self._budget = self._chunker = self._generation = None
             mx.clear_cache()
-        ids, keep = self._request.ids, self._request.keep
-        lease, budget = self._lease, self._budget = yield from admitted(
-            self._runtime,
-            self._store,
-            ids,
-            keep,
-            len(ids),
-            cancelled=self._cancelled,
-            most=most,
-            may_force=self._may_force,
+        runtime, ids, keep = self._runtime, self._request.ids, self._request.keep
+        found = yield from admitted(
+            runtime, self._store, ids, keep, len(ids), cancelled=self._cancelled, most=most, may_force=self._may_force
         )
-        self._request.recorder.begin_prefill(len(self._request.ids), len(lease.ids))
-        runtime = self._runtime
+        lease, budget = self._lease, self._budget = found
+        self._request.recorder.begin_prefill(len(ids), len(lease.ids))
         force = runtime.shape.device if budget.force_fused else None
         generation = self._generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
         with lease:
             if budget.pressure is not None:
                 yield budget.pressure
             self._chunker = self._new_chunker(budget, lease)
-            lease.coming = (
-                () if self._request.background else self._request.ids
-            )  # nobody waits for what gives way itself
+            # Nobody waits for what gives way itself.
+            lease.coming = () if self._request.background else self._request.ids
             yield from self._prefill(generation, lease, self._chunker)
             lease.coming = ()
             yield from self._decode(generation, lease)

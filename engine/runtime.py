@@ -171,7 +171,7 @@ class Runtime:
         """Return what the machine allows at a context of so many tokens."""
         return limits_of(context, self.work, self.machine.chip, self.machine.pace)
 
-    def predict(self, prompt: int, context: int, cached: int) -> Prediction:
-        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``."""
+    def predict(self, prompt: int, context: int, cached: int, batch: int = 1) -> Prediction:
+        """Return what the machine will make of a prompt of so many tokens, and of decoding ``batch`` replies at ``context``."""
         machine, chunk = self.machine, self.chunking.at(prompt // 2)
-        return predict(self.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
+        return predict(self.work, machine.chip, machine.pace, prompt, context, cached=cached, batch=batch, chunk=chunk)

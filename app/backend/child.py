@@ -93,6 +93,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             memory=request.memory,
             unchecked=request.unchecked,
             adapter=request.adapter,
+            parallel=request.parallel,
             progress=progress,
         )
 

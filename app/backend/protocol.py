@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
+from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions, Thinking
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.passes.tokens import PromptText, StepTokens
 from tokamac.engine.passes.without_cache import CacheWorth
@@ -286,7 +286,7 @@ class Load:
     """Load ``model`` in place of whatever is loaded.
 
     memory: bytes that it may take; None is the system's limit. unchecked: although something of its config is computed otherwise.
-    adapter: a folder or a Hugging Face id of what is added to it.
+    adapter: a folder or a Hugging Face id of what is added to it. parallel: replies at once at most.
     """
 
     model: str
@@ -295,6 +295,7 @@ class Load:
     memory: int | None = None
     unchecked: bool = False
     adapter: str | None = None
+    parallel: int = PARALLEL
 
     def of(self, model: str, adapter: str | None) -> "Load":
         """Return the request for another model with the same settings; for the same one, this.

@@ -489,7 +489,12 @@ def current_sheet(view: ChatView) -> Sheet:
     """Return the settings of the open chat, the model and the app as the form has them."""
     session, preferences = view.session, view.preferences
     limit = gigabytes_of(session.engine.load.memory)
-    values = replace(preferences.settings, unload_after_min=session.idle.after_min, memory_gb=limit)
+    values = replace(
+        preferences.settings,
+        unload_after_min=session.idle.after_min,
+        memory_gb=limit,
+        parallel=session.engine.load.parallel,
+    )
     own = preferences.own.sampling is not None or preferences.own.template is not None
     return Sheet(session.template, session.sampling, session.engine.load.kv, values, own)
 
@@ -511,7 +516,7 @@ def apply_sheet(view: ChatView, sheet: Sheet) -> bool:
         apply_choice(view, preferences.choose_template(sheet.template, own=sheet.own))
     if _is_chosen(sheet, before, sheet.sampling != before.sampling, preferences.own.sampling):
         apply_choice(view, preferences.choose_sampling(sheet.sampling, own=sheet.own))
-    load = replace(engine.load, kv=sheet.kv, memory=sheet.settings.memory_bytes)
+    load = replace(engine.load, kv=sheet.kv, memory=sheet.settings.memory_bytes, parallel=sheet.settings.parallel)
     if load == engine.load:
         return False
     view.chosen.kv = sheet.kv

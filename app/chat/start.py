@@ -25,6 +25,7 @@ class ChatOptions:
         prompt_cache: False turns off the reuse of earlier turns.
         memory: bytes that a model may take.
         adapter: is added to the model; "" is none, whatever the settings have for it.
+        parallel: replies at once at most; None is what the settings say.
         engine: the command that starts the engine's process, where it is not the usual one.
         profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
         chat: the stored conversation to open, or the beginning of its ID.
@@ -41,6 +42,7 @@ class ChatOptions:
     memory: int | None = None
     unchecked: bool = False
     adapter: str | None = None
+    parallel: int | None = None
     system: str | None = None
     profile: str | None = None
     engine: Sequence[str] | None = None
@@ -91,7 +93,8 @@ def begin(options: ChatOptions) -> ChatStart:
     model = lasting(options.model or of_profile or known.model)
     adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
     kv = options.kv or preferences.kv(own.profile)
-    load = Load(model, kv, options.prompt_cache, limit, options.unchecked, adapter)
+    parallel = known.parallel if options.parallel is None else options.parallel
+    load = Load(model, kv, options.prompt_cache, limit, options.unchecked, adapter, parallel)
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()
     preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))

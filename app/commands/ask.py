@@ -1,18 +1,16 @@
-"""``tokamac ask``: one answer, streamed to stdout.
+"""``tokamac ask``: one answer, streamed to stdout, or several to the same prompt (``-n``); to a file of prompts: each.py.
 
 stdout carries the answer alone (or JSON lines); progress, metrics and the model's thinking go to stderr. Thinking is shown, faint,
 only where stderr is a terminal: in a script it would be noise.
-
-The prompt of ``tokamac ask``: the files, what is piped in, each in a block of its own, and then the question.
-
-The question comes last, so that another one about the same file begins with what is computed already.
 """
 
 import argparse
 import json
 import sys
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.events import (
     Event,
+    Failed,
     Finished,
     MemoryPressure,
     Message,
@@ -28,15 +27,13 @@ from tokamac.engine.events import (
     ToolCall,
     Truncated,
 )
-from tokamac.engine.files import NotRegularError, open_regular
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.passes.tokens import StepTokens
 
 from .. import INTERRUPTED, settings
 from ..backend.protocol import LookedAt
-from ..chat.attachments import AttachError, PDFError, decoded, fence_for, kind_of, pdf_text
 from ..guide import offer
 from ..keep_awake import awake
 from ..options import (
@@ -46,6 +43,7 @@ from ..options import (
     add_logprobs_flag,
     add_memory_flag,
     add_model_flag,
+    add_parallel_flag,
     add_profile_flag,
     add_sampling_flags,
     add_template_flags,
@@ -55,6 +53,7 @@ from ..options import (
     kv_spec,
     memory_limit,
     over,
+    parallel_of,
     prompt_cache,
     sampling,
     template_options,
@@ -64,87 +63,18 @@ from ..options import (
 from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
 from ..profiles import Profile
+from ..prompts import STDIN, EachOptions, InputError, check_input, compose, file_blocks
 from ..sanitise import Sanitiser
 from ..tools import callers
 from . import loading
+from .each import Earlier, answer_each, has_prompts_left, read_earlier
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
 
-STDIN = "-"
-
-HANDED_OVER = (Path("/dev/fd"), Path("/proc/self/fd"))
-
-LONGEST_INPUT = 64_000_000
-"""Bytes of a file or a pipe; a context of a million tokens is about 5 MB of text."""
-
-
-class InputError(TokamacError):
-    """A file or standard input can't be used as text."""
-
-
-def compose(argument: str | None, files: Sequence[str]) -> str:
-    """Return the whole prompt; "" when there is nothing to ask.
-
-    A pipe is read whether or not ``-`` stands for it. Raises InputError for what is missing, unreadable or not text.
-    """
-    piped = _standard_input(wanted=argument == STDIN)
-    said = "" if argument is None or argument == STDIN else argument.strip()
-    blocks = [_block(f"File {name}:", _read_file(name)) for name in files]
-    if piped.strip():
-        # Alone it is the prompt itself; beside one it is what the prompt is about.
-        blocks.append(_block("Input:", piped) if said or blocks else piped.strip())
-    return "\n\n".join([*blocks, said] if said else blocks)
-
-
-def _standard_input(*, wanted: bool) -> str:
-    if sys.stdin is None or (sys.stdin.isatty() and not wanted):
-        return ""
-    buffer = getattr(sys.stdin, "buffer", None)
-    return _text(buffer.read(LONGEST_INPUT + 1), "standard input") if buffer is not None else sys.stdin.read()
-
-
-def _read_file(name: str) -> str:
-    try:
-        path = Path(name).expanduser()
-        with path.open("rb") if _is_handed_over(path) else open_regular(path) as file:
-            return _text(file.read(LONGEST_INPUT + 1), name)
-    except NotRegularError as error:
-        raise InputError(
-            f"{name} can't be read: {error.strerror}", f"Pipe it in instead: tokamac ask PROMPT < {name}"
-        ) from error
-    except IsADirectoryError as error:
-        raise InputError(f"{name} is a folder", "Name the files in it, each with -f.") from error
-    except FileNotFoundError as error:
-        raise InputError(f"there is no file {name}", "Check the path given to -f.") from error
-    except OSError as error:
-        raise InputError(
-            f"{name} can't be read: {error.strerror}", access_hint(error, "Check its permissions.")
-        ) from error
-
-
-def _is_handed_over(path: Path) -> bool:
-    """Whether a path is a descriptor that this process was started with, as a shell's ``<(command)`` is: somebody writes to it."""
-    return path.parent in HANDED_OVER or path == Path("/dev/stdin")
-
-
-def _text(data: bytes, name: str) -> str:
-    if len(data) > LONGEST_INPUT:
-        raise InputError(
-            f"{name} has more than {LONGEST_INPUT // 10**6} MB", "No context holds that: give a part of it."
-        )
-    try:
-        return pdf_text(data) if kind_of(name) == "pdf" else decoded(data, name)
-    except PDFError as error:
-        raise InputError(f"{name} can't be read: {error.message}", error.hint) from error
-    except AttachError as error:
-        raise InputError(error.message, "Only text can be read; convert it first.") from error
-
-
-def _block(title: str, text: str) -> str:
-    """Return text under its title, fenced by more backticks than it holds in a row, so that it can't end its own block."""
-    fence = fence_for(text)
-    return f"{title}\n{fence}\n{text.strip(chr(10))}\n{fence}"
+MOST_SAMPLES = 1000
+DIVIDER = "---"
+"""The line between two samples."""
 
 
 def parser() -> Parser:
@@ -155,7 +85,9 @@ def parser() -> Parser:
         "A model's thinking goes to stderr, where that is a terminal.",
         '  tokamac ask "Why is decode memory-bound?"\n'
         '  git diff | tokamac ask "Review this"\n'
-        '  tokamac ask "What do these do?" -f app/cli.py -f app/output.py --json',
+        '  tokamac ask "What do these do?" -f app/cli.py -f app/output.py --json\n'
+        '  tokamac ask "Name a colour" -n 4 --seed 1\n'
+        "  tokamac ask --each prompts.txt > answers.jsonl",
     )
     made.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask; - or nothing reads standard input")
     add_model_flag(made)
@@ -172,6 +104,19 @@ def parser() -> Parser:
         help="tools and MCP servers that the model may call, split by commas (tokamac help tools)",
     )
     made.add_argument("--allow-tools", action="store_true", help="run their calls without asking")
+    made.add_argument("-n", type=samples, metavar="N", help="N answers to the same prompt, which is read once")
+    made.add_argument(
+        "--each",
+        metavar="FILE",
+        help="answer each line of a file, or of standard input (-), several at once: a prompt a line, or JSON lines; the results "
+        "are JSON lines in the same order (tokamac help each)",
+    )
+    made.add_argument(
+        "--resume",
+        metavar="OUT",
+        help="with --each: leave out what a file of earlier results holds, as in --resume OUT >> OUT",
+    )
+    add_parallel_flag(made)
     add_logprobs_flag(made)
     made.add_argument(
         "--steps",
@@ -194,13 +139,23 @@ def parser() -> Parser:
     return made
 
 
+def samples(text: str) -> int:
+    """Return a number of answers."""
+    if not text.isdecimal() or len(text) > len(str(MOST_SAMPLES)) or not 1 <= int(text) <= MOST_SAMPLES:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of answers, 1 to {MOST_SAMPLES:,}")
+    return int(text)
+
+
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
+    _refuse_flags(parser, options)
     profile = _profile(parser, options)
     wanted = with_logprobs(parser, options, sampling(parser, options, over(parser, profile, Sampling())))
     kv = kv_spec(parser, options, over(parser, profile, KVSpec()))
     template = template_options(parser, options, over(parser, profile, TemplateOptions()))
+    if options.each is not None:
+        return _answer_each(options, profile, wanted, (kv, template))
     prompt = compose(options.prompt, options.file)
     if not prompt:
         parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
@@ -208,9 +163,32 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if system := profile.system if options.system is None else options.system:
         messages.insert(0, Message("system", system))
     options.model = options.model or profile.model
+    if (options.n or 1) > 1:
+        return _answer_samples(options, messages, wanted, (kv, template))
     options.tools = options.tools or ",".join(profile.tools or ())
     with callers.open_tools(parser, options) as tools:
         return _answer(options, messages, wanted, (kv, template), tools)
+
+
+def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
+    """End with exit status 2 where a flag has no effect beside another."""
+    if options.each is None:
+        if options.resume is not None:
+            parser.error("--resume has no effect without --each")
+        several = "-n" if (options.n or 1) > 1 else ""
+    else:
+        several = "--each"
+        if options.prompt is not None:
+            parser.error(
+                "PROMPT has no effect with --each: every line is a prompt; --system says what holds for all of them"
+            )
+        if options.n is not None:
+            parser.error("-n has no effect with --each: write the line several times, each with its own seed")
+        if options.resume is not None and not options.resume.strip():
+            parser.error("--resume: OUT is empty")
+    for flag, given in (("--tools", options.tools), ("--allow-tools", options.allow_tools), ("--steps", options.steps)):
+        if several and given:
+            parser.error(f"{flag} works with a single answer, not with {several}")
 
 
 def _profile(parser: Parser, options: argparse.Namespace) -> Profile:
@@ -276,6 +254,91 @@ def _answer(
         writer.close()
 
 
+def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
+    """Return an engine for several replies at once. Raises TokamacError."""
+    model = options.model or default_model()
+    return loading.load(
+        model,
+        kv=kv,
+        prompt_cache=prompt_cache(options)
+        or (PromptCacheSpec(disk=False) if options.n else None),  # the answers share it
+        memory=memory_limit(options),
+        unchecked=options.unchecked,
+        adapter=adapter_of(options, model),
+        parallel=parallel_of(options),
+    )
+
+
+def _answer_each(
+    options: argparse.Namespace, profile: Profile, wanted: Sampling, how: tuple[KVSpec, TemplateOptions]
+) -> int:
+    """Answer every line of a file, and return the exit status."""
+    kv, template = how
+    system = profile.system if options.system is None else options.system
+    every = EachOptions("\n\n".join(file_blocks(options.file)), system, wanted, template)
+    check_input(options.each)  # now, not after the model is loaded
+    earlier = Earlier() if options.resume is None else read_earlier(Path(options.resume).expanduser())
+    if not has_prompts_left(options.each, earlier, every):
+        return 0
+    options.model = options.model or profile.model
+    with _loaded(options, kv) as engine:
+        parallel = parallel_of(options)
+        return answer_each(engine, options.each, earlier, every, parallel=parallel, verbose=bool(options.verbose))
+
+
+def _answer_samples(
+    options: argparse.Namespace,
+    messages: list[Message],
+    wanted: Sampling,
+    how: tuple[KVSpec, TemplateOptions],
+) -> int:
+    """Write several answers to the same prompt, which are made at once; return the exit status."""
+    kv, template = how
+    near_to = messages[-1].content if (options.model or default_model()) == GUIDE else ""
+    writers: list[JsonWriter | TextWriter] = [
+        JsonWriter(sample) if options.json else TextWriter(verbose=options.verbose) for sample in range(options.n)
+    ]
+    stopped, failed, shown = threading.Event(), False, 0
+    with _loaded(options, kv) as engine, ExitStack() as stack:
+        for writer in writers:
+            stack.callback(writer.close)
+
+        def stop() -> None:
+            stopped.set()
+            engine.cancel()
+
+        def events() -> Iterator[tuple[int, Event | Failed]]:
+            with closing(engine.generate_many([messages], wanted, n=options.n, template=template)) as told:
+                for _, sample, event in told:
+                    if stopped.is_set():
+                        engine.cancel()  # those too that began only now
+                    yield sample, event
+
+        with loading.interrupting(stop):
+            for sample, event in events() if options.json else in_order(events()):
+                if not options.json and sample > shown:
+                    print(DIVIDER, flush=True)
+                    shown = sample
+                if isinstance(event, Failed):
+                    writers[sample].failed(event.error, sample)
+                    failed = True
+                else:
+                    write_event(event, writers[sample], near_to=near_to)
+    return INTERRUPTED if stopped.is_set() else 1 if failed else 0
+
+
+def in_order(events: Iterator[tuple[int, Event | Failed]]) -> Iterator[tuple[int, Event | Failed]]:
+    """Yield the events of several answers, one answer after another: of the first as they come, of the next what was held back."""
+    held: defaultdict[int, deque[Event | Failed]] = defaultdict(deque)
+    at = 0
+    for sample, came in events:
+        held[sample].append(came)
+        while held[at]:
+            event = held[at].popleft()
+            yield at, event
+            at += isinstance(event, Finished | Failed)
+
+
 def write_steps(
     engine: "Engine", messages: Sequence[Message], end: Finished, name: str, template: TemplateOptions
 ) -> None:
@@ -317,23 +380,29 @@ def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter", *, n
     """
     end = None
     for event in events:
-        if isinstance(event, PrefillProgress):
-            writer.prefill(event)
-        elif isinstance(event, TextChunk):
-            writer.text(event)
-        elif isinstance(event, Truncated):
-            writer.truncated(event)
-        elif isinstance(event, MemoryPressure):
-            writer.squeezed(event)
-        elif isinstance(event, ToolCall):
-            writer.called(event)
-        else:
-            end = event
-            more = offer(near_to, event.text) if near_to and event.reason == "stop" else ""
-            if more:
-                writer.text(TextChunk(more))
-            writer.finished(replace(event, text=event.text + more) if more else event)
+        end = write_event(event, writer, near_to=near_to)
     return end
+
+
+def write_event(event: Event, writer: "JsonWriter | TextWriter", *, near_to: str = "") -> Finished | None:
+    """Write an event of a reply; return it where it is the end."""
+    if isinstance(event, PrefillProgress):
+        writer.prefill(event)
+    elif isinstance(event, TextChunk):
+        writer.text(event)
+    elif isinstance(event, Truncated):
+        writer.truncated(event)
+    elif isinstance(event, MemoryPressure):
+        writer.squeezed(event)
+    elif isinstance(event, ToolCall):
+        writer.called(event)
+    else:
+        more = offer(near_to, event.text) if near_to and event.reason == "stop" else ""
+        if more:
+            writer.text(TextChunk(more))
+        writer.finished(replace(event, text=event.text + more) if more else event)
+        return event
+    return None
 
 
 class TextWriter:
@@ -390,6 +459,11 @@ class TextWriter:
             for line in report(event, whole=self._verbose > 1):
                 note(line)
 
+    def failed(self, error: TokamacError, sample: int) -> None:
+        """Say why this answer of several ends here."""
+        self.close()
+        note(f"answer {sample + 1}: {error.one_line()}")
+
     def interrupted(self) -> None:
         """Leave what was written."""
         self.close()
@@ -408,27 +482,28 @@ class TextWriter:
 
 
 class JsonWriter:
-    """The events as the public contract names them, one JSON object a line."""
+    """The events as the public contract names them, one JSON object a line. sample: which answer of several they are of."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample: int | None = None) -> None:
         self._text = ""
         self._done = False
+        self._own: dict[str, Any] = {} if sample is None else {"sample": sample}
 
     def prefill(self, event: PrefillProgress) -> None:
         """Write how much of the prompt is read."""
-        json_line({"event": "prefill", **asdict(event)})
+        self._write({"event": "prefill", **asdict(event)})
 
     def truncated(self, event: Truncated) -> None:
         """Write what of the prompt the model does not see."""
-        json_line({"event": "truncated", **asdict(event)})
+        self._write({"event": "truncated", **asdict(event)})
 
     def squeezed(self, event: MemoryPressure) -> None:
         """Write what was done where memory was short."""
-        json_line({"event": "squeezed", **asdict(event)})
+        self._write({"event": "squeezed", **asdict(event)})
 
     def called(self, event: ToolCall) -> None:
         """Write a call of a tool."""
-        json_line(
+        self._write(
             {
                 "event": "tool_call",
                 **{name: value for name, value in asdict(event).items() if value or name != "problem"},
@@ -439,7 +514,7 @@ class JsonWriter:
         """Write a piece of the reply."""
         if event.kind == "answer":
             self._text += event.text
-        json_line({"event": "text", "text": event.text, "kind": event.kind, **_tokens(event)})
+        self._write({"event": "text", "text": event.text, "kind": event.kind, **_tokens(event)})
 
     def finished(self, event: Finished) -> None:
         """Write the result."""
@@ -454,7 +529,7 @@ class JsonWriter:
         told |= {"stopped_by": event.stopped_by, **_tokens(event)}
         if event.thinking_ended_at is not None:
             told["thinking_ended_at"] = event.thinking_ended_at
-        json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
+        self._write({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:
         """Write a result even though the engine gave none: nothing was measured."""
@@ -462,10 +537,18 @@ class JsonWriter:
             self._done = True
             unknown: dict[str, Any] = {field.name: None for field in fields(Metrics)}
             told: dict[str, Any] = {"metrics": unknown, "outliers": [], "diagnosis": None, "stopped_by": None}
-            json_line({"event": "finished", "reason": "cancelled", "text": self._text, **told})
+            self._write({"event": "finished", "reason": "cancelled", "text": self._text, **told})
+
+    def failed(self, error: TokamacError, sample: int) -> None:  # noqa: ARG002  # as TextWriter
+        """Write why this answer of several has no result."""
+        self._done = True
+        self._write({"event": "error", "error": error.message, "hint": error.hint})
 
     def close(self) -> None:
         """Nothing is left open."""
+
+    def _write(self, told: dict[str, Any]) -> None:
+        json_line({**told, **self._own})
 
 
 def _tokens(event: TextChunk | Finished) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Every run reads a prompt of its own, so nothing is cached, and prefill is measured whole. Every run makes as many tokens as it is
 asked for: what marks the end of a reply is not obeyed. ``--machine`` measures what this machine's memory and arithmetic reach, and
-a model's pace on it; ``--kv-quality`` compares ways to keep keys and values (kv_quality.py).
+a model's pace on it; ``--kv-quality`` compares ways to keep keys and values (kv_quality.py); ``--parallel`` measures replies that
+are made at once (bench_parallel.py).
 
     flags (here) → runs (bench_runs.py, peer.py) → medians, then tables, JSON and a picture (bench_report.py)
 """
@@ -25,13 +26,14 @@ from ..options import (
     default_model,
     kv_spec,
     positive,
+    replies_at_once,
     sampling,
     template_options,
 )
 from ..output import json_line, note, picked, table
 from ..parser import Parser
 from ..units import bandwidth, count, rate, seconds, tflops
-from . import bench_report, kv_quality, loading, peer
+from . import bench_parallel, bench_report, kv_quality, loading, peer
 from .bench_runs import BenchPoint, MeasuredPoint, check_room, measure, points
 
 if TYPE_CHECKING:
@@ -67,10 +69,12 @@ def parser() -> Parser:
         "bench",
         "Measure TTFT, prefill and decode on this machine: a warm-up, then runs on prompts of their own; medians and spread, "
         "beside the ceiling and the expected rate. Several lengths make a sweep: a table, and with --plot a picture. "
+        "With --parallel: several replies at once. "
         "With --kv-quality: what each KV setting costs in quality, what it saves, and which to use.",
         "  tokamac bench\n  tokamac bench mlx-community/Qwen3-4B-Instruct-2507-4bit --prompt 2048 --runs 3 --json\n"
         "  tokamac bench guide --depth 128,1024,3900 --plot decode.svg\n"
         "  tokamac bench guide --prompt 64,512 --compare mlx-lm\n"
+        "  tokamac bench guide --parallel 1,2,4,8 --compare mlx-lm\n"
         "  tokamac bench guide --kv-quality --kv-window 2048",
     )
     add, sizes = made.add_argument, kv_quality.depth_list
@@ -79,6 +83,8 @@ def parser() -> Parser:
     add("--prompt", type=sizes, metavar="N[,N…]", help=f"tokens to read ({PROMPT_TOKENS}; with --depth none)")
     add("--depth", type=sizes, metavar="N[,N…]", help="contexts to time decoding at: each is read, then decoded")
     add("--runs", type=positive, metavar="N", help=f"runs after the warm-up ({RUNS})")
+    at_once = "replies at once: all together and each, at every width, beside what the roofline predicts for it"
+    add("--parallel", type=widths, metavar="N[,N…]", help=at_once)
     beside = "let mlx-lm answer the same prompts, run by run in turn; both take the likeliest"
     add("--compare", choices=(peer.NAME,), help=beside)
     add("--plot", type=svg_path, metavar="FILE.svg", help="draw decode rate over context, with the ceiling")
@@ -99,12 +105,17 @@ def svg_path(text: str) -> Path:
     return path
 
 
+def widths(text: str) -> tuple[int, ...]:
+    """Return numbers of replies at once, each once."""
+    return tuple(dict.fromkeys(replies_at_once(part.strip()) for part in text.split(",")))
+
+
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
     if options.no_prompt_cache:
         note("note: --no-prompt-cache changes nothing here: every prompt is computed afresh anyway")
-    own = {f"--{name}": name for name in ("depth", "compare", "plot")}
+    own = {f"--{name}": name for name in ("depth", "parallel", "compare", "plot")}
     if options.kv_quality:
         _refuse(parser, options, {**own, "--machine": "machine", **TEMPLATE_FLAGS}, "--kv-quality")
         return kv_quality.run(parser, options)
@@ -118,6 +129,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         )
         return _run_machine(options, options.model or default_model(), kv_spec(parser, options))
     plan = _plan(parser, options)
+    if options.parallel is not None:
+        _refuse(parser, options, {"--depth": "depth", "--plot": "plot", **TEMPLATE_FLAGS}, "--parallel")
+        if len(plan.points) > 1:
+            parser.error("--parallel measures prompts of one length; give --prompt one")
+        return _run_parallel(plan, options)
     if options.plot is not None:
         bench_report.check_writable(options.plot)  # now, not after minutes of measuring
     with loading.load_for(options, plan.model, plan.kv) as engine:
@@ -137,6 +153,34 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if chart is not None:  # last: figures are not lost with a picture that can't be written after all
         bench_report.write(options.plot, chart)
         note(f"note: the picture is in {options.plot}")
+    return 0
+
+
+def _run_parallel(plan: BenchPlan, options: argparse.Namespace) -> int:
+    """Measure replies that are made at once, and return the exit status."""
+    wanted = bench_parallel.Replies(plan.points[0].tokens, plan.sampling)
+    with ExitStack() as stack:
+        most = max(options.parallel)
+        engine = stack.enter_context(loading.load_for(options, plan.model, plan.kv, parallel=most))
+        check_room(engine.spec, plan.points, wanted.new)
+        beside = stack.enter_context(_start_peer(engine, plan.kv)) if plan.compare else None
+        runs = "one run" if plan.runs == 1 else f"{plan.runs} runs"
+        also = f", in turn with {beside.title}" if beside is not None else ""
+        at_once, sizes = (
+            " / ".join(map(str, options.parallel)),
+            f"{wanted.length:,} prompt tokens and {wanted.new:,} new ones",
+        )
+        note(f"warming up, then {runs} of {at_once} replies at once, {sizes} each{also}")
+        measured = bench_parallel.measure(engine, options.parallel, plan.runs, wanted, beside)
+        record, version = bench_report.of_model(engine.spec), None if beside is None else beside.version
+    if options.json:
+        for remark in bench_parallel.remarks(measured):
+            note(f"note: {remark}")
+        json_line({**bench_parallel.to_json(measured, version), **record})
+    else:
+        print(bench_parallel.text(plan.model, wanted, measured, version))
+    for doubt in record.get("doubts", ()):
+        note(f"unchecked: {doubt}; these replies may be wrong, and so may their speed")
     return 0
 
 

@@ -28,10 +28,10 @@ from ..options import (
 )
 from ..output import Progress, json_line, note, table
 from ..parser import ActionParser, Parser
+from ..prompts import compose
 from ..sanitise import sanitise_line
 from ..units import UNKNOWN, count, size
 from . import loading
-from .ask import compose
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -12,6 +12,7 @@ from .. import settings
 from ..options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
+    add_parallel_flag,
     add_profile_flag,
     add_reply_flags,
     any_given,
@@ -49,6 +50,7 @@ def parser() -> Parser:
     which.add_argument("--chat", metavar="ID", help="continue this chat; the beginning of its id is enough")
     add_profile_flag(made, "the one chosen last; none is without")
     add_reply_flags(made)
+    add_parallel_flag(made)
     return made
 
 
@@ -80,6 +82,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             memory=None if options.memory is None else round(options.memory * 1e9),
             unchecked=options.unchecked,
             adapter=None if options.adapter is None else given_adapter(options.adapter),
+            parallel=options.parallel,
             chat=options.chat,
             resume=options.resume,
             read=read,

@@ -300,6 +300,8 @@ VALUES: dict[str, Callable[[], list[Completion]]] = {
     "adapter": lambda: [*_adapters(), Completion(FILES)],
     "kv_bits": lambda: [Completion(str(bits)) for bits in KV_BITS],
     "kv_keep": lambda: [Completion("system", "the system prompt")],
+    "parallel": lambda: [Completion(str(width)) for width in (1, 2, 4, 8)],
+    "resume": lambda: [Completion(FILES)],
 }
 """Values by the name of an argument, where the parser takes more than a list of choices."""
 

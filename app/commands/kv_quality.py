@@ -30,9 +30,9 @@ from tokamac.engine.options import KVSpec
 from ..options import SAMPLING_FLAGS, adapter_of, default_model, kv_spec, memory_limit, positive
 from ..output import Progress, json_line, note, table
 from ..parser import Parser
+from ..prompts import LONGEST_INPUT, InputError
 from ..units import UNKNOWN, count, rate, size
 from . import loading
-from .ask import LONGEST_INPUT, InputError
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

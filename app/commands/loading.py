@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tokamac.engine import Engine
 
 
+ONE_BY_ONE = "replies are made one after another"
+"""Begins what an engine notes of a model whose class takes one sequence at a time."""
+
+
 def load(
     model: str,
     *,
@@ -31,8 +35,11 @@ def load(
     on_interrupt: Callable[[], None] = lambda: None,
     unchecked: bool = False,
     adapter: str | None = None,
+    parallel: int = 1,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
+
+    parallel: replies that will be asked for at once.
 
     Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
@@ -60,6 +67,7 @@ def load(
                 memory=memory,
                 unchecked=unchecked,
                 adapter=adapter,
+                parallel=parallel,
                 progress=lambda at: None if at.stage == "warm-up" else bar.update(at.done, at.total),
             )
         finally:
@@ -68,6 +76,9 @@ def load(
         note(f"note: {remark}")
     for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
         note(remark)
+    for remark in engine.spec.notes if kv == KVSpec() and parallel > 1 else ():
+        if remark.startswith(ONE_BY_ONE):
+            note(f"note: {remark}")
     if adapter is not None and kv == KVSpec():
         note(f"note: {next(remark for remark in engine.spec.notes if remark.startswith('adapter '))}")
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
@@ -76,12 +87,25 @@ def load(
 
 
 def load_for(
-    options: argparse.Namespace, model: str, kv: KVSpec, prompt_cache: PromptCacheSpec | None = None
+    options: argparse.Namespace,
+    model: str,
+    kv: KVSpec,
+    prompt_cache: PromptCacheSpec | None = None,
+    *,
+    parallel: int = 1,
 ) -> "Engine":
-    """Return the engine for ``model`` as the command's flags have it. Raises TokamacError."""
+    """Return the engine for ``model`` as the command's flags have it. parallel: replies at once. Raises TokamacError."""
     added, unchecked = adapter_of(options, model), getattr(options, "unchecked", False)
     limit = memory_limit(options)
-    return load(model, kv=kv, prompt_cache=prompt_cache, memory=limit, unchecked=unchecked, adapter=added)
+    return load(
+        model,
+        kv=kv,
+        prompt_cache=prompt_cache,
+        memory=limit,
+        unchecked=unchecked,
+        adapter=added,
+        parallel=parallel,
+    )
 
 
 def on_disk(model: str) -> Path:

@@ -5,6 +5,7 @@ It is this file again, as ``python -m tokamac.app.commands.peer FOLDER``. JSON l
 
     ▶ {"prompt": [ids], "new": 128}      ◀ {"ready": {"version": "0.32.2"}}, once
                                          ◀ {"began_s": 8.1, "token_times_s": [8.4, …], "peak_memory_bytes": 1234}
+    ▶ {"prompts": [[ids], …], "new": 128}    ◀ the same with a list of token_times_s for each prompt
                                          ◀ {"error": "what failed"}, and it ends
 
 Time stamps are sent as they were taken, where a token arrives; what they come to is reckoned on this side. The file descriptor of
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -54,6 +55,14 @@ class PeerRun:
     ttft_s: float
     prefill_tps: float | None
     decode_tps: float | None
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBatch:
+    """Replies of the peer's to prompts that it was given at once: when each of their tokens came, in seconds from the question."""
+
+    token_times_s: tuple[tuple[float, ...], ...]
     peak_memory_bytes: int | None
 
 
@@ -114,21 +123,40 @@ class PeerProcess:
 
     def reply(self, ids: Sequence[int], new: int) -> PeerRun:
         """Generate ``new`` tokens after ``ids``, greedily, whatever marks the end of a reply. Raises PeerError."""
+        times, began_s, peak = self._times({"prompt": list(ids), "new": new}, lambda given: (given,))
+        self._check_tokens(times, new)
+        return run_from_times(len(ids), began_s, times[0], peak)
+
+    def replies(self, prompts: Sequence[Sequence[int]], new: int) -> PeerBatch:
+        """Generate ``new`` tokens after each prompt in one batch, as its ``batch_generate`` does. Raises PeerError."""
+        times, began_s, peak = self._times({"prompts": [list(ids) for ids in prompts], "new": new}, tuple)
+        self._check_tokens(times, new)
+        if len(times) != len(prompts):
+            raise PeerError(f"{NAME} answered {len(times):,} of {len(prompts):,} prompts", WITHOUT)
+        return PeerBatch(tuple(tuple(at_s - began_s for at_s in each) for each in times), peak)
+
+    def _times(
+        self, request: dict[str, Any], replies_of: Callable[[Any], tuple[Any, ...]]
+    ) -> tuple[list[list[float]], float, int | None]:
+        """Return the token times of each reply, when it began, and the peak of memory. Raises PeerError."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompt": list(ids), "new": new}).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._dead() from None
         answer = self._answer()
         try:
-            times = [float(time) for time in answer["token_times_s"]]
+            times = [[float(at_s) for at_s in each] for each in replies_of(answer["token_times_s"])]
             began_s, peak = float(answer["began_s"]), answer["peak_memory_bytes"]
         except (KeyError, TypeError, ValueError) as error:
             raise PeerError(f"{NAME}'s process gave an answer without time stamps", WITHOUT) from error
-        if len(times) != new:
-            raise PeerError(f"{NAME} made {len(times):,} of {new:,} tokens", WITHOUT)
-        return run_from_times(len(ids), began_s, times, peak if isinstance(peak, int) else None)
+        return times, began_s, peak if isinstance(peak, int) else None
+
+    @staticmethod
+    def _check_tokens(times: Sequence[Sequence[float]], new: int) -> None:
+        if short := [len(each) for each in times if len(each) != new]:
+            raise PeerError(f"{NAME} made {short[0]:,} of {new:,} tokens", WITHOUT)
 
     def close(self) -> None:
         """End the process: it leaves when its stdin closes, and is ended if it does not."""
@@ -206,6 +234,29 @@ class MlxLm:
         times = [time.perf_counter() for _ in responses]
         return {"began_s": began_s, "token_times_s": times, "peak_memory_bytes": mx.get_peak_memory()}
 
+    def replies(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        """Generate ``new`` tokens after each prompt greedily, all in one batch: what ``batch_generate`` does, with its defaults.
+
+        It gives no time stamps of single tokens, so its generator is driven here as it drives it.
+        """
+        import mlx.core as mx
+        from mlx_lm.generate import BatchGenerator
+
+        mx.reset_peak_memory()
+        began_s = time.perf_counter()
+        generator = BatchGenerator(self._model)
+        try:
+            names = generator.insert(prompts, [new] * len(prompts))
+            times: dict[Any, list[float]] = {name: [] for name in names}
+            while made := generator.next_generated():
+                now_s = time.perf_counter()
+                for each in made:
+                    times[each.uid].append(now_s)
+        finally:
+            generator.close()
+        stamps = [times[name] for name in names]
+        return {"began_s": began_s, "token_times_s": stamps, "peak_memory_bytes": mx.get_peak_memory()}
+
 
 def serve(folder: str, requests: "queue.SimpleQueue[bytes]", out: BinaryIO) -> None:
     """Load, and answer requests until one fails."""
@@ -214,7 +265,13 @@ def serve(folder: str, requests: "queue.SimpleQueue[bytes]", out: BinaryIO) -> N
         _put(out, {"ready": {"version": metadata.version("mlx-lm")}})
         while True:
             asked = json.loads(requests.get())
-            _put(out, model.reply(asked["prompt"], asked["new"]))
+            together = "prompts" in asked
+            made = (
+                model.replies(asked["prompts"], asked["new"])
+                if together
+                else model.reply(asked["prompt"], asked["new"])
+            )
+            _put(out, made)
     except Exception as error:  # whatever a model's code raises is told in a line
         traceback.print_exc()
         _put(out, {"error": f"{type(error).__name__}: {error}"})

@@ -359,7 +359,9 @@ def settings(repl: "Repl", written: str) -> None:
         repl.tell(f"{name} is already {text}.")
         return
     scope = next(group.scope for group in form.groups for field in group.fields if field.name == name)
-    reloads = (sheet.kv, sheet.settings.memory_gb) != (before.kv, before.settings.memory_gb)
+    reloads = (sheet.kv, sheet.settings.memory_gb, sheet.settings.parallel) != (
+        before.kv, before.settings.memory_gb, before.settings.parallel
+    )  # fmt: skip
     if reloads:
         repl.tell(RELOADING)
     elif scope == THIS_CHAT:

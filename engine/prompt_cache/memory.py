@@ -293,11 +293,12 @@ class MemoryStore(CacheStore):
         held = self._holding(lease)
         if held is None:
             return
+        if not failed:
+            self._retire()  # while this one still counts as live: what both hold stays in the tree
         self._used.remove(held)
         if failed:
             self._drop(held)
             return
-        self._retire()
         self._idle = held
         self._touch(self._follow(held))
         self._evict()

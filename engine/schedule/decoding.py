@@ -170,7 +170,8 @@ class Decoder:
         """Begin to compute what follows the lanes' tokens, which then are in their caches."""
         if not lanes:
             return
-        ids = mx.concatenate([_some_token(lane.token) for lane in lanes])[:, None]  # (B, 1)
+        tokens = [_some_token(lane.token) for lane in lanes]
+        ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
         logits = forward(self._model, ids, [lane.caches for lane in lanes])
         wanted: list[mx.array] = []
         for row, lane in enumerate(lanes):

@@ -22,6 +22,8 @@ SECTIONS = {  # section: its module
     "decode": "decode",
     "live_cost": "decode",
     "peer": "decode",
+    "together": "many",
+    "each": "many",
     "screen": "screen",
     "chat_screen": "screen",
     "chat_use": "screen",

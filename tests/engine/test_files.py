@@ -15,11 +15,11 @@ import pytest
 from tests.engine.helpers import within
 from tests.quant.models import make_source
 from tests.tiny import make_tiny
-from tokamac.app import settings
+from tokamac.app import prompts, settings
 from tokamac.app.chat import models
 from tokamac.app.chat.attachments import AttachError, read_file
 from tokamac.app.chat.models import Folders
-from tokamac.app.commands import ask, kv_quality
+from tokamac.app.commands import kv_quality
 from tokamac.app.store import export
 from tokamac.app.store.database import Database
 from tokamac.app.store.store import Store
@@ -228,9 +228,9 @@ def test_files_that_the_user_names(tmp_path: Path, make: Make, monkeypatch: pyte
     path = tmp_path / "notes.txt"
     make(path)
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ask.InputError):
-        within(lambda: ask.compose("what is it?", [str(path)]))
-    with pytest.raises(ask.InputError):
+    with pytest.raises(prompts.InputError):
+        within(lambda: prompts.compose("what is it?", [str(path)]))
+    with pytest.raises(prompts.InputError):
         within(lambda: kv_quality._read(str(path)))
     with pytest.raises(AttachError):
         within(lambda: read_file(str(path), tmp_path))
@@ -256,7 +256,7 @@ def test_what_a_shell_hands_over_as_a_file_is_read(monkeypatch: pytest.MonkeyPat
     os.close(writing)
     monkeypatch.setattr(sys, "stdin", None)
     try:
-        assert "a diff" in within(lambda: ask.compose("Review it", [f"/dev/fd/{reading}"]))
+        assert "a diff" in within(lambda: prompts.compose("Review it", [f"/dev/fd/{reading}"]))
     finally:
         os.close(reading)
 

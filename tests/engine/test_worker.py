@@ -727,8 +727,9 @@ def test_a_cancelled_reply_without_an_end_may_be_read_after_another(rolling: Eng
         endless = rolling.generate([5, 6, 7], ENDLESS)
         next(endless)
         parked(rolling)
+        (stream,) = rolling._replies.open
         rolling.cancel()
-        until(lambda: rolling._replies.open[0].ended)
+        until(lambda: stream.ended)
         after = finish(rolling.generate([5, 6, 7], GREEDY)).metrics.generated_tokens
         return finish(endless).reason, after
 
@@ -740,8 +741,9 @@ def test_cancelling_reaches_a_reply_that_waits_for_its_reader_though_nobody_read
     events = own_engine.generate([5, 6, 7], MANY_TOKENS)
     next(events)
     parked(own_engine)
+    (stream,) = own_engine._replies.open
     own_engine.cancel()
-    until(lambda: own_engine._replies.open[0].ended)
+    until(lambda: stream.ended)
     assert within(lambda: finish(events)).reason == "cancelled"
 
 

@@ -16,7 +16,7 @@ from tests.mac import CAPTURES, GIB, MetalDevice, RecordedMac, as_captured
 from tokamac.engine import Engine, Finished, KVSpec, LoadProgress, MemoryLimitError, MemoryPressure, Message, Sampling
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.events import PrefillProgress
-from tokamac.engine.generation import NO_NUMBER, Generation
+from tokamac.engine.generation import Generation
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.perf import hardware, macos, memory
 from tokamac.engine.perf.catalogue import find
@@ -26,6 +26,8 @@ from tokamac.engine.perf.macos import EVERY_S
 from tokamac.engine.perf.peak_memory import predict_peak
 from tokamac.engine.perf.roofline import HostLimited
 from tokamac.engine.perf.what_if import Suggestion, WhatIfCase, rank, suggestion
+from tokamac.engine.sampling import Sampler
+from tokamac.engine.schedule.decoding import NO_NUMBER, Decoder, Lane
 from tokamac.quant import convert
 from tokamac.quant.search import implementation
 
@@ -441,18 +443,18 @@ WARM_UP_PROMPT = [3 + i % 90 for i in range(60)]
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What was computed: of each call, its kind and how many tokens were held before."""
     seen: list[tuple[str, int]] = []
-    prefill, step = Generation.prefill, Generation._step
+    prefill, launch = Generation.prefill, Decoder._launch
 
     def read(run: Generation, ids: list[int], chunk: int):  # type: ignore[no-untyped-def]
         seen.append(("prefill", len(run.cached_ids)))
         return prefill(run, ids, chunk)
 
-    def decode(run: Generation, token: mx.array, sampler: object, *, checked: bool) -> mx.array:
-        seen.append(("step", len(run.cached_ids)))
-        return step(run, token, sampler, checked=checked)  # type: ignore[arg-type]
+    def decode(decoder: Decoder, lanes: list[Lane]) -> None:
+        seen.extend(("step", len(lane.cached_ids)) for lane in lanes)
+        launch(decoder, lanes)
 
     monkeypatch.setattr(Generation, "prefill", read)
-    monkeypatch.setattr(Generation, "_step", decode)
+    monkeypatch.setattr(Decoder, "_launch", decode)
     return seen
 
 
@@ -488,7 +490,7 @@ def test_it_leaves_no_trace(steps, monkeypatch):
 
 
 def test_a_model_that_fails_in_it_is_loaded_all_the_same(monkeypatch):
-    monkeypatch.setattr(Generation, "_step", lambda *_, **__: mx.array([NO_NUMBER], mx.uint32))
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: mx.array([NO_NUMBER], mx.uint32))
     with Engine.load("guide") as engine, pytest.raises(ModelDamagedError, match="not numbers"):
         finished(engine)
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.app import cli
+from tokamac.app import cli, prompts
 from tokamac.app.backend.shell import ShellOutput
 from tokamac.app.chat import attachments, external_programs
 from tokamac.app.chat.attachments import (
@@ -37,7 +37,7 @@ from tokamac.app.chat.attachments import (
     shell_command,
 )
 from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
-from tokamac.app.commands import ask, bench_report, kv_quality
+from tokamac.app.commands import bench_report, kv_quality
 from tokamac.app.sanitise import sanitise
 from tokamac.app.store import export, values
 from tokamac.app.store.values import Attachment
@@ -333,7 +333,7 @@ def convert(folder: Path) -> None:
     "use",
     [
         lambda folder: read_file("notes.md", folder),
-        lambda folder: ask.compose("what?", [str(folder / "notes.md")]),
+        lambda folder: prompts.compose("what?", [str(folder / "notes.md")]),
         lambda folder: kv_quality._read(str(folder / "notes.md")),
         lambda folder: calibration.text(folder / "notes.md"),
         lambda folder: export.read(folder / "notes.md", now=0.0),

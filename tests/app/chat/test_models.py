@@ -426,6 +426,16 @@ async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Star
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb == 3.5
 
 
+async def test_a_number_of_replies_at_once_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        wishes._apply(c.app.chat, Sheet(settings=Settings(parallel=2)))
+        assert c.session.engine.phase is EnginePhase.LOADING
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.engine.load.parallel == 2
+    assert settings.load(tmp_path / "settings.toml").settings.parallel == 2
+
+
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
         await c.phase(EnginePhase.IDLE)

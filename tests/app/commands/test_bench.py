@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from tests.app.commands.conftest import Result, Run
 from tests.tiny import make_tiny
-from tokamac.app.commands import bench_report
+from tokamac.app.commands import bench_parallel, bench_report
+from tokamac.app.commands.bench_parallel import MeasuredWidth, SharedRun, shared_run, times_one
 from tokamac.app.commands.bench_report import (
     Chart,
     Dot,
@@ -145,6 +146,12 @@ def test_a_rolling_context_holds_any_depth(tokamac: Run, tiny: Path) -> None:
         (["--kv-quality", "--depth", "64"], "--depth has no effect with --kv-quality"),
         (["--kv-quality", "--plot", "a.svg"], "--plot has no effect with --kv-quality"),
         (["--kv-quality", "--compare", "mlx-lm"], "--compare has no effect with --kv-quality"),
+        (["--kv-quality", "--parallel", "2"], "--parallel has no effect with --kv-quality"),
+        (["--machine", "--parallel", "2"], "--parallel has no effect with --machine"),
+        (["--parallel", "1,0"], "'0' is not a number of replies at once"),
+        (["--parallel", "2", "--depth", "64"], "--depth has no effect with --parallel"),
+        (["--parallel", "2", "--plot", "a.svg"], "--plot has no effect with --parallel"),
+        (["--parallel", "2", "--prompt", "16,32"], "prompts of one length"),
     ],
 )
 def test_a_flag_that_is_wrong_or_idle_is_wrong_usage(tokamac: Run, flags: list[str], said: str) -> None:
@@ -527,3 +534,71 @@ def test_the_child_ends_when_the_other_side_is_gone(start: Start, tmp_path: Path
     process.kill()
     process.communicate(timeout=60)
     assert gone(folder)
+
+
+# `tokamac bench --parallel`: replies at once.
+
+
+def test_rates_of_replies_at_once_worked_by_hand() -> None:
+    # Two are written together from 2 s (the second one's first token) to 5 s (the first one's end): tokens at 3, 4, 5, and 4.
+    run = shared_run([[1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 8.0]], 9)
+    assert run == SharedRun(8, together_tps=4 / 3, each_tps=(1 + 1 / 3) / 2, overall_tps=1.0, ttft_s=1.5, total_s=8.0,
+                            peak_memory_bytes=9)  # fmt: skip
+    assert shared_run([[1.0, 2.0], [3.0, 4.0]], None).together_tps is None  # one after another
+    assert shared_run([[1.0, 2.0], []], None).together_tps is None
+    assert shared_run([[]], None) == SharedRun(0, *[None] * 6)  # type: ignore[arg-type]
+    alone = shared_run([[1.0, 1.5, 2.0]], None)
+    assert alone.together_tps == alone.each_tps == 2.0
+
+
+def test_a_width_is_compared_with_one_reply_alone() -> None:
+    def at(width: int, *rates: float | None) -> MeasuredWidth:
+        return MeasuredWidth(width, [SharedRun(0, each, None, None, None, None, None) for each in rates])
+
+    alone, four = at(1, 100.0, 110.0, 90.0), at(4, 250.0, 300.0, 310.0)
+    assert times_one(four, [four, alone]) == 3.0
+    assert times_one(four, [four]) is None
+    assert times_one(at(2, None), [alone]) is None
+    assert bench_parallel.remarks([alone, four]) == []
+    (said,) = bench_parallel.remarks([alone, at(2, None), at(8, None)])
+    assert said.startswith("2, 8 at once: the replies were never all written at the same time")
+
+
+def test_every_width_is_measured_beside_the_peers_batches(tokamac: Run, tiny: Path) -> None:
+    flags = ("--prompt", "24", "--max-tokens", "20", "--runs", "2", "--parallel", "1,3", "--compare", "mlx-lm")
+    found = found_in(tokamac("bench", tiny, *flags, "--json"))
+    assert found.keys() == CONTRACT | {"parallel"}
+    assert [run["prompt_tokens"] for run in found["runs"]] == [24, 24]
+    assert [row["width"] for row in found["parallel"]] == [1, 3]
+    for row in found["parallel"]:
+        assert (row["ceiling_tps"], row["expected_tps"]) == (None, None) or row["ceiling_tps"] > 0
+        assert row["peer"].keys() == {"name", "version", "median", "ratio", "runs"}
+        for side in (row, row["peer"]):
+            assert [run["generated_tokens"] for run in side["runs"]] == [20 * row["width"]] * 2
+            assert all(run["overall_tps"] > 0 and run["ttft_s"] > 0 for run in side["runs"])
+        pairs = [
+            ours["overall_tps"] / theirs["overall_tps"]
+            for ours, theirs in zip(row["runs"], row["peer"]["runs"], strict=True)
+        ]
+        assert row["peer"]["ratio"]["overall_tps"]["median"] == pytest.approx(sum(pairs) / 2)
+    assert found["parallel"][0]["times_one"] == 1.0
+    assert gone(tiny)
+
+
+def test_widths_are_rows_for_people(tokamac: Run, tiny: Path) -> None:
+    done = tokamac("bench", tiny, "--prompt", "16", "--max-tokens", "12", "--runs", "1", "--parallel", "2,1,2")
+    assert done.status == 0, done.err
+    title, table, told, *_ = done.out.split("\n\n")
+    assert title.endswith(": 16 prompt tokens and 12 new ones each; one run, so no spread is known")
+    assert [line.split()[0] for line in table.splitlines()] == ["at", "2", "1"]
+    assert told.startswith("together ")
+    assert "run 1, 2 at once: " in done.err
+
+
+def test_the_prediction_is_of_that_width(tiny: Path) -> None:
+    with Engine.load(tiny, prompt_cache=None, parallel=2) as engine:
+        wanted = bench_parallel.Replies(16, Sampling(temperature=0, max_tokens=4))
+        found = bench_parallel.measure(engine, (1, 2), 1, wanted, None)
+        for each in found:
+            assert each.prediction == engine.predict(16, 18, batch=each.parallel)
+            assert each.prediction.batch == each.parallel

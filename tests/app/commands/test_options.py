@@ -16,10 +16,11 @@ from tests.engine.helpers import as_mlx, write_model, write_peft
 from tokamac.app import output, settings, units
 from tokamac.app.backend.child import _memory_use, load_engine
 from tokamac.app.backend.protocol import Load
+from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.commands import ask
-from tokamac.app.commands.ask import compose
 from tokamac.app.commands.bench_runs import message_ids
 from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_bits, kv_spec, sampling
+from tokamac.app.prompts import compose
 from tokamac.app.settings import Settings
 from tokamac.engine import Engine, Message, OptionError, TemplateOptions
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
@@ -391,6 +392,16 @@ def test_thinking_is_turned_off_and_on(tokamac: Run, thinks: Path) -> None:
     assert kinds(asked(tokamac, thinks, "--template-option", "enable_thinking=false")) == {"answer"}
 
 
+def test_a_line_of_many_has_its_thinking_in_its_result(tokamac: Run, thinks: Path) -> None:
+    def one(*flags: str) -> dict[str, str]:
+        (line,) = tokamac("ask", "--each", "-", "-m", thinks, *GREEDY, *flags, stdin=b"Hello\n").out.splitlines()
+        return dict(json.loads(line))
+
+    alone = "".join(str(event["text"]) for event in asked(tokamac, thinks) if event["event"] == "text")
+    assert (one()["thinking"], one()["text"]) == (alone, "")
+    assert "thinking" not in one("--thinking", "off")
+
+
 def test_steps_are_written_as_json_lines(tokamac: Run, thinks: Path, tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     finished = asked(tokamac, thinks, "--steps", str(file))[-1]
@@ -659,6 +670,45 @@ def test_the_engines_process_gets_it_with_the_model(tiny: Path) -> None:
         memory = _memory_use(engine)
         assert (memory.budget_bytes, memory.budget_source) == (3 * 10**9, "as set by --memory or the memory setting")
         assert memory.total_bytes
+
+
+# `--parallel` and the setting `parallel`: replies at once.
+
+
+def test_a_flag_or_a_setting_says_how_many_replies_are_made_at_once(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("Hello\n" * 6)
+
+    def widths(*flags: str) -> list[float]:
+        done = tokamac("ask", "--each", prompts, "-m", tiny, "--max-tokens", "40", "--temp", "0", *flags)
+        return [json.loads(line)["metrics"]["batch_width"] for line in done.out.splitlines()]
+
+    assert max(widths()) > 2
+    assert 1 < max(widths("--parallel", "2")) <= 2
+    settings.save(settings.default_path(), Settings(parallel=1))
+    assert widths() == [1.0] * 6
+    assert max(widths("--parallel", "2")) > 1
+
+
+def test_the_chat_has_it_by_flag_or_setting_and_its_engine_gets_it(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    settings.save(path, Settings(parallel=5))
+    assert begin(ChatOptions(settings_path=path)).session.engine.load.parallel == 5
+    assert begin(ChatOptions(settings_path=path, parallel=3)).session.engine.load.parallel == 3
+    engine, _ = load_engine(Load(str(tiny), prompt_cache=False, parallel=3), lambda _: None)
+    with engine:
+        assert engine._replies.schedule.width == 3
+
+
+def test_a_number_of_replies_at_once_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("parallel = 0\n")
+    read = settings.load(path)
+    assert read.settings.parallel == Settings().parallel
+    assert "not a number of replies at once" in read.warnings[0]
+    with pytest.raises(OptionError) as refused:
+        Settings(parallel=300)
+    assert refused.value.one_line() == "parallel is 300, which is not a number of replies at once. Use 1 to 256."
 
 
 def test_ask_takes_a_profile_and_flags_beside_it_win(tokamac: Run) -> None:

@@ -51,6 +51,8 @@ def test_values_are_the_parsers_choices() -> None:
     assert words("completion", "") == list(SCRIPTS)
     assert "Apple M4 Max" in words("inspect", "--chip", "Apple M4")
     assert words("ask", "--temp", "") == []  # any number
+    assert words("bench", "--parallel", "") == ["1", "2", "4", "8"]
+    assert words("ask", "--each", "") == words("ask", "--resume", "") == [FILES]
 
 
 def test_a_value_behind_the_sign_is_completed_as_each_shell_has_it() -> None:

@@ -23,7 +23,7 @@ from tokamac.app import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE, cli, parser, sett
 from tokamac.app import help as texts
 from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.cli import COMMANDS
-from tokamac.app.commands.ask import InputError, compose
+from tokamac.app.prompts import InputError, compose
 
 # Exit codes, help, wrong usage: no model is needed.
 

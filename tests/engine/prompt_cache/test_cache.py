@@ -518,3 +518,24 @@ def test_warm_equals_cold_for_random_trees_of_conversations(kind: str, monkeypat
         max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
     )
     case().runTest()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_that_hold_the_same_give_it_back_one_after_the_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, few in {"BLOCK": 8, "LEAST_TOKENS": 8, "LEAST_TAIL": 2, "PAUSE_S": 0.001}.items():
+        monkeypatch.setattr(cache, name, few)
+    machine = type("Machine", (Conversations,), {"kind": kind})()
+    machine.begin(LARGE, LARGE)
+    try:
+        for step in range(3):
+            machine.open_lane(0, [0, 0])
+            machine.again(step)
+            machine.is_sound()
+        for _ in range(3):
+            machine.close_lane(0, [], "end")
+            machine.is_sound()
+        machine.again(0)
+    finally:
+        machine.teardown()

@@ -330,8 +330,8 @@ def replied(engine: Engine, sampling: Sampling) -> tuple[list[int], list[TokenLo
 
 
 def test_events_hold_every_token_in_order(engine: Engine) -> None:
-    ids, scores, end = replied(engine, Sampling(seed=4, temperature=1.5, max_tokens=60))
-    assert len(ids) == end.metrics.generated_tokens == 60
+    ids, scores, end = replied(engine, Sampling(seed=4, temperature=1.5, max_tokens=50))
+    assert len(ids) == end.metrics.generated_tokens == 50
     assert engine.tokenizer.decode(ids) == end.text
     assert scores == []
 

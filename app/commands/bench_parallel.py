@@ -1,0 +1,311 @@
+"""``tokamac bench --parallel 1,2,4,8``: replies that are made at once, at each width beside what the roofline predicts for it.
+
+A run asks for as many replies as the width, all at the same instant, each to a prompt of its own. Of their time stamps come:
+
+    together       tokens a second of all replies, over the time in which all of them are written (metrics.shared_rate)
+    each           the median of the replies' own decode rates, pauses for others' prompts included: what a reader sees
+    overall        all tokens over the time from the question to the last token: what a file of prompts takes
+
+The peer answers the same prompts in one batch, and its stamps are reckoned in the same way. Who begins changes every run.
+"""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tokamac.engine.events import Failed, Finished
+from tokamac.engine.metrics import Metrics, decode_rate, rate, share, shared_rate
+from tokamac.engine.options import Sampling
+from tokamac.engine.perf.roofline import Prediction
+
+from .. import units
+from ..output import note, picked, table
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, percent, seconds
+from . import peer
+from .bench_report import Spread, medians, pair_ratios, span, spread
+from .bench_runs import prompt_ids
+from .peer import PeerBatch
+
+if TYPE_CHECKING:
+    from tokamac.engine import Engine
+
+SHOWN = {"together_tps": units.rate, "each_tps": units.rate, "overall_tps": units.rate, "ttft_s": seconds}
+"""What is compared with a peer, by the names of the fields, and how each is written."""
+
+
+class BatchPeer(Protocol):
+    """Another program that answers several prompts in one batch."""
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+
+    def replies(self, prompts: Sequence[Sequence[int]], new: int) -> PeerBatch:
+        """Generate ``new`` tokens after each prompt, greedily. Raises PeerError."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Replies that were asked for at once. Tokens a second, seconds, bytes; None is unknown.
+
+    together_tps, each_tps, overall_tps: see above. ttft_s: the median. total_s: until the last token of all.
+    """
+
+    generated_tokens: int
+    together_tps: float | None
+    each_tps: float | None
+    overall_tps: float | None
+    ttft_s: float | None
+    total_s: float | None
+    peak_memory_bytes: int | None
+
+
+@dataclass(slots=True)
+class MeasuredWidth:
+    """What was measured of ``parallel`` replies at once, run by run. prediction: None until all was measured. Without a peer, no
+    peer_runs."""
+
+    parallel: int
+    runs: list[SharedRun] = field(default_factory=list)
+    replies: list[Metrics] = field(default_factory=list)
+    peer_runs: list[SharedRun] = field(default_factory=list)
+    prediction: Prediction | None = None
+
+    @property
+    def label(self) -> str:
+        """What the width is called on a line."""
+        return f"{self.parallel} at once"
+
+
+def shared_run(token_times: Sequence[Sequence[float]], peak: int | None) -> SharedRun:
+    """Return what the token times of each reply come to, in seconds from the question."""
+    rates = [found for times in token_times if (found := decode_rate(times)) is not None]
+    tokens, end = sum(map(len, token_times)), max((times[-1] for times in token_times if times), default=None)
+    firsts = [times[0] for times in token_times if times]
+    return SharedRun(
+        generated_tokens=tokens,
+        together_tps=shared_rate(token_times),
+        each_tps=statistics.median(rates) if rates else None,
+        overall_tps=rate(tokens, end),
+        ttft_s=statistics.median(firsts) if firsts else None,
+        total_s=end,
+        peak_memory_bytes=peak,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """How the replies of a run are asked for: to prompts of ``length`` tokens; ``sampling.max_tokens`` is set."""
+
+    length: int
+    sampling: Sampling
+
+    @property
+    def new(self) -> int:
+        """Tokens of each."""
+        return self.sampling.max_tokens or 0
+
+
+def measure(
+    engine: "Engine", widths: Sequence[int], rounds: int, wanted: Replies, beside: BatchPeer | None
+) -> list[MeasuredWidth]:
+    """Return what was measured, width by width. Progress goes to stderr. Raises TokamacError, also where one reply failed."""
+    engine.tokenizer.eos_ids = frozenset()  # every reply makes as many tokens as it is asked for
+    made = [MeasuredWidth(width) for width in widths]
+    for number in range(rounds + 1):
+        for each in made:
+            into = each if number else MeasuredWidth(each.parallel)  # the first run is the warm-up
+            _round(engine, into, number, wanted, beside)
+            if number:
+                note(_line(each, number, beside))
+    for each in made:
+        each.prediction = engine.predict(wanted.length, wanted.length + wanted.new // 2, batch=each.parallel)
+    return made
+
+
+def _round(engine: "Engine", into: MeasuredWidth, number: int, wanted: Replies, beside: BatchPeer | None) -> None:
+    """Let each side answer once; who begins changes with ``number``."""
+    prompts = [prompt_ids(engine, wanted.length, number * into.parallel + place) for place in range(into.parallel)]
+
+    def ours() -> None:
+        ends = _replies(engine, prompts, wanted.sampling)
+        into.replies += [end.metrics for end in ends]
+        peaks = [end.metrics.peak_memory_bytes for end in ends]
+        known = [peak for peak in peaks if peak is not None]
+        into.runs.append(shared_run([_token_times(end) for end in ends], max(known, default=None)))
+
+    def theirs() -> None:
+        if beside is not None:
+            answered = beside.replies(prompts, wanted.new)
+            into.peer_runs.append(shared_run(answered.token_times_s, answered.peak_memory_bytes))
+
+    for turn in (ours, theirs) if number % 2 else (theirs, ours):
+        turn()
+
+
+def _replies(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Finished]:
+    """Return the ends of replies that are asked for at once. Raises TokamacError where one failed."""
+    ends: dict[int, Finished] = {}
+    for prompt, _, event in engine.generate_many(prompts, sampling):
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Finished):
+            ends[prompt] = event
+    return [ends[prompt] for prompt in range(len(prompts))]
+
+
+def _token_times(end: Finished) -> list[float]:
+    """Return when each token of a reply came, in seconds from its question: all are asked at the same instant."""
+    if end.passes is None or end.metrics.ttft_s is None:
+        return []
+    gaps_ms = end.passes.unpacked().ms[1:]
+    return [end.metrics.ttft_s + gap / 1e3 for gap in itertools.accumulate(gaps_ms, initial=0.0)]
+
+
+def _line(each: MeasuredWidth, number: int, beside: BatchPeer | None) -> str:
+    theirs = f"; {beside.title}: {units.rate(each.peer_runs[-1].together_tps)}" if beside is not None else ""
+    return f"run {number}, {each.label}: {units.rate(each.runs[-1].together_tps)} together{theirs}"
+
+
+# The report ---------------------------------------------------------------------------------------------------------------------
+
+
+def spreads(runs: Sequence[SharedRun]) -> dict[str, Spread | None]:
+    """Return the spread of each of the ``SHOWN`` fields."""
+    return {name: spread(getattr(run, name) for run in runs) for name in SHOWN}
+
+
+def times_one(each: MeasuredWidth, measured: Sequence[MeasuredWidth]) -> float | None:
+    """Return how many times the tokens a second of one reply alone all replies together make; None where one was not measured."""
+    alone = next((other for other in measured if other.parallel == 1), None)
+    one = None if alone is None else spreads(alone.runs)["together_tps"]
+    own = spreads(each.runs)["together_tps"]
+    return share(None if own is None else own.median, None if one is None else one.median)
+
+
+def to_json(measured: Sequence[MeasuredWidth], peer_version: str | None) -> dict[str, Any]:
+    """Return the contract's object, that of the first width, with ``parallel``: one for each width."""
+    listed = [_width_json(each, measured, peer_version) for each in measured]
+    replies = [asdict(reply) for reply in measured[0].replies]
+    of_first = {name: listed[0][name] for name in ("ceiling_tps", "expected_tps", "peer")}
+    return {"runs": replies, "median": medians(replies), **of_first, "parallel": listed}
+
+
+def _width_json(each: MeasuredWidth, measured: Sequence[MeasuredWidth], peer_version: str | None) -> dict[str, Any]:
+    runs = [asdict(run) for run in each.runs]
+    middle = medians(runs)
+    limits = picked(each.prediction, "ceiling_tps", "expected_tps")
+    return {
+        "width": each.parallel,
+        "runs": runs,
+        "median": middle,
+        "spread": {name: _json(found) for name, found in spreads(each.runs).items()},
+        "times_one": times_one(each, measured),
+        **limits,
+        "share_of_ceiling": share(middle["together_tps"], limits["ceiling_tps"]),
+        "share_of_expected": share(middle["together_tps"], limits["expected_tps"]),
+        "peer": None if peer_version is None else _peer_json(each, peer_version),
+    }
+
+
+def _peer_json(each: MeasuredWidth, version: str) -> dict[str, Any]:
+    runs = [asdict(run) for run in each.peer_runs]
+    ratios = {name: _json(_ratio(each, name)) for name in SHOWN}
+    return {"name": peer.NAME, "version": version, "median": medians(runs), "ratio": ratios, "runs": runs}
+
+
+def _json(found: Spread | None) -> dict[str, float] | None:
+    return None if found is None else found.to_json()
+
+
+def _ratio(each: MeasuredWidth, name: str) -> Spread | None:
+    """Return ours ÷ the peer's, run by run."""
+    return pair_ratios([getattr(run, name) for run in each.runs], [getattr(run, name) for run in each.peer_runs])
+
+
+def text(model: str, wanted: Replies, measured: Sequence[MeasuredWidth], peer_version: str | None) -> str:
+    """Return the report for people."""
+    count = len(measured[0].runs)
+    runs = "one run, so no spread is known" if count == 1 else f"medians of {count} runs (smallest–largest)"
+    title = f"{sanitise_line(model)}: {wanted.length:,} prompt tokens and {wanted.new:,} new ones each; {runs}"
+    parts = [title, _own_table(measured), TOLD, *remarks(measured)]
+    if peer_version is not None:
+        parts.append(_peer_table(measured, f"{peer.NAME} {peer_version}"))
+        parts.append("ratios are ours ÷ its, of pairs of runs taken in turn on the same prompts")
+    return "\n\n".join(parts)
+
+
+def remarks(measured: Sequence[MeasuredWidth]) -> list[str]:
+    """Return a sentence where a width was never reached."""
+    apart = [str(each.parallel) for each in measured if spreads(each.runs)["together_tps"] is None]
+    if not apart:
+        return []
+    return [
+        f"{', '.join(apart)} at once: the replies were never all written at the same time; make them longer (--max-tokens)"
+    ]
+
+
+TOLD = """\
+together  tokens a second of all replies, while all are written
+each      a reply's own rate, pauses for others' prompts included
+overall   all tokens, over the time from the question to the last of them"""
+
+
+def _own_table(measured: Sequence[MeasuredWidth]) -> str:
+    head = ["at once", "together", "× one", "each", "TTFT", "overall", "expected", "of it", "ceiling"]
+    rows = []
+    for each in measured:
+        found, limits = spreads(each.runs), each.prediction
+        together = found["together_tps"]
+        expected = None if limits is None else limits.expected_tps
+        ceiling = None if limits is None else limits.ceiling_tps
+        reached = share(None if together is None else together.median, expected)
+        factor = times_one(each, measured)
+        rows.append(
+            [
+                f"{each.parallel}",
+                _with_range(together, "together_tps"),
+                UNKNOWN if factor is None else f"{factor:.2f}",
+                *(_middle(found[name], name) for name in ("each_tps", "ttft_s", "overall_tps")),
+                units.rate(expected),
+                percent(reached),
+                units.rate(ceiling),
+            ]
+        )
+    return table([head, *rows], right=range(len(head)))
+
+
+def _peer_table(measured: Sequence[MeasuredWidth], title: str) -> str:
+    head = [title, "together", "each", "TTFT", "overall", "together ratio", "overall ratio"]
+    rows = []
+    for each in measured:
+        found = spreads(each.peer_runs)
+        rows.append(
+            [
+                each.label,
+                *(_middle(found[name], name) for name in ("together_tps", "each_tps", "ttft_s", "overall_tps")),
+                *(_ratio_text(_ratio(each, name)) for name in ("together_tps", "overall_tps")),
+            ]
+        )
+    return table([head, *rows], right=range(1, len(head)))
+
+
+def _middle(found: Spread | None, name: str) -> str:
+    return SHOWN[name](None if found is None else found.median)
+
+
+def _with_range(found: Spread | None, name: str) -> str:
+    if found is None or found.low == found.high:
+        return _middle(found, name)
+    return f"{_middle(found, name)} ({span(SHOWN[name], found.low, found.high)})"
+
+
+def _ratio_text(found: Spread | None) -> str:
+    if found is None:
+        return UNKNOWN
+    return (
+        f"{found.median:.2f}" if found.low == found.high else f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f})"
+    )

@@ -1,0 +1,107 @@
+"""Sections together and each: many replies at once, through the command line, beside one at a time and beside mlx-lm's batches."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.benchmarks.plan import BenchError, Plan
+from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, holds, plain, ratios, series
+from tests.benchmarks.texts import QUESTIONS
+
+PROMPT = 32
+WIDTHS = (1, 4, 8)
+PACKED = "8,4"
+
+
+def measure_together(plan: Plan) -> Section:
+    """Decode at several widths: over one reply, over mlx-lm at the same width, and packed over 16 bits."""
+    new = plan.count(96, 48)  # long enough that the last prompt is read before the first reply ends
+    flags = ("--prompt", str(PROMPT), "--max-tokens", str(new), "--parallel", ",".join(map(str, WIDTHS)))
+    beside = _bench(plan, *flags, "--runs", str(plan.count(3, 1)), "--compare", "mlx-lm")
+    rows: list[Row] = []
+    alone = _rates(beside[1]["runs"])
+    for width in WIDTHS:
+        ours, theirs = _rates(beside[width]["runs"]), _rates(beside[width]["peer"]["runs"])
+        rows.append(plain(f"{width} at once, all together", ours, "tok/s"))
+        if width > 1:
+            rows.append(plain(f"{width} at once ÷ one", ratios(ours, alone)))
+        rows.append(at_least(f"{width} at once ÷ mlx-lm's batch", ratios(ours, theirs), 1.0))
+    whole, packed = alternate(
+        plan.rounds,
+        lambda _: _bench(plan, *flags, "--runs", "1"),
+        lambda _: _bench(plan, *flags, "--runs", "1", "--kv-bits", PACKED),
+    )
+    for width in WIDTHS[1:]:
+        sixteen, few = (series([_rates(run[width]["runs"]).median for run in runs]) for runs in (whole, packed))
+        rows.append(at_least(f"{width} at once, KV {PACKED} ÷ 16 bits", ratios(few, sixteen), 0.9))
+    how = (
+        f"`tokamac bench --parallel`: {new} tokens after prompts of {PROMPT}, all asked for at the same instant; tokens a "
+        "second of all replies, over the time in which all of them are written. mlx-lm's `BatchGenerator`, which its "
+        "`batch_generate` drives, answers the same prompts in turn in a process of its own. It refuses packed keys and values "
+        "in a batch."
+    )
+    return Section("Together: several replies at once", rows, how)
+
+
+def _bench(plan: Plan, *flags: str) -> dict[int, dict[str, Any]]:
+    """Return what ``tokamac bench`` measured, by width."""
+    done = _tokamac("bench", plan.model, *flags, "--json")
+    return {row["width"]: row for row in json.loads(done)["parallel"]}
+
+
+def _rates(runs: list[dict[str, Any]]) -> Series:
+    return series([run["together_tps"] for run in runs])
+
+
+# Section: a file of prompts.
+
+PROMPTS = 64
+
+
+def measure_each(plan: Plan) -> Section:
+    """Answer a file of prompts eight at once and one by one."""
+    new = plan.count(64, 8)
+    with TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.txt"
+        count = plan.count(PROMPTS, 8)
+        prompts.write_text("".join(f"{QUESTIONS[i % len(QUESTIONS)]} ({i})\n" for i in range(count)))
+        answer = partial(_answered, plan, prompts, new)
+        together, one_by_one = alternate(plan.count(3, 1), lambda _: answer(8), lambda _: answer(1))
+    texts = [found[1] for found in (*together, *one_by_one)]
+    times = [series([found[0] for found in side]) for side in (together, one_by_one)]
+    rows = [
+        plain(f"{count} prompts, eight at once", times[0], "s"),
+        plain(f"{count} prompts, one by one", times[1], "s"),
+        at_most("eight at once ÷ one by one", ratios(*times), 0.5),
+        holds("answers", "the same" if all(each == texts[0] for each in texts) else "other ones", "the same",
+              met=all(each == texts[0] for each in texts)),
+    ]  # fmt: skip
+    how = (
+        f"`tokamac ask --each` with `--parallel 8` and `--parallel 1`, in turn: the whole command, loading included; {new} tokens "
+        "at most for each prompt, at temperature 1 with a seed."
+    )
+    return Section("Each: a file of prompts", rows, how)
+
+
+def _answered(plan: Plan, prompts: Path, new: int, parallel: int) -> tuple[float, list[str]]:
+    """Return the seconds of a whole command, and its answers."""
+    began = time.monotonic()
+    flags = ("--max-tokens", str(new), "--temp", "1", "--seed", "1", "--no-prompt-cache")
+    out = _tokamac("ask", "--each", str(prompts), "-m", plan.model, "--parallel", str(parallel), *flags)
+    return time.monotonic() - began, [json.loads(line)["text"] for line in out.splitlines()]
+
+
+def _tokamac(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tokamac.app.cli", *arguments],
+        capture_output=True, text=True, check=False, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+    )  # fmt: skip
+    if done.returncode:
+        raise BenchError(done.stderr.strip() or f"tokamac {arguments[0]} ended with status {done.returncode}")
+    return done.stdout
