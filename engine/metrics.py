@@ -76,7 +76,12 @@ class Metrics:
     @property
     def replies_at_once(self) -> int:
         """``batch_width`` as a whole number; 1 where it is unknown."""
-        return 1 if self.batch_width is None else max(1, round(self.batch_width))
+        return whole_width(self.batch_width)
+
+
+def whole_width(mean: float | None) -> int:
+    """Return how many replies were decoded together, of the mean over the steps; 1 where it is unknown."""
+    return 1 if mean is None else max(1, round(mean))
 
 
 def rate(count: float, seconds: float | None) -> float | None:
@@ -409,6 +414,11 @@ class Recorder:
         self.ended_s = self.clock()
 
     @property
+    def batch_width(self) -> float | None:
+        """Replies that were decoded together so far, in the mean of the steps; None before one."""
+        return rate(self.rows, self.passes)
+
+    @property
     def context_tokens(self) -> int:
         """Tokens of the prompt and of the reply so far."""
         return self.prompt_tokens + len(self.token_times)
@@ -445,5 +455,5 @@ class Recorder:
             expected_tps=cost.expected_tps,
             peak_memory_bytes=peak_memory_bytes,
             queue_s=None if self.began_s is None else self.began_s - self.accepted_s,
-            batch_width=rate(self.rows, self.passes),
+            batch_width=self.batch_width,
         )

@@ -82,8 +82,7 @@ class GrowthBudget:
         whole = self._runtime.memory_budget
         if whole is None:
             return None
-        ours = self._runtime.shape.weights + kv_bytes(self._lease.caches) + self._store.aside
-        return whole - max(0, mx.get_active_memory() - ours)
+        return whole - _others(self._runtime.shape, self._store, self._lease)
 
 
 def make_room(
@@ -112,8 +111,8 @@ def make_room(
     def afresh(of: ModelShape) -> Peak:
         return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
-    beside_it = _held_beside(store, lease)
-    others = max(0, mx.get_active_memory() - shape.weights - (store.nbytes - beside_it.now)) + beside_it.to_come
+    beside_it = [(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease]
+    others = _others(shape, store, lease) + sum(max(0, expected - now) for now, expected in beside_it)
     budget = None if (whole := runtime.memory_budget) is None else whole - others
     spare = None if (left := memory.available()) is None else left - others
     pool, largest = mx.get_cache_memory(), runtime.chunking.at(cached)
@@ -126,16 +125,13 @@ def make_room(
     def fused_at(chunk: int) -> Peak:
         return peak(fused, chunk)
 
-    found = steps(plain_at, budget, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
+    def within(limit: int | None) -> Mitigation:
+        return steps(plain_at, limit, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
+
+    found = within(budget)
     if budget is not None and found.missing:
-        alone = steps(
-            plain_at,
-            budget + beside_it.now + beside_it.to_come,
-            chunk=largest,
-            pool=pool,
-            fused_at=fused_at if may_force else None,
-        )
-        if beside_it.now + beside_it.to_come and not alone.missing:
+        given_back = sum(max(each) for each in beside_it)
+        if given_back and not within(budget + given_back).missing:
             raise RoomTakenError(MemoryPressure(0, None, 0, found.peak.total, budget, waits=True))
         offered = list(offers(fused, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
@@ -190,17 +186,9 @@ def slots_of(caches: list[Any]) -> int:
     return max((cache.slots for _, cache in leaves(caches) if isinstance(cache, Cache)), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldBeside:
-    """Bytes that other leases in use hold now, and that they will hold beyond it."""
-
-    now: int
-    to_come: int
-
-
-def _held_beside(store: CacheStore, lease: CacheLease) -> _HeldBeside:
-    others = [(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease]
-    return _HeldBeside(sum(now for now, _ in others), sum(max(0, expected - now) for now, expected in others))
+def _others(shape: ModelShape, store: CacheStore, lease: CacheLease) -> int:
+    """Return what other replies and other engines of the process hold: their arrays count in the same budget."""
+    return max(0, mx.get_active_memory() - shape.weights - kv_bytes(lease.caches) - store.aside)
 
 
 def _take(found: Mitigation, store: CacheStore, budget: int | None, from_others: int, critical: bool) -> MemoryPressure:

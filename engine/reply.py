@@ -10,7 +10,7 @@ from . import kv
 from .errors import FAILURES, ContextError, DeviceError, computing_error
 from .events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from .generation import Generation, PrefillChunker
-from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, rate, recent_rate
+from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate, whole_width
 from .options import Sampling
 from .passes.cost import cost_of
 from .passes.log import PassLog, log_of
@@ -207,9 +207,8 @@ class ReplyTask:
         recorder = self._request.recorder
         # The cost of the middle step stands for all: the context grows by one token a step.
         context = recorder.prompt_tokens + len(recorder.token_times) // 2
-        width = max(1, round(rate(recorder.rows, recorder.passes) or 1))
         return recorder.metrics(
-            self._runtime.step_cost(context, width),
+            self._runtime.step_cost(context, whole_width(recorder.batch_width)),
             kv_bytes=self._kv_bytes(),
             peak_memory_bytes=max(self._earlier_peak, mx.get_peak_memory()) or None,
         )
@@ -339,7 +338,7 @@ class ReplyTask:
         return Lane(
             lease.caches,
             lease.ids,
-            [*request.ids, *made][-1],
+            (made or request.ids)[-1],
             Sampler(request.sampling, request.ids, sets, made),
             None if limit is None else limit - len(made),
             note=request.recorder.mark,

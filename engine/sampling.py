@@ -279,7 +279,6 @@ class Sampler:
         self._tokens = tokens
         self._position = len(prompt)  # of the reply's first token
         self._before = [*prompt, *made]
-        self._made_before = list(made)
         self._greedy = (sampling.temperature or 0) < COLDEST
         self._penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
         self._counted = bool(sampling.presence_penalty or sampling.frequency_penalty)
@@ -318,7 +317,7 @@ class Sampler:
         logits = logits.astype(mx.float32)
         if not self._vocabulary:
             self._vocabulary = logits.shape[-1]
-            self._count(mx.array(self._made_before, mx.uint32))
+            self._count(mx.array(self._before[self._position :], mx.uint32))
         if self._last is not None:
             self._remember(self._last)
         token = self._last = self._choose(self._bias(logits)).astype(mx.uint32)

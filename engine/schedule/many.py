@@ -1,6 +1,5 @@
 """Many replies read by one loop: prompts one after another, as many at once as the engine makes, and their events as they come."""
 
-import itertools
 import queue
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -67,14 +66,18 @@ class ManyReplies:
                 prompt, sample = following, 0
             else:
                 return
-            reply = _Open(prompt, sample, EventStream())
-            reply.stream = EventStream(announce=lambda reply=reply: self._ready.put(reply))  # type: ignore[misc]
+            reply = self._new(prompt, sample)
             try:
                 self._ask(reply.stream, prompt, sample)
             except TokamacError as error:
                 yield prompt, sample, Failed(error)
                 continue
             self._open.append(reply)
+
+    def _new(self, prompt: int, sample: int) -> _Open:
+        """Return a reply that nobody was asked for yet; what it hands over makes it ready to be read."""
+        reply = _Open(prompt, sample, EventStream(announce=lambda: self._ready.put(reply)))
+        return reply
 
     def _read(self, reply: _Open) -> Iterator[tuple[int, int, Event | Failed]]:
         """Yield what one reply has handed over."""
@@ -99,9 +102,7 @@ class ManyReplies:
         if not reply.begun:
             reply.begun = True
             if reply.sample == 0:
-                self._waiting[:0] = [
-                    (reply.prompt, sample) for sample in itertools.islice(range(self._samples), 1, None)
-                ]
+                self._waiting[:0] = [(reply.prompt, sample) for sample in range(1, self._samples)]
 
     def _end(self, reply: _Open) -> None:
         self._open.remove(reply)

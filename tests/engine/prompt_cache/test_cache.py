@@ -536,6 +536,7 @@ def test_replies_that_hold_the_same_give_it_back_one_after_the_other(
         for _ in range(3):
             machine.close_lane(0, [], "end")
             machine.is_sound()
+        assert not machine.store.leases
         machine.again(0)
     finally:
         machine.teardown()
