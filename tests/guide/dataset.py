@@ -412,7 +412,9 @@ SPLIT_SHARE, MERGES_LEFT_OUT = 0.3, 0.1
 Provilkov et al. 2020, https://arxiv.org/abs/1910.13267): so words that were never seen are known by their parts."""
 
 PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 3
-"""How many wordings of a pattern an epoch draws."""
+"""How many wordings of a pattern an epoch draws,"""
+LEAST_DRAWS = 60
+"""and how many questions for one answer at least, where it has patterns: one that few phrasings ask for is learned as well."""
 
 Exchange = tuple[str, str]  # question, answer
 
@@ -475,6 +477,9 @@ class Conversations:
         for entry in (*self._single, *self._outside):
             turn = entry.turns[0]
             draws = OUTSIDE_PATTERN_DRAWS if entry.out_of_scope else PATTERN_DRAWS
+            written = len(turn.trained) - len(turn.patterns)
+            if turn.patterns and not entry.out_of_scope:
+                draws = max(draws, -(-(LEAST_DRAWS - written) // len(turn.patterns)))
             for text in (*turn.trained, *turn.patterns * (draws - 1)):
                 yield self._draw(text), turn.answer
                 if not entry.out_of_scope and self._rng.random() < NONSENSE_SHARE:

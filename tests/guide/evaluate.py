@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.guide.dataset import GUIDE, CorpusEntry, CorpusTurn, normalised, read_corpus, read_newcomers
+from tests.guide.dataset import GUIDE, CorpusEntry, CorpusTurn, normalised, read_corpus, read_newcomers, wordings
 from tokamac.app.guide import near_questions
-from tokamac.engine import Engine, Finished, Message, Sampling
+from tokamac.engine import Engine, Failed, Finished, Message, Sampling
 from tokamac.engine.runner import ModelSpec
 
 BEGIN, END = "<!-- measured: evaluate.py writes from here", "<!-- measured: to here -->"
@@ -109,27 +109,31 @@ def _group(entry: CorpusEntry, turn_number: int, declines: bool) -> str:
     return f"{name}, first question" if turn_number == 0 else f"{name}, later questions"
 
 
-def judge(engine: Engine, cases: Sequence[HeldOutCase], refusal: CorpusTurn) -> Iterator[Verdict]:
-    """Ask every case and yield its verdict."""
-    for number, case in enumerate(cases, 1):
-        reply = _reply(engine, case.messages)
-        declined = refusal.is_right(reply)
-        right = case.turn.is_right(reply) and (case.group == OUT_OF_SCOPE or not declined)
-        yield Verdict(case, reply, right, declined)
-        if number % 100 == 0:
-            print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)
+GREEDY = Sampling(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
-def _reply(engine: Engine, messages: Sequence[Message]) -> str:
-    for event in engine.generate(messages, Sampling(temperature=0.0, max_tokens=MAX_TOKENS)):
+def judge(engine: Engine, cases: Sequence[HeldOutCase], refusal: CorpusTurn) -> list[Verdict]:
+    """Ask every case, several at once, and return the verdicts in order."""
+    found: dict[int, Verdict] = {}
+    for number, _, event in engine.generate_many([case.messages for case in cases], GREEDY):
+        if isinstance(event, Failed):
+            raise event.error
         if isinstance(event, Finished):
-            return event.text.strip()
-    raise RuntimeError("the engine ended a reply without Finished")
+            case, reply = cases[number], event.text.strip()
+            declined = refusal.is_right(reply)
+            right = case.turn.is_right(reply) and (case.group == OUT_OF_SCOPE or not declined)
+            found[number] = Verdict(case, reply, right, declined)
+            if len(found) % 100 == 0:
+                print(f"{len(found)} of {len(cases)}", file=sys.stderr, flush=True)
+    return [found[number] for number in range(len(cases))]
 
 
 def ask_alone(engine: Engine, question: str) -> str:
     """Return the reply to one question, likeliest tokens only."""
-    return _reply(engine, [Message("user", question)])
+    for event in engine.generate([Message("user", question)], GREEDY):
+        if isinstance(event, Finished):
+            return event.text.strip()
+    raise RuntimeError("the engine ended a reply without Finished")
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, AnswerTally]:
@@ -210,14 +214,17 @@ def _data(entries: Sequence[CorpusEntry]) -> list[str]:
     dialogues = sum(len(entry.turns) > 1 for entry in entries)
     outside = sum(len(turn.phrasings) for entry in entries if entry.out_of_scope for turn in entry.turns)
     phrasings, held = sum(len(turn.phrasings) for turn in turns), sum(len(turn.held_out) for turn in turns)
-    patterns = sum(len(turn.patterns) for turn in turns)
+    patterns = [pattern for turn in turns for pattern in turn.patterns]
+    unseen = {normalised(text) for turn in turns for text in turn.held_out}
+    touching = sum(any(normalised(text) in unseen for text in wordings(each)) for each in patterns)
     return [
         "",
         "## Data",
         "",
         f"- {answered:,} questions with an answer, {dialogues:,} dialogues, {outside:,} out-of-scope questions.",
         f"- {phrasings:,} phrasings: {phrasings - held:,} trained on, {held:,} ({held / phrasings:.1%}) held out.",
-        f"- {patterns:,} patterns that draw more wordings, trained on only.",
+        f"- {len(patterns):,} patterns that draw more wordings, trained on only; {touching:,} of them hold a held-out one among "
+        "theirs, which is never drawn.",
     ]
 
 
@@ -247,7 +254,7 @@ def main() -> int:
     skip = frozenset(args.skip.read_text(encoding="utf-8").splitlines()) if args.skip else frozenset()
     cases = [*list(held_out_cases(entries, skip))[:: args.every], *newcomer_cases()]
     with Engine.load(args.model) as engine:
-        verdicts = list(judge(engine, cases, refusal_of(entries)))
+        verdicts = judge(engine, cases, refusal_of(entries))
         counts = tally(verdicts)
         report(verdicts, counts)
         if args.every == 1 and not args.no_card:
