@@ -12,8 +12,6 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from .cpu import DenseEmbedding, DenseLinear
-
 if TYPE_CHECKING:
     from .adapters import Change
 
@@ -68,9 +66,9 @@ def base_of(module: nn.Module) -> Base | None:
     """Return what an adapter of this layer must fit; None where it can have none."""
     if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
         return Base("experts", module.output_dims, module.input_dims, module.num_experts)
-    if isinstance(module, nn.Linear | nn.QuantizedLinear | DenseLinear):
+    if isinstance(module, nn.Linear | nn.QuantizedLinear):
         return Base("linear", *_shape(module))
-    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | DenseEmbedding):
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return Base("embedding", *_shape(module))
     return None
 
@@ -106,11 +104,10 @@ def _weight(linear: Any) -> mx.array:
     if "scales" not in linear:
         weight: mx.array = linear.weight
         return weight
-    return mx.dequantize(
-        linear.weight,
-        linear.scales,
-        linear.get("biases"),
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
+    # In float32 where scales are floating numbers: the weights are, whatever type their scales are stored in.
+    scales, biases = (
+        array.astype(mx.float32) if array is not None and mx.issubdtype(array.dtype, mx.floating) else array
+        for array in (linear.scales, linear.get("biases"))
     )
+    how = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
+    return mx.dequantize(linear.weight, scales, biases, **how)

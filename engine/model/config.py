@@ -66,6 +66,7 @@ ABSENT: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     | {"first_k_dense_replace": 3},
     "ernie4_5_moe": {"moe_k": 6, "moe_layer_start_index": 1},
+    "exaone": {"tie_word_embeddings": False},
     "exaone_moe": {"rope_theta": 10_000.0},
     "falcon_h1": {"attention_out_multiplier": 1.0, "embedding_multiplier": 1.0, "key_multiplier": 1.0}
     | {"lm_head_multiplier": 1.0, "mamba_norm_before_gate": True, "mlp_multipliers": [1.0, 1.0], "rope_theta": 10_000.0}

@@ -21,7 +21,6 @@ from ..files import not_opened
 from ..perf.cost import Cost, cost_of_model, leaf_modules
 from .config import model_classes, read_config
 from .config_rules import doubts_of
-from .cpu import logits_width, unpack
 from .safetensors import find_shards
 from .weights import without_fp8
 
@@ -46,7 +45,8 @@ class LoadedModel:
     """A model on the device: mlx-lm's module and the normalised config.
 
     stored: what its weights cost as they are on disk, before anything was unpacked.
-    eager: decoding waits for the device between layers. doubts: what of its config its class computes otherwise.
+    eager: decoding waits for the device between layers. by_kernels: a CPU's own multiply (engine/model/cpu), in float32.
+    doubts: what of its config its class computes otherwise.
     """
 
     module: nn.Module
@@ -54,16 +54,25 @@ class LoadedModel:
     folder: Path
     stored: Cost
     eager: bool
+    by_kernels: bool
     doubts: tuple[str, ...] = ()
 
 
 def load_model(
-    folder: Path, *, dtype: str | None, device: DeviceKind, progress: BytesProgress, unchecked: bool = False
+    folder: Path,
+    *,
+    dtype: str | None,
+    device: DeviceKind,
+    progress: BytesProgress,
+    compiling: Callable[[], None] = lambda: None,
+    unchecked: bool = False,
 ) -> LoadedModel:
-    """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all.
+    """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all; ``compiling`` is called where a CPU's
+    kernels are compiled, as at their first use, and are waited for.
 
     dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
-    CPU backend runs half precision by slow scalar code. unchecked: load what the rule for configs doubts, too.
+    CPU backend runs half precision by slow scalar code; packed matrices stay as they are stored, scales and all. unchecked: load
+    what the rule for configs doubts, too.
     Raises ModelError (missing, damaged, unsupported) and OptionError.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -76,21 +85,37 @@ def load_model(
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
-    if wanted is not None:
-        module.set_dtype(wanted)
-    _read(module, folder, dtype, progress)
-    eager = device == "cpu" and wanted == mx.float32 and unpack(module, logits=_logits(module))
+    by_kernels = device == "cpu" and wanted == mx.float32
+    if by_kernels:
+        eager = _read_for_kernels(module, folder, dtype, progress, compiling)
+    else:
+        eager = False
+        if wanted is not None:
+            module.set_dtype(wanted)
+        _read(module, folder, dtype, progress)
     bound_positions(module)
     mx.clear_cache()
-    return LoadedModel(module, config, folder, stored, eager, doubts)
+    return LoadedModel(module, config, folder, stored, eager, by_kernels, doubts)
 
 
-def _logits(module: nn.Module) -> int | None:
-    """Return how many logits a model writes, or None where its forward pass fails: planning its caches then says so."""
+def _read_for_kernels(
+    module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, compiling: Callable[[], None]
+) -> bool:
+    """Read weights that a CPU's own kernels will multiply. Returns whether decoding waits for the device between layers."""
+    from .cpu.dense import logits_width
+    from .cpu.packed import Compiling, keep_packed, use_kernels
+
+    kernels = Compiling(module)
+    restore = keep_packed(module)
+    module.set_dtype(mx.float32)
+    restore()
+    _read(module, folder, dtype, progress)
+    kernels.wait(compiling)
     try:
-        return logits_width(module)
-    except BUILD_ERRORS:
-        return None
+        logits = logits_width(module)
+    except BUILD_ERRORS:  # planning its caches then says why its forward pass fails
+        logits = None
+    return use_kernels(module, logits=logits)
 
 
 def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:

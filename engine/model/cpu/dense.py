@@ -1,23 +1,22 @@
-"""Linear layers on a plain CPU, where MLX has no GPU: dense float32, many rows through NumPy's BLAS.
+"""Linear layers of plain weights on a CPU: dense float32, many rows through NumPy's BLAS.
 
-MLX's CPU backend unpacks 4-bit weights slowly, and multiplies matrices with a reference BLAS some thirty times slower than
-NumPy's on the same cores. So where memory allows, packed weights are unpacked to float32 once. The price is memory: 4 bytes a
-weight. BENCHMARKS.md has what it gains.
+MLX's CPU backend multiplies matrices with a reference BLAS some thirty times slower than NumPy's on the same cores. The weights
+stay MLX arrays, which NumPy views without a copy: memory and cost are counted as for any other model. Conversions also have packed
+ones unpacked, a layer at a time (``unpack``).
 
 A product with NumPy evaluates its input at once, which costs MLX a thread switch: about as long as multiplying one row with
 LAZY_WEIGHTS weights. Below that, a decode step stays in MLX's lazy graph: one row, or one of each of several sequences.
-
-The weights stay MLX arrays, which NumPy views without a copy: memory and cost are counted as for any other model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..perf.memory import machine_total
+from ...perf.memory import machine_total
+from ..head import are_asked_for
 
 MEMORY_SHARE = 0.25
 """The share of the machine's memory that unpacked weights may take."""
@@ -27,7 +26,8 @@ LAZY_WEIGHTS = 1 << 20
 ms + 0.08 ns. For rows of several sequences as well: eight replies of the guide at once made 105 tok/s together so, and 52 with
 NumPy, whose threads spin against MLX's."""
 
-REPLACED = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+PLAIN = (nn.Linear, nn.Embedding)
+ALL = (*PLAIN, nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def stays_lazy(weights: int) -> bool:
@@ -35,11 +35,11 @@ def stays_lazy(weights: int) -> bool:
     return weights <= LAZY_WEIGHTS
 
 
-class DenseLinear(nn.Module):
+class DenseLinear(nn.Linear):
     """y = x Wᵀ + b in float32, with W (out, in) laid out so that Wᵀ is contiguous: both libraries multiply that fastest."""
 
     def __init__(self, weight: mx.array, bias: mx.array | None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = weight
         if bias is not None:
             self.bias = bias
@@ -66,14 +66,14 @@ class DenseHead(DenseLinear):
     """The output head. A product of a prompt's rows stays lazy: nobody asks for it, so it costs nothing."""
 
     def _multiply(self, x: mx.array) -> mx.array:
-        return super()._multiply(x) if _sequences(x) else x @ self._transposed
+        return super()._multiply(x) if _sequences(x) or are_asked_for() else x @ self._transposed
 
 
-class DenseEmbedding(nn.Module):
+class DenseEmbedding(nn.Embedding):
     """Token vectors, and the output head where the two are tied."""
 
     def __init__(self, weight: mx.array) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = weight
         self._head = (DenseHead(weight, None),)  # in a tuple it is not a submodule: the weights are one parameter
 
@@ -91,21 +91,25 @@ def _sequences(x: mx.array) -> int:
     return x.size // int(x.shape[-1]) if x.ndim < 2 or x.shape[-2] == 1 else 0
 
 
-def unpack(model: nn.Module, *, logits: int | None = None) -> bool:
-    """Replace the linear layers and embeddings of ``model`` by dense ones, if they fit in MEMORY_SHARE of the memory.
+def unpack(model: nn.Module) -> None:
+    """Replace the linear layers and embeddings of ``model``, packed or not, by dense ones, if they fit in MEMORY_SHARE.
 
-    logits: how many the model writes a token (``logits_width``), by which its output head is known outside its layers, whatever its
-    name; None: a head's products of many rows are asked for, too. Returns whether a decode step now has to wait for the device
-    between layers (so computing ahead gains nothing).
+    Products of many rows are taken to be asked for, those of a head, too.
     """
-    found = list(_replaceable(model))
-    if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * (machine_total() or 0):
-        return False
-    inside = {id(module) for layer in (model.layers if logits else ()) for module in layer.modules()}
-    for path, module in found:
-        # One at a time: the packed weight is freed before the next is unpacked.
-        head = logits is not None and len(module.weight) == logits and id(module) not in inside
-        model.update_modules(tree_unflatten([(path, _replacement(module, head=head))]))
+    found = list(_replaceable(model, ALL))
+    if sum(_unpacked_bytes(module) for _, module in found) <= MEMORY_SHARE * (machine_total() or 0):
+        for path, module in found:
+            # One at a time: the packed weight is freed before the next is unpacked.
+            model.update_modules(tree_unflatten([(path, _replacement(module, head=False))]))
+
+
+def replace_plain(model: nn.Module, is_head: Callable[[nn.Module], bool]) -> bool:
+    """Replace the plain linear layers and embeddings of ``model``.
+
+    Returns whether a decode step now has to wait for the device between layers (so computing ahead gains nothing).
+    """
+    for path, module in list(_replaceable(model, PLAIN)):
+        model.update_modules(tree_unflatten([(path, _replacement(module, head=is_head(module)))]))
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
 
 
@@ -116,15 +120,10 @@ def logits_width(model: nn.Module) -> int:
     return int(model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1])
 
 
-def is_unpacked(model: nn.Module) -> bool:
-    """Whether ``unpack`` has replaced the model's layers."""
-    return any(isinstance(module, DenseLinear | DenseEmbedding) for module in model.modules())
-
-
-def _replaceable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _replaceable(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
     leaves = tree_flatten(model.leaf_modules(), is_leaf=lambda value: isinstance(value, nn.Module))
     for path, module in leaves:
-        if type(module) in REPLACED:  # subclasses may mean something else
+        if type(module) in kinds:  # subclasses may mean something else
             yield path, module
 
 

@@ -1,0 +1,233 @@
+"""The innermost loop of a product: some rows of x times some rows of W, packed as they lie in MLX's layout, in vector instructions.
+
+A tile is OUTS rows of W times some rows of x. Sixteen weights at a time are unpacked to float32 in registers, exactly as
+``mx.dequantize`` would (q · scale + bias), and multiplied with as many values of each row of x. Each output has one vector of
+sixteen sums, from the first weight to the last, which is then added up in one order. So an output has the same bits whatever tile
+it was computed in: alone, in a batch, in a piece of a prompt, by any thread.
+
+numba has no vectors, so this is written in LLVM's terms; LLVM knows how to do it on every machine. One instruction alone is x86's
+own: AVX-512's ``vpermps`` looks sixteen numbers up in a table of sixteen, by the low four bits of each index. So weights of up to
+four bits cost a shift and a look-up; elsewhere a shift, a mask, a conversion and a product.
+"""
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+"""Weights unpacked at once. It divides every group that MLX knows."""
+
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOATS, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of 4 bits in mxfp4 and nvfp4."""
+
+AFFINE, FP4, FP8 = "affine", "fp4", "fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How weights are packed. kind: AFFINE (scale and bias), FP4 or FP8 (e2m1 and e4m3, a scale alone)."""
+
+    bits: int
+    kind: str = AFFINE
+
+    @property
+    def swaps(self) -> bool:
+        """Whether x must be in the order 0 8 1 9 … 7 15 within each sixteen, in which words of 4 bits unpack."""
+        return self.bits == 4
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of sixteen weights."""
+        return self.bits * LANES // 8
+
+
+FORMATS = (*(WeightFormat(bits) for bits in (2, 3, 4, 5, 6, 8)), WeightFormat(4, FP4), WeightFormat(8, FP8))
+
+
+def _features() -> frozenset[str]:
+    return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
+
+
+FEATURES = _features()
+LOOKS_UP = "avx512f" in FEATURES
+FUSES = platform.machine() not in ("x86_64", "AMD64") or "fma" in FEATURES
+"""Whether a product and a sum are one instruction; without it LLVM would call a function for every number."""
+
+
+class _TileWriter:
+    """Writes instructions on vectors of sixteen."""
+
+    def __init__(self, builder: Any, format: WeightFormat) -> None:
+        self.builder, self.format = builder, format
+        self._module = builder.module
+
+    def load(self, address: Any, kind: Any) -> Any:
+        """Return what lies at an address that need not be aligned."""
+        pointer = self.builder.inttoptr(address, kind.as_pointer())
+        return self.builder.load(pointer, align=1)
+
+    def at(self, address: Any, offset: Any) -> Any:
+        return self.builder.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
+
+    def all_alike(self, value: Any, count: int = LANES) -> Any:
+        """Return a vector of one value."""
+        kind = ir.VectorType(value.type, count)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+        return self.builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count), [0] * count))
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a · b + c, rounded once where the machine can."""
+        if not FUSES:
+            return self.builder.fadd(self.builder.fmul(a, b), c)
+        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+        return self.builder.call(cgutils.get_or_insert_function(self._module, kind, "llvm.fma.v16f32"), [a, b, c])
+
+    def look_up(self, table: Any, indices: Any) -> Any:
+        """Return table[i & 15] for sixteen indices."""
+        kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
+        name = "llvm.x86.avx512.permvar.sf.512"
+        return self.builder.call(cgutils.get_or_insert_function(self._module, kind, name), [table, indices])
+
+    def sum(self, vector: Any) -> Any:
+        """Return the sum of a vector, halves added until one is left."""
+        count = LANES
+        while count > 1:
+            count //= 2
+            mask = ir.VectorType(I32, count)
+            low, high = (
+                self.builder.shuffle_vector(vector, vector, ir.Constant(mask, [*range(begin, begin + count)]))
+                for begin in (0, count)
+            )
+            vector = self.builder.fadd(low, high)
+        return self.builder.extract_element(vector, I32(0))
+
+    def group(self, scale: Any, bias: Any) -> tuple[Any, ...]:
+        """Return what the weights of a group are made from, given its numbers."""
+        scale = self.all_alike(scale)
+        if self.format.kind == FP8:
+            return (scale,)
+        if self.format.kind == FP4:
+            if not LOOKS_UP:
+                return (scale,)
+            return (self.builder.fmul(ir.Constant(FLOATS, [*E2M1]), scale),)
+        bias = self.all_alike(bias)
+        if not self.looks_up:
+            return scale, bias
+        steps = [
+            float(index % 2**self.format.bits) for index in range(LANES)
+        ]  # what lies above a weight's bits is ignored
+        return (self.multiply_add(ir.Constant(FLOATS, steps), scale, bias),)
+
+    @property
+    def looks_up(self) -> bool:
+        return LOOKS_UP and self.format.bits <= 4
+
+    def weights(self, address: Any, group: tuple[Any, ...]) -> Any:
+        """Return sixteen weights."""
+        words = self._shifted(address)
+        if self.looks_up:
+            return self.look_up(group[0], words)
+        if self.format.kind == FP8:
+            return self.builder.fmul(self._e4m3(words), group[0])
+        if self.format.bits < 8:
+            words = self.builder.and_(words, self._words([2**self.format.bits - 1] * LANES))
+        if self.format.kind == FP4:
+            return self.builder.fmul(self._e2m1(words), group[0])
+        return self.multiply_add(self.builder.sitofp(words, FLOATS), *group)
+
+    def _words(self, values: list[int]) -> Any:
+        return ir.Constant(WORDS, values)
+
+    def _shifted(self, address: Any) -> Any:
+        """Return words whose low bits are the weights; what lies above is not theirs, but at 8 bits."""
+        bits, build = self.format.bits, self.builder
+        if bits == 8:
+            return build.zext(self.load(address, ir.VectorType(I8, LANES)), WORDS)
+        if bits == 4:  # two words, each in every second lane
+            pair = self.all_alike(self.load(address, I64), LANES // 2)
+            return build.lshr(build.bitcast(pair, WORDS), self._words([4 * (lane // 2) for lane in range(LANES)]))
+        if bits == 2:
+            word = self.all_alike(self.load(address, I32))
+            return build.lshr(word, self._words([2 * lane for lane in range(LANES)]))
+        # Four words at whole bytes, each with four weights in it; none reaches beyond the sixteen.
+        offsets = [min(bits * 4 * part // 8, 2 * bits - 4) for part in range(4)]
+        four = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
+        for part, offset in enumerate(offsets):
+            four = build.insert_element(four, self.load(self.at(address, offset), I32), I32(part))
+        spread = build.shuffle_vector(four, four, self._words([lane // 4 for lane in range(LANES)]))
+        return build.lshr(spread, self._words([bits * lane - 8 * offsets[lane // 4] for lane in range(LANES)]))
+
+    def _e4m3(self, words: Any) -> Any:
+        """Return numbers of 8 bits: the exponent's bits are moved to float32's place, whose range a product then mends."""
+        build = self.builder
+        size = build.shl(build.and_(words, self._words([0x7F] * LANES)), self._words([20] * LANES))
+        sign = build.shl(build.and_(words, self._words([0x80] * LANES)), self._words([24] * LANES))
+        number = build.bitcast(build.or_(size, sign), FLOATS)
+        return build.fmul(number, ir.Constant(FLOATS, [2.0**120] * LANES))
+
+    def _e2m1(self, words: Any) -> Any:
+        build = self.builder
+        size = build.shl(build.and_(words, self._words([7] * LANES)), self._words([22] * LANES))
+        sign = build.shl(build.and_(words, self._words([8] * LANES)), self._words([28] * LANES))
+        number = build.bitcast(build.or_(size, sign), FLOATS)
+        return build.fmul(number, ir.Constant(FLOATS, [2.0**126] * LANES))
+
+
+ARGUMENTS = ("weights", "row_bytes", "scales", "biases", "groups", "blocks", "x", "x_bytes", "y", "y_bytes")
+"""Of a tile, all intp: addresses of its first row's weights, scales and biases (float32, ``groups`` a row), of its first rows of x
+and y; the bytes from one row to the next; how many times sixteen weights a group has."""
+
+
+def _write_tile(builder: Any, format: WeightFormat, outs: int, rows: int, arguments: Any) -> None:
+    write = _TileWriter(builder, format)
+    given = dict(zip(ARGUMENTS, arguments, strict=True))
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(rows)] for _ in range(outs)]
+    for each in (sum for row in sums for sum in row):
+        builder.store(zero, each)
+    weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
+    x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
+    numbers = [
+        [write.at(given[name], builder.mul(given["groups"], I64(4 * out))) for name in ("scales", "biases")]
+        for out in range(outs)
+    ]
+    with cgutils.for_range(builder, given["groups"], intp=I64) as group:
+        place = builder.mul(group.index, I64(4))
+        made = [
+            write.group(*(write.load(write.at(address, place), F32) for address in numbers[out])) for out in range(outs)
+        ]
+        first = builder.mul(group.index, given["blocks"])
+        with cgutils.for_range(builder, given["blocks"], intp=I64) as block:
+            at = builder.add(first, block.index)
+            packed_at = builder.mul(at, I64(format.block_bytes))
+            x_at = builder.mul(at, I64(4 * LANES))
+            xs = [write.load(write.at(row, x_at), FLOATS) for row in x_rows]
+            for out in range(outs):
+                weights = write.weights(write.at(weight_rows[out], packed_at), made[out])
+                for row in range(rows):
+                    builder.store(write.multiply_add(weights, xs[row], builder.load(sums[out][row])), sums[out][row])
+    for row in range(rows):
+        y = write.at(given["y"], builder.mul(given["y_bytes"], I64(row)))
+        for out in range(outs):
+            pointer = builder.inttoptr(write.at(y, 4 * out), F32.as_pointer())
+            builder.store(write.sum(builder.load(sums[out][row])), pointer, align=4)
+
+
+@intrinsic(prefer_literal=True)
+def tile(typingctx, form, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa
+    """Compute a tile. form: a place in FORMATS; form, outs and rows are literals; the rest are ARGUMENTS."""
+    chosen = FORMATS[form.literal_value], outs.literal_value, rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
+        _write_tile(builder, *chosen, values[3:])
+        return context.get_dummy_value()
+
+    return types.void(form, outs, rows, *[types.intp] * len(ARGUMENTS)), generate
