@@ -1,0 +1,48 @@
+"""One pass that reads a lane's last token and a draft of those to come, and finds out how far the draft is right.
+
+rows      t      d1     d2     d3            read at once
+chosen    d1     d2     x      –             what plain decoding chooses after each, with its seed, by its position
+brings    d1     d2     x                    d3 is taken back; x, as after any step, is in no cache yet
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..errors import ModelDamagedError
+from ..kv.rewind import BeforePass
+from ..model.head import asking_for_logits
+
+if TYPE_CHECKING:
+    from .decoding import Lane
+
+NOT_NUMBERS = "the model computed values that are not numbers", "Load it with dtype float32, or download it again."
+
+
+def verify(model: Any, lane: "Lane", drafted: Sequence[int]) -> list[int]:
+    """Return the tokens that plain decoding would choose next: those of ``drafted`` that it would, and one more.
+
+    None follows one that ends the reply. The lane holds all but the last of them then, in its caches or behind them. Raises
+    ModelDamagedError.
+    """
+    allowed = None if lane.constraint is None else lane.constraint.allowed_along(drafted)
+    behind = [*lane.behind, lane.last]
+    read = [*behind, *drafted]
+    before = BeforePass(lane.caches)
+    with asking_for_logits():
+        logits = model(mx.array([read], mx.uint32), cache=lane.caches)[0, len(behind) - 1 :]  # (1 + k, V)
+    chosen, states = lane.sampler.choose_rows(logits, allowed)  # (1 + k,)
+    sound = mx.all(mx.isfinite(mx.max(logits, axis=-1)))
+    mx.eval(chosen, sound, *lane.sampler.newest_scores(len(drafted) + 1))
+    if not sound.item():
+        raise ModelDamagedError(*NOT_NUMBERS)
+    tokens: list[int] = chosen.tolist()  # type: ignore[assignment]
+    right = 0
+    while right < len(drafted) and tokens[right] == drafted[right] and tokens[right] not in lane.sampler.ends:
+        right += 1
+    lane.sampler.restore(states[right])
+    held = before.take_back(len(drafted) - right, len(read))
+    lane.cached_ids.extend(read[:held])
+    lane.behind = read[held : len(behind) + right]
+    return tokens[: right + 1]

@@ -1,0 +1,182 @@
+"""What the replies of a loaded model share to be drafted: what passes take, and the conversations that other replies may repeat."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..perf.roofline import decode_phase
+from ..prompt_cache.radix_tree import common_prefix
+from .draft_model import DraftModel, ModelDrafter
+from .drafters import Drafter
+from .ledger import PassCosts
+from .lookup import Branches, Lookup
+from .speculator import Speculator
+
+if TYPE_CHECKING:
+    from ..options import Speculation
+    from ..perf.roofline import LatencyModel
+    from ..perf.workload import Workload
+    from ..runtime import Runtime
+    from ..sampling import Sampler
+
+KEPT_TOKENS = 1 << 18
+"""Of conversations that are kept, 4 bytes each."""
+TEXTS = 4
+"""Other versions that a reply is compared with."""
+LONGEST = 1 << 14
+"""Tokens of each."""
+BEFORE = 32
+"""Tokens before the place where a version goes its own way that are kept to find the place by."""
+LEAST_STEP = 0.05
+"""Plain steps that one of a draft model takes at least, however few its bytes, until it was measured."""
+LEAST = 8
+"""Tokens that a version must have beyond that."""
+
+SMALL_BATCHES: dict[str, tuple[tuple[int, float], ...]] = {
+    "gpu": ((1, 1.0), (2, 1.05), (4, 1.4), (8, 2.5), (16, 3.9), (32, 3.9)),
+    "cpu": ((1, 1.0), (2, 1.5), (4, 2.2), (8, 4.0), (16, 6.0), (32, 8.0)),
+}
+"""Plain steps that a pass over so many rows takes, until it was measured: with 4-bit weights on an M3 Max, by others' timings; and
+with the guide on two x86 cores."""
+
+
+class Conversations:
+    """Token ids of conversations that ended lately, in memory alone."""
+
+    def __init__(self) -> None:
+        self._kept: deque[array[int]] = deque()
+
+    def keep(self, ids: Sequence[int]) -> None:
+        """Keep one that ended; what it continues, and the oldest, make room."""
+        new = array("i", ids)
+        self._kept = deque(each for each in self._kept if common_prefix(each, new) < len(each))
+        self._kept.append(new)
+        while sum(map(len, self._kept)) > KEPT_TOKENS:
+            self._kept.popleft()
+
+    def versions(self, ids: Sequence[int]) -> list[Sequence[int]]:
+        """Return what stands in others in place of what follows ``ids``, from a little before; what has most in common last."""
+        new = array("i", ids)
+        found = [(common_prefix(each, new), each) for each in self._kept]
+        found = [(shared, each) for shared, each in found if len(each) - shared >= LEAST]
+        found.sort(key=lambda pair: pair[0])  # of two alike, the latest is last
+        return [each[max(0, shared - BEFORE) :][:LONGEST] for shared, each in found[-TEXTS:]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model, and what it costs.
+
+    Attributes:
+        name: as it was asked for.
+        work: of a step of it. pace: how fast it should be, where that is not known as the other model's is.
+        weight_bytes: of its weights, as they are held.
+        kv_bytes_per_token: of its keys and values.
+    """
+
+    name: str
+    model: DraftModel
+    work: "Workload"
+    pace: "LatencyModel | None"
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+class SharedSpeculation:
+    """Begins the speculation of each reply.
+
+    Args:
+        options: What guesses.
+        remembers: Whether conversations may be kept after their replies.
+        draft: The draft model, where there is one.
+    """
+
+    def __init__(self, options: "Speculation", *, remembers: bool, draft: "LoadedDraft | None" = None) -> None:
+        self._options = options
+        self._draft, self._remembers = draft, remembers
+        self._costs: dict[tuple[int, int], PassCosts] = {}
+        self._conversations = Conversations() if options.branches and remembers else None
+        self.more: Callable[[], Sequence[Drafter]] = tuple
+
+    def begin(
+        self,
+        runtime: "Runtime",
+        ids: Sequence[int],
+        made: Sequence[int],
+        sampler: "Sampler",
+        *,
+        background: bool = False,
+    ) -> Speculator | None:
+        """Return the speculation of a reply to ``ids`` of which ``made`` is written; None where nothing guesses.
+
+        sampler: the reply's. background: it gives way: the draft model follows others.
+        """
+        drafters: list[Drafter] = [*self.more()]
+        if self._options.lookup:
+            drafters.append(Lookup())
+        if self._conversations is not None and (versions := self._conversations.versions(ids)):
+            drafters.append(Branches(versions))
+        draft = None if background else self._draft
+        if not drafters and draft is None:
+            return None
+        bits = runtime.kv.key_bits, runtime.kv.value_bits
+        if bits not in self._costs:
+            self._costs[bits] = PassCosts(lambda rows, context: predicted_steps(runtime, rows, context))
+        computing = []
+        if draft is not None:
+            draft.model.costs.step = predicted_draft_step(runtime, draft, len(ids))
+            computing.append(ModelDrafter(draft.model, sampler))
+        return Speculator(drafters, self._costs[bits], [*ids, *made], computing=computing)
+
+    def forget(self) -> None:
+        """Keep no conversation any more."""
+        if self._draft is not None:
+            self._draft.model.forget()
+        if self._conversations is not None:
+            self._conversations = Conversations()
+
+    def ended(self, ids: Sequence[int]) -> None:
+        """Keep a conversation whose reply has ended."""
+        if self._draft is not None and not self._remembers:
+            self._draft.model.forget()
+        if self._conversations is not None:
+            self._conversations.keep(ids)
+
+
+def predicted_steps(runtime: "Runtime", rows: int, context: int) -> float:
+    """Return how many plain steps a pass over ``rows`` should take: what the roofline predicts, or what others measured if more."""
+    table = SMALL_BATCHES["cpu" if runtime.device == "cpu" else "gpu"]
+    work, machine = runtime.work, runtime.machine
+    alone, several = (decode_phase(work, machine.chip, machine.pace, context, n).expected_s for n in (1, rows))
+    return max(interpolated(table, rows), several / alone if alone and several else 1.0)
+
+
+def predicted_draft_step(runtime: "Runtime", draft: LoadedDraft, context: int) -> float:
+    """Return how many plain steps one of the draft model should take: by the roofline, else by the bytes that both read."""
+    work, machine = runtime.work, runtime.machine
+    own, other = (
+        decode_phase(each, machine.chip, pace, context).expected_s
+        for each, pace in ((draft.work, draft.pace or machine.pace), (work, machine.pace))
+    )
+    if own and other:
+        return own / other
+    read, wanted = draft.work.step_bytes(context), work.step_bytes(context)
+    return max(LEAST_STEP, read / wanted) if read and wanted else 1.0
+
+
+def rows_in_steps(device: str, rows: int) -> float:
+    """Return how many steps of a model a pass over ``rows`` of it should take."""
+    table = SMALL_BATCHES["cpu" if device == "cpu" else "gpu"]
+    most = table[-1][0]
+    return interpolated(table, rows) * max(1.0, rows / most)
+
+
+def interpolated(table: Sequence[tuple[int, float]], rows: int) -> float:
+    """Return a table's value at ``rows``, on a line between its neighbours."""
+    above = next((index for index, (at, _) in enumerate(table) if at >= rows), len(table) - 1)
+    if above == 0:
+        return table[0][1]
+    (low, before), (high, after) = table[above - 1], table[above]
+    return before + (after - before) * min(1.0, (rows - low) / (high - low))

@@ -1,0 +1,244 @@
+"""Speculation of one reply: its drafters, its account, its clock. What it says is done by the decoder (schedule/decoding.py).
+
+plain, one step ahead      ─ t1 ─ t2 ─ t3 ─                          guesses are compared with what comes: nothing else changes
+pays_soon                            ╰ read before another step      the device waits for the host, once
+draft → verified                        ╰ [t3 d1 … dk] one pass      the tokens up to the first that differs, and one more
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from ..metrics import DraftCount, Speculated
+from .drafters import ComputingDrafter, Drafter, TokenDraft
+from .ledger import LONG, OUTLIER, DraftLedger, DraftPlan, PassCosts
+
+SOON = 0.5
+"""How likely the token under way must be the guessed one, for the next to wait for it."""
+DOUBTFUL, DOUBTS = 1.5, 2
+"""So many times longer or shorter than believed, so many passes one after another: then plain steps are timed again."""
+TIMED_AGAIN = 3
+"""Plain steps for that."""
+DRAFTS_AFTER = 0.5
+"""Plain steps that must be left for a first draft, where a draft model has to read what it does not know yet."""
+ASKS_AGAIN = 8
+"""Plain steps after one that was no worse than to compute a guess, before that is reckoned again: reckoning takes time, too."""
+GUESSES = LONG + 1
+"""Tokens asked of a drafter: one may be under way."""
+
+NOTHING_ALIKE = "nothing like what it writes was written before"
+TOO_SELDOM = "what was guessed came true too seldom for what verifying costs here"
+ALL_LOST = "it has lost all that a reply may lose"
+SHARED = "other replies share the passes"
+TOO_DEAR = "its draft model takes longer than it gains"
+
+
+class Speculator:
+    """Decides after each token of a reply whether to draft, and learns from what comes.
+
+    Args:
+        drafters: In the order in which they are asked.
+        costs: What passes take, of the loaded model.
+        ids: All tokens before those of ``saw``.
+        computing: Those whose guesses take time: each is asked only where that is worth it.
+
+    Attributes:
+        ledger: The reply's account.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        costs: PassCosts,
+        ids: Sequence[int],
+        clock: Callable[[], float] = time.perf_counter,
+        computing: Sequence[ComputingDrafter] = (),
+    ) -> None:
+        self.ledger = DraftLedger(costs)
+        self._drafters, self._clock = drafters, clock
+        self._computing = list(computing)
+        self._ids = list(ids)
+        self._guesses: list[TokenDraft] | None = None  # after the last token; None: not asked for yet
+        self._at_s: float | None = None  # when the last token became known
+        self._steady = False  # whether the time since then is a plain step's, once the next is
+        self._counts: dict[str, DraftCount] = {}
+        self._saved_s = 0.0
+        self._drafting_s: float | None = None  # of the draft under way, where it was computed
+        self._doubts = 0
+        self._timing: list[float] | None = None  # of plain steps that are timed again, before anything is drafted
+        self._guessed = self._shared = 0  # plain steps of which there was a guess; those with others
+        self._unworthy = 0  # plain steps that were no worse than to compute a guess
+        self._ask_at = 0  # tokens from which on it is reckoned whether to compute one
+
+    def done(self) -> Speculated:
+        """What it did so far. Callable from any thread."""
+        counts = tuple(self._counts.values())
+        return Speculated(counts, self._saved_s if counts else None, self._why())
+
+    def _why(self) -> str:
+        rests = next((each.rests for each in self._computing if each.rests), "")
+        if self._shared > self._guessed + self._unworthy:
+            return SHARED
+        if not self._guessed and not self._computing:
+            return "" if self._counts else NOTHING_ALIKE
+        if (self._guessed or self._unworthy) and self.ledger.spare < 0.5:
+            return ALL_LOST
+        if self._unworthy > self.ledger.tokens // 2 and not rests:
+            return TOO_DEAR
+        return rests or (TOO_SELDOM if self._guessed and not self._counts else "")
+
+    def interrupted(self) -> None:
+        """Something else was computed: the time until the next token is not a step's."""
+        self._at_s, self._steady = None, False
+
+    def saw_shared(self, token: int) -> None:
+        """Take a token of a pass that was shared with others."""
+        self.interrupted()
+        self._shared += 1
+        self._add([token])
+        self.ledger.stepped()
+
+    def saw(self, token: int, *, steady: bool) -> None:
+        """Take a plain step's token. steady: nothing will be waited for but the device until the next plain step's token."""
+        now = self._clock()
+        if self._guesses:
+            self._guessed += 1
+            self._learn(self._guesses, token)
+        if self._computing:
+            self.ledger.acceptance.passed()
+            for each in self._computing:
+                each.rested()
+        if self._at_s is None:
+            self.ledger.stepped()
+        elif self._steady:
+            self._time(now - self._at_s)
+            self.ledger.stepped()
+        else:
+            self._enter(1, now - self._at_s, 1)
+        self._at_s, self._steady = now, steady
+        self._add([token])
+
+    def pays_soon(self, room: Callable[[], int]) -> bool:
+        """Whether to read the token under way before another step is launched: it is likely the guessed one, and the next pay."""
+        if self._at_s is None or self._timing is not None:
+            return False
+        for guess in self._after_last():
+            if len(guess.tokens) > 1 and self.ledger.acceptance.of(guess.source, guess.match) >= SOON:
+                plan = self.ledger.choose(guess.source, guess.match + 1, len(guess.tokens) - 1, len(self._ids) + 1)
+                if plan.width:
+                    return self._is_timed and room() > 1
+        if not self._computing or not self._is_timed:
+            return False
+        most = room() - 1
+        return any(self._to_compute(each, most).width for each in self._computing)
+
+    def draft(self, room: Callable[[], int]) -> TokenDraft | None:
+        """Return what to verify now, ``room()`` tokens at most; None for a plain step."""
+        best, found = DraftPlan(0, 0.0), None
+        if self._at_s is None or self._timing is not None:
+            return None
+        guesses = self._after_last()
+        if not self._is_timed:
+            return None
+        most = room() if guesses or self._computing else 0
+        for guess in guesses:
+            plan = self.ledger.choose(guess.source, guess.match, min(len(guess.tokens), most), len(self._ids))
+            if plan.worth > best.worth:
+                best, found = plan, guess
+        for each in self._computing:
+            plan = self._to_compute(each, most)
+            if plan.worth > best.worth and (computed := self._computed(each, plan.width)) is not None:
+                return computed
+        return TokenDraft(found.tokens[: best.width], found.source, found.match) if found else None
+
+    def _to_compute(self, drafter: ComputingDrafter, most: int) -> DraftPlan:
+        """Return how long a computed draft should be."""
+        width, ledger, ids = min(drafter.most, most), self.ledger, self._ids
+        if width < 1 or ledger.tokens < self._ask_at:
+            return DraftPlan(0, 0.0)
+        bearable, plan = max(0.0, ledger.spare - DRAFTS_AFTER), DraftPlan(0, 0.0)
+        if (reading := drafter.reading(ids, bearable)) is not None:
+            plan = ledger.choose(drafter.source, 0, width, len(ids), drafting=drafter.drafting, reading=reading)
+        if not plan.width:
+            self._unworthy += ASKS_AGAIN
+            self._ask_at = ledger.tokens + ASKS_AGAIN
+        return plan
+
+    def _computed(self, drafter: ComputingDrafter, width: int) -> TokenDraft | None:
+        """Compute a draft; None where that can't be done."""
+        began_s = self._clock()
+        tokens = drafter.draft(self._ids, width)
+        if not tokens:
+            return None
+        self._drafting_s = self._clock() - began_s
+        if (plain_s := self.ledger.costs.plain_s(len(self._ids))) is not None:
+            drafter.took(len(tokens), self._drafting_s / plain_s)
+        return TokenDraft(tokens, drafter.source, 0)
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether it is known what a plain step takes."""
+        return self.ledger.costs.plain_s(len(self._ids)) is not None
+
+    def verified(self, draft: TokenDraft, tokens: Sequence[int], rows: int) -> None:
+        """Take the tokens of a round: drafted ones, and one that the model chose. rows: of the pass."""
+        now, accepted = self._clock(), len(tokens) - 1
+        self._learn([each for each in self._after_last() if each.source != draft.source], tokens[0])
+        for place in range(min(accepted + 1, len(draft.tokens))):
+            self.ledger.acceptance.saw(draft.source, draft.match + place, true=tokens[place] == draft.tokens[place])
+        before = self._counts.get(draft.source, DraftCount(draft.source, 0, 0))
+        right = sum(own == other for own, other in zip(tokens, draft.tokens, strict=False))
+        self._counts[draft.source] = replace(
+            before, drafted=before.drafted + len(draft.tokens), accepted=before.accepted + right
+        )
+        drafting_s, self._drafting_s = self._drafting_s or 0.0, None
+        if self._at_s is not None:
+            self._enter(len(tokens), now - self._at_s - drafting_s, rows, drafting_s)
+        self._at_s, self._steady = now, False
+        self._add(tokens)
+
+    def _time(self, seconds: float) -> None:
+        """Take the time of a plain step."""
+        costs, context = self.ledger.costs, len(self._ids)
+        if self._timing is None:
+            costs.saw_plain(context, seconds)
+            return
+        self._timing.append(seconds)
+        if len(self._timing) == TIMED_AGAIN:
+            costs.measured_again(context, median(self._timing))
+            self._timing = None
+
+    def _enter(self, committed: int, taken_s: float, rows: int, drafting_s: float = 0.0) -> None:
+        """Enter what took other than a plain step's time. taken_s: of the pass, without ``drafting_s`` before it."""
+        costs, context = self.ledger.costs, len(self._ids)
+        plain_s = costs.plain_s(context)
+        if plain_s is None:
+            self.ledger.stepped()
+            return
+        believed, steps = costs.steps(rows, context), taken_s / plain_s
+        if rows > 1:
+            self._doubts = 0 if 1 / DOUBTFUL < steps / believed < DOUBTFUL else self._doubts + 1
+            if self._doubts >= DOUBTS:
+                self._doubts, self._timing = 0, []
+        steps = min(steps, OUTLIER * believed)  # a hold-up has other causes
+        costs.saw_pass(rows, context, steps)
+        steps += drafting_s / plain_s
+        self._saved_s += (committed - steps) * plain_s
+        self.ledger.spent(committed, steps)
+
+    def _after_last(self) -> list[TokenDraft]:
+        """Return the guesses of what follows the last token."""
+        if self._guesses is None:
+            found = (each.propose(self._ids, GUESSES) for each in self._drafters)
+            self._guesses = [guess for guess in found if guess is not None]
+        return self._guesses
+
+    def _learn(self, guesses: Sequence[TokenDraft], token: int) -> None:
+        """Compare guesses with what came."""
+        for guess in guesses:
+            self.ledger.acceptance.saw(guess.source, guess.match, true=guess.tokens[0] == token)
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        self._ids.extend(tokens)
+        self._guesses = None

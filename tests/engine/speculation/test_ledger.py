@@ -1,0 +1,111 @@
+"""The ledger loses no more than it may on any text, and gains nearly what the best width would."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokamac.engine.speculation.ledger import CREDIT, HALF, LONG, SHARE, SHORT, SURE, DraftLedger, PassCosts, bucket_of
+
+CONTEXT = 1000
+
+
+def known(cost: Callable[[int], float]) -> PassCosts:
+    """Costs that are what they were predicted to be."""
+    return PassCosts(lambda rows, _: cost(rows))
+
+
+def run(ledger: DraftLedger, outcomes: Sequence[tuple[int, int]], least: int = 0) -> tuple[int, float]:
+    """Decode with drafts of which (match, so many tokens come true); return tokens, and the steps that they took."""
+    tokens, steps = 0, 0.0
+    for match, right in outcomes:
+        plan = ledger.choose("any", match, LONG, CONTEXT)
+        if not plan.width:
+            tokens, steps = tokens + 1, steps + 1
+            ledger.stepped()
+            ledger.acceptance.saw("any", match, true=right > 0)
+        else:
+            accepted = min(right, plan.width)
+            cost = ledger.costs.steps(plan.width + 1, CONTEXT)
+            tokens, steps = tokens + accepted + 1, steps + cost
+            ledger.spent(accepted + 1, cost)
+            for place in range(min(accepted + 1, plan.width)):
+                ledger.acceptance.saw("any", match + place, true=place < accepted)
+        if least:
+            assert steps - tokens <= CREDIT + SHARE * tokens + 1e-6
+    return tokens, steps
+
+
+costs = st.sampled_from([0.02, 0.1, 0.3, 0.7, 1.0, 1.5]).map(lambda slope: lambda rows: 1 + slope * (rows - 1))
+traces = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), max_size=400)
+
+
+@settings(max_examples=150, deadline=None)
+@given(costs, traces)
+def test_on_any_text_no_more_is_lost_than_one_in_a_hundred_and_the_credit(
+    cost: Callable[[int], float], trace: list[tuple[int, int]]
+) -> None:
+    run(DraftLedger(known(cost)), trace, least=1)
+
+
+def test_what_is_always_wrong_is_parked_within_its_credit() -> None:
+    ledger = DraftLedger(known(lambda rows: 1 + 0.1 * (rows - 1)))
+    tokens, steps = run(ledger, [(40, 0)] * 1000)
+    assert tokens / steps >= 0.985
+
+
+@pytest.mark.parametrize("slope", [0.03, 0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("likely", [0.0, 0.2, 0.5, 0.7, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("match", [5, 20])
+def test_a_text_that_stays_as_it_is_gets_nearly_the_best_width(slope: float, likely: float, match: int) -> None:
+    draw = random.Random(1)
+
+    def outcome() -> tuple[int, int]:
+        right = 0
+        while right < LONG and draw.random() < likely:
+            right += 1
+        return match, right
+
+    def cost(rows: int) -> float:
+        return 1 + slope * (rows - 1)
+
+    tokens, steps = run(DraftLedger(known(cost)), [outcome() for _ in range(4000)])
+    widths = (0, *SHORT, *((HALF, LONG) if match >= SURE else ()))
+    best = max(sum(likely**place for place in range(width + 1)) / cost(width + 1) for width in widths)
+    assert tokens / steps >= 0.95 * best
+
+
+def test_a_pass_that_costs_what_it_brings_is_left() -> None:
+    ledger = DraftLedger(known(lambda rows: float(rows)))
+    assert run(ledger, [(50, 31)] * 100) == (100, 100.0)
+
+
+def test_costs_are_what_was_measured_near_them() -> None:
+    costs = known(lambda rows: 1 + 0.5 * (rows - 1))
+    assert costs.steps(8, CONTEXT) == 4.5
+    for _ in range(6):
+        costs.saw_pass(8, CONTEXT, 2.0)
+    assert costs.steps(8, CONTEXT) == 2.5  # what was expected is one of five
+    assert costs.steps(8, 100_000) == 2.5  # nothing nearer is known
+    assert costs.steps(4, CONTEXT) == pytest.approx(1 + 1.5 * 1.5 / 3.5)  # overrated alike
+    assert costs.steps(32, CONTEXT) == pytest.approx(1 + 15.5 * 1.5 / 3.5)
+
+
+def test_a_plain_step_is_timed_by_medians_and_dear_passes_are_forgotten_in_time() -> None:
+    costs = known(lambda _: 2.0)
+    assert costs.plain_s(CONTEXT) is None
+    for seconds in (1.0, 1.0, 9.0, 1.0):
+        costs.saw_plain(CONTEXT, seconds)
+    assert costs.plain_s(CONTEXT) == 1.0 == costs.plain_s(50_000)
+    for _ in range(4):
+        costs.saw_pass(8, CONTEXT, 9.5)
+    assert costs.steps(8, CONTEXT) == 8.0
+    for _ in range(3 * 128):
+        costs.saw_plain(CONTEXT, 1.0)
+    assert costs.steps(8, CONTEXT) < 8.0
+
+
+def test_longer_matches_are_counted_apart() -> None:
+    assert [bucket_of(match) for match in (0, 3, 5, 15, 31, 32, 10_000)] == [0, 3, 4, 7, 8, 9, 9]
