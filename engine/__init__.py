@@ -9,6 +9,7 @@
 Importing this package does no work: MLX and mlx-lm are loaded by ``Engine.load``.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .errors import (
     DeviceError,
     DownloadError,
     EngineClosedError,
+    GrammarError,
     MemoryLimitError,
     ModelDamagedError,
     ModelError,
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     )
     from .kv.divergence import Trial, TrialProgress
     from .metrics import Gaps, Metrics
-    from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
+    from .options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions, ToolSpec
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
@@ -84,6 +86,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Gaps",
+    "GrammarError",
     "KVSpec",
     "Limits",
     "Live",
@@ -108,6 +111,7 @@ __all__ = [
     "ReplyStream",
     "Sampling",
     "Send",
+    "Speculation",
     "TemplateError",
     "TemplateOptions",
     "TextChunk",
@@ -121,6 +125,8 @@ __all__ = [
     "Truncated",
 ]
 
+# Read when NumPy is loaded. By default the threads of its BLAS spin on for 0.1 s after a product, on cores that decode needs.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "14")
 
 _NAMES = {
     "chat": "Chat",
@@ -129,7 +135,7 @@ _NAMES = {
     "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall Truncated",
     "kv.divergence": "Trial TrialProgress",
     "metrics": "Gaps Metrics",
-    "options": "KVSpec PromptCacheSpec Sampling TemplateOptions ToolSpec",
+    "options": "KVSpec PromptCacheSpec Sampling Speculation TemplateOptions ToolSpec",
     "perf.memory": "Memory",
     "perf.roofline": "Limits Prediction",
     "prompt_cache.cache": "Check",

@@ -26,7 +26,7 @@ from .events import (
     TextChunk,
     ToolCall,
 )
-from .options import EMPTY_SCHEMA, NOTHING_TOLD, Sampling, TemplateOptions, ToolSpec, index
+from .options import EMPTY_SCHEMA, NOTHING_TOLD, KVBits, KVSpec, Sampling, TemplateOptions, ToolSpec, index
 from .schedule.stream import ReplyStream
 from .text.continuation import unfinished
 
@@ -89,6 +89,14 @@ def given_count(value: object, what: str, *, least: int) -> int:
     if count < least:
         raise OptionError(f"{what} of {count} tokens is too small", f"Use {least} or more.")
     return count
+
+
+def given_bits(value: object) -> KVBits:
+    """Return the bits of keys and values. Raises OptionError for what is none."""
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise OptionError(f"KV bits of {value!r:.60} are no two numbers", "Give those of keys and of values: (8, 4).")
+    spec = KVSpec(key_bits=value[0], value_bits=value[1])
+    return spec.key_bits, spec.value_bits
 
 
 def given_limit(value: object) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .chat import (
     Chat,
+    given_bits,
     given_count,
     given_ids,
     given_limit,
@@ -39,7 +40,7 @@ from .events import (
     TokenLogprob,
 )
 from .metrics import Recorder
-from .options import PARALLEL, KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
+from .options import PARALLEL, KVBits, KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions, ToolSpec
 from .perf.memory import check_address_space
 from .schedule.many import ManyReplies
 from .schedule.stream import EventStream, ReplyHandle, ReplyStream
@@ -103,6 +104,7 @@ class Engine:
         unchecked: bool = False,
         adapter: str | Path | None = None,
         parallel: int = PARALLEL,
+        speculation: Speculation | None = Speculation(),  # noqa: B008  # frozen
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
@@ -117,11 +119,13 @@ class Engine:
         arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
         beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
         ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
-        PEFT) that are added to what the model's own weights compute. parallel: replies that are made at once at most.
-        progress is called from another thread.
+        PEFT) that are added to what the model's own weights compute. parallel: replies that are made at once at most; those in the
+        background count apart. speculation: what guesses tokens, of which several are verified at a time while a reply is made
+        alone; the text stays the same; a draft model is loaded beside; None guesses nothing. progress is called from another
+        thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
-        _check_load(model, kv, prompt_cache, adapter)
+        _check_load(model, kv, prompt_cache, adapter, speculation)
         limit = None if memory is None else given_limit(memory)
         width = given_count(parallel, "replies at once", least=1)
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
@@ -153,6 +157,7 @@ class Engine:
                 unchecked=unchecked,
                 adapter=adapter,
                 parallel=width,
+                speculation=speculation,
             )
 
         try:
@@ -240,6 +245,7 @@ class Engine:
         template: TemplateOptions | None = None,
         tools: Iterable[GivenTool] = (),
         background: bool = False,
+        kv_bits: KVBits | None = None,
     ) -> ReplyStream:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
@@ -249,6 +255,9 @@ class Engine:
         tools: functions that the model may call, as ToolSpecs or as OpenAI's API writes them. Each call is a ToolCall event once it
         is whole, and ``Finished`` has them all; a Message of role "tool" for each gives its result. OptionError where the model
         takes none.
+        background: nobody waits for it: it takes a tenth of the time at most while others are asked for. kv_bits: of its keys and
+        values, in place of those that the model was loaded with: nothing is taken from the prompt cache then, or kept there.
+        OptionError where loading would raise it for them.
         Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
         this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
         Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
@@ -256,7 +265,10 @@ class Engine:
         handle = ReplyHandle()
         told = template if tools == () else given_template(template, tools)
         return ReplyStream(
-            self._generated(prompt, sampling, told, handle, continues=continues, background=background), handle
+            self._generated(
+                prompt, sampling, told, handle, continues=continues, background=background, kv_bits=kv_bits
+            ),
+            handle,
         )
 
     def generate_many(
@@ -300,14 +312,23 @@ class Engine:
         *,
         continues: bool,
         background: bool,
+        kv_bits: KVBits | None,
     ) -> Generator[Event, None, None]:
         recorder = Recorder()
         recorder.accept()
         given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
+        bits = None if kv_bits is None else given_bits(kv_bits)
 
         def answer(stream: EventStream) -> "ReplyTask":
             return self._runner.reply(
-                given, how, recorder, stream.is_cancelled, continues=continues, template=told, background=background
+                given,
+                how,
+                recorder,
+                stream.is_cancelled,
+                continues=continues,
+                template=told,
+                background=background,
+                kv_bits=bits,
             )
 
         yield from self._replies.stream(answer, opened=handle.attach, background=background)
@@ -403,7 +424,7 @@ class Engine:
     def compare_kv(
         self,
         tokens: Sequence[int],
-        bits: Sequence[tuple[int, int]],
+        bits: Sequence[KVBits],
         kv: KVSpec = KVSpec(),  # noqa: B008  # frozen
         *,
         depths: Sequence[int] = (128, 1024, 4096),
@@ -572,7 +593,7 @@ class Engine:
         self.close()
 
 
-def _check_load(model: object, kv: object, prompt_cache: object, adapter: object) -> None:
+def _check_load(model: object, kv: object, prompt_cache: object, adapter: object, speculation: object) -> None:
     """Raise OptionError for arguments of the wrong kind, before anything is read."""
     if not isinstance(model, str | Path):
         raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
@@ -582,3 +603,5 @@ def _check_load(model: object, kv: object, prompt_cache: object, adapter: object
         raise OptionError(f"kv is a {type(kv).__name__}", "Use KVSpec(), or leave it out.")
     if not isinstance(prompt_cache, PromptCacheSpec | None):
         raise OptionError(f"prompt_cache is a {type(prompt_cache).__name__}", "Use PromptCacheSpec(), or None for off.")
+    if not isinstance(speculation, Speculation | None):
+        raise OptionError(f"speculation is a {type(speculation).__name__}", "Use Speculation(), or None for off.")

@@ -2,6 +2,7 @@
 
     TokamacError
     ├── OptionError          an option is out of range, or can't be honoured for this model
+    │   └── GrammarError            a reply can't be held to the form that it is to have
     ├── ModelError           something about a model
     │   ├── ModelNotFoundError      no such folder or repository
     │   ├── ModelDamagedError       a file is missing, truncated or holds nonsense
@@ -121,6 +122,10 @@ class TokamacError(Exception):
 
 class OptionError(TokamacError, ValueError):
     """An option is out of range, contradicts another, or can't be honoured for this model."""
+
+
+class GrammarError(OptionError):
+    """A reply can't be held to the form that it is to have: a JSON schema, a call of a tool."""
 
 
 class ModelError(TokamacError):

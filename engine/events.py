@@ -211,9 +211,12 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``; of the warm-up none."""
+    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``.
 
-    stage: Literal["download", "weights", "warm-up"]
+    Of two stages there are no bytes: "warm-up", and "compile", in which a CPU's kernels are compiled, once on a machine.
+    """
+
+    stage: Literal["download", "weights", "compile", "warm-up"]
     done: int
     total: int | None
 

@@ -23,16 +23,15 @@ from .kv.rows import why_alone
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from .model.config import context_length, pretraining_length
 from .model.corrections import use_short_factors
-from .model.cpu import is_unpacked
 from .model.loader import DTYPES, LoadedModel, load_model, position_rows
-from .options import KVSpec, PromptCacheSpec, Sampling
+from .options import KVSpec, PromptCacheSpec, Sampling, Speculation
 from .perf.bandwidth import with_bandwidth
 from .perf.cost import cost_of_model, text_config
 from .perf.diagnosis import packed_layers
-from .perf.footprint import check_fits, context_notes, order_of, planned_bytes, value_bytes
+from .perf.footprint import context_notes, order_of, planned_bytes, value_bytes
 from .perf.hardware import advice, attention_device, detect
 from .perf.measurement_store import machine_key
-from .perf.memory import wired
+from .perf.memory import array_budget, wired
 from .perf.mitigation import Chunking
 from .perf.model_work import leaves_out_senses, work_of
 from .perf.peak_memory import shape_of
@@ -43,6 +42,7 @@ from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
 from .runtime import MachineSpeed, Runtime
 from .sampling import Sampler
 from .schedule.decoding import Lane, decode_alone
+from .speculation.draft_loading import check_both_fit, find_draft, load_draft, with_draft
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
@@ -65,24 +65,31 @@ def load(
     unchecked: bool = False,
     adapter: str | Path | None = None,
     parallel: int = 1,
+    speculation: Speculation | None = None,
 ) -> Runner:
     """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
     adapter: a folder or a Hugging Face id of low-rank changes to the model.
     memory: bytes that arrays may take; None is the system's limit. parallel: replies at once at most.
+    speculation: what guesses tokens; its draft model is loaded, too.
     """
     report = progress or (lambda _: None)
     folder = download.resolve(model, progress=report)
     device = device_kind()
+    wanted = None if speculation is None else speculation.draft
+    found = None
+    if wanted is not None:
+        found = find_draft(download.resolve(wanted, progress=report), str(wanted), folder, str(model), device)
     added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), str(adapter))
     more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
     # Of another type, weights take other memory than the files say.
-    costs = check_fits(folder, kv, device, memory, more=more_bytes) if dtype is None else ()
+    costs = check_both_fit(folder, kv, device, memory, more=more_bytes, draft=found) if dtype is None else ()
     loaded = load_model(
         folder,
         dtype=dtype,
         device=device,
         progress=lambda d, t: report(LoadProgress("weights", d, t)),
+        compiling=lambda: report(LoadProgress("compile", 0, None)),
         unchecked=unchecked,
     )
     changes = {} if added is None else _adapt(loaded, added, dtype, device)
@@ -102,30 +109,54 @@ def load(
         plan,
         weights=cost.weight_bytes,
         value_bytes=value_bytes(loaded.config, device, dtype),
-        order=order_of(device, dtype, unpacked=is_unpacked(loaded.module)),
+        order=order_of(device, dtype),
         device=attention_device(device, chip),
     )
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
-    machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read, unpacked=is_unpacked(loaded.module))
+    machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
     machine.refresh()
     machine.pace = fitted(machine.chip)
     capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace)
     rotation = _rotation_notes(loaded.config, short=short_factors)
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
-    too_long = context_notes(shape, capacity, chunking=chunking, asked=memory)
+    draft, on_draft = None, tuple[str, ...]()
+    if found is not None:
+        draft, on_draft = load_draft(
+            found,
+            kv,
+            device,
+            chip,
+            budget=lambda: array_budget() if memory is None else memory,
+            progress=lambda d, t: report(LoadProgress("weights", d, t)),
+        )
+    both = shape if draft is None or found is None else with_draft(shape, draft, found.config, device)
+    shape = replace(shape, weights=both.weights)
+    too_long = context_notes(both, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
     alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
     one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
-    notes = (*senses, *adapted, *one_by_one, *rotation, *_position_notes(kv, positions), *plan.notes, *too_long)
+    notes = (
+        *senses,
+        *adapted,
+        *on_draft,
+        *one_by_one,
+        *rotation,
+        *_position_notes(kv, positions),
+        *plan.notes,
+        *too_long,
+    )
     spec = replace(
         _spec(str(model), device, loaded, tokenizer, kv, longest, notes),
         memory_notes=costs,
         adapter=None if adapter is None else str(adapter),
         adapter_digest=None if added is None else added.digest,
+        draft=None if wanted is None else str(wanted),
+        draft_bytes=None if draft is None else draft.weight_bytes,
     )
     runtime = Runtime(
         model=loaded.module,
+        config=loaded.config,
         tokenizer=tokenizer,
         plan=plan,
         kv=kv,
@@ -137,13 +168,13 @@ def load(
         shape=shape,
         chunking=chunking,
         packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
-        bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
+        bits_per_weight=spec.bits_per_weight,
         memory_limit=memory,
         doubts=loaded.doubts,
         positions=positions,
     )
     on_close = ExitStack()
-    on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
+    on_close.enter_context(wired(planned_bytes(both, capacity, chunking=chunking)))
     if device != "cpu":
         report(LoadProgress("warm-up", 0, None))
         warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
@@ -160,7 +191,16 @@ def load(
         **({} if added is None else {"adapter": added.digest}),
     )
     width = 1 if alone else parallel
-    return Runner(runtime, spec, store, IdleProfiler(machine, _profiler(runtime)), on_close, parallel=width)
+    return Runner(
+        runtime,
+        spec,
+        store,
+        IdleProfiler(machine, _profiler(runtime, by_kernels=loaded.by_kernels)),
+        on_close,
+        parallel=width,
+        speculation=speculation,
+        draft=draft,
+    )
 
 
 def warm_up(runtime: Runtime, sampling: Sampling) -> None:
@@ -192,12 +232,12 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
-def _profiler(runtime: Runtime) -> LatencyProfiler | None:
+def _profiler(runtime: Runtime, *, by_kernels: bool) -> LatencyProfiler | None:
     """What measures the model's speed here where nothing published knows it."""
     if runtime.machine.pace is not None or not can_measure(runtime.plan):
         return None
     key = machine_key(runtime.machine.chip, runtime.device)
-    return LatencyProfiler(TimedModel(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
+    return LatencyProfiler(TimedModel(runtime.work, runtime.plan, by_kernels, runtime.device, key))
 
 
 def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:

@@ -23,8 +23,8 @@ import math
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
@@ -46,11 +46,22 @@ class Gaps:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Tokens that one drafter guessed, and those of them that were right. source: lookup, branches or draft."""
+
+    source: str
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Metrics:
     """What one reply cost. Times in seconds, rates in tokens a second, sizes in bytes; None is unknown.
 
     kv_bytes_per_step: of all replies that a step made a token of. queue_s: accepted → its turn began. batch_width: replies that
-    were decoded together, in the mean of its steps.
+    were decoded together, in the mean of its steps. drafted_tokens, accepted_tokens: guessed ahead, and verified as right; saved_s:
+    what plain steps would have taken longer, below 0 where time was lost; drafts: the tokens by source; None where nothing was
+    drafted. undrafted: why nothing, or little, was; None where it was, or is off.
     """
 
     prompt_tokens: int
@@ -72,11 +83,45 @@ class Metrics:
     peak_memory_bytes: int | None
     queue_s: float | None = None
     batch_width: float | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
+    saved_s: float | None = None
+    undrafted: str | None = None
+    drafts: tuple[DraftCount, ...] | None = None
+
+    @property
+    def steps_tps(self) -> float | None:
+        """Passes a second, of which each read the weights once: the decode rate, unless guesses came true."""
+        accepted = self.accepted_tokens or 0
+        return self.decode_tps and self.decode_tps * (1 - accepted / self.generated_tokens)
 
     @property
     def replies_at_once(self) -> int:
         """``batch_width`` as a whole number; 1 where it is unknown."""
         return whole_width(self.batch_width)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """What speculation did for one reply so far.
+
+    drafts: tokens by source. saved_s: seconds less than plain steps would have taken, below 0 where it lost; None where
+    nothing was drafted. rests: why nothing, or little, is drafted; "" where it is.
+    """
+
+    drafts: tuple[DraftCount, ...] = ()
+    saved_s: float | None = None
+    rests: str = ""
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were guessed."""
+        return sum(each.drafted for each in self.drafts)
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that were right."""
+        return sum(each.accepted for each in self.drafts)
 
 
 def whole_width(mean: float | None) -> int:
@@ -259,13 +304,17 @@ class GapLog:
         self._ordered: list[float] = []
         self._longest: list[Gap] = []
 
-    def read(self, token_times: list[float]) -> tuple[Gaps | None, list[Gap]]:
-        """Add what was appended to ``token_times`` (s), always the same list; return all gaps' percentiles, and the longest."""
+    def read(self, token_times: list[float], several: Set[int] = frozenset()) -> tuple[Gaps | None, list[Gap]]:
+        """Add what was appended to ``token_times`` (s), always the same list; return all gaps' percentiles, and the longest.
+
+        several: tokens that came several in a pass, whose gaps are no steps: none of them is among the longest.
+        """
         with self._lock:
             fresh = token_times[max(self._tokens - 1, 0) :]  # a copy: the engine's thread may be appending
             gaps = [Gap(ms, token) for token, ms in enumerate(gaps_ms(fresh), max(self._tokens, 1) + 1)]
             self._tokens = max(self._tokens - 1, 0) + len(fresh)
-            self._longest = heapq.nlargest(MOST, itertools.chain(self._longest, gaps))
+            steps = [gap for gap in gaps if gap.token not in several] if several else gaps
+            self._longest = heapq.nlargest(MOST, itertools.chain(self._longest, steps))
             self._ordered.extend(gap.ms for gap in gaps)
             self._ordered.sort()  # a sorted run and a short tail: merged, not sorted again
             return percentiles(self._ordered), self._longest
@@ -355,7 +404,8 @@ class Recorder:
     """The time stamps (seconds, one monotonic clock) and counts of one reply.
 
     marks: what happened between its tokens, in order. ids: of its tokens. pieces: of the prompt, how many tokens each has, and when
-    it was computed. passes, rows: steps of which it had a row, and the rows of all of them.
+    it was computed. passes, rows: steps of which it had a row, and the rows of all of them. several: tokens, counted from 1, that
+    came several in a pass, or after a wait for one.
     """
 
     clock: Clock = time.perf_counter
@@ -372,6 +422,8 @@ class Recorder:
     ended_s: float | None = None
     passes: int = 0
     rows: int = 0
+    several: set[int] = field(default_factory=set)
+    speculated: list[Callable[[], Speculated]] = field(default_factory=list)
     _gaps: GapLog = field(default_factory=GapLog)
 
     def accept(self) -> None:
@@ -401,9 +453,11 @@ class Recorder:
             self.pieces.append((tokens - self.prefilled, self.clock()))
         self.prefilled = tokens
 
-    def token(self) -> None:
-        """Note that a token has reached the host."""
+    def token(self, *, several: bool = False) -> None:
+        """Note that a token has reached the host; several: with others of its pass."""
         self.token_times.append(self.clock())
+        if several:
+            self.several.add(len(self.token_times))
 
     def mark(self, cause: Cause, most_ms: float = math.inf) -> None:
         """Note something since the last token that may hold the next one up, by ``most_ms`` at most."""
@@ -425,8 +479,37 @@ class Recorder:
 
     def outliers(self, *, ahead: bool, throttled: Sequence[Throttle] = ()) -> tuple[Outlier, ...]:
         """Return the longest gaps that stand out so far, and their known causes; see ``outliers``."""
-        gaps, longest = self._gaps.read(self.token_times)
+        gaps, longest = self._gaps.read(self.token_times, self.several)
+        if self.several and gaps is not None:
+            usual = self.usual_ms
+            return () if usual is None else outliers(longest, usual, self.marks, ahead=ahead, throttled=throttled)
         return () if gaps is None else outliers(longest, gaps.p50, self.marks, ahead=ahead, throttled=throttled)
+
+    @property
+    def usual_ms(self) -> float | None:
+        """The median of the gaps that are steps; None without any."""
+        gaps = gaps_ms(list(self.token_times))
+        found = gap_percentiles([ms for token, ms in enumerate(gaps, 2) if token not in self.several])
+        return None if found is None else found.p50
+
+    @property
+    def drafts(self) -> Speculated:
+        """What speculation did so far."""
+        found = [each() for each in self.speculated]
+        saved = [each.saved_s for each in found if each.saved_s is not None]
+        counts = [count for each in found for count in each.drafts]
+        return Speculated(
+            tuple(
+                DraftCount(
+                    source,
+                    sum(each.drafted for each in counts if each.source == source),
+                    sum(each.accepted for each in counts if each.source == source),
+                )
+                for source in dict.fromkeys(each.source for each in counts)
+            ),
+            sum(saved) if saved else None,
+            found[-1].rests if found else "",
+        )
 
     def metrics(self, cost: StepCost, *, kv_bytes: int | None, peak_memory_bytes: int | None) -> Metrics:
         """Return what is known so far."""
@@ -436,7 +519,8 @@ class Recorder:
         prefill_tokens = self.prompt_tokens - self.cached_tokens if times else self.prefilled
         prefill_s = None if first is None or self.prefill_began_s is None else first - self.prefill_began_s
         decode_tps = decode_rate(times)
-        return Metrics(
+        drafts = self.drafts
+        metrics = Metrics(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             prefill_tokens=prefill_tokens,
@@ -450,10 +534,16 @@ class Recorder:
             kv_bytes=kv_bytes,
             weight_bytes_per_token=cost.weight_bytes,
             kv_bytes_per_step=cost.kv_bytes,
-            achieved_gbs=achieved_gbs(cost.bytes_per_step, decode_tps),
+            achieved_gbs=None,
             ceiling_tps=ceiling_tps(cost.bandwidth_gbs, cost.bytes_per_step),
             expected_tps=cost.expected_tps,
             peak_memory_bytes=peak_memory_bytes,
             queue_s=None if self.began_s is None else self.began_s - self.accepted_s,
             batch_width=self.batch_width,
+            drafted_tokens=drafts.drafted or None,
+            accepted_tokens=drafts.accepted if drafts.drafted else None,
+            saved_s=drafts.saved_s,
+            undrafted=drafts.rests or None,
+            drafts=drafts.drafts or None,
         )
+        return replace(metrics, achieved_gbs=achieved_gbs(cost.bytes_per_step, metrics.steps_tps))

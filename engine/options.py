@@ -126,6 +126,19 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs))
 
 
+def _schema(given: object) -> str | None:
+    """Return a JSON Schema as JSON text."""
+    if given is None:
+        return None
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        schema, text = None, ""
+    _require(isinstance(schema, Mapping), "the JSON schema is no JSON object", _SCHEMA_HINT)
+    return text
+
+
 def _order(given: object) -> tuple[Stage, ...]:
     hint = f"Name each of these once: {', '.join(STAGES)}."
     names = _items(given)
@@ -183,6 +196,8 @@ class Sampling:
     order: the stages in the order they apply, each once. Those that are off do nothing. "penalties" are the first three above.
     logprobs: with each token its log-probability and those of this many likeliest ones (0: its own alone), by the model itself,
     before all of the above; None is none.
+    json_schema: the JSON Schema that the answer follows, an object, as JSON text; a dict may be given, too. Tokens that would leave
+    it can't be drawn. What is thought before the answer is free. Needs ``llguidance`` (the extra ``schema``). None: any text.
     """
 
     temperature: float | None = None
@@ -206,8 +221,11 @@ class Sampling:
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     order: tuple[Stage, ...] = STAGES
     logprobs: int | None = None
+    json_schema: str | None = None
 
-    if TYPE_CHECKING:  # what callers may write: texts, ids and stages in any list, or one alone; a bias as a mapping
+    if (
+        TYPE_CHECKING
+    ):  # what callers may write: texts, ids and stages in any list, or one alone; a bias or a schema as a mapping
 
         def __init__(  # noqa: PLR0917
             self,
@@ -232,6 +250,7 @@ class Sampling:
             dry_sequence_breakers: str | Iterable[str] = ("\n", ":", '"', "*"),
             order: Iterable[str] = ("penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"),
             logprobs: int | None = None,
+            json_schema: str | Mapping[str, object] | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -242,6 +261,12 @@ class Sampling:
         _set(self, "dry_sequence_breakers", _texts(*breakers, "would break every sequence"))
         _set(self, "order", _order(self.order))
         _set_numbers(self, _SAMPLING_NUMBERS)
+        _set(self, "json_schema", _schema(self.json_schema))
+        _require(
+            not self.min_tokens or self.json_schema is None,
+            f"min tokens {self.min_tokens} may keep an answer from ending where its JSON schema ends it",
+            "Leave one out.",
+        )
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min tokens {self.min_tokens} is above max tokens {self.max_tokens}",
@@ -267,6 +292,10 @@ class Sampling:
                 suggested = getattr(recommended, name)
                 changes[name] = default if suggested is None else suggested
         return replace(self, **changes)
+
+
+KVBits = tuple[int, int]
+"""Of keys and of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +415,32 @@ class PromptCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """What guesses tokens ahead of the model, which then verifies several in one pass; the text stays the same.
+
+    lookup: the conversation, where it repeats itself. branches: other versions of it: replies made again, prompts that were
+    edited. draft: a smaller model with the same tokenizer: a folder, a Hugging Face id, or "guide"; it is loaded beside. heads: the
+    checkpoint's own heads for several tokens, where they are supported; without any, it changes nothing.
+    """
+
+    lookup: bool = True
+    branches: bool = True
+    draft: str | Path | None = None
+    heads: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("lookup", "branches", "heads"):
+            _require(isinstance(getattr(self, name), bool), f"{name} is neither True nor False", "Use one of them.")
+        _require(
+            isinstance(self.draft, Path)
+            or self.draft is None
+            or (isinstance(self.draft, str) and self.draft.strip() != ""),
+            f"{self.draft!r:.60} names no draft model",
+            'Give a folder, a Hugging Face id, or "guide"; None is none.',
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A function that a model may call.
 
@@ -432,13 +487,15 @@ class TemplateOptions:
     found from the template; a mode that it does not know is an OptionError.
     thinking_budget: tokens after which thinking is ended, by the model's own mark; the answer follows. None: no limit.
     keywords: anything else that the template reads, as ``KEY=VALUE`` texts with a JSON value, or as a dict.
-    tools: functions that the model may call.
+    tools: functions that the model may call. must_call: names of those of which it has to call one at least, and writes nothing
+    else but its thinking; () leaves it to the model. Needs ``llguidance`` (the extra ``schema``).
     """
 
     thinking: Thinking | None = None
     thinking_budget: int | None = None
     keywords: tuple[str, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
+    must_call: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # what callers may write: keywords as a dict, too
 
@@ -448,6 +505,7 @@ class TemplateOptions:
             thinking_budget: int | None = None,
             keywords: Mapping[str, object] | Iterable[str] = (),
             tools: Iterable[ToolSpec] = (),
+            must_call: str | Iterable[str] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -465,6 +523,9 @@ class TemplateOptions:
         names = [each.name for each in self.tools]
         twice = next((name for name in names if names.count(name) > 1), None)
         _require(twice is None, f"there are two tools called {twice}", "Give each a name of its own.")
+        _set(self, "must_call", _items(self.must_call))
+        for name in self.must_call:
+            _require(isinstance(name, str), f"the tool to call {name!r:.60} is not a name", "Give names of tools.")
 
     @property
     def values(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One reply, from token ids to events: make room, prefill, decode, text. Runs on the MLX thread."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,9 @@ from .sampling import Sampler, Score, TokenSets
 from .schedule.decoding import Lane
 from .schedule.policy import Pace
 from .schedule.schedule import WAITS, ReplyEvents, SharedFailureError
+from .speculation.shared import SharedSpeculation
 from .text.continuation import PartialReply
+from .text.grammar import GrammarConstraint
 from .text.stream import ReplyText, ThinkingBudget, TokenSources
 from .text.tokenizer import Tokenizer
 from .text.tools import CallReader
@@ -43,6 +45,7 @@ class Request:
     checkpoints: positions in ``ids`` to which later requests may want to go back, ascending.
     thinking_budget: tokens after which thinking is ended.
     calls: reads the calls of tools in the reply; None where it may call none. background: gives way to others.
+    constraint: holds the reply to a form; None where it may be anything.
     """
 
     ids: list[int]
@@ -56,6 +59,7 @@ class Request:
     thinking_budget: int | None = None
     calls: CallReader | None = None
     background: bool = False
+    constraint: GrammarConstraint | None = None
 
     @property
     def earlier_thinking(self) -> str:
@@ -64,10 +68,18 @@ class Request:
 
 
 class ReplyTask:
-    """A request being answered. pace: how long a piece of its prompt may take."""
+    """A request being answered. pace: how long a piece of its prompt may take. speculation: of all replies; None drafts nothing."""
 
-    def __init__(self, runtime: Runtime, store: CacheStore, request: Request, cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: CacheStore,
+        request: Request,
+        cancelled: Callable[[], bool],
+        speculation: SharedSpeculation | None = None,
+    ) -> None:
         self._runtime = runtime
+        self._speculation = speculation
         self._store = store
         self._request = request
         self._cancelled = cancelled
@@ -194,7 +206,11 @@ class ReplyTask:
         metrics, context = self.metrics(), recorder.context_tokens
         gaps = gaps_ms(recorder.token_times[-LIVE_GAPS - 1 :])
         step = self._runtime.step_cost(context, metrics.replies_at_once).bytes_per_step
-        return Live(metrics, context, gaps, step, achieved_gbs(step, recent_rate(gaps)), self._outliers())
+        return Live(metrics, context, gaps, step, self._achieved_now(step, gaps, metrics), self._outliers())
+
+    def _achieved_now(self, step: int | None, gaps: Sequence[float], metrics: Metrics) -> float | None:
+        """Return the bandwidth of the last gaps; of the whole reply where passes made several tokens."""
+        return metrics.achieved_gbs if metrics.accepted_tokens else achieved_gbs(step, recent_rate(gaps))
 
     def metrics(self) -> Metrics:
         """Return the reply's metrics so far."""
@@ -229,6 +245,8 @@ class ReplyTask:
     def _prefill(self, generation: Generation, lease: CacheLease, chunker: PrefillChunker) -> Iterator[Event | None]:
         ids, cached = self._request.ids, len(generation.cached_ids)
         yield PrefillProgress(cached, len(ids), cached)
+        if self._cancelled():
+            return
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
             for whole in chunker.compute(generation, ids[len(generation.cached_ids) : stop]):
@@ -259,7 +277,7 @@ class ReplyTask:
             request.thinking_budget, text, tokenizer, len(tokenizer.encode(request.earlier_thinking))
         )
         sets, growth = token_sets(tokenizer, sampling), GrowthBudget(self._runtime, self._store, lease)
-        lane = self._lane(lease, sets, growth)
+        lane = self._lane(lease, sets, growth, thinking)
         watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         lane.ended = reason == "cancelled" or self._token_limit() == 0
@@ -272,7 +290,7 @@ class ReplyTask:
                 self._store.start_over(lease, made)
                 mx.clear_cache()
                 yield from self._compute_again(generation, lease, made[:-1])
-                lane = self._lane(lease, sets, growth)
+                lane = self._lane(lease, sets, growth, thinking)
                 lane.force(forced)
                 token = None
             if self._cancelled():
@@ -282,16 +300,18 @@ class ReplyTask:
                     break
                 continue
             watch.look()
-            request.recorder.token()
+            request.recorder.token(several=lane.came_with_others)
             request.recorder.ids.append(token)
             self._throttled.look()
             score = lane.sampler.take_score()
             if token in sets.ends:
                 reason, ended_by = "stop", (token, score)
                 break
+            if request.constraint is not None:
+                request.constraint.take(token)
             came_from.add(token, score)
             yield from watch.handed(came_from.mark(text.add(token)))
-            if text.stopped:
+            if text.stopped or (request.constraint is not None and request.constraint.is_over):
                 reason = "stop"
                 break
             lane.force(thinking.ending())
@@ -310,6 +330,8 @@ class ReplyTask:
         if ended_by is not None:
             came_from.add(*ended_by)
         request.recorder.end()
+        if self._speculation is not None and not request.background:
+            self._speculation.ended([*request.ids, *request.recorder.ids])
         self._throttled.look(now=True)
         metrics = self.metrics()
         self._runtime.machine.keep()
@@ -331,20 +353,31 @@ class ReplyTask:
             passes=self._passes(),
         )
 
-    def _lane(self, lease: CacheLease, sets: TokenSets, growth: GrowthBudget) -> Lane:
+    def _lane(self, lease: CacheLease, sets: TokenSets, growth: GrowthBudget, thinking: ThinkingBudget) -> Lane:
         """Return the lane of the tokens that are still to come, in the lease's caches."""
         request, limit = self._request, self._token_limit()
-        made = request.recorder.ids
-        return Lane(
+        made, speculator = request.recorder.ids, None
+        sampler = Sampler(request.sampling, request.ids, sets, made)
+        if self._speculation is not None:
+            speculator = self._speculation.begin(
+                self._runtime, request.ids, made, sampler, background=request.background
+            )
+        lane = Lane(
             lease.caches,
             lease.ids,
             (made or request.ids)[-1],
-            Sampler(request.sampling, request.ids, sets, made),
+            sampler,
             None if limit is None else limit - len(made),
             note=request.recorder.mark,
             may_grow=growth.fits,
             launched=request.recorder.launched,
+            speculator=speculator,
+            unforced=lambda: thinking.unforced,
+            constraint=request.constraint,
         )
+        if lane.speculator is not None:
+            request.recorder.speculated.append(lane.speculator.done)
+        return lane
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine

@@ -27,8 +27,7 @@ from .files import FLUSH_S
 from .generation import STAGE_S, Generation, PrefillChunker
 from .kv.divergence import Trial, TrialProgress
 from .metrics import Recorder
-from .model.config import read_config
-from .options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions, Thinking
+from .options import NOTHING_TOLD, KVBits, KVSpec, Sampling, Speculation, TemplateOptions, Thinking
 from .passes.likely import ReplyQuestion, look_again
 from .passes.tokens import PromptText, StepTokens
 from .perf.bandwidth import is_busy
@@ -36,7 +35,7 @@ from .perf.memory import Memory, snapshot
 from .perf.mitigation import whole_chunks
 from .perf.timing import LatencyProfiler
 from .prefill_budget import admitted
-from .prompt_cache.cache import Check, check
+from .prompt_cache.cache import Check, OwnCaches, check
 from .prompt_cache.exchange import Exchanged, check_worth, export, take_in
 from .prompt_cache.memory import CacheStore
 from .reply import ReplyTask, Request, check_context
@@ -56,6 +55,7 @@ from .scoring import (
     perplexity,
     score,
 )
+from .speculation.shared import LoadedDraft, SharedSpeculation
 from .text.prompt import Prompt, Prompting, Turn
 from .text.tokenizer import opening
 
@@ -171,6 +171,7 @@ class ModelSpec:
     advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
+    draft: the draft model beside it, as it was asked for; draft_bytes: of its weights.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     takes_tools: whether tools can be defined in it, and the model's calls be read.
     """
@@ -195,6 +196,8 @@ class ModelSpec:
     doubts: tuple[str, ...] = ()
     adapter: str | None = None
     adapter_digest: str | None = None
+    draft: str | None = None
+    draft_bytes: int | None = None
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False
@@ -212,12 +215,18 @@ class Runner:
         on_close: ExitStack,
         *,
         parallel: int = 1,
+        speculation: Speculation | None = None,
+        draft: LoadedDraft | None = None,
     ) -> None:
         self.spec = spec
+        self._speculation = (
+            None if speculation is None else SharedSpeculation(speculation, remembers=store.keeps, draft=draft)
+        )
         self.parallel = parallel
         self._decoder: Decoder | None = Decoder(runtime.model, ahead=runtime.ahead)
         self._runtime: Runtime | None = runtime
         self._store: CacheStore = store
+        self._with_bits: dict[KVBits, Runtime] = {}
         self._on_close = on_close
         self._profiler = profiler
 
@@ -244,9 +253,11 @@ class Runner:
         continues: bool = False,
         template: TemplateOptions = NOTHING_TOLD,
         background: bool = False,
+        kv_bits: KVBits | None = None,
     ) -> ReplyTask:
         """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it; background: it gives way.
 
+        kv_bits: of its keys and values, other than the model was loaded with.
         Raises OptionError, ContextError or TemplateError.
         """
         self._profiler.later()
@@ -256,7 +267,19 @@ class Runner:
         prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
         request = prompting.request(prompt, resolved, recorder, turn=_turn(continues))
         check_context(self.runtime, len(request.ids))
-        return ReplyTask(self.runtime, self._store, replace(request, background=background), cancelled)
+        request = prompting.held(request)
+        runtime, store = self._of_bits(kv_bits)
+        return ReplyTask(runtime, store, replace(request, background=background), cancelled, self._speculation)
+
+    def _of_bits(self, kv_bits: KVBits | None) -> tuple[Runtime, CacheStore]:
+        """Return what a reply shares with others, and where its caches come from: of other bits, they are its own."""
+        runtime = self.runtime
+        if kv_bits is None or kv_bits == (runtime.kv.key_bits, runtime.kv.value_bits):
+            return runtime, self._store
+        if kv_bits not in self._with_bits:
+            self._with_bits[kv_bits] = runtime.with_kv_bits(*kv_bits)
+        own = self._with_bits[kv_bits]
+        return own, OwnCaches(own.new_caches, self._store)
 
     def decode(self, lanes: Sequence[Lane]) -> list[Decoded]:
         """Compute a token of each lane; return those that became known. Raises what MLX raises."""
@@ -438,15 +461,14 @@ class Runner:
         self,
         ids: list[int],
         *,
-        bits: Sequence[tuple[int, int]],
+        bits: Sequence[KVBits],
         kv: KVSpec,
         depths: Sequence[int],
         cancelled: Callable[[], bool],
     ) -> Generator[TrialProgress | Trial, None, None]:
         """Try other KV settings on the loaded weights; see ``scoring.compare``."""
         self._prompting().check_ids(ids)
-        config = read_config(self.spec.path)
-        yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
+        yield from compare(self.runtime, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
 
     def call_when_measured(self, act: Callable[[], None]) -> None:
         """Have ``act`` called on this thread after the bandwidth was timed in idle time."""
@@ -473,6 +495,8 @@ class Runner:
         self._profiler.end()
         self._store = CacheStore(lambda _: [])  # the other knows the model
         self._runtime = self._decoder = None  # a closed engine may be kept, its weights may not
+        self._with_bits.clear()
+        self._speculation = None  # it knows conversations
         self._on_close.close()
         mx.clear_cache()
 

@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .device import DeviceKind
-from .kv import CachePlan
+from .kv import CachePlan, plan_caches
 from .metrics import Metrics, StepCost, rate
 from .options import KVSpec
 from .perf import memory
-from .perf.bandwidth import UNPACKED_BOUND, BandwidthRecord, believed, learn
-from .perf.diagnosis import Situation
+from .perf.bandwidth import BandwidthRecord, believed, learn
+from .perf.cost import cost_of_model
+from .perf.diagnosis import Situation, packed_layers
 from .perf.hardware import Chip
 from .perf.mitigation import Chunking
-from .perf.peak_memory import ModelShape
+from .perf.model_work import work_of
+from .perf.peak_memory import ModelShape, cache_layers
 from .perf.roofline import LatencyModel, Limits, Prediction, decode_phase, limits_of, predict
 from .perf.workload import KVUse, Workload
 from .text.tokenizer import Tokenizer
@@ -27,13 +29,11 @@ class MachineSpeed:
     """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed.
 
     bytes_read: of a decode step's weights: the size for which the bandwidth is kept. None: nothing is measured or kept.
-    unpacked: the weights are held as float32, whatever they were stored as.
     """
 
     chip: Chip
     pace: LatencyModel | None = None
     bytes_read: int | None = None
-    unpacked: bool = False
     _reached_gbs: float | None = None
 
     @property
@@ -51,7 +51,7 @@ class MachineSpeed:
         if self._reached_gbs is not None:  # of a reply that nobody read to its end
             self.keep()
         elif self._is_measured:
-            self.chip = self._told(self._record.describe(self.chip))
+            self.chip = self._record.describe(self.chip)
 
     def observe(self, metrics: Metrics) -> bool:
         """Learn from a reply's metrics so far; return whether its ceiling must be computed again. Keeps nothing: see ``keep``."""
@@ -64,19 +64,14 @@ class MachineSpeed:
 
     def bounded(self, metrics: Metrics) -> Metrics:
         """Return metrics whose ceiling is not below what a reply did that is too short to learn from: unknown then."""
-        too_low = metrics.ceiling_tps is not None and (metrics.decode_tps or 0.0) > metrics.ceiling_tps
+        too_low = metrics.ceiling_tps is not None and (metrics.steps_tps or 0.0) > metrics.ceiling_tps
         return replace(metrics, ceiling_tps=None) if too_low and self.chip.source == "measured" else metrics
 
     def keep(self) -> None:
         """Keep what replies have reached, at the end of one: every other reckoning of this model says the same then."""
         if self._is_measured and self._reached_gbs is not None:
-            self.chip = self._told(learn(self.chip, self.bytes_read or 0, self._reached_gbs))
+            self.chip = learn(self.chip, self.bytes_read or 0, self._reached_gbs)
             self._reached_gbs = None
-
-    def _told(self, chip: Chip) -> Chip:
-        """The chip whose condition says what its bandwidth bounds."""
-        known = self.unpacked and chip.bandwidth_gbs is not None
-        return replace(chip, condition=f"{chip.condition}; {UNPACKED_BOUND}") if known else chip
 
     @property
     def _is_measured(self) -> bool:
@@ -92,6 +87,7 @@ class Runtime:
     """Immutable parts of a loaded engine.
 
     Attributes:
+        config: the model's, normalised.
         ahead: whether the next decode step is launched before a token is read.
         context_length: the model's, in tokens; None is unknown.
         chunking: how its prompts are cut.
@@ -102,6 +98,7 @@ class Runtime:
     """
 
     model: Any
+    config: dict[str, Any]
     tokenizer: Tokenizer
     plan: CachePlan
     kv: KVSpec
@@ -117,6 +114,21 @@ class Runtime:
     memory_limit: int | None = None
     doubts: tuple[str, ...] = ()
     positions: int | None = None
+
+    def with_kv_bits(self, key_bits: int, value_bits: int) -> "Runtime":
+        """Return the same with caches of other bits, on the same weights. Raises OptionError where the model can't have them."""
+        kv = replace(self.kv, key_bits=key_bits, value_bits=value_bits)
+        plan = plan_caches(self.model, self.config, kv)
+        work = work_of(self.model, self.config, cost_of_model(self.model, self.config), plan)
+        return replace(
+            self,
+            plan=plan,
+            kv=kv,
+            work=work,
+            shape=replace(self.shape, layers=cache_layers(self.config, plan, self.shape.value_bytes)),
+            chunking=replace(self.chunking, work=work),
+            packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
+        )
 
     @property
     def memory_budget(self) -> int | None:

@@ -20,7 +20,8 @@ import math
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -137,6 +138,15 @@ class Dry:
         self._ids = mx.slice_update(self._ids, token, mx.array([self._count]), axes=(0,))
         self._count += 1
 
+    @property
+    def state(self) -> tuple[mx.array, mx.array, int]:
+        """All that ``add`` changes; it replaces the arrays."""
+        return self._ids, self._lengths, self._count
+
+    @state.setter
+    def state(self, state: tuple[mx.array, mx.array, int]) -> None:
+        self._ids, self._lengths, self._count = state
+
     def penalise(self, logits: mx.array) -> mx.array:
         """Return penalised logits: (1, V) → (1, V)."""
         lengths = self._lengths[:-1]
@@ -161,6 +171,15 @@ class Dry:
 
 def _padded(array: mx.array, count: int, value: int) -> mx.array:
     return mx.concatenate([array.astype(mx.int32), mx.full((count,), value, mx.int32)])
+
+
+def forbid(logits: mx.array, allowed: np.ndarray) -> mx.array:
+    """Leave what is allowed: (B, V), allowed (n,) or (B, n) bool → (B, V), the others −inf, and those from n on."""
+    size = logits.shape[-1]
+    mask = allowed[..., :size]
+    if missing := size - mask.shape[-1]:
+        mask = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+    return mx.where(mx.array(np.ascontiguousarray(mask)), logits, -mx.inf)
 
 
 def take_top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -261,15 +280,27 @@ class _DeviceScore(NamedTuple):
     logprobs: mx.array
 
 
+class SamplerState(NamedTuple):
+    """What a sampler remembers of the tokens it chose: its own arrays, which it replaces and never changes."""
+
+    last: mx.array | None
+    made: int
+    recent: mx.array
+    counts: mx.array | None
+    dry: tuple[mx.array, mx.array, int] | None
+    scores: int
+
+
 class Sampler:
     """One reply's sampler: knows its seed and the tokens that came before. Takes a resolved Sampling.
 
     Random numbers are those of the seed at the token's position in the whole sequence. made: tokens of the reply that came before
     this sampler, as if it had chosen them.
 
-    Logit biases apply first; then the stages in the order of ``Sampling.order``, by default penalties, DRY, top-k, temperature,
-    top-p, min-p, XTC. Top-k commutes with the temperature, and comes first since it leaves few logits to the others: with it, the
-    vocabulary is searched once a token and never sorted. Where penalties come after it, it leaves all logits in place.
+    Logit biases apply first, and what is not allowed goes out; then the stages in the order of ``Sampling.order``, by default
+    penalties, DRY, top-k, temperature, top-p, min-p, XTC. Top-k commutes with the temperature, and comes first since it leaves few
+    logits to the others: with it, the vocabulary is searched once a token and never sorted. Where penalties come after it, it
+    leaves all logits in place.
     """
 
     def __init__(
@@ -312,20 +343,85 @@ class Sampler:
             on = {stage: on[stage] and stage in {"penalties", "dry", *judged} for stage in on}
         return tuple(stage for stage in sampling.order if on[stage])
 
-    def __call__(self, logits: mx.array) -> mx.array:
-        """logits (1, V) in any float type → token (1,) uint32, not evaluated."""
+    def __call__(self, logits: mx.array, allowed: np.ndarray | None = None) -> mx.array:
+        """logits (1, V) in any float type → token (1,) uint32, not evaluated. allowed (n,) bool: what it may be; None: any."""
         logits = logits.astype(mx.float32)
         if not self._vocabulary:
             self._vocabulary = logits.shape[-1]
             self._count(mx.array(self._before[self._position :], mx.uint32))
         if self._last is not None:
             self._remember(self._last)
-        token = self._last = self._choose(self._bias(logits)).astype(mx.uint32)
+        choice = self._bias(logits)
+        if allowed is not None:
+            choice = forbid(choice, allowed)
+        token = self._last = self._choose(choice).astype(mx.uint32)
         self._made += 1
         if (count := self._sampling.logprobs) is not None:
             self._raw = logits
             self._scores.append(_score(logits, token, count))
         return token
+
+    def choose_rows(
+        self, logits: mx.array, allowed: Sequence[np.ndarray] | None = None
+    ) -> tuple[mx.array, list[SamplerState]]:
+        """Choose a token of each row, as if they were asked for one after another: (N, V) → (N,) uint32, not evaluated.
+
+        Also returns the states after each. A row's penalties see the tokens chosen of those before it. allowed: one mask a row.
+        """
+        as_they_are = not self._stages and not self._sampling.logit_bias and self._made >= self._sampling.min_tokens
+        if self._greedy and as_they_are and self._sampling.logprobs is None:
+            logits = logits.astype(mx.float32)
+            return self._likeliest_rows(logits if allowed is None else forbid(logits, np.stack(allowed)))
+        chosen, states = [], []
+        for row in range(len(logits)):
+            chosen.append(self(logits[row : row + 1], None if allowed is None else allowed[row]))
+            states.append(self._state())
+        return mx.concatenate(chosen), states
+
+    def _likeliest_rows(self, logits: mx.array) -> tuple[mx.array, list[SamplerState]]:
+        """Choose at once where each row's choice is its own."""
+        chosen = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        states = []
+        for _ in range(len(logits)):
+            self._made += 1
+            states.append(self._state())
+        return chosen, states
+
+    def _state(self) -> SamplerState:
+        dry = None if self._dry is None else self._dry.state
+        return SamplerState(self._last, self._made, self._recent, self._counts, dry, len(self._scores))
+
+    def restore(self, state: SamplerState) -> None:
+        """Forget what was chosen after a state of ``choose_rows``."""
+        self._last, self._made, self._recent, self._counts, dry, scores = state
+        if self._dry is not None and dry is not None:
+            self._dry.state = dry
+        while len(self._scores) > scores:
+            self._scores.pop()
+
+    @contextmanager
+    def supposing(self) -> Iterator[None]:
+        """Inside a with block, what is chosen is only supposed: it is forgotten after. Not before a first token was chosen."""
+        before, raw = self._state(), self._raw
+        try:
+            yield
+        finally:
+            self.restore(before)
+            self._raw = raw
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits that it chooses among; 0 before the first token."""
+        return self._vocabulary
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end the reply."""
+        return self._tokens.ends
+
+    def newest_scores(self, count: int) -> list[mx.array]:
+        """Return what to evaluate beside the last ``count`` tokens."""
+        return [array for score in list(self._scores)[-count:] for array in score] if self._scores else []
 
     def replace_last(self, token: mx.array) -> None:
         """Put ``token`` (1,) in place of the one chosen last, which is not used."""

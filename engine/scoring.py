@@ -26,7 +26,7 @@ from .generation import Generation
 from .kv import CachePlan, plan_caches
 from .kv.divergence import KVDivergence, Speed, Tally, Trial, TrialProgress, differences, fit_depths
 from .metrics import decode_rate
-from .options import KVSpec, Sampling
+from .options import KVBits, KVSpec, Sampling
 from .perf import memory
 from .perf.mitigation import gb, override, told_apart
 from .perf.peak_memory import predict_peak
@@ -224,10 +224,9 @@ class _Setting:
 
 def compare(
     runtime: Runtime,
-    config: dict[str, Any],
     ids: list[int],
     *,
-    bits: Sequence[tuple[int, int]],
+    bits: Sequence[KVBits],
     base: KVSpec,
     depths: Sequence[int],
     cancelled: Callable[[], bool],
@@ -236,7 +235,6 @@ def compare(
 
     Args:
         runtime: The loaded model.
-        config: Its normalised config.
         ids: The text, which is repeated where a depth is greater.
         bits: The settings to try.
         base: All other KV settings.
@@ -252,7 +250,7 @@ def compare(
         raise ContextError(
             f"the text has {len(ids):,} tokens, but the model's context is {longest:,}", "Compare on a shorter one."
         )
-    settings, refused = _plan(runtime, config, bits, base)
+    settings, refused = _plan(runtime, bits, base)
     yield from refused
     yield from _read(runtime, ids, settings, cancelled)
     for setting in settings:
@@ -265,12 +263,10 @@ def compare(
         yield setting.trial(longest)
 
 
-def _plan(
-    runtime: Runtime, config: dict[str, Any], bits: Sequence[tuple[int, int]], base: KVSpec
-) -> tuple[list[_Setting], list[Trial]]:
+def _plan(runtime: Runtime, bits: Sequence[KVBits], base: KVSpec) -> tuple[list[_Setting], list[Trial]]:
     """Return the settings the model can take, 16 bits first, and those it refuses, with reasons."""
     exact = replace(base, key_bits=16, value_bits=16)
-    plan = plan_caches(runtime.model, config, exact)
+    plan = plan_caches(runtime.model, runtime.config, exact)
     if all(layer.ours is None for layer in plan.layers):
         reasons = "; ".join(sorted({layer.note for layer in plan.layers}))
         raise OptionError(f"there is nothing to compare: no cache of this model can be packed ({reasons})", "Leave it.")
@@ -280,7 +276,7 @@ def _plan(
             continue
         spec = replace(base, key_bits=key_bits, value_bits=value_bits)
         try:
-            settings.append(_Setting(spec, plan_caches(runtime.model, config, spec)))
+            settings.append(_Setting(spec, plan_caches(runtime.model, runtime.config, spec)))
         except OptionError as error:
             refused.append(Trial(key_bits, value_bits, refused=error.one_line()))
     return settings, refused

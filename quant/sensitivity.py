@@ -24,7 +24,6 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from tokamac.engine.device import device_kind
-from tokamac.engine.model.cpu import MEMORY_SHARE, DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import text_config
@@ -39,6 +38,8 @@ from .streaming import Streamed, streamable_source
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from tokamac.engine.model.cpu.dense import DenseEmbedding
 
 AlphaBasis = Literal["measured", "guessed", "by kind"]
 Errors = dict[str, dict[Packing | None, float]]
@@ -279,7 +280,7 @@ class Replay:
         """Return KL(first reading ‖ reading with ``weight`` at ``path``), the mean over the text, in nats a token."""
         module = self._modules[path]
         # What is outside the layers may be used before them (an embedding): then everything is computed again.
-        head = path.endswith("lm_head") and not isinstance(module, nn.Embedding | DenseEmbedding)
+        head = path.endswith("lm_head") and not isinstance(module, nn.Embedding)
         first = self._layer_of.get(id(module), len(self._model.layers) if head else 0)
         self._put(path, _with_weight(module, weight))
         try:
@@ -309,10 +310,12 @@ def peak_bytes(source: Source, tokens: int) -> int:
 
 
 def fits(source: Source, tokens: int) -> bool:
-    """Return whether a Replay of ``tokens`` tokens fits the memory. On a CPU engine/model/cpu.py must agree to unpack the model."""
+    """Return whether a Replay of ``tokens`` tokens fits the memory. On a CPU ``unpack`` must agree to unpack the model."""
     needed, budget = peak_bytes(source, tokens), memory.array_budget()
     if device_kind() != "cpu":
         return budget is not None and needed <= GPU_SHARE * budget
+    from tokamac.engine.model.cpu.dense import MEMORY_SHARE
+
     total, weights = memory.machine_total(), FLOAT_BYTES * sum(array.size for array in source.weights.values())
     return total is not None and budget is not None and needed <= budget and weights <= MEMORY_SHARE * total
 
@@ -341,6 +344,8 @@ def _loaded(source: Source) -> Any:
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))
     if device_kind() == "cpu":
+        from tokamac.engine.model.cpu.dense import DenseEmbedding, unpack
+
         unpack(model)
         for _, module in leaves(model):
             if isinstance(module, DenseEmbedding):
@@ -348,22 +353,27 @@ def _loaded(source: Source) -> Any:
     return model
 
 
-def _multiply_rows(embedding: DenseEmbedding) -> None:
-    """Let NumPy multiply many rows at a tied head too: engine/model/cpu.py leaves that to MLX, as prefill never asks for it."""
+def _multiply_rows(embedding: "DenseEmbedding") -> None:
+    """Let NumPy multiply many rows at a tied head too: the layer leaves that to MLX, as prefill never asks for it."""
+    from tokamac.engine.model.cpu.dense import DenseLinear
+
     head = DenseLinear(embedding.weight, None)
     override(embedding, as_linear=lambda _, x: head(x))
 
 
 def _with_weight(module: Any, weight: mx.array) -> nn.Module:
     """Return a copy of a leaf with another weight."""
-    if isinstance(module, DenseLinear | DenseEmbedding):
-        weight = mx.contiguous(weight.T).T
-        mx.eval(weight)
-        if isinstance(module, DenseLinear):
-            return DenseLinear(weight, module.get("bias"))
-        embedding = DenseEmbedding(weight)
-        _multiply_rows(embedding)
-        return embedding
+    if device_kind() == "cpu":
+        from tokamac.engine.model.cpu.dense import DenseEmbedding, DenseLinear
+
+        if isinstance(module, DenseLinear | DenseEmbedding):
+            weight = mx.contiguous(weight.T).T
+            mx.eval(weight)
+            if isinstance(module, DenseLinear):
+                return DenseLinear(weight, module.get("bias"))
+            embedding = DenseEmbedding(weight)
+            _multiply_rows(embedding)
+            return embedding
     copied: nn.Module = clone(module)
     copied.weight = weight
     return copied

@@ -7,7 +7,7 @@ The model is mlx-lm's own, called as a whole. In a copy of its modules, every la
 call by a copy of theirs with freshly read weights. All other parameters are lazy arrays of the first copy; so is a
 layer's parameter that the model takes without calling the layer: correct as well, and kept until the run ends.
 
-On a CPU a layer is cast to float32 and unpacked for its call, as the engine does once for all (engine/model/cpu.py); elsewhere it
+On a CPU a layer is cast to float32 and unpacked for its call, and NumPy multiplies (engine/model/cpu/dense.py); elsewhere it
 keeps the checkpoint's types. No cache is used: the text is computed in one piece.
 
 A calibration text goes through a layer as thousands of rows at once: on an M1, one product of 16,384 rows by a large matrix takes
@@ -31,7 +31,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.model.config import read_config
-from tokamac.engine.model.cpu import DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.model.loader import build_model
 from tokamac.engine.model.safetensors import find_shards
 
@@ -53,7 +52,7 @@ STEP = 256
 ROWS = 1 << 13
 """Outputs of a linear layer at an end that are unpacked at once on a CPU: 134 MB of float32 where a layer is 4,096 wide."""
 
-LINEAR = (nn.Linear, nn.QuantizedLinear, DenseLinear)
+LINEAR = (nn.Linear, nn.QuantizedLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 ENDS = (*EMBEDDINGS, nn.Linear, nn.QuantizedLinear)
 """Kinds of modules outside the layers that may be as big as a layer."""
@@ -225,6 +224,8 @@ class _Layer:
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         filled = self.reader.fill(self.path, self.template)
         if self.reader.on_cpu:
+            from tokamac.engine.model.cpu.dense import unpack
+
             filled.set_dtype(mx.float32)
             unpack(filled)
         if self.reader.observer is not None:
@@ -275,7 +276,9 @@ def _rows_of(module: nn.Module, rows: mx.array | slice) -> Any:
 
 
 def _multiplied(module: Any, x: mx.array) -> mx.array:
-    """Return x Wᵀ + b by NumPy: engine/model/cpu.py leaves the head's product of many rows to MLX, as prefill never asks for it."""
+    """Return x Wᵀ + b by NumPy: an embedding leaves its product of many rows to MLX, as prefill never asks for it."""
+    from tokamac.engine.model.cpu.dense import DenseEmbedding, DenseLinear, unpack
+
     pieces = []  # unpacked one by one: in float32, the whole of W would be larger than any layer
     for begin in range(0, len(module.weight), ROWS):
         holder = nn.Module()

@@ -1,8 +1,9 @@
 """An engine that plays a script in the real process, for tests of the chat, benchmarks of the screen, and pictures.
 
-A model's name picks the scenario. The engine keeps the real one's promises (order of events, cancelling within a token, metrics
-from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so. It pretends to run
-four billion weights at 4.5 bits on a chip of the table. What is computed ahead it notes on stderr, the log, where a test sees it.
+A model's name picks the scenario. The engine keeps the real one's promises (order of events, cancelling within a token, several
+replies at once, metrics from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so.
+It pretends to run four billion weights at 4.5 bits on a chip of the table. What it is asked for, and what is computed ahead, it
+notes on stderr, the log, where a test sees it.
 """
 
 import os
@@ -10,14 +11,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from tokamac.app.backend.child import serve
 from tokamac.app.backend.protocol import Load, ModelInfo
-from tokamac.engine import Engine
+from tokamac.engine import Engine, ReplyStream
 from tokamac.engine import metrics as rates
 from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError
 from tokamac.engine.events import (
@@ -33,7 +34,7 @@ from tokamac.engine.events import (
     TextChunk,
     ToolCall,
 )
-from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD, PARALLEL, Sampling, TemplateOptions
 from tokamac.engine.passes.cost import cost_of
 from tokamac.engine.passes.log import PassLog, log_of
 from tokamac.engine.passes.tokens import PromptText, StepToken, StepTokens
@@ -202,21 +203,25 @@ def _pieces(text: str) -> list[str]:
     return [text[i : i + 4] for i in range(0, len(text), 4)]
 
 
+def _note(text: str) -> None:
+    print(f"scripted: {text}", file=sys.stderr, flush=True)
+
+
 def _die(reason: str) -> None:
-    print(f"scripted: the engine dies: {reason}", file=sys.stderr, flush=True)
+    _note(f"the engine dies: {reason}")
     os._exit(7)
 
 
 class ScriptedEngine(Engine):
     """What the engine's process asks of an ``Engine``, played by ``scenario``."""
 
-    def __init__(self, scenario: Scenario, *, keeps: bool = True) -> None:
+    def __init__(self, scenario: Scenario, *, keeps: bool = True, parallel: int = PARALLEL) -> None:
         self._scenario = scenario
         self._keeps = keeps
-        self._stop = threading.Event()
+        self._parallel = parallel
         self._known = 0
-        self._clock: _Stamps | None = None
-        self._no_reply = threading.Lock()
+        self._replies: list[ScriptedReply] = []  # that run
+        self._seats, self._between = threading.Lock(), threading.Lock()
         if scenario.dies_on == "idle":
             threading.Timer(0.3, _die, args=("idle",)).start()
 
@@ -227,27 +232,52 @@ class ScriptedEngine(Engine):
         *,
         continues: bool = False,
         template: TemplateOptions | None = None,
-    ) -> Iterator[Event]:
+        background: bool = False,
+        kv_bits: tuple[int, int] | None = None,
+    ) -> ReplyStream:
         """Yield the reply's events; of a script that is continued, those after what was said."""
-        self._stop.clear()
+        reply, how, told = ScriptedReply(), sampling or Sampling(), template or NOTHING_TOLD
+        _note(f"reply {kv_bits=} {background=} temperature={how.temperature} seed={how.seed} thinking={told.thinking}")
+        if kv_bits is not None and min(kv_bits) < 16 and not self._scenario.packs:
+            raise cant_pack()
+        return ReplyStream(self._played(reply, prompt, how, told, kv_bits or (16, 16), continues=continues), reply)
+
+    def _played(
+        self,
+        reply: "ScriptedReply",
+        prompt: Sequence[Message],
+        sampling: Sampling,
+        told: TemplateOptions,
+        kv_bits: tuple[int, int],
+        *,
+        continues: bool,
+    ) -> Generator[Event, None, None]:
         self._fault("send")
         tokens = self._tokens(prompt)
         if tokens > self._scenario.context and not self._scenario.rolls:
             raise ContextError(
                 f"the prompt has {tokens} tokens; the context holds {self._scenario.context}", "Shorten it."
             )
-        self._clock = stamps = _Stamps(tokens, self._cached(tokens))
+        while not self._has_seat(reply):
+            time.sleep(0.01)
+        stamps = reply.stamps = _Stamps(tokens, self._cached(tokens), sum(kv_bits) / 32)
         try:
-            with self._no_reply:
-                partial = prompt[-1] if continues else Message("assistant", "")
-                told = template or NOTHING_TOLD
-                if told.tools and self._scenario.calls and (prompt[-1].role != "tool" or self._scenario.calls_again):
-                    yield from self._call(stamps)
-                else:
-                    yield from self._play(stamps, sampling or Sampling(), partial, told)
+            partial = prompt[-1] if continues else Message("assistant", "")
+            if told.tools and self._scenario.calls and (prompt[-1].role != "tool" or self._scenario.calls_again):
+                yield from self._call(reply, stamps)
+            else:
+                yield from self._play(reply, stamps, sampling, partial, told)
         finally:
             self._known = tokens + len(stamps.tokens)
-            self._clock = None
+            self._replies.remove(reply)
+            reply.stamps = None
+
+    def _has_seat(self, reply: "ScriptedReply") -> bool:
+        with self._seats:
+            if len(self._replies) >= self._parallel and not reply.stop.is_set():
+                return False
+            self._replies.append(reply)
+            return True
 
     def _tokens(self, messages: Sequence[Message]) -> int:
         return sum(len(_pieces(m.content)) + 4 for m in messages) + self._scenario.prompt_tokens
@@ -265,7 +295,7 @@ class ScriptedEngine(Engine):
         """Know the conversation but for its last words, and note what it was."""
         if self._keeps:
             self._known = max(self._known, self._tokens(messages) - 8)
-            print(f"scripted: warm {[(m.role, len(m.content)) for m in messages]}", file=sys.stderr, flush=True)
+            _note(f"warm {[(m.role, len(m.content)) for m in messages]}")
         then(self.price(messages, template=template))
 
     def price(
@@ -287,21 +317,26 @@ class ScriptedEngine(Engine):
         return self._scenario.trouble if self._known and self._scenario.trouble else None
 
     def _play(
-        self, stamps: "_Stamps", sampling: Sampling, partial: Message, template: TemplateOptions
+        self,
+        reply: "ScriptedReply",
+        stamps: "_Stamps",
+        sampling: Sampling,
+        partial: Message,
+        template: TemplateOptions,
     ) -> Iterator[Event]:
-        yield from self._prefill(stamps)
+        yield from self._prefill(reply, stamps)
         said: dict[str, str] = {"thinking": partial.thinking, "answer": partial.content}
         limit = sampling.max_tokens if sampling.max_tokens is not None else sys.maxsize
         reason: FinishReason = "stop"
         for chunk in self._chunks(partial, template):
-            if self._stop.is_set() and not self._scenario.deaf:
+            if reply.stop.is_set() and not self._scenario.deaf:
                 reason = "cancelled"
                 break
             if len(stamps.tokens) >= limit:
                 reason = "length"
                 break
             time.sleep(self._scenario.gap_s)
-            stamps.tokens.append(time.monotonic())
+            stamps.add_token(len(self._replies))
             said[chunk.kind] += chunk.text
             yield chunk
             if len(stamps.tokens) == 20:
@@ -339,20 +374,20 @@ class ScriptedEngine(Engine):
             yield StepTokens(first, len(pieces), tuple(found))
             yield PrefillProgress(first + len(found), len(pieces), 0)
 
-    def _call(self, stamps: "_Stamps") -> Iterator[Event]:
-        yield from self._prefill(stamps)
-        stamps.tokens.append(time.monotonic())
+    def _call(self, reply: "ScriptedReply", stamps: "_Stamps") -> Iterator[Event]:
+        yield from self._prefill(reply, stamps)
+        stamps.add_token(len(self._replies))
         yield TextChunk("I look.")
         yield from self._scenario.calls
         yield Finished("tool_calls", "I look.", stamps.metrics(), tool_calls=self._scenario.calls)
 
-    def _prefill(self, stamps: "_Stamps") -> Iterator[Event]:
+    def _prefill(self, reply: "ScriptedReply", stamps: "_Stamps") -> Iterator[Event]:
         new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps
         for step in range(steps + 1):
             stamps.prefilled = stamps.cached + new * step // steps
             stamps.prefill_end = time.monotonic()
             yield PrefillProgress(stamps.prefilled, stamps.prompt, stamps.cached)
-            if self._stop.is_set():
+            if reply.stop.is_set():
                 return
             time.sleep(self._scenario.prefill_step_s if step < steps else 0)
 
@@ -370,20 +405,17 @@ class ScriptedEngine(Engine):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def cancel(self) -> None:
-        """End the running reply within a token."""
-        self._stop.set()
+        """End the replies that run, each within a token."""
+        for reply in list(self._replies):
+            reply.cancel()
 
     def live(self) -> Live | None:
-        """Measure the running reply."""
-        stamps = self._clock
-        if stamps is None:
-            return None
-        tokens = tuple(stamps.tokens)
-        return Live(stamps.metrics(), stamps.prefilled + len(tokens), rates.gaps_ms(tokens[-64:]))
+        """Measure the reply that has run longest."""
+        return next((reply.live() for reply in list(self._replies)), None)
 
     def between(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, once no reply runs."""
-        with self._no_reply:
+        """Return what ``work`` returns, while nothing else is done between two turns."""
+        with self._between:
             return work()
 
     def memory(self) -> Memory:
@@ -413,12 +445,19 @@ class ScriptedTokenizer:
 
 
 class _Stamps:
-    """The time stamps of one reply, and what they amount to."""
+    """The time stamps of one reply, and what they amount to. kv_share: the size of its keys and values, of that at 16 bits."""
 
-    def __init__(self, prompt: int, cached: int) -> None:
+    def __init__(self, prompt: int, cached: int, kv_share: float) -> None:
         self.prompt, self.cached, self.prefilled = prompt, cached, cached
+        self.kv_token_bytes = round(KV_BYTES_PER_TOKEN * kv_share)
         self.begun = self.prefill_end = time.monotonic()
         self.tokens: list[float] = []
+        self.rows = 0
+
+    def add_token(self, at_once: int) -> None:
+        """A token has come, as those of so many replies did."""
+        self.tokens.append(time.monotonic())
+        self.rows += at_once
 
     def recorder(self) -> rates.Recorder:
         """Return what the real engine would have recorded."""
@@ -436,7 +475,7 @@ class _Stamps:
         """Return the metrics so far."""
         tokens = tuple(self.tokens)
         prefill_s, new = self.prefill_end - self.begun, self.prefilled - self.cached
-        kv = (self.prefilled + len(tokens)) * KV_BYTES_PER_TOKEN
+        kv = (self.prefilled + len(tokens)) * self.kv_token_bytes
         step = decode_phase(WORK, CHIP, PACE, self.prefilled + len(tokens))
         decode = rates.decode_rate(tokens)
         return rates.Metrics(
@@ -457,7 +496,33 @@ class _Stamps:
             ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv),
             expected_tps=step.expected_tps,
             peak_memory_bytes=WEIGHT_BYTES + kv,
+            batch_width=rates.rate(self.rows, len(tokens) or None),
         )
+
+
+class ScriptedReply:
+    """What can be done with one reply while it is played. stamps: None before and after."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.stamps: _Stamps | None = None
+
+    def cancel(self) -> None:
+        """End it within a token."""
+        self.stop.set()
+
+    def live(self) -> Live | None:
+        """Measure it."""
+        stamps = self.stamps
+        if stamps is None:
+            return None
+        tokens = tuple(stamps.tokens)
+        return Live(stamps.metrics(), stamps.prefilled + len(tokens), rates.gaps_ms(tokens[-64:]))
+
+
+def cant_pack() -> OptionError:
+    """Return what the engine says of a model that can't pack keys and values."""
+    return OptionError("the keys and values of this model can't be packed", "Keep them at 16 bits.")
 
 
 def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelInfo]:
@@ -473,8 +538,9 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tu
     if scenario.load_error:
         raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with /model.")
     if request.kv.quantized and not scenario.packs:
-        raise OptionError("the keys and values of this model can't be packed", "Keep them at 16 bits.")
-    return ScriptedEngine(scenario, keeps=request.prompt_cache), info_of(request.model, scenario)
+        raise cant_pack()
+    engine = ScriptedEngine(scenario, keeps=request.prompt_cache, parallel=request.parallel)
+    return engine, info_of(request.model, scenario)
 
 
 def info_of(name: str, scenario: Scenario) -> ModelInfo:

@@ -196,6 +196,14 @@ def test_importing_the_engine_does_no_work() -> None:
     assert not {"mlx.core", "mlx_lm", "transformers", "numpy"} & set(modules)
 
 
+def test_after_a_product_of_numpys_no_thread_of_its_blas_spins() -> None:
+    spun_s = run_python(
+        "import time, tokamac.engine, numpy as np; a = np.ones((64, 512), np.float32); b = np.ones((512, 512), np.float32)\n"
+        "a @ b; began = time.process_time(); time.sleep(0.2); print(time.process_time() - began)"
+    )
+    assert float(spun_s) < 0.01  # of the processor, not of the clock; 0.1 without what the engine sets
+
+
 def test_nothing_generic_is_installed_at_the_top_level() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert all(package.startswith("tokamac.") for package in settings["packages"])

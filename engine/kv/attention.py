@@ -12,7 +12,7 @@ many queries on a plain CPU, where MLX's products are some thirty times slower.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -224,16 +224,20 @@ def _has_kernel(  # noqa: PLR0917
     return has_fused_kernel(call, device)
 
 
-def stepwise(queries: mx.array, keys: Encoded, values: Encoded, codecs: tuple[Codec, Codec], by: Scoring) -> mx.array:
-    """Attend by two products with encoded keys and values: for packed data, and for soft caps.
+def stepwise(
+    queries: mx.array, stored: Sequence[tuple[Encoded, Encoded]], codecs: tuple[Codec, Codec], by: Scoring
+) -> mx.array:
+    """Attend by two products with encoded keys and values: for packed data, for soft caps, and for keys held in several parts.
 
-    queries (B, H·R, N, D) → (B, H·R, N, E). Queries that share a key head are stacked, (B, H, R·N, D), so that head's keys are read
-    once. With sinks (gpt-oss), the softmax over [scores, sink] is that over the scores, times sigmoid(logsumexp(scores) − sink).
+    stored: keys and values of consecutive tokens, whose T adds up. queries (B, H·R, N, D) → (B, H·R, N, E). Queries that share a
+    key head are stacked, (B, H, R·N, D), so that head's keys are read once. With sinks (gpt-oss), the softmax over [scores, sink]
+    is that over the scores, times sigmoid(logsumexp(scores) − sink).
     """
     scale, mask, sinks, softcap = by
     batch, query_heads, count, dim = queries.shape
-    heads, (key_codec, value_codec) = keys[0].shape[1], codecs
-    scores = key_codec.dot((queries * scale).reshape(batch, heads, -1, dim), keys)
+    heads, (key_codec, value_codec) = stored[0][0][0].shape[1], codecs
+    stacked = (queries * scale).reshape(batch, heads, -1, dim)
+    scores = _joined([key_codec.dot(stacked, keys) for keys, _ in stored])
     if softcap is not None:
         scores = mx.tanh(scores / softcap) * softcap
     scores = scores.reshape(batch, query_heads, count, -1)
@@ -243,10 +247,28 @@ def stepwise(queries: mx.array, keys: Encoded, values: Encoded, codecs: tuple[Co
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     weights = mx.softmax(scores, axis=-1, precise=True)
     stacked = weights.reshape(batch, heads, -1, weights.shape[-1])  # (B, H, R·N, T)
-    out = value_codec.mix(stacked, values).reshape(batch, query_heads, count, -1)
+    out = _mixed(stacked, [values for _, values in stored], value_codec).reshape(batch, query_heads, count, -1)
     if sinks is not None:
         mass = mx.logsumexp(scores.astype(mx.float32), axis=-1, keepdims=True)
         out = out * mx.sigmoid(mass - sinks.astype(mx.float32)[:, None, None]).astype(out.dtype)
+    return out
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    """Return parts of the last axis as one."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def _mixed(weights: mx.array, values: Sequence[Encoded], codec: Codec) -> mx.array:
+    """Multiply weights (B, H, M, T) by values in parts of T: (B, H, M, E)."""
+    if len(values) == 1:
+        return codec.mix(weights, values[0])
+    out, begin = None, 0
+    for part in values:
+        stop = begin + part[0].shape[2]
+        mixed = codec.mix(weights[..., begin:stop], part)
+        out, begin = mixed if out is None else out + mixed, stop
+    assert out is not None
     return out
 
 

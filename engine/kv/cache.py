@@ -8,8 +8,13 @@ Prefill attends to [what the slots held, decoded; this call's tokens, encoded an
 how a prompt was cut. A decode step multiplies packed data in place. Rotated keys stay rotated where nothing but ``attend`` reads
 them: then the queries are rotated, unless the keys are fewer. A ring's pinned keys are encoded anew, from what the model made,
 whenever they move along with the window (rotary.py); a call whose tokens see them in several places attends in as many parts.
+
+Caches that grow can have a prefix in common (``share_prefix``, ``begin_with``): it is held once, nobody writes to it, and what each
+holds beyond it is in slots of its own. A decode step attends to both in turn, under one softmax.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +23,7 @@ from ..device import device_kind
 from .attention import AttendingCache, Scoring, fused, stepwise
 from .codec import Codec, Encoded, Plain
 from .compressed import CompressedCache
-from .layout import STEP, Layout, Mask, Ring, ShiftedSpan, Slots
+from .layout import SHORT_STEP, STEP, Growing, Layout, Mask, Ring, ShiftedSpan, Slots, Span
 from .probe import leaves
 from .rotary import Pinned, Rotation
 
@@ -41,6 +46,24 @@ def multiplies_packed(tokens: int) -> bool:
     does, and the fused kernel, which never writes the scores down, for more.
     """
     return tokens <= (PACKED_TOKENS_CPU if device_kind() == "cpu" else PACKED_TOKENS_GPU)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefix:
+    """Encoded keys and values, (B, H, tokens, …) each, of tokens that several caches begin with; continues others, if any do."""
+
+    keys: Encoded
+    values: Encoded
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return int(self.keys[0].shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in (*self.keys, *self.values))
 
 
 class Cache(AttendingCache):
@@ -75,6 +98,8 @@ class Cache(AttendingCache):
         self._rotatable = direct and (key_codec.block is not None or value_codec.block is not None)
         self._direct, self._shared, self._own_mask = direct, shared, own_mask
         self._keys, self._values = Slots(layout.limit), Slots(layout.limit)
+        self._prefix: tuple[SharedPrefix, ...] = ()
+        self._prefix_tokens = 0
         self._pinned: Pinned | None = None
         if rotation is not None and isinstance(layout, Ring) and layout.keep:
             self._pinned = Pinned(layout, rotation)
@@ -108,20 +133,21 @@ class Cache(AttendingCache):
         new = self.key_codec.encode(keys), self.value_codec.encode(values)
         fits = self.layout.fits(start, count)
         whole = new if fits else self._append_to_slots(new, self.layout.used(start))
-        spans, used = self.layout.spans(start, count), self.layout.used(start + count)
+        spans, used = self._spans(start, count)
         self._keys.write(new[0], spans, used)
         self._values.write(new[1], spans, used)
         self._offset, self._last = start + count, count
         self._high = max(self._high, self._offset)
         self._parts = self._move_pinned(start, after=fits)
-        self._in_slots = fits and self._packable and multiplies_packed(count) and not self._parts
+        by_parts = self._packable or bool(self._prefix)
+        self._in_slots = fits and by_parts and multiplies_packed(count) and not self._parts
         self._rotated = self._rotatable and not self._in_slots
         if self._in_slots:
             fetched = keys, values
         elif fits:
             fetched = (
-                self._decode_slots(self.key_codec, self._keys, used),
-                self._decode_slots(self.value_codec, self._values, used),
+                self._decode_slots(self.key_codec, (each.keys for each in self._prefix), self._keys, used),
+                self._decode_slots(self.value_codec, (each.values for each in self._prefix), self._values, used),
             )
         else:
             fetched = self._decode(self.key_codec, whole[0]), self._decode(self.value_codec, whole[1])
@@ -152,8 +178,12 @@ class Cache(AttendingCache):
             mask = self.layout.mask(self._offset - self._last, self._last)
         by = Scoring(scale, mask, sinks, softcap)
         if self._in_slots:
-            used, codecs = self.layout.used(self._offset), (self.key_codec, self.value_codec)
-            return stepwise(queries, self._keys.read(used), self._values.read(used), codecs, by)
+            used = self.layout.used(self._offset) - self._prefix_tokens
+            stored = [
+                *((each.keys, each.values) for each in self._prefix),
+                (self._keys.read(used), self._values.read(used)),
+            ]
+            return stepwise(queries, stored, (self.key_codec, self.value_codec), by)
         if not self._parts:
             return self._attend_decoded(queries, keys, values, by)
         assert isinstance(mask, mx.array)  # something has left the window
@@ -183,6 +213,8 @@ class Cache(AttendingCache):
         if n > self.rewindable:
             return 0
         self._offset -= n
+        if self._offset < self._prefix_tokens:
+            self._shorten_prefix()
         self._fetched = None
         self._move_pinned(self._offset, after=True)
         return n
@@ -197,6 +229,7 @@ class Cache(AttendingCache):
             shared=self._shared,
             own_mask=self._own_mask,
         )
+        other._prefix, other._prefix_tokens = self._prefix, self._prefix_tokens
         other._keys, other._values = self._keys.copy(), self._values.copy()
         other._pinned = None if self._pinned is None else self._pinned.copy()
         other._offset, other._high = self._offset, self._high
@@ -204,8 +237,8 @@ class Cache(AttendingCache):
 
     @property
     def state(self) -> tuple[Encoded, Encoded, Encoded, int, int]:
-        """The whole content, which can be set again: key arrays, value arrays, the keys of moving pinned tokens as the model made
-        them, the offset, the most tokens ever held."""
+        """The whole content beyond a shared prefix, which can be set again: key arrays, value arrays, the keys of moving pinned
+        tokens as the model made them, the offset, the most tokens ever held."""
         pinned = () if self._pinned is None else self._pinned.arrays
         return self._keys.arrays, self._values.arrays, pinned, self._offset, self._high
 
@@ -219,8 +252,57 @@ class Cache(AttendingCache):
 
     @property
     def arrays(self) -> Encoded:
-        """All arrays of the slots, keys first: (B, H, slots, …) each; () while empty."""
-        return (*self._keys.arrays, *self._values.arrays)
+        """All arrays of the slots, keys first: (B, H, slots, …) each; () while empty. Behind a shared prefix they are joined."""
+        own = (*self._keys.arrays, *self._values.arrays)
+        if not self._prefix:
+            return own
+        return _join([*((*each.keys, *each.values) for each in self._prefix), *([own] if own else [])])
+
+    @property
+    def prefix(self) -> tuple[SharedPrefix, ...]:
+        """What other caches may hold too, in order."""
+        return self._prefix
+
+    @property
+    def can_share(self) -> bool:
+        """Whether its first tokens can be held together with others."""
+        return isinstance(self.layout, Growing) and self._direct and not self._shared
+
+    def share_prefix(self, tokens: int) -> tuple[SharedPrefix, ...]:
+        """Hold the first ``tokens`` as a prefix that others may ``begin_with``, and return it: fewer, where one ends before.
+
+        For layouts that grow. Copies once what was not shared yet; evaluates.
+        """
+        if tokens > self._prefix_tokens:
+            at, used = tokens - self._prefix_tokens, self._offset - self._prefix_tokens
+            self._prefix = (*self._prefix, SharedPrefix(self._keys.split(at, used), self._values.split(at, used)))
+            self._prefix_tokens = tokens
+            self._keys.step = self._values.step = SHORT_STEP
+            return self._prefix
+        found: list[SharedPrefix] = []
+        for each in self._prefix:
+            if tokens < each.tokens:
+                break
+            found.append(each)
+            tokens -= each.tokens
+        return tuple(found)
+
+    def begin_with(self, prefix: tuple[SharedPrefix, ...]) -> None:
+        """Hold what another cache of the same kind shares; for an empty one."""
+        if self._offset or self._prefix:
+            raise ValueError("only an empty cache can begin with a shared prefix")
+        self._keys.arrays = self._values.arrays = ()
+        self._prefix, self._prefix_tokens = prefix, sum(each.tokens for each in prefix)
+        self._keys.step = self._values.step = SHORT_STEP
+        self._offset = self._high = self._prefix_tokens
+
+    def own_prefix(self) -> None:
+        """Hold a copy of what was shared: attention then sees one array again."""
+        if self._prefix:
+            width, whole = self.key_codec.width, tuple(map(mx.array, self.arrays))
+            self._keys.arrays, self._values.arrays = whole[:width], whole[width:]
+            self._keys.step = self._values.step = STEP
+            self._prefix, self._prefix_tokens = (), 0
 
     def append(self, arrays: Encoded, reserve: int = 0) -> None:
         """Append encoded tokens, in the form of ``arrays``; ``reserve``: tokens that will be held soon. For layouts that grow."""
@@ -228,7 +310,8 @@ class Cache(AttendingCache):
             return
         width = self.key_codec.width
         start, count = self._offset, arrays[0].shape[2]
-        spans, used = self.layout.spans(start, count), self.layout.used(start + count)
+        spans, used = self._spans(start, count)
+        reserve -= self._prefix_tokens
         self._keys.write(arrays[:width], spans, used, reserve)
         self._values.write(arrays[width:], spans, used, reserve)
         self._offset = start + count
@@ -237,18 +320,18 @@ class Cache(AttendingCache):
     def shrink(self) -> None:
         """Free the slots beyond the tokens held, where most are unused. For layouts that grow."""
         for slots in (self._keys, self._values):
-            slots.shrink(self._offset)
+            slots.shrink(self._offset - self._prefix_tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, unused slots included."""
+        """Bytes of the arrays, unused slots included; a shared prefix as if it were its own (``nbytes`` below counts it once)."""
         pinned = 0 if self._pinned is None else self._pinned.nbytes
-        return self._keys.nbytes + self._values.nbytes + pinned
+        return self._keys.nbytes + self._values.nbytes + pinned + sum([each.nbytes for each in self._prefix])
 
     @property
     def slots(self) -> int:
         """Number of slots: more than before means that the arrays were copied to larger ones."""
-        return self._keys.capacity
+        return self._prefix_tokens + self._keys.capacity
 
     def size(self) -> int:
         """Tokens that can still be seen (mlx-lm's name)."""
@@ -257,7 +340,28 @@ class Cache(AttendingCache):
 
     def empty(self) -> bool:
         """Whether nothing was ever written (mlx-lm's name)."""
-        return not self._keys.arrays
+        return not self._keys.arrays and not self._prefix
+
+    def _spans(self, start: int, count: int) -> tuple[list[Span], int]:
+        """Return where in the slots ``count`` tokens after ``start`` go, and how many slots are in use then."""
+        return self.layout.spans(start - self._prefix_tokens, count), self.layout.used(
+            start + count
+        ) - self._prefix_tokens
+
+    def _shorten_prefix(self) -> None:
+        """Give up the shared prefixes that end beyond the tokens held; of the one that these end in, a copy is kept."""
+        self._keys.arrays = self._values.arrays = ()
+        kept = list(self._prefix)
+        while kept and self._prefix_tokens > self._offset:
+            last = kept.pop()
+            self._prefix_tokens -= last.tokens
+            if self._prefix_tokens < self._offset:
+                # Handles of its own: what is written then goes to a copy.
+                self._keys.arrays, self._values.arrays = (
+                    tuple(map(mx.array, last.keys)),
+                    tuple(map(mx.array, last.values)),
+                )
+        self._prefix = tuple(kept)
 
     def _attend_decoded(self, queries: mx.array, keys: mx.array, values: mx.array, by: Scoring) -> mx.array:
         """Attend to decoded keys and values, which may still be as the codecs rotated them."""
@@ -269,7 +373,7 @@ class Cache(AttendingCache):
         if by.softcap is None:
             out = fused(queries, keys, values, by, packed=self.key_codec.packed or self.value_codec.packed)
         else:
-            out = stepwise(queries, (keys,), (values,), (Plain(), Plain()), by)
+            out = stepwise(queries, [((keys,), (values,))], (Plain(), Plain()), by)
         return self.value_codec.rotate(out) if stay_rotated else out
 
     def _move_pinned(self, start: int, *, after: bool) -> list[ShiftedSpan]:
@@ -297,7 +401,9 @@ class Cache(AttendingCache):
         moved = self._decode(self.key_codec, self.key_codec.encode(self._pinned.moved(shift)))
         return mx.concatenate([moved, keys[:, :, moved.shape[2] :]], axis=2)
 
-    def _decode_slots(self, codec: Codec, slots: Slots, used: int) -> mx.array:
+    def _decode_slots(self, codec: Codec, before: Iterable[Encoded], slots: Slots, used: int) -> mx.array:
+        if self._prefix:
+            return self._decode(codec, _join([*before, slots.read(used)]))
         if codec.packed and 0 < slots.capacity - used <= used // SPARE_DECODED and device_kind() == "metal":
             return self._decode(codec, slots.arrays)[..., :used, :]
         return self._decode(codec, slots.read(used))
@@ -314,6 +420,13 @@ class Cache(AttendingCache):
             for slots, part in zip((self._keys, self._values), new, strict=True)
         )
         return keys, values
+
+
+def _join(parts: Sequence[Encoded]) -> Encoded:
+    """Return consecutive tokens as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return tuple([mx.concatenate(list(arrays), axis=2) for arrays in zip(*parts, strict=True)])
 
 
 def rewindable(caches: list[Any]) -> int:
@@ -336,8 +449,13 @@ def _rewindable(cache: Any) -> int:
 
 
 def nbytes(caches: list[Any]) -> int:
-    """Return the bytes of all arrays, unused slots included."""
-    return sum(int(cache.nbytes) for _, cache in leaves(caches))
+    """Return the bytes of all arrays, unused slots included, of one conversation or several; a prefix they share counts once."""
+    found = [cache for _, cache in leaves(caches)]
+    shared = [each for cache in found if isinstance(cache, Cache) for each in cache.prefix]
+    twice = sum(each.nbytes for each in shared) - sum(
+        each.nbytes for each in {id(each): each for each in shared}.values()
+    )
+    return sum(int(cache.nbytes) for cache in found) - twice
 
 
 class GrowthWatcher:
@@ -363,6 +481,11 @@ class GrowthWatcher:
         return (self._others and held % STEP == 0) or any(
             cache.offset >= cache.slots and _may_grow(cache) for cache in self._watched
         )
+
+    def fitting(self, held: int) -> int | None:
+        """Return how many tokens after ``held`` make none of them larger; None for any number."""
+        left = [cache.slots - cache.offset for cache in self._watched if _may_grow(cache)]
+        return min([*left, -held % STEP] if self._others else left, default=None)
 
     def _count(self) -> int:
         return sum([cache.slots for cache in self._watched])

@@ -34,6 +34,8 @@ Mask = mx.array | Literal["causal"] | None
 
 STEP = 256
 """Slots are made in multiples of this many tokens."""
+SHORT_STEP = 32
+"""Behind a shared prefix: several replies each hold a tail of their own, and to copy it while it is short costs next to nothing."""
 GROWTH = 16
 """A full store grows by a sixteenth, so an append copies 16 tokens on average at any depth, for at most 6 % of spare room."""
 BLOCKS = 2
@@ -239,10 +241,14 @@ def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, re
 
 
 class Slots:
-    """The arrays of one codec, all (B, H, capacity, …): made on the first write, grown by a sixteenth at a time."""
+    """The arrays of one codec, all (B, H, capacity, …): made on the first write, grown by a sixteenth at a time.
+
+    step: slots are made in multiples of it.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
+        self.step = STEP
         self.arrays: Encoded = ()
 
     @property
@@ -276,8 +282,16 @@ class Slots:
     def copy(self) -> "Slots":
         """Return a store of the same arrays; whichever of the two writes first makes its own copy then."""
         other = Slots(self._limit)
+        other.step = self.step
         other.arrays = tuple(mx.array(array) for array in self.arrays)
         return other
+
+    def split(self, at: int, used: int) -> Encoded:
+        """Move the first ``at`` slots out, and return them; the rest of the ``used`` ones are the first then. Evaluates."""
+        front = tuple(mx.contiguous(array[..., :at, :]) for array in self.arrays)
+        self.arrays = tuple(mx.contiguous(array[..., at:used, :]) for array in self.arrays) if used > at else ()
+        mx.eval(front, self.arrays)
+        return front
 
     def shrink(self, used: int) -> None:
         """Free all but the first ``used`` slots, where at least half are unused; evaluates."""
@@ -287,7 +301,7 @@ class Slots:
 
     def _grow(self, like: Encoded, stop: int) -> None:
         wanted = max(stop, self.capacity + self.capacity // GROWTH)
-        capacity = -(-wanted // STEP) * STEP
+        capacity = -(-wanted // self.step) * self.step
         if self._limit is not None:
             capacity = min(capacity, self._limit)
         fresh = [mx.zeros((*x.shape[:2], capacity - self.capacity, x.shape[3]), x.dtype) for x in like]

@@ -91,6 +91,32 @@ def extend(caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None =
         mx.eval(cache.state)  # one cache at a time, so that the slices of the others may be freed
 
 
+def share(held: list[Any], empty: list[Any], tokens: int) -> int:
+    """Have empty caches begin with up to ``tokens`` that others hold, of all that grow; nothing is copied for the second to ask.
+
+    Return how many it is; 0 where the caches of some layer can't share. Evaluates.
+    """
+    pairs = list(zip(_growing(held), _growing(empty), strict=True))
+    if not pairs or not all(isinstance(cache, Cache) and cache.can_share for pair in pairs for cache in pair):
+        return 0
+    mx.clear_cache()  # see cut_off
+    found = 0
+    for cache, other in pairs:
+        prefix = cache.share_prefix(tokens)
+        found = sum(each.tokens for each in prefix)
+        if found:
+            other.begin_with(prefix)
+    return found
+
+
+def own_prefixes(caches: list[Any]) -> None:
+    """Give all caches that share a prefix their own copy of it, one at a time."""
+    for cache in _growing(caches):
+        if isinstance(cache, Cache) and cache.prefix:
+            cache.own_prefix()
+            mx.eval(cache.state)
+
+
 def split(piece: KVSlice, at: int) -> tuple[KVSlice, KVSlice]:
     """Return the first ``at`` tokens of a slice and the rest, each with its own memory."""
     mx.clear_cache()  # see cut_off

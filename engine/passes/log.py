@@ -97,9 +97,10 @@ def log_of(recorder: Recorder, cost: PassCost, *, ahead: bool, throttled: Sequen
     gaps = gaps_ms([began_s, *times])
     usual = gap_percentiles(gaps[1:])
     found: tuple[Outlier, ...] = ()
-    if usual is not None:
-        later = [Gap(ms, token) for token, ms in enumerate(gaps[1:], 2)]
-        found = outliers(later, usual.p50, recorder.marks, ahead=ahead, throttled=throttled)
+    usual_ms = recorder.usual_ms if recorder.several else None if usual is None else usual.p50
+    if usual_ms is not None:
+        later = [Gap(ms, token) for token, ms in enumerate(gaps[1:], 2) if token not in recorder.several]
+        found = outliers(later, usual_ms, recorder.marks, ahead=ahead, throttled=throttled)
     held_up = {each.token - 1: each.causes for each in found}
     return PassLog(tuple(pieces), len(ids), pack(TimedTokens(tuple(ids), gaps, held_up)), cost, ahead)
 

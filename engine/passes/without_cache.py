@@ -95,7 +95,6 @@ def cache_worth(weighed: "Footprint", case: "WhatIfCase", place: "Machine", cont
     reply = min(max(case.context - case.prompt, 1), MOST_STEPS)
     pairs, expected = _pairs(loaded, case.prompt, reply)
     fit = loaded.fit(case)
-    room = None if fit.budget is None else fit.budget - fit.weights - fit.working
     return CacheWorth(
         prompt=case.prompt,
         reply=reply,
@@ -110,7 +109,7 @@ def cache_worth(weighed: "Footprint", case: "WhatIfCase", place: "Machine", cont
         ),
         context=case.context,
         contexts=tuple(contexts),
-        sizes=tuple(_sizes(weighed, case, contexts, room)),
+        sizes=tuple(_sizes(loaded, case, contexts)),
         weight_bytes=fit.weights,
         budget_bytes=fit.budget,
     )
@@ -151,18 +150,17 @@ def _sum(values: Iterator[float | None]) -> float | None:
     return None if None in known else sum(value for value in known if value is not None)
 
 
-def _sizes(weighed: "Footprint", case: "WhatIfCase", contexts: Sequence[int], room: int | None) -> Iterator[KVSize]:
+def _sizes(loaded: "WeighedModel", case: "WhatIfCase", contexts: Sequence[int]) -> Iterator[KVSize]:
     for window, sinks in ((None, 0), (WINDOW, 0), (WINDOW, SINKS)):
         for key_bits, value_bits in CODECS:
             size = KVSize(window, sinks, key_bits, value_bits)
             kept = {"window": window, "keep": sinks} if window is not None else {"window": None, "keep": SINKS}
             try:
-                plan, _ = weighed.planned(replace(case.kv, key_bits=key_bits, value_bits=value_bits, **kept))
+                plan, work = loaded.weighed.planned(replace(case.kv, key_bits=key_bits, value_bits=value_bits, **kept))
             except OptionError as error:
                 yield replace(size, refused=error.message)
                 continue
-            one = plan.bytes_at(case.context)
-            fitting = None if room is None or one <= 0 else max(room // one, 0)
+            fitting = replace(loaded, plan=plan, work=work).most_at_once(case)
             yield replace(size, nbytes=tuple(plan.bytes_at(each) for each in contexts), requests=fitting)
 
 

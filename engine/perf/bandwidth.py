@@ -95,9 +95,6 @@ class KeptBandwidth:
 
 UNTRUSTED = "not measured yet: that is done when the machine is idle"
 
-UNPACKED_BOUND = "for weights unpacked to float32, as they are read on this CPU"
-"""What a ceiling holds for where small weights are unpacked (engine/model/cpu.py): reading packed ones could be faster."""
-
 BEATEN = 1.1
 """How much faster than the kept value a reply must be to prove that it was timed on a disturbed machine."""
 

@@ -45,9 +45,9 @@ _PATTERNS: dict[PartName, re.Pattern[str]] = {
 
 PARTS: tuple[PartName, ...] = ("embedding", "attention", "mlp", "experts", "head", "norms and other")
 
-Form = Literal["stored", "float32", "unpacked"]
-"""How weights lie in memory: as in the files (GPU); packed ones packed, the rest float32 (a CPU short of memory); or all of them
-unpacked to float32 for NumPy (engine/model/cpu.py), except stacks of matrices (experts, MLA's heads), which stay packed."""
+Form = Literal["stored", "float32"]
+"""How weights lie in memory: as in the files (GPU); or packed matrices as in the files, and all other numbers as float32, those of
+packed stacks (experts, MLA's heads) that are their scales, too (a plain CPU: engine/model/cpu)."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -185,7 +185,7 @@ def cost_of_tensors(
     for tensor in by_name.values():
         part = part_of(tensor, config)
         weights = _weights(tensor, by_name, config, groups)
-        nbytes = _nbytes(tensor, weights, by_name, form)
+        nbytes = _nbytes(tensor, by_name, form)
         share = (1, 1)
         if part == "embedding" and (has_head or _LOOKED_UP.search(tensor.name)):
             share = (0, 1)
@@ -339,14 +339,12 @@ def _group_size(owner: str, config: Mapping[str, Any]) -> int:
     return int((entry if isinstance(entry, dict) else quantization).get("group_size", 64))
 
 
-def _nbytes(tensor: Tensor, weights: int, by_name: Mapping[str, Tensor], form: Form) -> int:
+def _nbytes(tensor: Tensor, by_name: Mapping[str, Tensor], form: Form) -> int:
     """Return the bytes a tensor takes in this form."""
     if form == "stored":
         return tensor.nbytes
     owner, _, leaf = tensor.name.rpartition(".")
     weight = by_name.get(f"{owner}.weight")
-    plain = weight is not None and len(weight.shape) == 2 and _packed(weight, by_name) is not None
-    unpacks = form == "unpacked" and plain
-    if unpacks and leaf in ("weight", "scales", "biases"):
-        return 4 * weights
-    return 4 * tensor.size if tensor.dtype in FLOATS else tensor.nbytes
+    matrix = weight is not None and len(weight.shape) == 2 and _packed(weight, by_name) is not None
+    kept = tensor.dtype not in FLOATS or (matrix and leaf in ("scales", "biases"))
+    return tensor.nbytes if kept else 4 * tensor.size

@@ -73,7 +73,7 @@ BEHIND = 0.8
 SOURCES: dict[Source, str] = {
     "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
 }  # fmt: skip
-Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte", "replies"]
+Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte", "replies", "tokens"]
 Concern = Literal["machine", "decode", "prefill"]
 
 NEAR = 0.5
@@ -95,7 +95,7 @@ class Situation:
     """What could be otherwise.
 
     packed_kv: what the caches would hold with keys and values of KV_BITS; None where none of them can be packed, or all are.
-    bits_per_weight: stored; None where it is unknown, or where a step reads no fewer bytes for it (weights that were unpacked).
+    bits_per_weight: stored; None where it is unknown.
     keeps_prompts: the prompt cache is on. chunk: prompt tokens computed at once.
     throttles: what the system slowed the chip down for meanwhile.
     """
@@ -228,7 +228,7 @@ def at_bandwidth(metrics: Metrics, diagnosis: Diagnosis | None, gbs: float | Non
     least_s = None if reading_s is None or computing_s is None else max(reading_s, computing_s)
     ridge = None if not gbs or peak is None else ridge_point(gbs, peak)
     values = {"bandwidth": gbs, "ridge": ridge, "ceiling": ceiling, "least": least_s}
-    reached = {"prefill": share(least_s, metrics.prefill_s), "decode": share(metrics.decode_tps, ceiling)}
+    reached = {"prefill": share(least_s, metrics.prefill_s), "decode": share(metrics.steps_tps, ceiling)}
     terms = tuple(replace(term, value=values.get(term.key, term.value)) for term in diagnosis.terms)
     parts = tuple(replace(part, of_ceiling=reached.get(part.name)) for part in diagnosis.parts)
     return metrics, replace(diagnosis, parts=parts, terms=terms)
@@ -291,7 +291,7 @@ class _Reply:
     @property
     def launching_s(self) -> float | None:
         """Seconds of launching a step's kernels: what is left of a step that reads nothing."""
-        idle = replace(self.work, shared_bytes=0, expert_bytes=0, kv=())
+        idle = replace(self.work, shared_bytes=0, expert_bytes=0, prefill_parameters=0, head_parameters=0, kv=())
         return None if self.kernels is None else self.kernels.decode_s(idle, self.context)
 
     def prefill_part(self, seconds: float) -> TimePart:
@@ -313,9 +313,7 @@ class _Reply:
         if phase.bound is not None and of_least is not None:
             around: Waits = "host" if phase.by_host else "overhead"
             waits = phase.bound if of_least >= NEAR else around
-        return TimePart(
-            "decode", seconds, waits, share(m.decode_tps, m.ceiling_tps), share(m.decode_tps, m.expected_tps)
-        )
+        return TimePart("decode", seconds, waits, share(m.steps_tps, m.ceiling_tps), share(m.steps_tps, m.expected_tps))
 
     def _by_memory_alone(self, of_least: float | None) -> Waits | None:
         """What a phase waited for, by the bandwidth alone; None where that is unknown too."""
@@ -414,7 +412,15 @@ class _Reply:
         yield Term("expected", "decode", "expected", self._expected_step(), m.expected_tps, "tok/s")
         yield Term("writing", "decode", "time", "last token − first token", between, "s")
         yield Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s")
-        yield Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s")
+        per_pass = "{step} × {rate}"
+        if m.drafted_tokens:
+            guessed = f"of {m.drafted_tokens:,} that were guessed, and verified several in a pass"
+            yield Term("accepted", "decode", "guessed right", guessed, m.accepted_tokens, "tokens")
+            yield Term("saved", "decode", "saved", "over the same tokens in plain steps, as measured", m.saved_s, "s")
+            per_pass = f"{{step}} × {{rate}} × ({m.generated_tokens:,} − {{accepted}}) ÷ {m.generated_tokens:,}"
+        elif m.undrafted:
+            yield Term("accepted", "decode", "guessed right", f"none guessed: {m.undrafted}", 0, "tokens")
+        yield Term("achieved", "decode", "achieved", per_pass, m.achieved_gbs, "GB/s")
 
     def prefill_terms(self) -> Iterator[Term]:
         """Yield how fast prefill is."""
@@ -441,14 +447,18 @@ class _Reply:
         yield Term("reading", "prefill", "measured", "prefill begins → first token", m.prefill_s, "s")
 
     def _expected_step(self) -> str:
-        """The reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
-        kernels, held = self.kernels, self.work.kv_bytes(self.context, self.metrics.replies_at_once)
+        """The reading of weights and attention, each as the share of the bandwidth that it reaches here, and the launches."""
+        kernels, batch = self.kernels, self.metrics.replies_at_once
         if kernels is None:
             return UNTIMED if self.latency is None else TIMED
-        bandwidth = kernels.chip.bandwidth_gbs
-        device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
+        bandwidth, held = kernels.chip.bandwidth_gbs, self.work.kv_bytes(self.context, batch)
+        weights, reading_s = self.work.weight_bytes(batch), kernels.reading_s(self.work, batch)
+        of_bandwidth = kernels.constants.shared
+        if weights and bandwidth and reading_s:  # less of it where the arithmetic of many replies takes longer
+            of_bandwidth = weights / (bandwidth * 1e9) / reading_s
+        device = f"{{weights}} ÷ ({of_bandwidth:.1%} × {{bandwidth}})"
         if held and bandwidth:
-            attending_s = self.metrics.replies_at_once * kernels.attention_s(self.work, self.context, bandwidth)
+            attending_s = batch * kernels.attention_s(self.work, self.context, bandwidth)
             reached = held / (bandwidth * 1e9) / attending_s
             device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
         device += " + {launching}"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 MODELS_KEPT = 12
 """Footprints that are remembered: one model in all its packings, asked for again with each other context, cache or chip."""
 
-ORDERS: Mapping[Form, Order] = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
+ORDERS: Mapping[Form, Order] = {"float32": "at once", "stored": "ahead"}
 """In which order arrays are computed (peak_shape.Order), by the form of the weights."""
 
 
@@ -95,21 +95,20 @@ class Footprint:
 def weigh(
     config: Mapping[str, Any],
     device: DeviceKind,
-    memory_bytes: int | None,
     *,
     packing: Packing | None = None,
     folder: Path | None = None,
     adapter: "Adapter | None" = None,
 ) -> Footprint | str:
-    """Return the model of a normalised config on a device of so much memory, or the reason why it can't be weighed.
+    """Return the model of a normalised config on a device, or the reason why it can't be weighed.
 
     packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
     adapter: added to it; raises ModelUnsupportedError where it does not fit.
     """
     files = folder if packing is None else None
     if files is not None or adapter is not None:  # files come and go
-        return _weigh(config, device, memory_bytes, packing, files, adapter)
-    return _weigh_again(_ConfigKey(repr(config), config), device, memory_bytes, packing)
+        return _weigh(config, device, packing, files, adapter)
+    return _weigh_again(_ConfigKey(repr(config), config), device, packing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +120,13 @@ class _ConfigKey:
 
 
 @lru_cache(maxsize=MODELS_KEPT)
-def _weigh_again(
-    key: _ConfigKey, device: DeviceKind, memory_bytes: int | None, packing: Packing | None
-) -> Footprint | str:
-    return _weigh(key.config, device, memory_bytes, packing, None)
+def _weigh_again(key: _ConfigKey, device: DeviceKind, packing: Packing | None) -> Footprint | str:
+    return _weigh(key.config, device, packing, None)
 
 
-def _weigh(  # noqa: PLR0917
+def _weigh(
     config: Mapping[str, Any],
     device: DeviceKind,
-    memory_bytes: int | None,
     packing: Packing | None,
     files: Path | None,
     adapter: "Adapter | None" = None,
@@ -145,7 +141,7 @@ def _weigh(  # noqa: PLR0917
     added = _add(adapter, module, config)
     try:
         stored = _cost(module, config, "stored", files, added)
-        form = form_on(stored, device, memory_bytes)
+        form = form_on(device)
         if form == "stored":
             return Footprint(config, stored, stored, form, value_bytes, module)
         held = _cost(module, config, form, files, added)
@@ -156,30 +152,29 @@ def _weigh(  # noqa: PLR0917
     return Footprint(config, stored, held, form, 4, module)
 
 
-def form_on(stored: Cost, device: DeviceKind, memory_bytes: int | None) -> Form:
-    """Return how the engine would hold these weights (engine/model/cpu.py decides the same from the modules)."""
-    if device != "cpu":
-        return "stored"
-    from ..model.cpu import MEMORY_SHARE
-
-    stays = ("experts", "norms and other")
-    dense = 4 * sum(part.parameters for name, part in stored.parts.items() if name not in stays)
-    return "unpacked" if memory_bytes is not None and dense <= MEMORY_SHARE * memory_bytes else "float32"
+def form_on(device: DeviceKind) -> Form:
+    """Return how the engine holds weights there."""
+    return "float32" if device == "cpu" else "stored"
 
 
 def module_of(config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored") -> Any:
     """Return the skeleton of mlx-lm's module with its weights in this form. Raises ModelUnsupportedError and ModelDamagedError."""
-    from mlx import nn
-    from mlx.utils import tree_unflatten
-
     stored_bytes = 2 if packing else value_bytes_of(config)
     model = skeleton_model(config, stored_bytes if form == "stored" else 4)
-    # A plain CPU unpacks these (model/cpu.py): not the expert stacks, nor the stacks of heads.
-    dense = [(path, module) for path, module in leaf_modules(model) if type(module) in (nn.Linear, nn.Embedding)]
     pack(model, config, packing)
-    if form == "unpacked":
-        model.update_modules(tree_unflatten(dense))
+    if form == "float32" and stored_bytes == 2:
+        _keep_scales(model)
     return model
+
+
+def _keep_scales(model: Any) -> None:
+    """Give the packed matrices of a skeleton in float32 their scales and biases as they are stored (engine/model/cpu/packed.py)."""
+    import mlx.core as mx
+
+    for _, leaf in leaf_modules(model):
+        for name in ("scales", "biases"):
+            if name in leaf and leaf.weight.ndim == 2 and mx.issubdtype(leaf[name].dtype, mx.floating):
+                leaf[name] = mx.broadcast_to(mx.zeros((), mx.bfloat16), leaf[name].shape)
 
 
 def work_of_config(
@@ -233,7 +228,7 @@ def check_fits(
     budget = memory.array_budget() if asked is None else asked
     if budget is None:
         return ()
-    weighed = weigh(read_config(folder), device, memory.machine_total(), folder=folder)
+    weighed = weigh(read_config(folder), device, folder=folder)
     if isinstance(weighed, str):
         return ()
     shape = weighed.shape(weighed.plan(kv), device, detect())
@@ -269,11 +264,9 @@ def planned_bytes(shape: ModelShape, capacity: int | None, *, chunking: Chunking
     return _context_peak(shape, capacity or chunking.at(0), chunking)
 
 
-def order_of(device: DeviceKind, dtype: str | None, *, unpacked: bool) -> Order:
+def order_of(device: DeviceKind, dtype: str | None) -> Order:
     """Return when arrays are computed."""
-    if device != "cpu" or dtype not in (None, "float32"):
-        return "ahead"
-    return "at once" if unpacked else "by layer"
+    return "at once" if device == "cpu" and dtype in (None, "float32") else "ahead"
 
 
 def value_bytes(config: Mapping[str, Any], device: DeviceKind, dtype: str | None) -> int:

@@ -127,9 +127,10 @@ class Inspection:
     """What a model is, and what a place makes of it. Bytes, tokens a second, seconds; None is unknown, and ``reason`` says why.
 
     known: by what the model is known: its files, its config alone, or the catalogue. weight_bytes, bits_per_weight and parts are
-    as stored; ``form`` says how the engine holds the weights there, and bytes_per_step, the speeds and memory are of that form: a
-    plain CPU unpacks small models to float32. kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and
+    as stored; ``form`` says how the engine holds the weights there, and bytes_per_step, the speeds and memory are of that form: on
+    a plain CPU what is not packed is float32. kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and
     kv_reason why not; KV bytes are then counted from the config alone. prediction: both phases on the roofline.
+    draft: the draft model beside it, whose weights, keys and values are in ``memory``, too.
     """
 
     model: str
@@ -157,6 +158,16 @@ class Inspection:
     prediction: Prediction | None = None
     kv_table: KVTable | None = None
     kv_reason: str | None = None
+    draft: "Inspection | None" = None
+
+    @property
+    def draft_step(self) -> float | None:
+        """Steps of this model that one of its draft model should take; by the bytes that both read, where speeds are unknown."""
+        if self.draft is None:
+            return None
+        if self.expected_tps and self.draft.expected_tps:
+            return self.expected_tps / self.draft.expected_tps
+        return (self.draft.bytes_per_step or 0) / self.bytes_per_step if self.bytes_per_step else None
 
     @property
     def chip(self) -> Chip:
@@ -219,7 +230,7 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
     """
     packing = case.packing(ref.packing)
     at = place or _this_device()
-    weighed = weigh(ref.config, at.device, at.memory_bytes, packing=packing, folder=ref.folder, adapter=ref.adapter)
+    weighed = weigh(ref.config, at.device, packing=packing, folder=ref.folder, adapter=ref.adapter)
     if isinstance(weighed, str):
         if ref.adapter is not None:
             raise ModelUnsupportedError(f"{ref.name} can't be weighed with an adapter: {weighed}", "Leave it out.")
@@ -246,13 +257,22 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
     )
 
 
+def with_draft(found: Inspection, draft: Inspection) -> Inspection:
+    """Return what a model costs with a draft model beside it, in the same case at the same place."""
+    own, other = found.memory, draft.memory
+    fit = found.place.fit(
+        weights=own.weights + other.weights, kv=own.kv + other.kv, working=max(own.working, other.working)
+    )
+    return replace(found, memory=fit, draft=draft)
+
+
 def _of_headers(ref: ModelRef, case: WhatIfCase, place: Machine | None, why: str) -> Inspection:
     """What the files alone say of a model that no class here makes."""
     if ref.folder is None or case.bits is not None:
         raise ModelUnsupportedError(f"{ref.name} can't be weighed: {why}", "Inspect it with its weights, as they are.")
     at = place or _this_device()
     stored = cost_of_folder(ref.folder, ref.config)
-    form = form_on(stored, at.device, at.memory_bytes)
+    form = form_on(at.device)
     held = cost_of_folder(ref.folder, ref.config, form=form)
     return replace(_of_bytes(ref, case, _sized(place, held), stored, held, form), reason=why, kv_reason=why)
 
@@ -369,7 +389,7 @@ def prospect(model: str, case: WhatIfCase, place: Machine) -> Prospect:
         ref = model_ref(model)
         context = min(case.context, context_length(ref.config) or case.context)
         case = replace(case, context=context, prompt=min(case.prompt, context))
-        weighed = weigh(ref.config, place.device, place.memory_bytes, packing=ref.packing, folder=ref.folder)
+        weighed = weigh(ref.config, place.device, packing=ref.packing, folder=ref.folder)
         found = outcome_of(weighed, case, place)
         footprint = weighed if isinstance(weighed, Footprint) else None
     except TokamacError as error:

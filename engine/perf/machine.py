@@ -60,7 +60,7 @@ class Machine:
         unmeasured = replace(self.chip, bandwidth_gbs=None, source="unknown")
         return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
 
-    def latency_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
+    def latency_of(self, work: "Workload", plan: "CachePlan", *, by_kernels: bool) -> LatencyModel | None:
         """Return the latency of a model: as published, else as measured here and kept. Measures nothing."""
         from .timing import LatencyProfiler, TimedModel
 
@@ -69,7 +69,7 @@ class Machine:
         if self.latency is not None or not self.local:
             return self.latency
         return LatencyProfiler(
-            TimedModel(work, plan, unpacked, self.device, machine_key(self.chip, self.device))
+            TimedModel(work, plan, by_kernels, self.device, machine_key(self.chip, self.device))
         ).latency()
 
     def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:

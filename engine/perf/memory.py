@@ -475,6 +475,8 @@ def space_left() -> int | None:
         return None
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except MemoryError:
+        return 0
     except (OSError, ValueError, IndexError):
         return None  # macOS does not enforce it
     return max(0, allowed - pages * resource.getpagesize())

@@ -30,7 +30,7 @@ from typing import Literal
 
 from ..device import DeviceKind
 from ..errors import MemoryLimitError
-from .peak_memory import ModelShape, Peak, predict_peak
+from .peak_memory import ModelShape, Peak, grown, predict_peak
 from .roofline import CHUNK, LatencyModel
 from .workload import Workload
 
@@ -354,6 +354,17 @@ def prompt_peak(
         for begin, stop, chunk in bands
     )
     return max(peaks, key=lambda peak: peak.total)
+
+
+def slots_after(chunking: Chunking, prompt: int, reply: int) -> int:
+    """Return the slots of caches that grow, after a prompt that is cut so and a reply of so many tokens."""
+    slots = 0
+    for begin, stop, chunk in chunking.bands(0, prompt):
+        for start in range(begin, stop, chunk):
+            slots = grown(slots, min(start + chunk, stop))
+    while slots < prompt + reply:
+        slots = grown(slots, slots + 1)
+    return slots
 
 
 def _on_cpu(work: Workload) -> int:

@@ -50,12 +50,11 @@ if TYPE_CHECKING:
     from ..kv.plan import CachePlan, LayerPlan
 
 
-Order = Literal["at once", "by layer", "ahead"]
+Order = Literal["at once", "ahead"]
 """When arrays are computed, and so how many of a layer's exist together.
 
-at once: each product when it is asked for (a plain CPU with unpacked weights: NumPy multiplies). by layer: attention waits for
-all before it (a plain CPU in float32 with packed weights: NumPy attends, MLX multiplies). ahead: MLX launches work, and allocates
-for it, before earlier work has ended (GPUs, and half precision on a CPU).
+at once: each product when it is asked for (a plain CPU in float32: its own kernels multiply, NumPy attends). ahead: MLX launches
+work, and allocates for it, before earlier work has ended (GPUs, and half precision on a CPU).
 """
 
 _SINKS = frozenset({"gpt_oss", "mimo_v2_flash", "deepseek_v4", "deepseek_v41"})
@@ -198,8 +197,6 @@ def shape_of(
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "n_heads") or 1
     dense, experts, used, width, shared = _feed_forward(text, hidden)
-    capped = bool(text.get("attn_logit_softcapping"))
-    sinks = text.get("model_type", config.get("model_type")) in _SINKS
     return ModelShape(
         weights=weights,
         hidden=hidden,
@@ -213,10 +210,18 @@ def shape_of(
         value_bytes=value_bytes,
         order=order,
         device=device,
-        layers=tuple(
-            replace(_layer_cache(layer, text, plan.spec.group_size, value_bytes), written_out=capped, sinks=sinks)
-            for layer in plan.layers
-        ),
+        layers=cache_layers(config, plan, value_bytes),
+    )
+
+
+def cache_layers(config: Mapping[str, Any], plan: "CachePlan", value_bytes: int) -> tuple[LayerCache, ...]:
+    """Return what the caches of a plan are to the memory of a model with this normalised config."""
+    text = text_config(config)
+    capped = bool(text.get("attn_logit_softcapping"))
+    sinks = text.get("model_type", config.get("model_type")) in _SINKS
+    return tuple(
+        replace(_layer_cache(layer, text, plan.spec.group_size, value_bytes), written_out=capped, sinks=sinks)
+        for layer in plan.layers
     )
 
 
@@ -431,8 +436,7 @@ def _layer(shape: ModelShape, layer: LayerCache, slots: int, call: ModelCall) ->
     """Return the temporaries of one layer's attention above the caches as they are after it."""
     if shape.order == "ahead":
         return _ahead(shape, layer, slots, call)
-    highest = max(_attention(shape, layer, slots, call))
-    return highest if shape.order == "at once" else max(highest, _between(shape, layer, call.new))
+    return max(_attention(shape, layer, slots, call))
 
 
 def _attention(shape: ModelShape, layer: LayerCache, slots: int, call: ModelCall) -> Iterator[int]:
@@ -449,8 +453,7 @@ def _attention(shape: ModelShape, layer: LayerCache, slots: int, call: ModelCall
     yield n * number * (2 * shape.hidden + 3 * wide) + keys + values + moved
     yield n * number * (3 * shape.hidden + 2 * wide)
     if (scores := _scores(shape, layer, call)) > 0:
-        beside = _between(shape, layer, n) if shape.order == "by layer" else entry + 3 * wide * n * number
-        yield beside + keys + values + moved + 2 * scores
+        yield entry + 3 * wide * n * number + keys + values + moved + 2 * scores
 
 
 @dataclass(frozen=True, slots=True)

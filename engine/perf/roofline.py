@@ -2,13 +2,14 @@
 
 The expected speed is the roofline with overheads fitted to published measurements on Apple silicon:
 
-    decode   t = weights ÷ (s · B) + attention + launches × l + products with experts × e
+    decode   t = max(weights ÷ (s · B), rows × products ÷ (p · F)) + attention + launches × l + products with experts × e
     attention  = Σ over caches of layers × ⁴√(r⁴ + c⁴), r = bytes ÷ (k · B), c = operations ÷ (a · F)
     unfused    = Σ over caches of layers × query heads of a key head × r
     prefill  t = max(operations × i ÷ (p · F), chunks × weights ÷ (s · B)) + chunks × launches × l
              i = 1 + n · (cores ÷ hidden)² + r ÷ rows of each expert
     launch   l = that of M4 and later × a ^ generations before it × g ^ sizes beyond the smallest: Pro, Max, Ultra
 
+A step has a row for each sequence; of one row the products take no time beside the weights, and those of many are a prefill's.
 B is the table's bandwidth, F its half-precision peak; s, k, a, p are shares below 1, l and e are seconds. Narrow matrices leave
 cores without work (n), and so do experts that few of a chunk's rows choose (r, for mixtures alone). Metal's vector attention gives
 a query head a SIMD group of its own, and each computes with every key, so beyond about four query heads for each key head it
@@ -127,13 +128,27 @@ class Fitted:
 
     def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:
         """Seconds of one step; None where bytes or bandwidth are unknown."""
-        weights, bandwidth = work.weight_bytes(batch), self.chip.bandwidth_gbs
-        if weights is None or bandwidth is None:
+        reading, bandwidth = self.reading_s(work, batch), self.chip.bandwidth_gbs
+        if reading is None or bandwidth is None:
             return None
-        reading = weights / (self.constants.shared * bandwidth * 1e9)
         attending = batch * self.attention_s(work, context, bandwidth)
         gathering = work.expert_products * self.constants.gather_s * self._slowness()
         return reading + attending + self._launching_s(work) + gathering
+
+    def reading_s(self, work: Workload, batch: int = 1) -> float | None:
+        """Seconds of a step of so many sequences that its products take: reading the weights, or the arithmetic of many rows."""
+        weights, bandwidth = work.weight_bytes(batch), self.chip.bandwidth_gbs
+        if weights is None or bandwidth is None:
+            return None
+        return max(weights / (self.constants.shared * bandwidth * 1e9), self._multiplying_s(work, batch))
+
+    def _multiplying_s(self, work: Workload, rows: int) -> float:
+        """The arithmetic of so many rows with all weights; 0 where the peak or the operations are unknown."""
+        peak, parameters = peak_tflops(self.chip), work.prefill_parameters
+        if peak is None or parameters is None:
+            return 0.0
+        share = self.constants.prefill[units_of(self.chip)][kind_of(work)]
+        return 2 * rows * (parameters + work.head_parameters) / (share * peak * 1e12)
 
     def attention_s(self, work: Workload, context: int, bandwidth_gbs: float) -> float:
         """Seconds of a step of one sequence that its attention takes, and the states that some layers keep instead."""

@@ -1,7 +1,7 @@
 """The expected speed where no published measurement knows it: the sum of a step's parts, timed on this machine.
 
     decode   t = Σ products of one row + Σ layers' attention at this depth + the other kernels + sampling
-                 + Σ layers' handover at this depth, where MLX and NumPy take turns
+                 + Σ layers' handover at this depth, where MLX and a CPU's own kernels take turns
     prefill  t = Σ over chunks of the same for a chunk's rows, without sampling and handover, + the first token's step
 
 Each part runs as in the engine: the same modules, caches and types. Weights are constants, but as many copies of a matrix are
@@ -9,9 +9,10 @@ read in turn as the model has bytes, so that a chip's caches hold no more of the
 MLX version and a label that names all a part depends on, so models share the parts that they have alike. No whole step is ever
 timed: a prediction can be wrong, and is tested as one.
 
-Timed alone, a part finds its thread awake, its data in the caches and a core to itself. Where MLX and NumPy take turns
-(engine/model/cpu.py) that is not so: MLX's thread sleeps while NumPy multiplies, weights go through the caches meanwhile, and
-NumPy's threads spin on cores that MLX wants. So a layer's parts are also timed in turn, and the difference is the handover.
+Timed alone, a part finds its thread awake, its data in the caches and a core to itself. Where MLX takes turns with a CPU's own
+kernels or NumPy (engine/model/cpu) that is not so: MLX's thread sleeps while they multiply, weights go through the caches
+meanwhile, and their threads are on cores that MLX wants. So a layer's parts are also timed in turn, and the difference is the
+handover.
 """
 
 import time
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..device import DeviceKind, device_kind
-from ..model.cpu import DenseLinear, stays_lazy
 from . import measurement_store
 from .bandwidth import LARGEST, bucket, is_busy, measure_tflops
 from .workload import Product, Workload
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FILE = "parts.json"
 
-RECIPE = 5
+RECIPE = 6
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
@@ -174,15 +174,21 @@ class MeasuredLatency:
         return total
 
 
-def by_numpy(kind: Product, *, unpacked: bool) -> bool:
-    """Whether NumPy multiplies a row with such a matrix, which needs its input evaluated (engine/model/cpu.py)."""
-    return unpacked and kind.stack == 1 and not stays_lazy(kind.rows * kind.columns)
+def waits(kind: Product, *, by_kernels: bool) -> bool:
+    """Whether a row's product with such a matrix needs its input evaluated (engine/model/cpu)."""
+    if not by_kernels or kind.stack != 1:
+        return False
+    from ..model.cpu.dense import stays_lazy
+
+    return kind.bits is not None or not stays_lazy(kind.rows * kind.columns)
 
 
-def time_product(kind: Product, rows: int, weight_bytes: int, *, unpacked: bool) -> float:
+def time_product(kind: Product, rows: int, weight_bytes: int, *, by_kernels: bool) -> float:
     """Time ``rows`` rows (1: a decode step) times a matrix, copies of which come to ``weight_bytes``, and the kernel before it."""
-    copies = max(1, min(weight_bytes // max(_row_bytes(kind, unpacked=unpacked), 1), MOST_COPIES)) if rows == 1 else 1
-    products = [_multiplier(kind, unpacked=unpacked) for _ in range(copies)]
+    copies = (
+        max(1, min(weight_bytes // max(_row_bytes(kind, by_kernels=by_kernels), 1), MOST_COPIES)) if rows == 1 else 1
+    )
+    products = [_multiplier(kind, by_kernels=by_kernels) for _ in range(copies)]
     x = _ones(1, rows, kind.columns)
     return typical_s(lambda: mx.eval([multiply(x * 0.5) for multiply in products])) / copies
 
@@ -304,13 +310,13 @@ def _small_kernels(hidden: int, rows: int) -> Callable[[mx.array], mx.array]:
 
 
 def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], None]":
-    """What runs a layer: what MLX computes is evaluated together, as NumPy's first product asks for it."""
+    """What runs a layer: what MLX computes is evaluated together, as the first product that waits asks for it."""
     hidden, kinds = model.work.hidden or 0, model.layer_products
     kernels, attend = _small_kernels(hidden, 1), _attention(layer, model.work.query_heads or 0, 1)
     inputs = {columns: _ones(1, 1, columns) for columns in {hidden, *(kind.columns for kind in kinds)}}
-    made = [(kind, _multiplier(kind, unpacked=model.unpacked)) for kind in kinds]
-    lazy = [(kind.columns, run) for kind, run in made if not by_numpy(kind, unpacked=model.unpacked)]
-    eager = [(kind.columns, run) for kind, run in made if by_numpy(kind, unpacked=model.unpacked)]
+    made = [(kind, _multiplier(kind, by_kernels=model.by_kernels)) for kind in kinds]
+    lazy = [(kind.columns, run) for kind, run in made if not waits(kind, by_kernels=model.by_kernels)]
+    eager = [(kind.columns, run) for kind, run in made if waits(kind, by_kernels=model.by_kernels)]
     # Products with the same columns share their input, which is evaluated once: gate and up, queries, keys and values.
     shared = [(columns, [run for _, run in group]) for columns, group in groupby(eager, lambda pair: pair[0])]
 
@@ -326,10 +332,10 @@ def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], 
     return run_layer
 
 
-def _multiplier(kind: Product, *, unpacked: bool) -> Callable[[mx.array], mx.array]:
+def _multiplier(kind: Product, *, by_kernels: bool) -> Callable[[mx.array], mx.array]:
     """What multiplies rows (1, N, columns) with a new matrix of this kind, or with a router's choice of its stack."""
-    if unpacked and kind.stack == 1:
-        return DenseLinear(_ones(kind.columns, kind.rows, dtype=mx.float32).T, None).__call__
+    if by_kernels and kind.stack == 1:
+        return _kernel(kind)
     operands: list[mx.array | None] = []
     options: dict[str, Any] = {}
     plain: Callable[..., mx.array] = mx.matmul if kind.bits is None else mx.quantized_matmul
@@ -354,9 +360,35 @@ def _multiplier(kind: Product, *, unpacked: bool) -> Callable[[mx.array], mx.arr
     return multiply
 
 
-def _row_bytes(kind: Product, *, unpacked: bool) -> int:
+def _kernel(kind: Product) -> Callable[[mx.array], mx.array]:
+    """What multiplies with a new matrix as a CPU's own kernels do."""
+    from mlx import nn
+
+    from ..model.cpu.dense import DenseLinear
+
+    if kind.bits is None:
+        return DenseLinear(_ones(kind.columns, kind.rows, dtype=mx.float32).T, None).__call__
+    from ..model.cpu.packed import use_kernels
+
+    layer = nn.QuantizedLinear(
+        kind.group_size, 1, bias=False, group_size=kind.group_size, bits=kind.bits, mode=kind.mode
+    )
+    groups = kind.columns // kind.group_size
+    layer.weight = _ones(kind.rows, kind.columns * kind.bits // 32, dtype=mx.uint32)
+    for name in ("scales", "biases"):
+        if name in layer:
+            dtype = mx.bfloat16 if kind.mode == "affine" else mx.uint8
+            layer[name] = _ones(kind.rows, groups, dtype=dtype)
+    holder = nn.Sequential(layer)
+    use_kernels(holder, logits=None)
+    multiply: Callable[[mx.array], mx.array] = holder.__call__
+    return multiply
+
+
+def _row_bytes(kind: Product, *, by_kernels: bool) -> int:
     """Bytes that a row reads of one matrix, as it lies here."""
-    return 4 * kind.rows * kind.columns if unpacked and kind.stack == 1 else kind.nbytes(_float_type().size)
+    stored = by_kernels and kind.stack == 1 and kind.bits is not None
+    return kind.nbytes(2 if stored else _float_type().size)
 
 
 def _ones(*shape: int, dtype: mx.Dtype | None = None) -> mx.array:
@@ -378,12 +410,12 @@ PartTimer = Callable[[str, Callable[[], float]], float]
 class TimedModel:
     """A model as the parts of its steps.
 
-    unpacked: weights are dense float32, multiplied by NumPy. machine: its ``measurement_store.machine_key``.
+    by_kernels: a CPU's own kernels multiply (engine/model/cpu). machine: its ``measurement_store.machine_key``.
     """
 
     work: Workload
     plan: "CachePlan"
-    unpacked: bool
+    by_kernels: bool
     device: DeviceKind
     machine: str
 
@@ -395,7 +427,7 @@ class TimedModel:
 
     def layers_in_turn(self, layers: "list[LayerPlan]", depth: int) -> int:
         """Return how many of ``layers``, all alike, are timed in turn: all, up to LARGEST bytes of weights, keys and values."""
-        weights = sum(_row_bytes(kind, unpacked=self.unpacked) for kind in self.layer_products)
+        weights = sum(_row_bytes(kind, by_kernels=self.by_kernels) for kind in self.layer_products)
         return _count_within(LARGEST, layers, weights + layers[0].bytes_at(depth))
 
     def latency(self, part_s: PartTimer) -> MeasuredLatency | None:
@@ -414,7 +446,7 @@ class TimedModel:
         alike = [list(group) for _, group in groupby(sorted(self.plan.layers, key=_cache_shape), key=_cache_shape)]
         attention = tuple(self._attention(part_s, layers, heads) for layers in alike)
         handover: tuple[HandoverLatency, ...] = ()
-        if any(by_numpy(kind, unpacked=self.unpacked) for kind in self.layer_products):
+        if any(waits(kind, by_kernels=self.by_kernels) for kind in self.layer_products):
             rest_s = sum(products[kind].row_s for kind in self.layer_products) + LAYER_KERNELS * kernel.row_s
             pairs = zip(alike, attention, strict=True)
             handover = tuple(self._handover(part_s, layers, alone, rest_s) for layers, alone in pairs)
@@ -431,7 +463,7 @@ class TimedModel:
     def _product(self, part_s: PartTimer, kind: Product, nbytes: int) -> PartLatency:
         def seconds(rows: int) -> float:
             label = f"product {kind.key} x {rows} of {nbytes} bytes"
-            return part_s(label, partial(time_product, kind, rows, nbytes, unpacked=self.unpacked))
+            return part_s(label, partial(time_product, kind, rows, nbytes, by_kernels=self.by_kernels))
 
         row_s = seconds(1)
         return PartLatency(row_s, row_s if kind.head else max(row_s, seconds(ROWS)))
@@ -553,7 +585,7 @@ class LatencyProfiler:
         self._best[key] = better(found, self._best.get(key, found))
 
     def _key(self, label: str) -> str:
-        form = "unpacked" if self._model.unpacked else "as stored"
+        form = "by kernels" if self._model.by_kernels else "as stored"
         return f"{self._model.machine} | recipe {RECIPE} | {form} | {label}"
 
 

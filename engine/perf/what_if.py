@@ -24,12 +24,12 @@ from ..model.config import context_length
 from ..options import GROUP_SIZES, KVSpec
 from .catalogue import CatalogueEntry, Repository, catalogue, files_bytes
 from .config_cost import Packing
-from .cost import Form
 from .footprint import Footprint, KVTable, table_of_plan, weigh
 from .machine import Machine
 from .memory import MemoryFit, giving_way
-from .mitigation import Chunking, prompt_peak
+from .mitigation import Chunking, prompt_peak, slots_after
 from .model_work import traits_of
+from .peak_memory import ModelShape, Peak, predict_peak
 from .roofline import (
     MATTERS_S,
     Host,
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 BITS = (16, 8, 6, 5, 4, 3, 2)
 """Bits per weight that a model can be packed with; 16 is not packed."""
-
-SAME_BITS = "this CPU unpacks weights to 32 bits: fewer bits make a smaller file, no faster reply"
-"""Of a table whose model is held unpacked (``form_on``): its rows of other bits are alike."""
 
 PRECISIONS = (16, 8, 6, 5, 4, 3)
 
@@ -165,7 +162,7 @@ class WeighedModel:
     def at(self, place: Machine) -> "WeighedModel":
         """Return the same at another place that holds a model in the same form, with that place's bandwidth for this model."""
         place = place.reading(self.work.weight_bytes() or self.weighed.held.weight_bytes)
-        latency = place.latency_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
+        latency = place.latency_of(self.work, self.plan, by_kernels=self.weighed.form == "float32")
         if place.local and isinstance(latency, HostLimited):
             latency = replace(latency, host=self._host(latency))
         return replace(self, place=place, latency=latency)
@@ -195,15 +192,36 @@ class WeighedModel:
             return None
         return limits_of(context, self.work, self.place.chip, self.latency)
 
-    def fit(self, case: WhatIfCase) -> MemoryFit:
+    def fit(self, case: WhatIfCase, replies: int = 1) -> MemoryFit:
         """Return whether the case fits at the highest point of computing its prompt and then tokens until the context is reached.
 
-        Room that the caches have for growing counts with the temporaries.
+        Room that the caches have for growing counts with the temporaries. replies: of such cases at once: beside one, the others
+        hold the whole context and are written.
         """
-        shape = self.weighed.shape(self.plan, self.place.device, self.place.chip)
-        peak = prompt_peak(shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
+        peak = prompt_peak(self._shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
         kv = self.plan.bytes_at(case.context)
-        return self.place.fit(weights=peak.weights, kv=kv, working=max(peak.total - peak.weights - kv, 0))
+        working = self._beyond(peak, kv) + (replies - 1) * self._beyond(self._written(case), kv)
+        return self.place.fit(weights=peak.weights, kv=replies * kv, working=working)
+
+    def most_at_once(self, case: WhatIfCase) -> int | None:
+        """Return how many such cases fit at once: one more does not. None where it is not known how much memory there is."""
+        one, two = self.fit(case), self.fit(case, 2)
+        if one.budget is None:
+            return None
+        return 0 if one.total > one.budget else 1 + (one.budget - one.total) // max(two.total - one.total, 1)
+
+    @property
+    def _shape(self) -> ModelShape:
+        return self.weighed.shape(self.plan, self.place.device, self.place.chip)
+
+    def _written(self, case: WhatIfCase) -> Peak:
+        """The peak of writing a reply's last token, in caches with the room that they made on the way there."""
+        slots = slots_after(self.chunking, case.prompt, case.context - case.prompt)
+        return predict_peak(self._shape, held=case.context - 1, new=0, chunk=1, slots=slots, reply=1)
+
+    @staticmethod
+    def _beyond(peak: Peak, kv: int) -> int:
+        return max(peak.total - peak.weights - kv, 0)
 
 
 def outcome(
@@ -213,14 +231,14 @@ def outcome(
 
     own: how the model is packed, where its config does not say.
     """
-    return outcome_of(weigh(config, place.device, place.memory_bytes, packing=case.packing(own)), case, place)
+    return outcome_of(weigh(config, place.device, packing=case.packing(own)), case, place)
 
 
 def curve(
     config: Mapping[str, Any], case: WhatIfCase, place: Machine, contexts: Iterable[int], *, own: Packing | None = None
 ) -> tuple[DecodePoint, ...]:
     """Return decoding over contexts; empty where the model can't be weighed. Raises OptionError for KV flags that it can't take."""
-    weighed = weigh(config, place.device, place.memory_bytes, packing=case.packing(own))
+    weighed = weigh(config, place.device, packing=case.packing(own))
     return () if isinstance(weighed, str) else points_of(load(weighed, case.kv, place), contexts)
 
 
@@ -351,7 +369,7 @@ def suggestion(entry: CatalogueEntry, repository: Repository, case: WhatIfCase, 
     """Return one repository at a place."""
     weighed: Footprint | str = f"the config of {entry.name} is not known here"
     if (config := entry.config_of(repository)) is not None:
-        weighed = weigh(config, place.device, place.memory_bytes, packing=repository.packing)
+        weighed = weigh(config, place.device, packing=repository.packing)
     known = weighed.stored if isinstance(weighed, Footprint) else None
     download_bytes = repository.published_bytes
     if download_bytes is None and known is not None:
@@ -477,19 +495,15 @@ def table(
     """
     found: list[WhatIfOutcome] = []
     for packing, alike in groupby(_distinct(_cases(config, base), own), key=lambda case: case.packing(own)):
-        weighed = weigh(config, place.device, place.memory_bytes, packing=packing)
+        weighed = weigh(config, place.device, packing=packing)
         found += outcomes_of(weighed, alike, place)
     return tuple(found)
 
 
-def notes(found: Sequence[WhatIfOutcome], form: Form) -> tuple[str, ...]:
-    """Return notes on a whole table, in clauses: why its rows are alike, and why speeds are unknown.
-
-    form: how the model's weights are held at the place.
-    """
+def notes(found: Sequence[WhatIfOutcome]) -> tuple[str, ...]:
+    """Return notes on a whole table, in clauses: why speeds are unknown."""
     unknown = dict.fromkeys(each.reason for each in found if each.reason and each.expected_tps is None)
-    same = [SAME_BITS] if form == "unpacked" else []
-    return (*same, *(f"unknown: {reason}" for reason in unknown))
+    return tuple(f"unknown: {reason}" for reason in unknown)
 
 
 def on_chips(
@@ -499,7 +513,7 @@ def on_chips(
 
     Raises OptionError for KV flags that the model can't take.
     """
-    weighed = weigh(config, "metal", None, packing=case.packing(own))
+    weighed = weigh(config, "metal", packing=case.packing(own))
     if isinstance(weighed, str) or not places:
         return tuple(outcome_of(weighed, case, place) for place in places)
     first = load(weighed, case.kv, places[0])

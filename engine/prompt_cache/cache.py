@@ -230,6 +230,45 @@ class PromptCache(MemoryStore):
         return lease
 
 
+class OwnCaches(CacheStore):
+    """Makes caches that are one reply's own, other than those of the store ``beside`` it; memory is reckoned for both together.
+
+    keeps: as of the other.
+    """
+
+    def __init__(self, make: Callable[[int | None], list[Any]], beside: CacheStore) -> None:
+        super().__init__(make)
+        self.keeps = beside.keeps
+        self._beside = beside
+
+    @property
+    def leases(self) -> list[CacheLease]:
+        """Those of both in use."""
+        return self._beside.leases
+
+    def use(self, lease: CacheLease) -> None:
+        """Take note that an acquired lease is in use."""
+        self._beside.use(lease)
+
+    def release(self, lease: CacheLease, *, failed: bool = False) -> None:
+        """Take a lease back; nothing of it is kept."""
+        self._beside.release(lease, failed=failed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self._beside.nbytes
+
+    @property
+    def aside(self) -> int:
+        """Bytes of the other beside the leased caches."""
+        return self._beside.aside
+
+    def shrink(self, wanted: int) -> int:
+        """Evict ``wanted`` of those bytes; return how many were freed."""
+        return self._beside.shrink(wanted)
+
+
 def open_cache(
     spec: PromptCacheSpec | None, runtime: "Runtime", *, folder: Path, name: str, **more: object
 ) -> CacheStore:

@@ -27,6 +27,9 @@ SHORTEST_BRANCH = 8
 """Tokens: a shorter branch is computed again rather than kept, such as a reply's last tokens that its text encodes differently."""
 
 
+WORTH_SHARING = 256
+"""Tokens that two conversations in use have in common from which on they are held once: what each adds goes to slots of its own."""
+
 WORTH_WAITING = 64
 """Tokens of a prompt that another reply is reading anyway from which on a reply waits for them."""
 
@@ -224,7 +227,7 @@ class Held:
 class MemoryStore(CacheStore):
     """Computed prefixes in memory: the live caches and the tree, at most ``budget`` bytes in all.
 
-    Several leases may be in use at once. What one of them holds is copied for another that begins alike.
+    Several leases may be in use at once. What another begins with that one of them holds, both hold once; a little is copied.
 
     Args:
         make: Makes empty caches with a number of pinned tokens.
@@ -256,12 +259,16 @@ class MemoryStore(CacheStore):
     @property
     def leases(self) -> list[CacheLease]:
         """Those in use."""
-        return [held.lease for held in self._used]
+        return [*(held.lease for held in self._used), *self._leases]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the live caches and the tree."""
-        return sum(kv.nbytes(held.lease.caches) for held in self._held) + self.aside
+        """Bytes of the live caches and the tree, and of caches that are a reply's own."""
+        return self._kept_bytes + sum(kv.nbytes(lease.caches) for lease in self._leases)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return kv.nbytes([cache for held in self._held for cache in held.lease.caches]) + self.aside
 
     @property
     def aside(self) -> int:
@@ -287,11 +294,14 @@ class MemoryStore(CacheStore):
         if self._idle is not None and self._idle.lease is lease:
             self._used.append(self._idle)
             self._idle = None
+        else:
+            super().use(lease)  # of ``OwnCaches``
 
     def release(self, lease: CacheLease, *, failed: bool = False) -> None:
         """Take a lease back; after a failure nobody knows what its caches hold, so they are dropped. A suspended one is ignored."""
         held = self._holding(lease)
         if held is None:
+            super().release(lease)
             return
         if not failed:
             self._retire()  # while this one still counts as live: what both hold stays in the tree
@@ -320,7 +330,8 @@ class MemoryStore(CacheStore):
 
     def is_coming(self, ids: list[int], keep: int | None) -> bool:
         """Return whether a lease in use is about to hold a good part of ``ids``; no part of a model's that needs checkpoints."""
-        coming = [lease.coming for lease in self.leases if lease.keep == keep and lease.coming]
+        leases = [held.lease for held in self._used]
+        coming = [lease.coming for lease in leases if lease.keep == keep and lease.coming]
         if self.needs_checkpoints or not coming:
             return False
         most = max(common_prefix(each, ids) for each in coming)
@@ -346,9 +357,9 @@ class MemoryStore(CacheStore):
 
     def shrink(self, wanted: int) -> int:
         """Evict ``wanted`` bytes of the tree, least recently used first; return the bytes freed."""
-        before = self.nbytes
+        before = self._kept_bytes
         self._evict(before - wanted)
-        return before - self.nbytes
+        return before - self._kept_bytes
 
     def clear(self) -> None:
         """Forget everything."""
@@ -454,11 +465,16 @@ class MemoryStore(CacheStore):
         node = self._node_at(root, ids)
         shared = common_prefix(live.ids, ids)
         surplus = len(live.ids) - shared
+        snapshot.own_prefixes(live.caches)
         in_place = shared == len(ids) and surplus == 0
         if shared == len(ids) and 0 < surplus <= kv.rewindable(live.caches) and node.value.states is None:
             snapshot.rewind(live.caches, surplus)
             in_place = True
         self._cut_back(held, self._node_at(root, ids[:shared]))
+        if not shared and (begun := self._share(held, ids)):
+            shared = begun
+            self._node_at(root, ids[:shared])
+            node = self._node_at(root, ids)
         for each in node.path():
             if each.start < shared:
                 continue
@@ -475,6 +491,15 @@ class MemoryStore(CacheStore):
                 snapshot.thaw(live.caches, node.value.states)
         live.ids[:] = ids
         held.end = node
+
+    def _share(self, held: Held, ids: list[int]) -> int:
+        """Have empty live caches begin with what others in use hold of ``ids``; return how many tokens that is."""
+        donors = [other for other in self._used if other.lease.keep == held.lease.keep]
+        common = [common_prefix(other.lease.ids, ids) for other in donors]
+        most = max(common, default=0)
+        if most < WORTH_SHARING:
+            return 0
+        return snapshot.share(donors[common.index(most)].lease.caches, held.lease.caches, most)
 
     def _node_at(self, root: Node[CachedRun], ids: list[int]) -> Node[CachedRun]:
         """Return the node that ends where ``ids``, which the tree knows, end; splits one where there is none."""
@@ -532,7 +557,7 @@ class MemoryStore(CacheStore):
 
     def _evict(self, budget: int | None = None) -> None:
         """Evict the least recently used until all fits ``budget`` (the store's own by default); the live caches always stay."""
-        held = self.nbytes
+        held = self._kept_bytes
         surplus = held - (self._budget() if budget is None else budget)
         if surplus > 0 and budget is None:
             surplus = min(surplus, held - self._last_two_bytes())

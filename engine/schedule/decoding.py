@@ -2,20 +2,28 @@
 
     decoder.step(lanes)     the tokens that became known, lane by lane
 
-Lanes may come and go with every step: nothing is copied. A single lane is decoded by the same code, through its own caches.
+Lanes may come and go with every step: nothing is copied. A single lane is decoded by the same code, through its own caches; while
+it is alone, drafts of what may come are verified, several tokens in a pass (verify.py). They then come one a step, as any others.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
 from ..errors import ModelDamagedError, TokamacError
 from ..kv.cache import GrowthWatcher
+from ..kv.rewind import most_taken_back
 from ..kv.rows import forward
+from ..model.head import asking_for_logits
 from ..sampling import Sampler
+from ..speculation.speculator import Speculator
+from .verify import NOT_NUMBERS, verify
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHECK_STEPS = 16
 """Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches."""
@@ -24,6 +32,19 @@ NO_NUMBER = (1 << 32) - 1
 
 POOL_CLEAR_STEPS = 256
 """Steps between returns of MLX's unused buffers to the system."""
+
+
+class Constraint(Protocol):
+    """Holds one reply to a form."""
+
+    def allowed(self) -> "np.ndarray":
+        """Return (n,) bool: which tokens may follow all that came."""
+
+    def fitting(self, drafted: Sequence[int]) -> int:
+        """Return how many of these tokens may follow, one after another."""
+
+    def allowed_along(self, drafted: Sequence[int]) -> "list[np.ndarray]":
+        """Return what ``allowed`` would now, and after each of these tokens, which fit."""
 
 
 class Lane:
@@ -40,9 +61,16 @@ class Lane:
         note: told what may delay the next token (a Cause), and by how many milliseconds at most where that is known.
         may_grow: asked before the caches are made larger; where it says no, decoding ends.
         launched: told the number of lanes of each of its steps.
+        speculator: says what to draft; None drafts nothing.
+        unforced: how many of the next tokens are certainly chosen by the sampler; None: all.
+        constraint: tells which tokens may come next, given all that came; None: any. Such a token is chosen a step later than
+            others, once the host knows the one before it: meanwhile the device computes the logits that it is chosen from.
 
     Attributes:
-        count: tokens decoded.
+        behind: tokens before ``last`` that the caches do not hold: the next step reads them, too.
+        ready: tokens that were computed, and come one a step.
+        count: tokens decoded, those that are ready included.
+        came_with_others: whether the token that came last is one of several of a pass.
         ended: whether no more will come.
         ended_by_memory: whether ``may_grow`` ended it.
     """
@@ -58,19 +86,33 @@ class Lane:
         note: Callable[..., None] = lambda *_: None,
         may_grow: Callable[[], bool] = lambda: True,
         launched: Callable[[int], None] = lambda _: None,
+        speculator: Speculator | None = None,
+        unforced: Callable[[], int | None] = lambda: None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.caches, self.cached_ids = caches, cached_ids
         self.sampler = sampler
-        self.note, self.launched = note, launched
+        self.launched, self._note = launched, note
         self.count = 0
-        self.ended = self.ended_by_memory = False
-        self._limit, self._may_grow = limit, may_grow
+        self.came_with_others = self.ended = self.ended_by_memory = False
+        self.behind: list[int] = []
+        self.ready: deque[int] = deque()
+        self.speculator = speculator if most_taken_back(caches) else None
+        self._limit, self._may_grow, self._unforced = limit, may_grow, unforced
         self._growth = GrowthWatcher(caches)
         self._forced: deque[int] = deque()
         self._forcing: int | None = None  # taken by a step, and not read yet
         self.token = mx.array([last], mx.uint32)  # what the next step takes: (1,), maybe not computed yet
         self.known: int | None = last  # the same, where the host knows it
         self.chosen: mx.array | None = None  # what the last step chose, until it is the token
+        self.constraint = constraint
+        self._logits: mx.array | None = None  # (1, V), from which the last step has chosen nothing yet
+
+    def note(self, cause: str, *most_ms: float) -> None:
+        """Tell what may delay the next token."""
+        if self.speculator is not None:
+            self.speculator.interrupted()
+        self._note(cause, *most_ms)
 
     def force(self, ids: Iterable[int]) -> None:
         """Have these tokens come next, whatever the sampler chooses. Call it before the first step, or after a token came."""
@@ -81,9 +123,57 @@ class Lane:
         """The tokens that are to come next, and have not come yet."""
         return [*([] if self._forcing is None else [self._forcing]), *self._forced]
 
+    @property
+    def last(self) -> int:
+        """The token that the next step takes, which the host knows."""
+        assert self.known is not None
+        return self.known
+
+    @property
+    def room(self) -> int:
+        """How many tokens may be drafted: each may come true, and one more comes then; all may have to be taken back.
+
+        A pass over them makes no cache larger: that is left to plain steps, which ask first.
+        """
+        if self._forced:
+            return 0
+        most = most_taken_back(self.caches) - len(self.behind)
+        left = None if self._limit is None else self._limit - self.count
+        fitting = self._growth.fitting(len(self.cached_ids) + len(self.behind))
+        for bound in (left, self._unforced(), fitting):
+            most = most if bound is None else min(most, bound - 1)
+        return max(most, 0)
+
+    def deliver(self) -> int:
+        """Return the next of the tokens that are ready."""
+        token = self.ready.popleft()
+        self.came_with_others = True
+        self.ended = not self.ready and not self.goes_on(self.count)
+        return token
+
     def resumed(self) -> None:
         """The caches were released and acquired again: other objects, which hold the same tokens."""
         self._growth = GrowthWatcher(self.caches)
+
+    def computed(self, logits: mx.array) -> list[mx.array]:
+        """Choose from logits (1, V), or keep them until it is known what may be chosen; return what to evaluate."""
+        if self.constraint is None:
+            return self._choose(logits, None)
+        self._logits = logits
+        return [logits]
+
+    def choose(self) -> None:
+        """Choose from logits that were kept: the tokens before are known now."""
+        if self._logits is not None and self.constraint is not None:
+            logits, self._logits = self._logits, None
+            mx.async_eval(*self._choose(logits, self.constraint.allowed()))  # type: ignore[no-untyped-call]
+
+    def _choose(self, logits: mx.array, allowed: "np.ndarray | None") -> list[mx.array]:
+        chosen = self.sampler(logits, allowed)
+        if self.count % CHECK_STEPS == 0:
+            chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
+        self.chosen = chosen
+        return [chosen, *self.sampler.newest_score()]
 
     def take_chosen(self) -> None:
         """Make what the last step chose, or a forced token, the next step's: what was computed of a replaced one is not used."""
@@ -102,6 +192,13 @@ class Lane:
         )
         return coming != self._limit and not self.ended_by_memory
 
+    def goes_on_after(self, tokens: list[int]) -> None:
+        """Tokens came at once: they are ready, and the next step takes the last of them."""
+        self.ready.extend(tokens)
+        self.count += len(tokens)
+        self.known = tokens[-1]
+        self.token = mx.array([self.known], mx.uint32)
+
     def stepped(self) -> None:
         """A step took the token: it is in the caches."""
         if self._growth.grew() and self.count:
@@ -111,11 +208,8 @@ class Lane:
         """Wait for the token, and return it. Raises ModelDamagedError."""
         token = int(self.token.tolist()[0])  # type: ignore[index,arg-type]
         if token == NO_NUMBER:
-            raise ModelDamagedError(
-                "the model computed values that are not numbers",
-                "Load it with dtype float32, or download it again.",
-            )
-        self.known, self._forcing = token, None
+            raise ModelDamagedError(*NOT_NUMBERS)
+        self.known, self._forcing, self.came_with_others = token, None, False
         self.count += 1
         return token
 
@@ -147,6 +241,17 @@ class Decoder:
         With ``ahead``, a lane's first step brings none: its first token is read while the second is computed. Raises what MLX
         raises: then nobody knows what the caches hold.
         """
+        alone = len(lanes) == 1
+        delivered = [Decoded(lane, lane.deliver()) for lane in lanes if lane.ready]
+        if delivered:
+            lanes = [lane for lane in lanes if all(each.lane is not lane for each in delivered)]
+        if not lanes:
+            return delivered
+        lanes, failed = _chosen(lanes)
+        if failed:
+            return [*delivered, *failed]  # the others have chosen, too: their next step goes on from there
+        if alone and lanes[0].speculator is not None and (drafted := self._speculate(lanes[0], lanes[0].speculator)):
+            return drafted
         for lane in lanes:
             lane.take_chosen()
         if self._ahead:
@@ -156,48 +261,108 @@ class Decoder:
         else:
             reading, ending = list(lanes), []
             self._launch(reading)
+            reading, failed = _chosen(reading)
             for lane in reading:
                 lane.take_chosen()
-        found = [self._read(lane, last=lane in ending) for lane in reading]
+        found = [
+            self._read(lane, launched=self._ahead and lane not in ending, last=lane in ending, shared=not alone)
+            for lane in reading
+        ]
         self._steps += 1
         if self._steps % POOL_CLEAR_STEPS == 0:
             mx.clear_cache()
             for lane in lanes:
                 lane.note("pool cleared")
-        return found
+        return [*delivered, *failed, *found]
+
+    def _speculate(self, lane: Lane, speculator: Speculator) -> list[Decoded]:
+        """Verify a draft of what follows a lane's last token, or read that token where this will pay; else return nothing."""
+        if lane.chosen is not None:
+            if lane.forced or not speculator.pays_soon(lambda: lane.room):
+                return []
+            lane.take_chosen()
+            return [self._read(lane, launched=False)]
+        draft = speculator.draft(lambda: lane.room)
+        if draft is not None and lane.constraint is not None:
+            fitting = draft.tokens[: lane.constraint.fitting(draft.tokens)]
+            draft = replace(draft, tokens=fitting) if fitting else None
+        if draft is None:
+            return []
+        rows = len(lane.behind) + 1 + len(draft.tokens)
+        try:
+            tokens = verify(self._model, lane, draft.tokens)
+        except TokamacError as error:
+            lane.ended = True
+            return [Decoded(lane, failure=error)]
+        speculator.verified(draft, tokens, rows)
+        lane.launched(1)
+        lane.stepped()
+        lane.goes_on_after(tokens)
+        return [Decoded(lane, lane.deliver())]
 
     def _launch(self, lanes: list[Lane]) -> None:
         """Begin to compute what follows the lanes' tokens, which then are in their caches."""
         if not lanes:
             return
-        tokens = [_some_token(lane.token) for lane in lanes]
-        ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
-        logits = forward(self._model, ids, [lane.caches for lane in lanes])
+        logits = self._pass(lanes)
         wanted: list[mx.array] = []
         for row, lane in enumerate(lanes):
-            own = logits[row : row + 1, -1, :]  # (1, V)
-            chosen = lane.sampler(own)
-            if lane.count % CHECK_STEPS == 0:
-                chosen = mx.where(mx.isfinite(mx.max(own)), chosen, mx.array(NO_NUMBER, mx.uint32))
-            lane.chosen = chosen
-            wanted += [chosen, *lane.sampler.newest_score()]
+            wanted += lane.computed(logits[row : row + 1, -1, :])
             if lane.known is not None:
                 lane.cached_ids.append(lane.known)
             lane.stepped()
             lane.launched(len(lanes))
         mx.async_eval(*wanted)  # type: ignore[no-untyped-call]
 
-    def _read(self, lane: Lane, *, last: bool) -> Decoded:
-        """Read a lane's token, whose step was launched before."""
+    def _pass(self, lanes: list[Lane]) -> mx.array:
+        """Return the logits (B, N, V) after the lanes' tokens and what is behind them; the last of the N are meant."""
+        if len(lanes) == 1 and lanes[0].behind:
+            (lane,) = lanes
+            ids = mx.concatenate([mx.array(lane.behind, mx.uint32), _some_token(lane.token)])[None]
+            lane.cached_ids.extend(lane.behind)
+            lane.behind = []
+            with asking_for_logits():
+                logits: mx.array = self._model(ids, cache=lane.caches)
+            return logits
+        for lane in lanes:
+            if lane.behind:
+                self._model(mx.array([lane.behind]), cache=lane.caches)  # the head is not asked for
+                lane.cached_ids.extend(lane.behind)
+                lane.behind = []
+        tokens = [_some_token(lane.token) for lane in lanes]
+        ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
+        return forward(self._model, ids, [lane.caches for lane in lanes])
+
+    def _read(self, lane: Lane, *, launched: bool, last: bool = False, shared: bool = False) -> Decoded:
+        """Read a lane's token. launched: so was the step that takes it. last: none may. shared: its pass, with other lanes."""
         try:
             token = lane.read()
         except TokamacError as error:
             lane.ended = True
             return Decoded(lane, failure=error)
-        if self._ahead and not last:
-            lane.cached_ids.append(token)  # the step that takes it was launched
-        lane.ended = last if self._ahead else not lane.goes_on(lane.count)
+        if launched:
+            lane.cached_ids.append(token)
+        lane.ended = last or (not launched and not lane.goes_on(lane.count))
+        if shared and lane.speculator is not None:
+            lane.speculator.saw_shared(token)
+        elif lane.speculator is not None:
+            lane.speculator.saw(token, steady=launched or not self._ahead)
         return Decoded(lane, token)
+
+
+def _chosen(lanes: Sequence[Lane]) -> tuple[list[Lane], list[Decoded]]:
+    """Have lanes choose from logits that were kept; return those that could, and the failures of the others."""
+    able: list[Lane] = []
+    failed: list[Decoded] = []
+    for lane in lanes:
+        try:
+            lane.choose()
+        except TokamacError as error:
+            lane.ended = True
+            failed.append(Decoded(lane, failure=error))
+        else:
+            able.append(lane)
+    return able, failed
 
 
 def decode_alone(model: Any, lane: Lane, *, ahead: bool) -> Iterator[int]:

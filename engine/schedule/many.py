@@ -28,7 +28,8 @@ class _Open:
 class ManyReplies:
     """Asks for ``samples`` replies to each of so many prompts, and tells what comes.
 
-    The first sample of a prompt reads it; the others begin then, and find it in the prompt cache.
+    The first sample of a prompt reads it; the others begin then, and find it in the prompt cache. Once one was cancelled, all are:
+    each that had not begun still has its end told.
 
     Args:
         prompts: their numbers, in order.
@@ -44,6 +45,7 @@ class ManyReplies:
         self._open: list[_Open] = []
         self._left = iter(prompts)
         self._waiting: list[tuple[int, int]] = []
+        self._is_cancelled = False
 
     def events(self) -> Generator[tuple[int, int, Event | Failed], None, None]:
         """Yield (prompt, sample, event) as they come; each reply ends with one Finished or one Failed. Closing ends all."""
@@ -77,12 +79,15 @@ class ManyReplies:
     def _new(self, prompt: int, sample: int) -> _Open:
         """Return a reply that nobody was asked for yet; what it hands over makes it ready to be read."""
         reply = _Open(prompt, sample, EventStream(announce=lambda: self._ready.put(reply)))
+        if self._is_cancelled:
+            reply.stream.cancel()
         return reply
 
     def _read(self, reply: _Open) -> Iterator[tuple[int, int, Event | Failed]]:
         """Yield what one reply has handed over."""
         if reply not in self._open:
             return
+        self._is_cancelled = self._is_cancelled or reply.stream.is_cancelled()
         try:
             batch = reply.stream.take()
         except TokamacError as error:

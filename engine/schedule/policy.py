@@ -9,11 +9,12 @@ of the time at least. Prompts are read one after another, in the order of their 
 while it takes a tenth of the time at most.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STALL_S = 0.1
-"""A piece of a prompt at most, while a reply is written that somebody reads."""
+"""A piece of a prompt at most, while a reply is written that somebody reads, or where nobody waits for the prompt."""
 ALONE_S = 1.0
 """The same where none is."""
 BACKGROUND_SHARE = 0.1
@@ -58,6 +59,15 @@ class _Ground:
         self.spent_s += seconds
 
 
+def beside_s(reading_s: float, step_s: float) -> float:
+    """Return the seconds in which a prompt is read beside replies whose step takes ``step_s``; alone it takes ``reading_s``.
+
+    It is read in pieces, with a step between two: in twice the time at most.
+    """
+    pieces = math.ceil(reading_s / max(STALL_S, step_s))
+    return reading_s + max(pieces - 1, 0) * step_s
+
+
 @dataclass(slots=True)
 class Pace:
     """How soon others may have a turn: the schedule sets it, whoever computes a prompt asks it. within_s: seconds."""
@@ -79,8 +89,8 @@ class Policy:
         share = BACKGROUND_SHARE * self._front.spent_s
         spared = not self._went_aside and self._back.spent_s + self._back.last_s <= share
         if back and (spared or not front):
-            return self._among(back, self._back, watched=bool(front), background=True)
-        return self._among(front, self._front, watched=True, background=False) if front else None
+            return self._among(back, self._back, background=True)
+        return self._among(front, self._front, background=False) if front else None
 
     def spent(self, act: Act, seconds: float) -> None:
         """Take note of how long an act took."""
@@ -90,11 +100,10 @@ class Policy:
         self._back.spent_s *= fade
         (self._back if act.background else self._front).spent(act, seconds)
 
-    def _among(self, demands: list[Demand], ground: _Ground, *, watched: bool, background: bool) -> Act:
+    def _among(self, demands: list[Demand], ground: _Ground, *, background: bool) -> Act:
         written = tuple(each.number for each in demands if not each.reads)
         waiting = [each.number for each in demands if each.reads]
         if waiting and (not written or not ground.read_last):
             ours = max(STALL_S, ground.decode_s) if written else ALONE_S
-            within_s = ours if not background else STALL_S if watched else ALONE_S
-            return Act(reads=min(waiting), within_s=within_s, background=background)
+            return Act(reads=min(waiting), within_s=STALL_S if background else ours, background=background)
         return Act(decodes=written, background=background)

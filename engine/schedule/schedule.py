@@ -78,6 +78,7 @@ class Seat:
             assert self.source is not None
             self.making = self.source(self.stream)
             self.events, self.source = self.making.events(), None
+            self.stream.live = self.making.live
         return self.making, self.events
 
 
@@ -89,7 +90,7 @@ class Schedule:
 
     Attributes:
         decode: computes a token of each of some lanes; returns those that became known.
-        width: replies at once at most.
+        width: replies at once at most, and as many in the background: those never share a pass, nor keep anybody from a seat.
     """
 
     def __init__(self, again: Callable[[Seat], None], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -148,10 +149,11 @@ class Schedule:
             self._waiting += self._parked
             self._parked.clear()
         self._has_changed = False
-        self._waiting.sort(key=lambda seat: (seat.background, seat.number))
-        while self._waiting and len(self._seats) < self.width:
-            seat = self._waiting.pop(0)
-            if not (seat.stream.is_abandoned() and seat.events is None):
+        waiting, self._waiting = sorted(self._waiting, key=lambda seat: seat.number), []
+        for seat in waiting:
+            if sum(each.background is seat.background for each in self._seats) >= self.width:
+                self._waiting.append(seat)
+            elif not (seat.stream.is_abandoned() and seat.events is None):
                 self._seats.append(seat)
 
     def _do(self, act: Act) -> None:

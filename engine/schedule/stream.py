@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ..errors import EngineClosedError
-from ..events import Event, TextChunk
+from ..events import Event, Live, TextChunk
 
 LOOK_AHEAD = 128
 """Batches of events a reply may be ahead of its reader; then it rests until the reader has caught up with half of them."""
@@ -24,6 +24,7 @@ class EventStream:
 
     announce: called after each batch that is handed over. when_over: called, by either side, once nothing more is to come of it.
     reader: the thread that read last; None before one did. ended: whether all of it is on its way.
+    live: what measures the reply, from its first turn to its end.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class EventStream:
         self._clock = clock
         self._announce = announce
         self.when_over: Callable[[], None] = lambda: None
+        self.live: Callable[[], Live | None] = _unmeasured
         self._batches: queue.SimpleQueue[list[Event] | BaseException | None] = queue.SimpleQueue()
         self._waiting: list[Event] = []
-        self._handed_s = 0.0
+        self._handed_s = -HAND_OVER_S
         self._resting: list[Callable[[], None]] = []  # one at most; whoever pops it, which is atomic, calls it
         self.reader: int | None = None
         self.ended = False
@@ -58,7 +60,7 @@ class EventStream:
         """The reader is gone: end the reply, and don't wait for anyone."""
         self._abandoned = True
         self.cancel()
-        self.when_over()
+        self._over()
 
     def close(self) -> None:
         """The engine goes away: end the reply, and tell its reader so."""
@@ -88,22 +90,29 @@ class EventStream:
         again()
 
     def put(self, event: Event) -> None:
-        """Hand over an event: text with what follows within ``HAND_OVER_S``, all else at once."""
+        """Hand over an event: text with what follows within ``HAND_OVER_S`` of earlier text, all else at once."""
         self._waiting.append(event)
-        if not isinstance(event, TextChunk) or self._clock() - self._handed_s >= HAND_OVER_S:
-            self._hand_over()
+        if isinstance(event, TextChunk):
+            now = self._clock()
+            if now - self._handed_s < HAND_OVER_S:
+                return
+            self._handed_s = now
+        self._hand_over()
 
     def _hand_over(self) -> None:
         """Wake the reader."""
         self._put(self._waiting)
         self._waiting = []
-        self._handed_s = self._clock()
 
     def end(self, failure: BaseException | None = None) -> None:
         """No more will come; a failure is raised in the reader, after what it was to read before."""
         self._hand_over()
         self.ended = True
+        self._over()
         self._put(failure)
+
+    def _over(self) -> None:
+        self.live = _unmeasured  # what measures holds all that computes
         self.when_over()
 
     def _put(self, batch: list[Event] | BaseException | None) -> None:
@@ -126,15 +135,22 @@ class EventStream:
         return batch
 
 
-class Cancellable(Protocol):
-    """What can be ended from any thread."""
+def _unmeasured() -> None:
+    """Of a reply that has not begun, or is over."""
+
+
+class ReplyControl(Protocol):
+    """What can be done with one reply from any thread."""
 
     def cancel(self) -> None:
         """End it."""
 
+    def live(self) -> Live | None:
+        """Return what is measured of it so far; None where it has not begun, or is over."""
+
 
 class ReplyHandle:
-    """Ends one reply, from any thread: before it begins, while it waits for its turn, or while it runs."""
+    """Ends and measures one reply, from any thread: before it begins, while it waits for its turn, or while it runs."""
 
     def __init__(self) -> None:
         self._cancelled = False
@@ -145,6 +161,10 @@ class ReplyHandle:
         self._cancelled = True
         if self._stream is not None:
             self._stream.cancel()
+
+    def live(self) -> Live | None:
+        """Return what is measured so far."""
+        return None if self._stream is None else self._stream.live()
 
     def attach(self, stream: EventStream) -> None:
         """The reply was asked for: this carries its events."""
@@ -159,11 +179,12 @@ class ReplyStream(Generator[Event, None, None]):
         for event in engine.generate(prompt): ...
         async for event in engine.generate(prompt): ...
 
-    Stop iterating, or ``close`` it, to end the reply unread. ``cancel`` ends it from any thread, and its reader gets Finished with
-    reason "cancelled". Reading it with ``async for``, the reply ends when the task is cancelled or the iterator closed.
+    Stop iterating, or ``close`` it, to end the reply unread. From any thread, ``cancel`` ends it, and its reader gets Finished with
+    reason "cancelled"; ``live`` measures it. Reading it with ``async for``, the reply ends when the task is cancelled or the
+    iterator closed.
     """
 
-    def __init__(self, events: Generator[Event, None, None], handle: Cancellable) -> None:
+    def __init__(self, events: Generator[Event, None, None], handle: ReplyControl) -> None:
         self._events = events
         self._handle = handle
         self._ended = False
@@ -176,6 +197,10 @@ class ReplyStream(Generator[Event, None, None]):
     def cancel(self) -> None:
         """End this reply alone, from any thread; other replies go on."""
         self._handle.cancel()
+
+    def live(self) -> Live | None:
+        """Return what is measured of this reply so far; None before it has begun and after its end. Callable from any thread."""
+        return self._handle.live()
 
     def send(self, value: None) -> Event:
         """Return the next event."""

@@ -193,6 +193,27 @@ class Prompting:
             calls=tokenizer.call_reader(len(ids)),
         )
 
+    def held(self, request: Request) -> Request:
+        """Return a request whose reply is held to the form that it is to have.
+
+        Raises OptionError, GrammarError among them, where it can't be.
+        """
+        tokenizer, partial, sampling = self._tokenizer, request.partial, request.sampling
+        if self._template.must_call and sampling.min_tokens:
+            raise OptionError("min tokens may keep a reply from ending after its call", "Leave them out.")
+        if self._template.must_call and request.thinking_budget is not None and tokenizer.writes_channels:
+            raise OptionError("a thinking budget ends with an answer here, not with a call", "Leave one of them out.")
+        opening = tokenizer.decode(request.ids[-LONGEST_OPENING:]).rstrip()
+        thinks = tokenizer.thinking is not None and not opening.endswith(tokenizer.thinking[1])
+        constraint = tokenizer.constraint(
+            sampling.json_schema,
+            self._template.must_call,
+            thought=request.in_thinking,
+            may_think=thinks and partial is None,
+            begun=None if partial is None else partial.message,
+        )
+        return replace(request, constraint=constraint)
+
     def without_end(self, reply: Message, ids: Sequence[int]) -> Iterator[Message]:
         """Yield what ``reply`` may have been before its last tokens ``ids`` came: a space may belong to either."""
         answer = self._tokenizer.decode(ids)

@@ -337,6 +337,11 @@ class ThinkingBudget:
         self._text, self._tokenizer = text, tokenizer
         self._thinks = False  # at the token before
 
+    @property
+    def unforced(self) -> int | None:
+        """How many of the next tokens come before any that must end the thinking; None: all."""
+        return None if self._most is None or self.ended_at is not None else self._most - self._count
+
     def ending(self) -> list[int]:
         """Return the ids that must come next to end the thinking, once; call before the reply's first token and after each."""
         thought, self._thinks = self._thinks, self._text.thinks

@@ -31,6 +31,8 @@ from ..options import TemplateOptions, Thinking, ToolSpec
 from .encoder import SegmentEncoder, check_growth
 from .thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
 from .tools import (
+    ASKED,
+    CALLED,
     ID,
     PROBES,
     CallFormat,
@@ -46,6 +48,7 @@ from .tools import (
 
 if TYPE_CHECKING:
     from ..sampling import Breakers
+    from .grammar import CallShape, GrammarConstraint, GrammarTokens
     from .template import ChatTemplate
 
 BREAK = "\ufdd1"
@@ -100,7 +103,7 @@ MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer. marks: their texts."""
+    """The control tokens of one tokenizer, by their texts."""
 
     def __init__(self, marks: Iterable[str]) -> None:
         self._marks = frozenset(mark for mark in marks if len(mark) > 1)
@@ -109,6 +112,11 @@ class ControlTokens:
         for mark in self._marks:
             self._lengths.setdefault(mark[:2], set()).add(len(mark))
         self._begins = re.compile("|".join(map(re.escape, sorted(self._lengths))) or "(?!)")
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Their texts."""
+        return self._marks
 
     def broken(self, content: str, keep: Sequence[str] = ()) -> str:
         """Return ``content`` with a BREAK after the first character of every mark in it, but for those to ``keep``."""
@@ -205,11 +213,35 @@ class Tokenizer:
         marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
         self._control = ControlTokens(marks | set(hf_tokenizer.all_special_tokens))
         self._breakers: dict[tuple[str, ...], Breakers] = {}
+        self._grammar_tokens: list[GrammarTokens] = []  # made when they are first needed, and shared with ``using``
         splits = backend is not None and not backend.encode_special_tokens
         self._segments = SegmentEncoder(self._encode_segment, added if splits else ())
         self._arguments = TemplateArguments()
         self._tools: tuple[ToolSpec, ...] = ()
         self._probing = False  # what the template does with tools is being found out
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells tokenizers apart whose ids mean other tokens: 32 hexadecimal digits of every token by its id."""
+        import xxhash
+
+        tokens = "\0".join(f"{token} {text}" for token, text in self._tokens().items())
+        return xxhash.xxh3_128_hexdigest(tokens.encode("utf-8", "surrogatepass"))
+
+    def difference(self, other: "Tokenizer") -> str:
+        """Return where the tokens of two tokenizers differ first; "" where they don't."""
+        own, theirs = self._tokens(), other._tokens()
+        for token in sorted(own.keys() | theirs.keys()):
+            here, there = own.get(token), theirs.get(token)
+            if here != there:
+                shown = [f"{text!r:.40}" if text is not None else "none" for text in (here, there)]
+                return f"its token {token:,} is {shown[0]}, the other's {shown[1]}"
+        return ""
+
+    def _tokens(self) -> dict[int, str]:
+        """Return every token as the vocabulary writes it, by id, ascending."""
+        vocabulary: dict[str, int] = self._hf.get_vocab()
+        return {token: text for text, token in sorted(vocabulary.items(), key=lambda pair: pair[1])}
 
     @property
     def has_chat_template(self) -> bool:
@@ -304,6 +336,65 @@ class Tokenizer:
         """Return what reads the calls of a reply to a prompt of so many tokens; None where the model was given no tools."""
         support = self._tool_support if self._tools else None
         return None if support is None else CallReader(support.form, self._tools, prompt_tokens)
+
+    def constraint(
+        self, schema: str | None, must_call: Sequence[str], *, thought: bool, may_think: bool, begun: Message | None
+    ) -> "GrammarConstraint | None":
+        """Return what holds a reply to its form; None where it may be anything.
+
+        Args:
+            schema: The JSON Schema of its answer. Where the model was given tools, it may call them in place of that.
+            must_call: Names of tools of which it has to call one.
+            thought: Whether it begins within its thinking.
+            may_think: Whether it may begin with its thinking.
+            begun: What it begins with, where it is continued.
+
+        Raises OptionError, GrammarError among them, where it can't be held to that.
+        """
+        if schema is None and not must_call:
+            return None
+        if schema is not None and must_call:
+            raise OptionError("a reply can't be held to a JSON schema and to a call", "Ask for one of them.")
+        from .grammar import GrammarConstraint, GrammarTokens, ReplyForm
+
+        names = [each.name for each in self._tools]
+        if unknown := [name for name in must_call if name not in names]:
+            raise OptionError(
+                f"there is no tool {unknown[0]!r:.140} to call", f"There are: {', '.join(names) or 'none'}."
+            )
+        if not self._grammar_tokens:
+            self._grammar_tokens.append(GrammarTokens(self._hf, self.eos_ids, self._name))
+        form = ReplyForm(
+            schema,
+            tuple(each for each in self._tools if each.name in must_call or not must_call),
+            self._call_shape if self._tools else None,
+            self.thinking,
+            thought,
+            may_think,
+            self.writes_channels,
+            headed=begun is not None and bool(begun.content),
+        )
+        return GrammarConstraint(self._grammar_tokens[0], form, begun.content if begun is not None else "")
+
+    @cached_property
+    def _call_shape(self) -> "CallShape | None":
+        """How the model writes a call; None where that is not known."""
+        from .grammar import find_shape
+
+        if (support := self._tool_support) is None:
+            return None
+        tried = copy.copy(self)
+        tried._probing, tried._arguments, tried._tools = True, TemplateArguments(), PROBES
+        called, empty = (
+            Message("assistant", "", tool_calls=(each,)) for each in (CALLED[0], replace(CALLED[0], arguments="{}"))
+        )
+        with suppress(TemplateError):
+            with_call, without_arguments, prompt = (
+                tried._render([ASKED, *more], reply=not more, seconds=SECONDS) for more in ([called], [empty], [])
+            )
+            shape = find_shape(with_call, without_arguments, prompt, support.form, self._control.marks)
+            return None if shape is None else replace(shape, repeats=shape.repeats and support.at_once)
+        return None
 
     def token_ids(self, text: str) -> frozenset[int]:
         """Return the hidden tokens whose text is part of ``text``."""

@@ -25,7 +25,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import OptionError
-from tokamac.engine.model.cpu import DenseLinear
 from tokamac.engine.perf.config_cost import Packing
 
 from ..calibration import LENGTH
@@ -221,7 +220,7 @@ def _float32(weight: mx.array) -> mx.array:
 
 def _multiply(layer: Any, x: mx.array) -> mx.array:
     """Return what a linear layer returns, by NumPy: AWQ runs a block some sixty times, and MLX's own product is slow there."""
-    return DenseLinear(layer.weight, layer.get("bias"))(x)
+    return _dense(layer.weight, layer, x)
 
 
 def _multiplying(layer: Any, **how: Any) -> Any:
@@ -233,7 +232,13 @@ def _multiplying(layer: Any, **how: Any) -> Any:
 
 def _multiply_packed(layer: Any, x: mx.array) -> mx.array:
     how = {"group_size": layer.group_size, "bits": layer.bits}
-    return DenseLinear(mx.dequantize(layer.weight, layer.scales, layer.biases, **how), layer.get("bias"))(x)
+    return _dense(mx.dequantize(layer.weight, layer.scales, layer.biases, **how), layer, x)
+
+
+def _dense(weight: mx.array, layer: Any, x: mx.array) -> mx.array:
+    from tokamac.engine.model.cpu.dense import DenseLinear
+
+    return DenseLinear(weight, layer.get("bias"))(x)
 
 
 def _itself(module: nn.Module, **_: object) -> nn.Module:

@@ -136,7 +136,9 @@ def _squares(rows: mx.array) -> mx.array:
     import numpy as np
 
     rows = rows.astype(mx.float32)
-    if device_kind() == "cpu":  # NumPy's matrix product is some thirty times faster there: see engine/model/cpu.py
+    if (
+        device_kind() == "cpu"
+    ):  # NumPy's matrix product is some thirty times faster there: see engine/model/cpu/dense.py
         x = np.asarray(rows)
         return mx.array(x.T @ x)
     step = rows_here(2 * rows.shape[-1] ** 2) or max(len(rows), 1)

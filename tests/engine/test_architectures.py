@@ -165,7 +165,7 @@ CASES = sorted(
 @pytest.mark.parametrize("case", [*CASES, "minimax_m3_vl_long"])
 def test_what_each_costs_and_keeps_is_known_before_it_is_loaded(case: str) -> None:
     config = saved(case)
-    weighed = weigh(config, "metal", 1 << 40)
+    weighed = weigh(config, "metal")
     assert not isinstance(weighed, str), weighed
     assert weighed.stored.active_parameters is not None or "moe_topk" in config  # a list of them
     table = kv_table(config, KVSpec(), 64, value_bytes=2)

@@ -181,7 +181,7 @@ def engine(tiny: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """A model whose keys and values have so many bits, with prompts cut after 64 tokens."""
     monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: CHUNK)
     kv = KVSpec(key_bits=request.param[0], value_bits=request.param[1])
-    with Engine.load(tiny, kv=kv, prompt_cache=PromptCacheSpec(disk=False)) as loaded:
+    with Engine.load(tiny, kv=kv, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as loaded:
         yield loaded
 
 
@@ -317,7 +317,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[PromptCacheSpec(disk=False), None], ids=["prompt cache", "no prompt cache"])
 def either_engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine.load(folder, prompt_cache=request.param) as loaded:
+    with Engine.load(folder, prompt_cache=request.param, speculation=None) as loaded:
         yield loaded
 
 

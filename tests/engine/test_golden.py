@@ -17,7 +17,7 @@ from tokamac.engine.kv import plan_caches
 from tokamac.engine.loading import keeps_short
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.corrections import use_short_factors
-from tokamac.engine.model.cpu import DenseEmbedding
+from tokamac.engine.model.cpu.dense import DenseEmbedding
 from tokamac.engine.model.loader import build_model, position_rows
 from tokamac.engine.perf.inspection import prospect
 from tokamac.engine.perf.machine import here
@@ -33,6 +33,7 @@ CHATS = [case for case in CASES if "turns" in json.loads((GOLDEN / case / "case.
 REQUIRED = {"llama", "qwen2", "qwen3", "gemma3", "granite", "mistral", "phi3", "mixtral"}
 BEYOND_THEIR_WINDOW = {"mistral_window", "gemma2_window", "gemma3_window", "gemma4_window", "gpt_oss_window"}
 TOLERANCE = 1e-4
+"""Of log-probabilities down to -16. Of smaller ones in proportion: float32 keeps digits, and each BLAS rounds in its own way."""
 CHANGED_TOLERANCE = 5e-4
 """Of a config changed in one value, which may make float32 itself less exact; the reference moved by more than 1e-3."""
 CHANGED = sorted(path.parent.name for path in GOLDEN.glob("*/changed.json"))
@@ -89,7 +90,8 @@ def test_logprobs_equal_transformers_whole_and_in_chunks(loaded: tuple[str, Engi
         for chunk in (BEYOND_CHUNKS if is_windowed(case) else CHUNKS)
     }
     print(f"{case}: largest differences by chunk {differences}")
-    assert max(differences.values()) < TOLERANCE, f"{case}: largest difference by chunk size: {differences}"
+    tolerance = TOLERANCE * max(1.0, float(np.abs(expected).max()) / 16)
+    assert max(differences.values()) < tolerance, f"{case}: largest difference by chunk size: {differences}"
 
 
 @pytest.mark.parametrize("case", CASES)

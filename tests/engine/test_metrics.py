@@ -343,7 +343,7 @@ def test_the_ends_percentiles_are_those_of_all_gaps(engine: Engine):
 @pytest.mark.parametrize("kv", [KVSpec(), KVSpec(key_bits=8, value_bits=4), KVSpec(window=300, keep=4)])
 def test_growth_and_clearing_are_marked_where_they_happen(tiny: Path, kv: KVSpec):
     """The first step holds 250 tokens, in arrays of 256: what the eighth adds no longer fits."""
-    with Engine.load(tiny, kv=kv, prompt_cache=None) as engine:
+    with Engine.load(tiny, kv=kv, prompt_cache=None, speculation=None) as engine:
         engine.tokenizer.eos_ids = frozenset()
         marks, ahead = marks_of(engine, 250, 260)
     assert [mark.token for mark in marks if mark.cause == "kv growth"] == [8 - ahead]

@@ -13,7 +13,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx import nn
 
 from tests.engine.helpers import DEADLINE_S, until, within
 from tokamac.engine import (
@@ -31,11 +30,10 @@ from tokamac.engine import (
     TextChunk,
 )
 from tokamac.engine.metrics import Recorder, StepCost
-from tokamac.engine.model.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.schedule.stream import HAND_OVER_S, LOOK_AHEAD, EventStream
 from tokamac.engine.worker import Worker
 
-# The engine's small parts alone: worker, stream, recorder, dense layers.
+# The engine's small parts alone: worker, stream, recorder.
 
 
 def test_a_worker_runs_in_order_passes_errors_and_closes_once() -> None:
@@ -141,43 +139,6 @@ def test_what_is_not_known_is_none(tokens: int) -> None:
     metrics = recorder.metrics(StepCost(None, None, None), kv_bytes=None, peak_memory_bytes=None)
     unknown = (metrics.decode_tps, metrics.itl_ms, metrics.ceiling_tps, metrics.achieved_gbs, metrics.expected_tps)
     assert unknown == (None,) * 5
-
-
-class Toy(nn.Module):
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 64)
-        self.layers = [nn.Linear(64, wide), nn.Linear(wide, 64, bias=False)]
-
-    def __call__(self, ids: mx.array) -> mx.array:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.embed.as_linear(x)
-
-
-@pytest.mark.parametrize("bits", [None, 4, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)], ids=["a step", "a piece of a prompt", "a step of several"])
-@pytest.mark.parametrize("wide", [64, LAZY_WEIGHTS // 256, 2 * LAZY_WEIGHTS // 64])
-def test_dense_layers_say_what_the_packed_ones_say(bits: int | None, shape: tuple[int, int], wide: int) -> None:
-    mx.random.seed(1)
-    toy = Toy(wide)
-    if bits is not None:
-        nn.quantize(toy, 64, bits)
-    ids = mx.arange(shape[0] * shape[1]).reshape(shape)
-    before = np.asarray(toy(ids))
-    assert unpack(toy) is (64 * wide > LAZY_WEIGHTS)
-    after = np.asarray(toy(ids))
-    assert isinstance(toy.layers[0], DenseLinear)
-    assert isinstance(toy.embed, DenseEmbedding)
-    assert np.abs(before - after).max() < 2e-3 * np.abs(before).max()
-
-
-def test_weights_that_do_not_fit_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.engine.model.cpu.machine_total", lambda: 1000)
-    toy = Toy(64)
-    assert unpack(toy) is False
-    assert type(toy.layers[0]) is nn.Linear
 
 
 # The engine's thread alone: calls that go first, waits that end, and its end when nobody refers to the engine.

@@ -718,3 +718,86 @@ def test_a_ring_grows_to_its_limit_and_no_further():
 def test_mlx_lms_own_caches_are_asked_about_at_every_step():
     room = GrowthWatcher([KVCache()])
     assert [held for held in range(1, 3 * STEP) if room.will_grow(held)] == [STEP, 2 * STEP]
+
+
+# A prefix that several caches hold once is as good as a copy each.
+
+HEADS, DIM = 2, 32
+
+
+def some_kv(count: int, seed: int) -> tuple[mx.array, mx.array]:
+    keys, values = (mx.random.normal((1, HEADS, count, DIM), key=mx.random.key(2 * seed + part)) for part in (0, 1))
+    return keys, values
+
+
+def attended(cache: Cache, keys: mx.array, values: mx.array) -> mx.array:
+    """Add some tokens, and return what three query heads a key head make of them."""
+    count = keys.shape[2]
+    queries = mx.random.normal((1, 3 * HEADS, count, DIM), key=mx.random.key(count))
+    mask = cache.make_mask(count)
+    return cache.attend(queries, *cache.update_and_fetch(keys, values), scale=DIM**-0.5, mask=mask)
+
+
+def held(cache: Cache) -> list[mx.array]:
+    return [array[..., : cache.offset, :] for array in cache.arrays]
+
+
+@given(
+    key_bits=st.sampled_from([16, 8, 4]),
+    value_bits=st.sampled_from([16, 8, 4]),
+    rotated=st.booleans(),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "trim", "share", "own", "copy"]), st.integers(0, 2), st.integers(1, 24)),
+        max_size=14,
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_caches_that_share_a_prefix_equal_caches_that_do_not(
+    key_bits: int, value_bits: int, rotated: bool, steps: list[tuple[str, int, int]]
+) -> None:
+    codecs = codec(key_bits, rotated_dim=DIM if rotated else None), codec(value_bits)
+    pairs = [(Cache(Growing(), *codecs), Cache(Growing(), *codecs)) for _ in range(3)]  # one may share, one never does
+    for number, (what, which, count) in enumerate([("add", 0, 20), ("share", 0, 15), *steps]):
+        shares, alone = pairs[which]
+        if what == "add":
+            found, expected = (attended(cache, *some_kv(count, number)) for cache in (shares, alone))
+            assert largest_difference(found, expected) < 1e-5
+        elif what == "trim":
+            assert shares.trim(count) == alone.trim(count)
+        elif what == "own":
+            shares.own_prefix()
+            assert not shares.prefix
+        elif what == "copy":
+            pairs[(which + 1) % 3] = shares.copy(), alone.copy()
+        elif shares.offset >= count:
+            prefix = shares.share_prefix(count)
+            tokens = sum(each.tokens for each in prefix)
+            other, copied = Cache(Growing(), *codecs), alone.copy()
+            other.begin_with(prefix)
+            copied.trim(alone.offset - tokens)
+            pairs[(which + 1) % 3] = other, copied
+        for one, another in pairs:
+            assert one.offset == another.offset
+            assert one.rewindable == another.rewindable
+            if one.offset:
+                assert all(mx.array_equal(*arrays) for arrays in zip(held(one), held(another), strict=True))
+
+
+def test_what_is_shared_counts_once_and_nobody_writes_to_it() -> None:
+    first, second = Cache(Growing(), Plain(), Plain()), Cache(Growing(), Plain(), Plain())
+    attended(first, *some_kv(1000, 0))
+    before = nbytes([first])
+    second.begin_with(first.share_prefix(1000))
+    assert nbytes([first]) == nbytes([second]) == nbytes([first, second]) <= before
+    attended(second, *some_kv(1, 1))
+    second.trim(500)
+    assert second.offset == 501
+    attended(second, *some_kv(1, 2))
+    assert mx.array_equal(held(first)[0], some_kv(1000, 0)[0])
+    with pytest.raises(ValueError, match="empty"):
+        second.begin_with(first.prefix)
+
+
+@pytest.mark.parametrize("cache", [Cache(Ring(8), Plain(), Plain()), Cache(Growing(), Plain(), Plain(), shared=True)])
+def test_a_window_and_keys_that_other_layers_read_are_not_shared(cache: Cache) -> None:
+    assert not cache.can_share

@@ -16,7 +16,6 @@ from mlx_lm.utils import _get_classes
 
 from tests.engine.kv.models import kv_table
 from tokamac.engine.model.config import context_length
-from tokamac.engine.model.cpu import unpack
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes, find
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
@@ -99,10 +98,15 @@ def test_parameters_do_not_depend_on_packing(kind):
 def test_files_predict_what_a_plain_cpu_holds(tmp_path, kind):
     model, config = build(CONFIGS[kind], quantized={"group_size": 64, "bits": 4})
     save(tmp_path, model, config)
+    pytest.importorskip("numba")  # a plain CPU's own
+    from tokamac.engine.model.cpu.packed import keep_packed, use_kernels
+
+    restore = keep_packed(model)
     model.set_dtype(mx.float32)
+    restore()
     assert cost_of_folder(tmp_path, config, form="float32") == cost_of_model(model, config)
-    unpack(model)
-    assert cost_of_folder(tmp_path, config, form="unpacked") == cost_of_model(model, config)
+    use_kernels(model, logits=None)
+    assert cost_of_folder(tmp_path, config, form="float32") == cost_of_model(model, config)
 
 
 def test_an_untied_embedding_is_not_read_and_a_tied_one_is_read_once():

@@ -289,14 +289,18 @@ def test_every_number_of_a_formula_is_there_before_it():
     assert all(term.value is not None for term in found.terms if term.key != "achieved")
 
 
+@pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("work", [WORK, MIXTURE, SHARING], ids=["dense", "mixture", "many query heads"])
-def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Workload):
+def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Workload, batch: int):
     """The constants in the words are those in the arithmetic: put in, they give the same but for their rounding."""
     chip = lookup("Apple M4 Max", 40)
     pace = fitted(chip)
-    step = decode_phase(work, chip, pace, 4025)
+    step = decode_phase(work, chip, pace, 4025, batch)
     measured = reply(4000, 50, prefill_s=4.0, step_s=0.016, work=work)
-    metrics = replace(measured, ceiling_tps=step.ceiling_tps, expected_tps=step.expected_tps)
+    ceiling_tps = 546e9 / (step.bytes_read or 1)
+    metrics = replace(
+        measured, batch_width=float(batch), ceiling_tps=ceiling_tps, expected_tps=(step.expected_tps or 0) / batch
+    )
     found = diagnose(metrics, work, chip, pace, PLAIN)
     assert found is not None
     terms = {term.key: term for term in found.terms}

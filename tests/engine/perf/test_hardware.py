@@ -575,9 +575,13 @@ def test_every_reckoning_of_a_model_has_the_same_ceiling_at_the_same_context(siz
 
 def test_in_a_list_every_model_has_the_bandwidth_of_its_own_size(sizes: Sizes, tmp_path: Path) -> None:
     tiny, case, place = make_tiny(tmp_path / "tiny"), WhatIfCase(context=64, prompt=64), here()
-    found = [prospect(str(model), case, place).outcome.place.chip for model in (tiny, "guide", tiny)]
+    wordy = tmp_path / "wordy"
+    wordy.mkdir()
+    config = {**json.loads((tiny / "config.json").read_text()), "vocab_size": 1 << 16}  # its head alone takes 32 MiB
+    (wordy / "config.json").write_text(json.dumps(config))
+    found = [prospect(str(model), case, place).outcome.place.chip for model in (tiny, wordy, tiny)]
     assert [chip.bandwidth_gbs for chip in found] == [
-        sizes.gbs[bandwidth.SMALLEST], inspect(model_ref("guide"), case).chip.bandwidth_gbs, sizes.gbs[bandwidth.SMALLEST],
+        sizes.gbs[bandwidth.SMALLEST], inspect(model_ref(str(wordy)), case).chip.bandwidth_gbs, sizes.gbs[bandwidth.SMALLEST],
     ]  # fmt: skip
     assert found[0].bandwidth_gbs != found[1].bandwidth_gbs
     assert all(chip.source == "measured" for chip in found)

@@ -232,7 +232,7 @@ SHAPES = st.builds(
         experts_used=experts,
         expert_mlp=512,
     ),
-    st.sampled_from(["at once", "by layer", "ahead"]),
+    st.sampled_from(["at once", "ahead"]),
     st.sampled_from([CPU, METAL, AttentionDevice("cuda")]),
     st.sampled_from([(16, 16), (8, 8), (8, 4), (4, 4), (16, 8)]),
     st.integers(1, 6),
@@ -796,7 +796,7 @@ def test_whole_chunks_end_at_the_last_cut():
 def test_the_peak_of_a_deep_prompt_is_that_of_its_small_chunks_or_of_the_large_ones_before():
     entry = find("Qwen3-30B-A3B")
     assert entry is not None
-    weighed = weigh(entry.config, "metal", None, packing=Packing(4))
+    weighed = weigh(entry.config, "metal", packing=Packing(4))
     assert isinstance(weighed, Footprint)
     shape = weighed.shape(weighed.plan(KVSpec()), "metal")
     cut = chunking("Qwen3-30B-A3B", "Apple M4 Max", 40)

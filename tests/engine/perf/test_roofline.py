@@ -220,7 +220,7 @@ def test_a_short_prompt_is_never_faster_than_one_read_of_the_weights():
 
 
 def test_launching_takes_longer_on_older_and_on_larger_chips():
-    nothing = replace(SMALL, shared_bytes=0, kv=())
+    nothing = replace(SMALL, shared_bytes=0, prefill_parameters=0, head_parameters=0, kv=())
 
     def launching(name: str) -> float | None:
         return Fitted(replace(M4, name=name), CONSTANTS).decode_s(nothing, 100)

@@ -20,9 +20,8 @@ from tests.tiny import make_tiny
 from tokamac.engine import Engine, Finished, Sampling, runner
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.model import cpu
 from tokamac.engine.model.config import normalise
-from tokamac.engine.model.cpu import is_unpacked
+from tokamac.engine.model.cpu import dense
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import bandwidth, measurement_store, timing
@@ -163,7 +162,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def subject_of(loaded: Any, kv: KVSpec | None = None, machine: str = "a machine") -> TimedModel:
     plan = plan_caches(loaded.module, loaded.config, kv or KVSpec())
     work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
-    return TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), machine)
+    return TimedModel(work, plan, loaded.by_kernels, device_kind(), machine)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -231,7 +230,7 @@ def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypa
     list(LatencyProfiler(subject, file).steps())
     assert LatencyProfiler(replace(subject, machine="another, or another MLX"), file).missing == 17
     assert (
-        LatencyProfiler(replace(subject, unpacked=not subject.unpacked), file).missing == 16
+        LatencyProfiler(replace(subject, by_kernels=not subject.by_kernels), file).missing == 16
     )  # all but the machine's peak
     monkeypatch.setattr(timing, "RECIPE", timing.RECIPE + 1)
     assert LatencyProfiler(subject, file).missing == 16
@@ -363,7 +362,7 @@ def test_a_model_of_which_a_size_is_unknown_is_not_measured(loaded, tmp_path, un
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 8])
 def test_every_packing_of_a_product_can_be_timed(product, rows):
-    assert timing.time_product(product, rows, 1 << 20, unpacked=False) > 0
+    assert timing.time_product(product, rows, 1 << 20, by_kernels=False) > 0
 
 
 @pytest.mark.usefixtures("hurried")
@@ -420,7 +419,7 @@ def test_more_context_is_never_faster_where_handing_over_falls_with_depth(steps,
 @pytest.fixture
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy multiplies a row with the tiny model's MLP and head, as with a larger model's; its attention's products are MLX's."""
-    monkeypatch.setattr(cpu, "LAZY_WEIGHTS", 20_000)
+    monkeypatch.setattr(dense, "LAZY_WEIGHTS", 20_000)
 
 
 @pytest.fixture(scope="module")
@@ -429,8 +428,8 @@ def loaded_in_turns(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(folder, dtype=None, device=device_kind(), progress=lambda *_: None)
 
 
-def subject_unpacked(loaded: Any, kv: KVSpec | None = None) -> TimedModel:
-    return replace(subject_of(loaded, kv), unpacked=True)
+def subject_by_kernels(loaded: Any, kv: KVSpec | None = None) -> TimedModel:
+    return replace(subject_of(loaded, kv), by_kernels=True)
 
 
 def turns_in(file: Path) -> dict[str, float]:
@@ -439,15 +438,15 @@ def turns_in(file: Path) -> dict[str, float]:
 
 @pytest.mark.usefixtures("hurried")
 def test_layers_that_are_mlxs_alone_hand_nothing_over(loaded_in_turns, tmp_path):
-    measure = LatencyProfiler(subject_unpacked(loaded_in_turns), tmp_path / "parts.json")
+    measure = LatencyProfiler(subject_by_kernels(loaded_in_turns), tmp_path / "parts.json")
     list(measure.steps())
     assert turns_in(tmp_path / "parts.json") == {}
     assert measure.latency().handover == ()
 
 
 @pytest.mark.usefixtures("hurried")
-def test_packed_weights_are_mlxs_whatever_their_size(loaded_in_turns, tmp_path, by_numpy):
-    measure = LatencyProfiler(replace(subject_of(loaded_in_turns), unpacked=False), tmp_path / "parts.json")
+def test_what_a_gpu_multiplies_is_mlxs_whatever_its_size(loaded_in_turns, tmp_path, by_numpy):
+    measure = LatencyProfiler(replace(subject_of(loaded_in_turns), by_kernels=False), tmp_path / "parts.json")
     list(measure.steps())
     assert measure.latency().handover == ()
 
@@ -459,7 +458,7 @@ def test_packed_weights_are_mlxs_whatever_their_size(loaded_in_turns, tmp_path, 
     ids=str,
 )  # fmt: skip
 def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded_in_turns, tmp_path, by_numpy, kv, depths):
-    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns, kv)
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns, kv)
     measure = LatencyProfiler(subject, file)
     list(measure.steps())
     assert len(turns_in(file)) == PASSES * len(depths)
@@ -471,7 +470,7 @@ def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded_in_turn
 
 @pytest.mark.usefixtures("hurried")
 def test_a_step_takes_what_its_layers_take_in_turn(loaded_in_turns, tmp_path, by_numpy):
-    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns)
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
     list(LatencyProfiler(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 5.0)}))
     pace = LatencyProfiler(subject, file).latency()
@@ -483,7 +482,7 @@ def test_a_step_takes_what_its_layers_take_in_turn(loaded_in_turns, tmp_path, by
 
 @pytest.mark.usefixtures("hurried")
 def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loaded_in_turns, tmp_path, by_numpy):
-    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns)
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
     list(LatencyProfiler(subject, file).steps())
     falling = {key: 5.0 / int(key.partition(" pass ")[0].split()[-2]) for key in turns_in(file)}
     assert len(set(falling.values())) == 3
@@ -495,7 +494,7 @@ def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loade
 
 @pytest.mark.usefixtures("hurried")
 def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded_in_turns, tmp_path, by_numpy):
-    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns)
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
     list(LatencyProfiler(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 1e-9)}))
     pace = LatencyProfiler(subject, file).latency()
@@ -505,14 +504,14 @@ def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded_in_turns
 
 @pytest.mark.usefixtures("hurried")
 def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded_in_turns, by_numpy, monkeypatch):
-    subject, seen = subject_unpacked(loaded_in_turns), []
-    multiply = cpu.DenseLinear._multiply
+    subject, seen = subject_by_kernels(loaded_in_turns), []
+    multiply = dense.DenseLinear._multiply
 
-    def noted(self: cpu.DenseLinear, x: Any) -> Any:
+    def noted(self: dense.DenseLinear, x: Any) -> Any:
         seen.append((x.shape[-1], self.weight.shape[0], id(self)))
         return multiply(self, x)
 
-    monkeypatch.setattr(cpu.DenseLinear, "_multiply", noted)
+    monkeypatch.setattr(dense.DenseLinear, "_multiply", noted)
     layers, depth = subject.plan.layers, 64
     assert timing.time_layer(subject, layers[0], depth, len(layers)) > 0
     of_a_layer = [(128, 256), (128, 256), (256, 128)]  # gate and up, which share an input; down
@@ -532,14 +531,14 @@ def test_a_layer_in_turn_leaves_its_caches_as_they_were(loaded_in_turns, by_nump
         return made[-1]
 
     monkeypatch.setattr(timing, "filled_caches", noted)
-    subject = subject_unpacked(loaded_in_turns)
+    subject = subject_by_kernels(loaded_in_turns)
     timing.time_layer(subject, subject.plan.layers[0], 64, 2)
     assert [cache.offset for cache in made[0]] == [64, 64]
 
 
 @pytest.mark.usefixtures("hurried")
 def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded_in_turns, by_numpy, monkeypatch):
-    subject = subject_unpacked(loaded_in_turns)
+    subject = subject_by_kernels(loaded_in_turns)
     layers = list(subject.plan.layers)
     assert subject.layers_in_turn(layers, 1024) == 2
     monkeypatch.setattr(timing, "LARGEST", 1)
@@ -548,15 +547,16 @@ def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded_in_turns, by_n
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
-    ("product", "unpacked", "numpy"),
+    ("product", "by_kernels", "waits"),
     [
         (Product(1024, 1025, None), True, True), (Product(1024, 1025, None), False, False),
         (Product(1024, 1024, None), True, False), (Product(1024, 1025, None, stack=4, active=2), True, False),
+        (Product(64, 64, 4), True, True), (Product(64, 64, 4), False, False), (Product(64, 64, 4, stack=4), True, False),
     ],
     ids=str,
 )  # fmt: skip
-def test_numpy_multiplies_large_plain_matrices(product, unpacked, numpy):
-    assert timing.by_numpy(product, unpacked=unpacked) == numpy
+def test_packed_matrices_and_large_plain_ones_wait_for_their_input(product, by_kernels, waits):
+    assert timing.waits(product, by_kernels=by_kernels) == waits
 
 
 # When the machine's pace is measured: in quiet time, a part at a time, never beside a request; and what becomes
@@ -604,7 +604,7 @@ def measure(loaded_in_quiet: Any) -> LatencyProfiler:
 def measuring_of(loaded: Any) -> LatencyProfiler:
     plan = plan_caches(loaded.module, loaded.config, KVSpec())
     work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
-    return LatencyProfiler(TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
+    return LatencyProfiler(TimedModel(work, plan, loaded.by_kernels, device_kind(), "a machine"))
 
 
 def idle_until_done(paced: IdleProfiler) -> int:

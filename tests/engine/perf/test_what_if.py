@@ -178,7 +178,7 @@ def weighed(name: str, bits: int | None) -> Footprint:
     entry = find(name)
     assert entry is not None
     assert entry.config is not None
-    found = weigh(entry.config, M4_MAX.device, None, packing=WhatIfCase(bits).packing())
+    found = weigh(entry.config, M4_MAX.device, packing=WhatIfCase(bits).packing())
     assert not isinstance(found, str), found
     return found
 
@@ -534,12 +534,13 @@ def test_inspect_agrees_with_the_loaded_model(tmp_path):
     assert seen.memory.total == seen.memory.weights + seen.memory.kv + seen.memory.working
 
 
-def test_inspect_knows_that_a_plain_cpu_unpacks_small_models(tmp_path):
+def test_inspect_knows_that_a_plain_cpu_leaves_matrices_packed(tmp_path):
     model, config = build(CONFIGS["llama"], quantized={"group_size": 64, "bits": 4})
     save(tmp_path, model, config)
     seen = inspect_model(tmp_path, 100, KVSpec(), place=CPU)
-    assert seen.form == "unpacked"
-    assert seen.memory.weights == 4 * seen.parameters
+    assert seen.form == "float32"
+    norms = 5 * 128  # float32 there, half as many bytes in the files
+    assert seen.memory.weights == cost_of_model(model, config).weight_bytes + 2 * norms
     assert seen.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
 
 
@@ -843,7 +844,7 @@ def test_flags_that_the_config_alone_rules_out_are_errors(tmp_path: Path, monkey
 
 
 def test_a_config_of_unknown_layers_is_not_planned() -> None:
-    reason = weigh({**LIMITS_COST_LLAMA, "layer_types": ["something_new"] * 2}, "metal", None)
+    reason = weigh({**LIMITS_COST_LLAMA, "layer_types": ["something_new"] * 2}, "metal")
     assert reason == "its config names kinds of layers that Tokamac does not know"
 
 

@@ -32,7 +32,7 @@ from tokamac.engine import (
     Send,
 )
 from tokamac.engine.kv import snapshot
-from tokamac.engine.prompt_cache import cache, folder
+from tokamac.engine.prompt_cache import cache, folder, memory
 from tokamac.engine.prompt_cache.folder import FILE, Budgets, Folder, digest, identify
 from tokamac.engine.prompt_cache.memory import CacheLease
 
@@ -512,6 +512,7 @@ class Conversations(RuleBasedStateMachine):
 def test_warm_equals_cold_for_random_trees_of_conversations(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, few in {"BLOCK": 8, "LEAST_TOKENS": 8, "LEAST_TAIL": 2, "PAUSE_S": 0.001}.items():
         monkeypatch.setattr(cache, name, few)
+    monkeypatch.setattr(memory, "WORTH_SHARING", 2)
     machine = type("Machine", (Conversations,), {"kind": kind})
     case = machine.TestCase
     case.settings = settings(
@@ -526,6 +527,7 @@ def test_replies_that_hold_the_same_give_it_back_one_after_the_other(
 ) -> None:
     for name, few in {"BLOCK": 8, "LEAST_TOKENS": 8, "LEAST_TAIL": 2, "PAUSE_S": 0.001}.items():
         monkeypatch.setattr(cache, name, few)
+    monkeypatch.setattr(memory, "WORTH_SHARING", 2)
     machine = type("Machine", (Conversations,), {"kind": kind})()
     machine.begin(LARGE, LARGE)
     try:

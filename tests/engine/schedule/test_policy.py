@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokamac.engine.schedule.policy import ALONE_S, BACKGROUND_SHARE, STALL_S, Act, Demand, Policy
+from tokamac.engine.schedule.policy import ALONE_S, BACKGROUND_SHARE, STALL_S, Act, Demand, Policy, beside_s
 
 
 @dataclass
@@ -41,6 +41,16 @@ def test_nothing_is_done_where_nothing_is_asked_for() -> None:
 def test_a_prompt_that_nobody_waits_behind_is_read_in_large_pieces() -> None:
     machine = Simulated()
     assert machine.turn([Demand(1, reads=True)]) == Act(reads=1, within_s=ALONE_S)
+
+
+def test_a_prompt_of_the_background_is_read_in_small_pieces_since_somebody_may_come() -> None:
+    machine = Simulated()
+    demands = [Demand(1, reads=True, background=True)]
+    assert machine.turn(demands) == Act(reads=1, within_s=STALL_S, background=True)
+    for step_s in (0.01, 3.0):  # also beside a slow step of its kind
+        machine.step_s = step_s
+        acts = [machine.turn([*demands, Demand(2, reads=False, background=True)]) for _ in range(6)]
+        assert {act.within_s for act in acts if act.reads is not None} == {STALL_S}
 
 
 def test_prompts_are_read_one_after_another_and_the_first_to_come_first() -> None:
@@ -105,3 +115,22 @@ def test_a_prompt_takes_at_most_about_twice_as_long_beside_replies(step_s: float
         act = machine.turn([Demand(1, reads=False), Demand(2, reads=True)])
         left -= act.within_s if act.reads is not None else 0.0
     assert machine.now <= 2.2 * 20.0
+
+
+@settings(max_examples=60)
+@given(reading_s=st.floats(0.01, 30), step_s=st.floats(0.001, 0.5))
+def test_a_prompt_beside_others_takes_as_long_as_is_predicted(reading_s: float, step_s: float) -> None:
+    machine = Simulated(step_s, row_s=0.0)
+    machine.turn([Demand(1, reads=False)])
+    began, left = machine.now, reading_s
+    while left > 1e-9:
+        act = machine.policy.choose([Demand(1, reads=False), Demand(2, reads=True)])
+        assert act is not None
+        took = min(act.within_s, left) if act.reads is not None else step_s
+        left -= took if act.reads is not None else 0.0
+        machine.now += took
+        machine.policy.spent(act, took)
+    assert machine.now - began == pytest.approx(
+        beside_s(reading_s, step_s), abs=1e-6 + step_s * (reading_s % max(STALL_S, step_s) < 1e-6)
+    )
+    assert beside_s(reading_s, step_s) <= 2 * reading_s

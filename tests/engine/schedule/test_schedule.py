@@ -26,9 +26,10 @@ from tokamac.engine import (
     Sampling,
     TextChunk,
 )
-from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.cache import Cache, nbytes
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.prefill_budget import RoomTakenError
+from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.decoding import Decoder, Lane
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
@@ -115,6 +116,29 @@ def test_samples_of_a_prompt_have_seeds_of_their_own_and_read_it_once(engine: En
     assert [said(many[0, sample][-1]) for sample in range(3)] == single
     computed = [many[0, sample][-1].metrics.prefill_tokens for sample in range(3)]  # type: ignore[attr-defined]
     assert computed == [len(PROMPTS[1]), 1, 1]
+
+
+@pytest.mark.parametrize("spec", [KINDS["plain"], KINDS["packed"]], ids=["plain", "packed"])
+def test_samples_of_a_long_prompt_hold_it_once_and_say_what_each_says_alone(folder: Path, spec: KVSpec) -> None:
+    prompt = [5 + i * i % 250 for i in range(700)]
+    with Engine.load(folder, kv=spec, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        single = [said([*engine.generate(prompt, replace(SAMPLED, seed=4 + sample))][-1]) for sample in range(4)]
+        store = engine._runner._store
+        engine.between(store.clear)
+        found, held = dict[int, object](), 0
+        for _, sample, event in engine.generate_many([prompt], SAMPLED, n=4):
+            found[sample] = event
+            if isinstance(event, Finished):
+                held = max(held, engine.between(lambda: store.nbytes))
+        assert [said(found[sample]) for sample in range(4)] == single
+        bytes_per_token = engine._runner.runtime.plan.bytes_per_token
+        assert held <= 1.1 * bytes_per_token * (len(prompt) + 4 * SAMPLED.max_tokens)
+        # What is left holds no copy either, and is found again.
+        assert not store.leases
+        assert engine.between(lambda: store.nbytes) <= 1.1 * bytes_per_token * (len(prompt) + 4 * SAMPLED.max_tokens)
+        *_, again = engine.generate([*prompt, 7], SAMPLED)
+        assert isinstance(again, Finished)
+        assert again.metrics.cached_tokens == len(prompt)
 
 
 def test_threads_that_ask_at_once_get_what_each_gets_alone(engine: Engine) -> None:
@@ -303,9 +327,128 @@ def test_a_prompt_that_is_too_long_fails_alone(either: Engine) -> None:
     assert [type(many[number, 0][-1]) for number in range(3)] == [Finished, Failed, Finished]
 
 
+def test_cancelling_all_ends_those_too_that_were_not_begun(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), parallel=1) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        events = engine.generate_many(PROMPTS, Sampling(temperature=0, max_tokens=1500), n=3)
+        found = [next(events)]
+        until(lambda: found.append(next(events)) or isinstance(found[-1][2], TextChunk))
+        engine.cancel()
+        found += within(lambda: list(events))
+        ends = {(prompt, sample): event for prompt, sample, event in found if isinstance(event, Finished)}
+        assert len(ends) == 3 * len(PROMPTS)
+        assert {event.reason for event in ends.values()} == {"cancelled"}
+        assert sum(event.metrics.prefill_tokens for event in ends.values()) <= len(PROMPTS[0])  # no other was read
+
+
 def test_what_is_no_number_of_samples_is_refused(either: Engine) -> None:
     with pytest.raises(OptionError):
         next(either.generate_many([PROMPTS[0]], n=0))
+
+
+# A reply with keys and values of other bits than the model was loaded with, on the same weights.
+
+BITS = [(16, 16), (8, 4), (4, 2)]
+SCORED = replace(SAMPLED, logprobs=3)
+
+
+def whole(event: object) -> tuple[object, ...]:
+    """Return a reply to the last bit, and what its keys and values took."""
+    assert isinstance(event, Finished)
+    return event.reason, event.text, event.ids, event.logprobs, event.metrics.kv_bytes
+
+
+@pytest.mark.parametrize("rolls", [False, True], ids=["grows", "ring"])
+@pytest.mark.parametrize("cache", [PromptCacheSpec(disk=False), None], ids=["prompt cache", "no prompt cache"])
+def test_a_reply_of_other_bits_is_that_of_an_engine_loaded_with_them(
+    folder: Path, rolls: bool, cache: PromptCacheSpec | None
+) -> None:
+    spec = KVSpec(window=64, keep=4) if rolls else KVSpec()
+    loaded = {}
+    for bits in BITS:
+        own = replace(spec, key_bits=bits[0], value_bits=bits[1])
+        with Engine.load(folder, kv=own, prompt_cache=None) as engine:
+            *_, loaded[bits] = engine.generate(PROMPTS[2], SCORED)
+            shape, work = engine._runner.runtime.shape, engine._runner.runtime.work
+    with Engine.load(folder, kv=spec, prompt_cache=cache) as engine:
+        *_, first = engine.generate(PROMPTS[2], SCORED)
+        kept = []
+        for bits in BITS:
+            *_, end = engine.generate(PROMPTS[2], SCORED, kv_bits=bits)
+            assert whole(end) == whole(loaded[bits])
+            assert end.metrics.cached_tokens == (len(PROMPTS[2]) - 1 if cache and bits == (16, 16) else 0)
+            kept.append(engine.between(lambda: engine._runner._store.nbytes))
+        other = engine._runner._with_bits[4, 2]
+        assert (other.shape, other.work) == (shape, work)
+        assert (16, 16) not in engine._runner._with_bits
+        assert engine.between(lambda: engine._runner._store.leases) == []
+        assert len(set(kept)) == 1
+        *_, again = engine.generate(PROMPTS[2], SCORED)
+        assert whole(again) == whole(first)
+        assert again.metrics.prefill_tokens == (1 if cache else len(PROMPTS[2]))
+
+
+def test_replies_of_several_bits_are_made_in_the_same_passes(engine: Engine) -> None:
+    asked = [None, (8, 4), (4, 2), (16, 16)]
+    single = []
+    for bits in asked:
+        *_, end = engine.generate(PROMPTS[3], SCORED, kv_bits=bits)
+        single.append(whole(end))
+    begin, found = threading.Event(), dict[int, Finished]()
+    engine._worker.submit(begin.wait)
+
+    def read(number: int) -> None:
+        *_, found[number] = engine.generate(PROMPTS[3], SCORED, kv_bits=asked[number])  # type: ignore[assignment]
+
+    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(len(asked))]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(engine._replies.open) == len(asked))
+    begin.set()
+    for thread in threads:
+        within(thread.join)
+    assert [whole(found[number]) for number in range(len(asked))] == single
+    assert all((found[number].metrics.batch_width or 0) > 1.5 for number in range(len(asked)))
+
+
+def test_memory_is_reckoned_for_replies_of_all_bits_together(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        replies = [engine.generate(PROMPTS[4], Sampling(max_tokens=1500), kv_bits=bits) for bits in (None, (8, 8))]
+        for reply in replies:
+            until(lambda reply=reply: isinstance(next(reply), TextChunk))
+        store = engine._runner._store
+
+        def seen() -> tuple[int, list[int]]:
+            other = OwnCaches(engine._runner._with_bits[8, 8].new_caches, store)
+            assert other.leases == store.leases
+            assert other.nbytes == store.nbytes
+            return store.nbytes - store.aside, [nbytes(lease.caches) for lease in store.leases]
+
+        held, parts = engine.between(seen)
+        assert len(parts) == 2
+        assert held == sum(parts)
+        assert all(parts)
+        for reply in replies:
+            reply.close()
+        until(lambda: not engine.between(lambda: store.leases))
+
+
+@pytest.mark.parametrize("bits", [(8,), "84", (7, 8), (8.5, 8), 8])
+def test_bits_that_keys_and_values_can_not_have_are_refused(either: Engine, bits: Any) -> None:
+    with pytest.raises(OptionError):
+        next(either.generate(PROMPTS[0], kv_bits=bits))
+
+
+def test_bits_that_the_model_can_not_have_are_refused_as_loading_does(tmp_path: Path) -> None:
+    odd = write_model(tmp_path, hidden_size=80, num_attention_heads=4, head_dim=20)
+    with pytest.raises(OptionError) as refused:
+        Engine.load(odd, kv=KVSpec(8, 8), prompt_cache=None)
+    with Engine.load(odd, prompt_cache=None) as engine:
+        with pytest.raises(OptionError) as again:
+            next(engine.generate(PROMPTS[0], kv_bits=(8, 8)))
+        assert isinstance(engine.ask(PROMPTS[0], SAMPLED), Finished)
+    assert str(again.value) == str(refused.value)
 
 
 # Memory: a reply that does not fit beside the others waits for them, and says so.
@@ -347,6 +490,21 @@ def test_a_reply_that_waits_for_memory_is_cancelled_at_once(either: Engine, monk
     assert isinstance(end, Finished)
     assert end.reason == "cancelled"
     first.close()
+
+
+# Replies that nobody waits for keep nobody from a seat.
+
+
+def test_where_one_reply_is_made_at_once_one_in_the_background_does_not_hold_it_up(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), parallel=1) as engine:
+        single = alone(engine, PROMPTS[:2], SAMPLED)
+        engine.tokenizer.eos_ids = frozenset()
+        behind = engine.generate(PROMPTS[4], Sampling(temperature=0, max_tokens=1500), background=True)
+        until(lambda: isinstance(next(behind), TextChunk))
+        assert [said(list(engine.generate(prompt, SAMPLED))[-1]) for prompt in PROMPTS[:2]] == single
+        assert behind.live() is not None
+        behind.cancel()
+        assert list(behind)[-1].reason == "cancelled"  # type: ignore[union-attr]
 
 
 # Whoever comes and goes leaves nothing behind.
