@@ -1,0 +1,217 @@
+"""``tokamac serve``: a local server with the interfaces of OpenAI and Anthropic, until Ctrl-C."""
+
+import argparse
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokamac.engine.errors import TokamacError
+
+from .. import INTERRUPTED
+from ..backend.protocol import Load
+from ..keep_awake import KeepAwake, program
+from ..options import (
+    adapter_of,
+    add_parallel_flag,
+    add_reply_flags,
+    add_speculation_flags,
+    check_speculation_flags,
+    default_model,
+    kv_spec,
+    memory_limit,
+    parallel_of,
+    sampling,
+    speculation_of,
+    template_options,
+)
+from ..output import Progress, note
+from ..parser import Parser
+from ..sanitise import sanitise_line
+from .loading import fetch, tell_loading
+
+if TYPE_CHECKING:
+    from ..serve.request import ServedModel
+    from ..serve.server import ServerOptions
+
+HOST, PORT = "127.0.0.1", 11435
+NEEDS = ("starlette", "uvicorn")
+"""Packages of the extra ``serve``."""
+
+
+def parser() -> Parser:
+    """Return what the command takes."""
+    made = Parser(
+        "serve",
+        "Answer programs over HTTP, with the interfaces of OpenAI and Anthropic, until Ctrl-C. Only this machine may ask, "
+        "unless --host says so. A request's own values win over flags.",
+        "  tokamac serve\n"
+        "  tokamac serve mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8 --alias qwen\n"
+        "  tokamac serve --print-config\n"
+        '  curl localhost:11435/v1/chat/completions -d \'{"messages": [{"role": "user", "content": "Why is decode slow?"}]}\'',
+    )
+    made.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide (the one picked last)"
+    )
+    made.add_argument(
+        "--host", default=HOST, help=f"the address to listen to ({HOST}); another than loopback needs a token"
+    )
+    made.add_argument(
+        "--port", type=_port, default=PORT, metavar="N", help=f"the port to listen to ({PORT}); 0 takes a free one"
+    )
+    made.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name that the model answers to, too; may be repeated",
+    )
+    made.add_argument(
+        "--require-token",
+        action="store_true",
+        help="ask for the token on loopback as well: other users of this machine lack it",
+    )
+    made.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name under which a proxy asks; may be repeated",
+    )
+    made.add_argument(
+        "--allow-origin", action="append", default=[], metavar="URL",
+        help="a web page that may ask, such as http://localhost:3000 or app://obsidian.md; may be repeated",
+    )  # fmt: skip
+    made.add_argument(
+        "--print-config", action="store_true", help="what to paste into editors and agents, and no server"
+    )
+    add_reply_flags(made)
+    add_parallel_flag(made)
+    add_speculation_flags(made)
+    return made
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a port, 0 to 65535")
+    return int(text)
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, and return the exit status."""
+    if options.model is not None and not options.model.strip():
+        parser.error("MODEL is empty")
+    check_speculation_flags(parser, options)
+    model = options.model or default_model()
+    if options.print_config:
+        _print_config(options, model)
+        return 0
+    if any(find_spec(name) is None for name in NEEDS):
+        raise TokamacError("the server needs starlette and uvicorn", "Install them: pip install 'tokamac[serve]'.")
+    from tokamac.engine.hub import download
+
+    from ..serve.server import listen
+
+    wanted = _server_options(parser, options, model)
+    listening = listen(options.host, options.port)
+    with listening:
+        fetch(model, download.resolve)
+        if wanted.load.adapter is not None:
+            fetch(wanted.load.adapter, download.resolve_adapter)
+        if wanted.load.draft is not None:
+            fetch(wanted.load.draft, download.resolve)
+        return _serve(options.host, listening.getsockname()[1], listening, wanted)
+
+
+def _needs_token(options: argparse.Namespace) -> bool:
+    from ..serve.security import is_loopback
+
+    return bool(options.require_token) or not is_loopback(options.host)
+
+
+def _print_config(options: argparse.Namespace, model: str) -> None:
+    from ..serve.client_config import KEY, client_config
+
+    key = KEY
+    if _needs_token(options):
+        key = "TOKEN"
+        print(f"# TOKEN is what {token_file()} holds\n")
+    print(client_config(options.host, options.port, options.alias[0] if options.alias else model, key))
+
+
+def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> "ServerOptions":
+    from platformdirs import user_log_path
+
+    from ..serve.engine import TEXT_EVERY_S
+    from ..serve.security import token_of
+    from ..serve.server import ServerOptions
+
+    guesses = speculation_of(options, model)
+    return ServerOptions(
+        load=Load(
+            model,
+            kv_spec(parser, options),
+            prompt_cache=not options.no_prompt_cache,
+            memory=memory_limit(options),
+            unchecked=options.unchecked,
+            adapter=adapter_of(options, model),
+            parallel=parallel_of(options),
+            speculation=guesses is not None,
+            draft=None if guesses is None or guesses.draft is None else str(guesses.draft),
+            text_every_s=TEXT_EVERY_S,
+        ),
+        id=model,
+        aliases=tuple(options.alias),
+        sampling=sampling(parser, options),
+        template=template_options(parser, options),
+        hosts=tuple(options.allow_host),
+        origins=tuple(options.allow_origin),
+        token=token_of(token_file()) if _needs_token(options) else None,
+        log=user_log_path("tokamac") / "serve-engine.log",
+    )
+
+
+def token_file() -> Path:
+    """Return where the token is kept."""
+    from platformdirs import user_data_path
+
+    return user_data_path("tokamac") / "serve-token"
+
+
+def _serve(host: str, port: int, listening: "object", wanted: "ServerOptions") -> int:
+    from ..keep_awake import _in_settings
+    from ..serve.server import serve
+
+    bar = Progress("loading", plain=False)
+    keeper = KeepAwake(program(), _in_settings)
+
+    def say(line: str) -> None:
+        bar.clear()
+        note(sanitise_line(line))
+
+    def ready(model: "ServedModel") -> None:
+        for remark in (*model.info.memory_notes, *model.info.notes):
+            say(f"note: {remark}")
+        shown = f"[{host}]" if ":" in host else host
+        say(
+            f"serving {model.id} on http://{shown}:{port}; Ctrl-C stops it, tokamac serve --print-config says how to use it"
+        )
+        if wanted.token is not None:
+            say(f"the token is in {token_file()}")
+
+    try:
+        interrupted = asyncio.run(
+            serve(
+                listening,  # type: ignore[arg-type]
+                host,
+                wanted,
+                note=say,
+                progress=lambda at: tell_loading(at, bar),
+                ready=ready,
+                keeper=keeper,
+            )
+        )
+    finally:
+        bar.clear()
+        keeper.close()
+    return INTERRUPTED if interrupted else 0

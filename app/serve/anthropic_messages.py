@@ -1,0 +1,339 @@
+"""Anthropic's messages: https://docs.anthropic.com/en/api/messages, and its count of tokens.
+
+Marks for its prompt cache (``cache_control``) are met in any case: all that was computed of a prompt is kept and found again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall
+from tokamac.engine.options import Thinking, ToolSpec
+
+from .errors import RequestError, unsupported
+from .fields import Fields
+from .record import Exchange, ServedReply, as_json, sse
+from .request import (
+    NamedMessage,
+    ServedModel,
+    ServedRequest,
+    ToolChoice,
+    check_one_schema,
+    check_tools,
+    conversation,
+    joined,
+    json_schema,
+    must_call,
+    part_text,
+    read_sampling,
+    read_template,
+    text_of,
+    thinking_of,
+    tool_call,
+    tool_spec,
+)
+
+ERRORS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+PING = sse({"type": "ping"}, "ping")
+KINDS = {"answer": "text", "thinking": "thinking"}
+
+
+class MessageExchange(Exchange):
+    """A request and its answer. counting: only the tokens of the prompt are wanted."""
+
+    ping = PING
+
+    def __init__(self, body: Mapping[str, Any], model: ServedModel, *, counting: bool = False) -> None:
+        """Read the request. Raises RequestError."""
+        given, info = Fields(body), model.info
+        model.check_name(given.text("model"))
+        self.model, self.id = model.id, f"msg_{uuid4().hex}"
+        choice = _tool_choice(given, _tools(given))
+        check_tools(choice.tools, info)
+        effort, schema, schema_param = _output(given)
+        check_one_schema(given, schema, schema_param)
+        thinking, more = _thinking(given, model, effort)
+        messages = conversation(_messages(given), info, "messages")
+        most = given.whole("max_tokens", 1)
+        if most is None and not counting:
+            raise given.missing("max_tokens")
+        self.request = ServedRequest(
+            (messages,),
+            read_sampling(given, model.sampling, stop="stop_sequences", max_tokens=most, json_schema=schema),
+            read_template(given, model, thinking, tools=choice.tools, must_call=choice.must_call, **more),
+            continues=messages[-1].role == "assistant",
+            stream=given.flag("stream"),
+            one_call=choice.one_call,
+            form=choice.form or schema_param,
+        )
+        given.only("service_tier", "auto", "standard_only")
+        given.only("speed", "standard")
+        given.idle("metadata", "cache_control")
+        given.refuse(("container", "mcp_servers", "context_management"), "it is for Anthropic's own service")
+        given.done()
+        self._open = ""  # the kind of the block that is being told
+        self._blocks = 0
+        self._has_begun = False
+
+    def whole(self, replies: Sequence[ServedReply]) -> dict[str, Any]:
+        """See ``Exchange``."""
+        (reply,) = replies
+        content: list[dict[str, Any]] = []
+        if reply.thinking:
+            content.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
+        if reply.text:
+            content.append({"type": "text", "text": reply.text})
+        content += [
+            {"type": "tool_use", "id": each.id, "name": each.name, "input": each.values} for each in reply.calls
+        ]
+        usage = self._usage(reply, reply.generated_tokens)
+        return {**self._head(content, usage), **_ended(reply), "tokamac": reply.figures}
+
+    def told(self, reply: ServedReply, event: Event) -> Iterator[bytes]:
+        """See ``Exchange``."""
+        if not self._has_begun and isinstance(event, PrefillProgress | TextChunk | ToolCall | Finished):
+            self._has_begun = True
+            head = self._head([], self._usage(reply, 0))
+            yield sse(
+                {"type": "message_start", "message": {**head, "stop_reason": None, "stop_sequence": None}},
+                "message_start",
+            )
+        match event:
+            case TextChunk(text, kind):
+                yield from self._opened(KINDS[kind])
+                delta = (
+                    {"type": "text_delta", "text": text}
+                    if kind == "answer"
+                    else {"type": "thinking_delta", "thinking": text}
+                )
+                yield self._delta(delta)
+            case ToolCall(name, arguments, id, ""):
+                yield from self._closed()
+                block = {"type": "tool_use", "id": id, "name": name, "input": {}}
+                yield from self._begun("tool_use", block)
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+                yield from self._closed()
+            case Finished():
+                yield from self._closed()
+
+    def last(self, replies: Sequence[ServedReply]) -> Iterator[bytes]:
+        """See ``Exchange``."""
+        (reply,) = replies
+        usage = self._usage(reply, reply.generated_tokens)
+        yield sse(
+            {"type": "message_delta", "delta": _ended(reply), "usage": usage, "tokamac": reply.figures}, "message_delta"
+        )
+        yield sse({"type": "message_stop"}, "message_stop")
+
+    def failed(self, error: RequestError) -> bytes:
+        """See ``Exchange``."""
+        return sse(anthropic_error(error), "error")
+
+    def _head(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content, "usage": usage,
+        }  # fmt: skip
+
+    @staticmethod
+    def _usage(reply: ServedReply, generated: int) -> dict[str, Any]:
+        """Return the usage: what was read from the prompt cache does not count as input."""
+        return {
+            "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+            "cache_read_input_tokens": reply.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": generated,
+        }
+
+    def _opened(self, kind: str) -> Iterator[bytes]:
+        if self._open == kind:
+            return
+        yield from self._closed()
+        empty = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
+        yield from self._begun(kind, empty)
+
+    def _begun(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        self._open = kind
+        yield sse({"type": "content_block_start", "index": self._blocks, "content_block": block}, "content_block_start")
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return sse({"type": "content_block_delta", "index": self._blocks, "delta": delta}, "content_block_delta")
+
+    def _closed(self) -> Iterator[bytes]:
+        if self._open:
+            if self._open == "thinking":
+                yield self._delta({"type": "signature_delta", "signature": ""})
+            yield sse({"type": "content_block_stop", "index": self._blocks}, "content_block_stop")
+            self._blocks += 1
+            self._open = ""
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """Return an error as Anthropic's interface writes it."""
+    kind = ERRORS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.one_line()}, "request_id": None}
+
+
+def _ended(reply: ServedReply) -> dict[str, Any]:
+    """Return why a reply ended."""
+    by = reply.end.stopped_by
+    if reply.reason == "stop" and isinstance(by, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": by}
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reply.reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _tools(given: Fields) -> tuple[ToolSpec, ...]:
+    found = []
+    for tool in given.each("tools"):
+        tool.one_of("type", ("custom",))
+        found.append(tool_spec(tool, "input_schema"))
+        tool.only("strict", False)
+        tool.only("defer_loading", False)
+        tool.only("eager_input_streaming", True, False)
+        tool.idle("cache_control", "input_examples")
+        tool.done()
+    return tuple(found)
+
+
+def _tool_choice(given: Fields, tools: tuple[ToolSpec, ...]) -> ToolChoice:
+    """Return which tools may be called, and must be."""
+    if (choice := given.inner("tool_choice")) is None:
+        return ToolChoice(tools)
+    choice.needed_text("type")
+    kind, one = choice.one_of("type", ("auto", "any", "tool", "none")), choice.flag("disable_parallel_tool_use")
+    names = [choice.needed_text("name")] if kind == "tool" else [each.name for each in tools]
+    choice.done()
+    if kind in ("any", "tool"):
+        return must_call(tools, names, "tool_choice", one_call=one or kind == "tool")
+    return ToolChoice(tools if kind == "auto" else (), one_call=one)
+
+
+def _output(given: Fields) -> tuple[str | None, str | None, str]:
+    """Return how much to think, the JSON Schema of the answer (None: text), and the field that has it.
+
+    ``output_format`` is what the schema was in before it became a part of ``output_config``.
+    """
+    effort, schema, param = None, None, "json_schema"
+    if (output := given.inner("output_config")) is not None:
+        effort = output.text("effort")
+        if (wanted := output.inner("format")) is not None:
+            schema, param = _format(wanted), wanted.where
+        output.done()
+    if (wanted := given.inner("output_format")) is not None:
+        if schema is not None:
+            raise RequestError("output_format: there is a schema already", "Leave it out.", param="output_format")
+        schema, param = _format(wanted), wanted.where
+    return effort, schema, param
+
+
+def _format(given: Fields) -> str:
+    given.one_of("type", ("json_schema",))
+    schema = json_schema(given)
+    given.done()
+    return schema
+
+
+def _thinking(given: Fields, model: ServedModel, effort: str | None) -> tuple[Thinking | None, dict[str, Any]]:
+    """Return the mode of thinking, and the budget as an option of the template's. effort: of ``output_config``."""
+    param, more = "thinking" if effort is None else "output_config.effort", {}
+    if (wanted := given.inner("thinking")) is not None:
+        kind = wanted.one_of("type", ("enabled", "disabled", "adaptive"))
+        budget = wanted.whole("budget_tokens", 1)
+        wanted.only("display", "summarized")  # it is shown whole
+        wanted.done()
+        if kind == "disabled":
+            effort, param = "none", "thinking"
+        elif kind == "enabled":
+            effort = effort or "medium"
+        if budget is not None and kind == "enabled":
+            more["thinking_budget"] = budget
+    return thinking_of(effort, model.info, param), more
+
+
+def _messages(given: Fields) -> Iterator[NamedMessage]:
+    if system := text_of(given, "system"):
+        yield NamedMessage(Message("system", system), "system")
+    if not given.has("messages"):
+        raise given.missing("messages")
+    last: NamedMessage | None = None
+    for each in given.each("messages"):
+        role = given_role(each)
+        for message in _assistant(each) if role == "assistant" else _user(each):
+            if last is not None and last.message.role == message.role != "tool":
+                last = NamedMessage(joined(last.message, message), each.where)
+                continue
+            if last is not None:
+                yield last
+            last = NamedMessage(message, each.where)
+        each.done()
+    if last is not None:
+        yield last
+
+
+def given_role(given: Fields) -> str:
+    """Return whose message it is."""
+    role = given.needed_text("role")
+    if role not in ("user", "assistant"):
+        raise unsupported(
+            given.name("role"), repr(role)[:40], "Use user or assistant; system is a field of the request."
+        )
+    return role
+
+
+def _user(given: Fields) -> list[Message]:
+    """Return the results of tools, each as its own message, and then what the user says."""
+    content = given.raw("content")
+    if isinstance(content, str):
+        return [Message("user", content)]
+    results, texts = [], []
+    for block in given.each("content"):
+        if block.text("type") == "tool_result":
+            block.idle("is_error", "cache_control")
+            found = text_of(block)
+            if block.flag("is_error"):
+                found = f"Error: {found}"
+            results.append(Message("tool", found, tool_call_id=block.needed_text("tool_use_id")))
+            block.done()
+        else:
+            texts.append(part_text(block))
+    said = [Message("user", "\n".join(texts))] if texts or not results else []
+    return [*results, *said]
+
+
+def _assistant(given: Fields) -> list[Message]:
+    """Return what the assistant thought, said and called."""
+    content = given.raw("content")
+    if isinstance(content, str):
+        return [Message("assistant", content)]
+    thinking, texts, calls = "", [], []
+    for block in given.each("content"):
+        match block.text("type"):
+            case "thinking":
+                thinking += block.needed_text("thinking")
+                block.idle("signature", "cache_control")
+                block.done()
+            case "tool_use":
+                block.idle("cache_control", "caller")
+                arguments = block.raw("input")
+                calls.append(
+                    tool_call(block, block.needed_text("name"), as_json({} if arguments is None else arguments).decode(),
+                              block.needed_text("id"))
+                )  # fmt: skip
+                block.done()
+            case _:
+                texts.append(part_text(block))
+    return [Message("assistant", "\n".join(texts), thinking, tuple(calls))]
+
+
+def count_of(tokens: int) -> dict[str, int]:
+    """Return the answer to a count of tokens."""
+    return {"input_tokens": tokens}
+
+
+def check_counted(error: str) -> None:
+    """Raise RequestError where a prompt can't be counted."""
+    if error:
+        raise RequestError(error, code="invalid_prompt")

@@ -1,0 +1,358 @@
+"""The engine's process as the server has it: asked for replies, heard in the event loop, started again when it dies.
+
+    request ─ Generate ─▶ engine's process ─ events ─▶ reader's thread ─▶ event loop ─▶ the queue of each request
+
+The engine is a process of its own here as in the chat: what ends it ends no server, and writing HTTP takes nothing from its turns.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, ToolCall
+from tokamac.engine.options import TemplateOptions
+
+from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess
+from ..backend.protocol import (
+    AskTokens,
+    Cancel,
+    EngineNotice,
+    Generate,
+    GoOn,
+    Hold,
+    Load,
+    Loaded,
+    MemoryUse,
+    ModelInfo,
+    PromptTokens,
+    ReplyEvent,
+    Request,
+    RequestFailed,
+)
+from ..keep_awake import KeepAwake
+from .admission import Admission, ReplyCost
+from .errors import EngineDownError, RequestError, of_engine
+from .request import Prompt, ServedRequest
+
+BEHIND, CAUGHT_UP = 256, 64
+"""Events that wait for a client's connection: at the first its replies are held, at the second they go on."""
+TEXT_EVERY_S = 1 / 60
+"""How long text may wait for more of it: as long as the engine's own thread lets it."""
+RETRY_S = 5
+"""When to try again where nothing is known of how long loading takes."""
+LASTED_S = 10.0
+"""An engine that dies sooner after it was loaded is not started again before somebody asks."""
+
+State = Literal["loading", "ready", "down"]
+Told = tuple[int, Event | RequestError]
+"""The number of a reply among those of its request, and what came of it: an error ends it."""
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """The replies to one request, and what came of them that nobody has read.
+
+    replies: by their ids, their numbers. left: those that have not ended. held: whether the engine was told to wait.
+    """
+
+    replies: dict[int, int]
+    one_call: bool
+    came: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
+    left: set[int] = field(default_factory=set)
+    held: bool = False
+
+
+class ServedEngine:
+    """The engine's process, one after another, and the requests that are open. Used in the event loop's thread alone.
+
+    Args:
+        load: the model, and how it is loaded.
+        log: the file of the process.
+        note: told what a person at the terminal should know.
+        command: starts the process.
+
+    Attributes:
+        state: what the engine is doing. problem: why it is down.
+        info: the loaded model.
+        admission: how many replies are open.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        log: Path,
+        note: Callable[[str], None],
+        command: Sequence[str] = CHILD_COMMAND,
+        keeper: KeepAwake | None = None,
+    ) -> None:
+        self.state: State = "loading"
+        self.problem = ""
+        self.info: ModelInfo | None = None
+        self.admission = Admission(load.parallel)
+        self.on_progress: Callable[[LoadProgress], None] = lambda _: None
+        self._load, self._log, self._note, self._command = load, log, note, command
+        self._keeper = keeper
+        self._process: EngineProcess | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._open: dict[int, OpenRequest] = {}
+        self._questions: dict[int, asyncio.Future[PromptTokens]] = {}
+        self._changed = asyncio.Event()
+        self._began_s = self._loaded_s = 0.0
+        self._load_s: float | None = None
+        self._closing = False
+
+    # Its life -------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a process and have the model loaded; ``ready`` waits for it."""
+        self.state, self.problem, self._began_s = "loading", "", time.monotonic()
+        self._changed.clear()
+        loop = self._loop
+
+        def hear(event: BackendEvent) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._hear, process, event)
+
+        process = self._process = EngineProcess(self._command, self._log, hear)
+        self._ask(self._load)
+        process.set_busy(True)
+
+    async def ready(self) -> None:
+        """Wait until the model is loaded. Raises RequestError where it is not going to be."""
+        while self.state == "loading":
+            await self._changed.wait()
+        if self.state == "down":
+            raise RequestError(self.problem, status=503)
+
+    async def close(self) -> None:
+        """End the process; what it computed of prompts is written before."""
+        self._closing = True
+        if self._process is not None:
+            await asyncio.to_thread(self._process.close)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process."""
+        return None if self._process is None else self._process.pid
+
+    def _down(self) -> EngineDownError:
+        """Return what a client is told while there is no engine."""
+        left = RETRY_S if self._load_s is None else max(1, round(self._began_s + self._load_s - time.monotonic()))
+        why = self.problem or "the model is being loaded"
+        return EngineDownError(why, left)
+
+    def _check(self) -> None:
+        """Raise EngineDownError where there is no engine; start one that was given up."""
+        if self.state == "down" and not self._closing:
+            problem = self.problem
+            self.start()
+            self.problem = problem
+        if self.state != "ready":
+            raise self._down()
+
+    def _ask(self, request: Request) -> None:
+        assert self._process is not None
+        self._process.send(request)
+
+    def _tell_busy(self) -> None:
+        busy = bool(self._open) or self.state == "loading"
+        if self._process is not None:
+            self._process.set_busy(busy)
+        if self._keeper is not None:
+            self._keeper.tell(self, busy=bool(self._open))
+
+    # Requests -------------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def replies(self, request: ServedRequest) -> "AsyncIterator[ReplyFeed]":
+        """Ask for the replies to a request; those that run when the block is left are cancelled. Raises RequestError."""
+        self._check()
+        count = len(request.prompts) * request.n
+        self.admission.enter(count)
+        asked = 0
+        opened = OpenRequest({}, request.one_call)
+        try:
+            prompts = [
+                await self._tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts
+            ]
+            self._check()
+            for number in range(count):
+                self._generate(opened, request, prompts[number // request.n], number)
+                asked += 1
+            self._tell_busy()
+            yield ReplyFeed(self, opened)
+        finally:
+            for id in list(opened.left):
+                self._forget(opened, id)
+                if self.state == "ready":
+                    self._ask(Cancel(id))
+            for _ in range(count - asked):
+                self.admission.leave()
+            self._tell_busy()
+
+    def _generate(self, opened: OpenRequest, request: ServedRequest, prompt: Prompt, number: int) -> None:
+        id = next(self._ids)
+        opened.replies[id] = number
+        opened.left.add(id)
+        self._open[id] = opened
+        messages = tuple(each for each in prompt if isinstance(each, Message))
+        tokens = tuple(each for each in prompt if isinstance(each, int))
+        self._ask(
+            Generate(
+                id,
+                messages,
+                request.sampling_of(number % request.n),
+                continues=request.continues,
+                template=request.template,
+                tokens=tokens,
+                watched=False,
+            )
+        )
+
+    async def _tokens_of(self, text: str) -> tuple[int, ...]:
+        told = await self.tokens(text)
+        if told.error or not told.tokens:
+            raise RequestError(told.error or "the prompt is empty", param="prompt", code="invalid_prompt")
+        return told.tokens
+
+    async def tokens(
+        self, text: str, messages: tuple[Message, ...] = (), template: TemplateOptions | None = None
+    ) -> PromptTokens:
+        """Return the tokens of a text, or of a conversation. Raises EngineDownError."""
+        self._check()
+        id = next(self._ids)
+        answer: asyncio.Future[PromptTokens] = self._loop.create_future()
+        self._questions[id] = answer
+        self._ask(AskTokens(id, text, messages, template or TemplateOptions()))
+        try:
+            return await answer
+        finally:
+            self._questions.pop(id, None)
+
+    def _forget(self, opened: OpenRequest, id: int, cost: ReplyCost | None = None) -> None:
+        """A reply is over."""
+        if id in opened.left:
+            opened.left.discard(id)
+            self._open.pop(id, None)
+            self.admission.leave(cost)
+            self._tell_busy()
+
+    def read(self, opened: OpenRequest) -> None:
+        """Let replies go on whose client has caught up."""
+        if opened.held and opened.came.qsize() <= CAUGHT_UP:
+            opened.held = False
+            self._hold(opened)
+
+    def _hold(self, opened: OpenRequest) -> None:
+        for id in opened.left:
+            self._ask(Hold(id) if opened.held else GoOn(id))
+
+    # What the process says ------------------------------------------------------------------------------------------------
+
+    def _hear(self, process: EngineProcess, event: BackendEvent) -> None:
+        if process is not self._process:
+            return
+        match event:
+            case ReplyEvent(id, said):
+                if (opened := self._open.get(id)) is not None and isinstance(said, Event):
+                    self._take(opened, id, said)
+            case RequestFailed(int(id), error, hint, kind):
+                if (opened := self._open.get(id)) is not None:
+                    number = opened.replies[id]
+                    self._forget(opened, id)
+                    opened.came.put_nowait((number, of_engine(kind, error, hint)))
+            case PromptTokens(id):
+                if (answer := self._questions.get(id)) is not None and not answer.done():
+                    answer.set_result(event)
+            case LoadProgress():
+                self.on_progress(event)
+            case Loaded(info, memory=memory):
+                self._loaded(info, memory)
+            case RequestFailed(None, error, hint):
+                self._give_up(" ".join(f"{error}. {hint}".split()))
+            case EngineNotice(text):
+                self._note(text)
+            case Died(why, last_line):
+                self._died(f"the engine ended ({why})", last_line)
+
+    def _take(self, opened: OpenRequest, id: int, said: Event) -> None:
+        number = opened.replies[id]
+        if isinstance(said, Finished):
+            metrics = said.metrics
+            known = said.reason != "cancelled" and metrics.total_s is not None
+            cost = ReplyCost((metrics.total_s or 0.0) - (metrics.queue_s or 0.0), metrics.kv_bytes) if known else None
+            self._forget(opened, id, cost)
+        elif isinstance(said, ToolCall) and opened.one_call:
+            self._ask(Cancel(id))
+        opened.came.put_nowait((number, said))
+        if not opened.held and opened.came.qsize() >= BEHIND:
+            opened.held = True
+            self._hold(opened)
+
+    def _loaded(self, info: ModelInfo, memory: MemoryUse) -> None:
+        self.info, self.state = info, "ready"
+        self.problem = ""
+        self._loaded_s = time.monotonic()
+        self._load_s = self._loaded_s - self._began_s
+        if memory.budget_bytes is not None and memory.active_bytes is not None:
+            self.admission.room_bytes = max(0, memory.budget_bytes - memory.active_bytes)
+        self._tell_busy()
+        self._changed.set()
+
+    def _give_up(self, problem: str) -> None:
+        self.state, self.problem = "down", problem
+        if self._process is not None:
+            self._process.kill()
+        self._changed.set()
+        self._fail_all()
+
+    def _died(self, problem: str, last_line: str) -> None:
+        lasted = self.state == "ready" and time.monotonic() - self._loaded_s > LASTED_S
+        self.state, self.problem = "down", problem
+        self._note(f"{problem}; {last_line}" if last_line else problem)
+        self._fail_all()
+        if lasted and not self._closing:
+            self.start()
+            self.problem = problem
+        else:
+            self._changed.set()
+
+    def _fail_all(self) -> None:
+        error = self._down()
+        for id, opened in list(self._open.items()):
+            number = opened.replies[id]
+            self._forget(opened, id)
+            opened.came.put_nowait((number, error))
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+class ReplyFeed:
+    """The replies to one request, while they are made."""
+
+    def __init__(self, engine: ServedEngine, opened: OpenRequest) -> None:
+        self._engine, self._opened = engine, opened
+
+    async def next(self, within_s: float | None = None) -> list[Told]:
+        """Return what came since the last call, in order: at least one, but none after ``within_s`` seconds without any."""
+        came = self._opened.came
+        try:
+            first = came.get_nowait()
+        except asyncio.QueueEmpty:
+            try:
+                async with asyncio.timeout(within_s):
+                    first = await came.get()
+            except TimeoutError:
+                return []
+        found = [first]
+        while not came.empty():
+            found.append(came.get_nowait())
+        self._engine.read(self._opened)
+        return found

@@ -1,0 +1,119 @@
+"""Who may ask: what a request's headers must say before its body is read.
+
+On loopback any program of this machine may ask, but no web page: a page's request has an ``Origin``, and one that came by a name of
+its own (DNS rebinding) has that name as its ``Host``. Elsewhere a bearer token is needed, kept in a file that only the user can
+read; a name is no protection there, since a machine has several.
+"""
+
+import ipaddress
+import os
+import secrets
+import stat
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tokamac.engine.errors import TokamacError, access_hint
+
+from .errors import RequestError
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+TOKEN_BYTES = 32
+LONGEST_TOKEN = 512
+
+
+class TokenFileError(TokamacError):
+    """The file of the token can't be made, or can't be trusted."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def token_of(file: Path) -> str:
+    """Return the token in a file, made where there is none. Raises TokenFileError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except FileExistsError:
+            return _kept(file)
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(token + "\n")
+    except OSError as error:
+        why = f"{file} can't be used for the token: {error.strerror or error}"
+        raise TokenFileError(why, access_hint(error, "Check the folder and its permissions.")) from error
+    return token
+
+
+def _kept(file: Path) -> str:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+            raise TokenFileError(f"others can read or write {file}", f"Remove it, or: chmod 600 {file}")
+        token = opened.read(LONGEST_TOKEN + 1).decode("ascii", "replace").strip()
+    if not 16 <= len(token) <= LONGEST_TOKEN or not token.isprintable():
+        raise TokenFileError(f"{file} holds no token", "Remove it: another is made.")
+    return token
+
+
+class Gate:
+    """Lets requests in, or says why not.
+
+    Args:
+        hosts: names under which the server may be asked; None: any, since a token is needed.
+        origins: of web pages that may ask.
+        token: None where none is needed.
+    """
+
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str] = (), token: str | None = None) -> None:
+        self._hosts = hosts
+        self._origins = frozenset(origins)
+        self._token = None if token is None else token.encode()
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError unless a request with these headers may be answered."""
+        host = headers.get("host", "")
+        if self._hosts is not None and _name(host) not in self._hosts:
+            raise RequestError(
+                f"this server is not called {host!r:.80}", "Ask for localhost, or start it with --allow-host.", status=403,
+                code="wrong_host",
+            )  # fmt: skip
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins:
+            raise RequestError(
+                f"a web page of {origin!r:.80} may not ask", "Start the server with --allow-origin to let it.", status=403,
+                code="wrong_origin",
+            )  # fmt: skip
+        if self._token is not None and not self._is_token(headers):
+            raise RequestError(
+                "the token is missing or wrong",
+                "Send the one of the server's token file as a bearer token, or as x-api-key.",
+                status=401, code="invalid_api_key",
+            )  # fmt: skip
+
+    def _is_token(self, headers: Mapping[str, str]) -> bool:
+        assert self._token is not None
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        return secrets.compare_digest(given.encode("utf-8", "replace"), self._token)
+
+    def allows(self, origin: str | None) -> bool:
+        """Whether a web page of this origin may read answers."""
+        return origin in self._origins
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header, without its port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""

@@ -1,0 +1,240 @@
+"""The server's life: its socket, its signals, and uvicorn with bounds of its own on what a connection may do.
+
+The socket is taken before the model is loaded, so a port in use is told at once; who connects meanwhile waits. The first Ctrl-C
+ends streams with an error that says so, and what was computed is written; the second ends at once.
+"""
+
+import asyncio
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import LoadProgress
+from tokamac.engine.options import Sampling, TemplateOptions
+
+from ..backend.client import CHILD_COMMAND
+from ..backend.protocol import Load
+from ..keep_awake import KeepAwake
+from .app import ServerApp
+from .engine import ServedEngine
+from .request import ServedModel
+from .security import LOOPBACK_NAMES, Gate, is_loopback
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 128
+MOST_CONNECTIONS = 512
+LONGEST_HEADERS = 64 * 1024
+HEADERS_S = 15.0
+"""How long a connection may take to say what it asks."""
+IDLE_S = 75
+"""How long a connection stays open between two requests."""
+STOP_S = 5
+"""How long replies may take to end once the server is stopped."""
+
+
+class ListenError(TokamacError):
+    """The server can't listen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What is served, where, and to whom.
+
+    load: the model, and how it is loaded. id, aliases: what it is called. sampling, template: what holds where a request says
+    nothing. hosts, origins: names and web pages beyond those of loopback. token: None where none is needed.
+    """
+
+    load: Load
+    id: str
+    aliases: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()  # noqa: RUF009  # frozen
+    template: TemplateOptions = TemplateOptions()  # noqa: RUF009
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    token: str | None = None
+    log: Path = field(default_factory=Path)
+    command: tuple[str, ...] = CHILD_COMMAND
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ListenError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no name"
+        raise ListenError(f"--host {host:.80}: {why}", "Give an address of this machine, such as 127.0.0.1.") from error
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(
+                f"port {port} is in use", f"Stop what listens there, or take another: --port {port + 1}."
+            ) from error
+        raise ListenError(
+            f"{host:.80}:{port} can't be listened to: {error.strerror}", "Check --host and --port."
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+def gate_of(host: str, options: ServerOptions) -> Gate:
+    """Return who may ask: on loopback by a name of loopback; elsewhere by any, with the token."""
+    hosts = (*LOOPBACK_NAMES, host, *options.hosts) if is_loopback(host) else None
+    return Gate(hosts, options.origins, options.token)
+
+
+class BoundedConnection(H11Protocol):
+    """A connection that has to say what it asks within ``HEADERS_S``: uvicorn bounds only the pause after an answer."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client connected."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a request came; a new one has its time from its first bytes."""
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self._deadline is None:
+            self._wait()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._deadline = self.loop.call_later(HEADERS_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn's server, with the process's signals left to ``serve``."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+async def serve(
+    listening: socket.socket,
+    host: str,
+    options: ServerOptions,
+    *,
+    note: Callable[[str], None],
+    progress: Callable[[LoadProgress], None] = lambda _: None,
+    ready: Callable[[ServedModel], None] = lambda _: None,
+    stop: asyncio.Event | None = None,
+    keeper: KeepAwake | None = None,
+) -> bool:
+    """Serve until a signal comes, or ``stop`` is set; return whether Ctrl-C ended it.
+
+    Args:
+        listening: the socket.
+        host: the address that it listens to.
+        options: what is served.
+        note: told lines of the log.
+        progress: told how far loading is.
+        ready: told once requests are answered.
+        stop: ends the server, too.
+        keeper: keeps the machine awake while replies are made.
+
+    Raises RequestError where the model can't be loaded.
+    """
+    engine = ServedEngine(options.load, options.log, note, options.command, keeper)
+    engine.on_progress = progress
+    made: list[ServedModel] = []
+    interrupted = False
+    stopping = stop or asyncio.Event()
+    server: QuietServer | None = None
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        nonlocal interrupted
+        interrupted = interrupted or number == signal.SIGINT
+        if stopping.is_set() and server is not None:
+            server.force_exit = True
+        stopping.set()
+
+    def model() -> ServedModel:
+        if not made:
+            import time
+
+            assert engine.info is not None
+            given = (options.id, engine.info, options.aliases, options.sampling, options.template, int(time.time()))
+            made.append(ServedModel(*given))
+        return made[0]
+
+    main = threading.current_thread() is threading.main_thread()  # no other hears of signals
+    heard = [each for each in SIGNALS if main and signal.getsignal(each) is not signal.SIG_IGN]
+    for number in heard:  # a shell's job in the background ignores Ctrl-C
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        engine.start()
+        loaded, stopped = asyncio.ensure_future(engine.ready()), asyncio.ensure_future(stopping.wait())
+        await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not loaded.done():
+            loaded.cancel()
+            return interrupted
+        loaded.result()
+        app = ServerApp(engine, model, gate_of(host, options), note)
+        server = QuietServer(_config(app))
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        ready(model())
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        app.stopping.set()
+        server.should_exit = True
+        await serving
+    finally:
+        for number in heard:
+            loop.remove_signal_handler(number)
+        await engine.close()
+    return interrupted
+
+
+def _config(app: ServerApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=LONGEST_HEADERS,
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=STOP_S,
+    )

@@ -1,0 +1,401 @@
+"""The server itself: who may ask, what a request may hold, clients that leave or read slowly, an engine that dies, and its end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.app.serve.serving import HOST, Served, events, serving, user
+from tests.engine.helpers import until
+from tests.tiny import make_tiny
+from tokamac.app.serve import answering, server
+from tokamac.app.serve.errors import RequestError
+from tokamac.app.serve.security import Gate, TokenFileError, is_loopback, token_of
+from tokamac.app.serve.server import ListenError, listen
+
+Scripted = Callable[..., AbstractContextManager[Served]]
+CHAT = "/v1/chat/completions"
+HI = {"messages": user("Hi"), "max_tokens": 1}
+LONG = {"messages": user("Hi"), "max_tokens": 100_000, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model that never ends by itself, two replies at once."""
+    folder = tmp_path_factory.mktemp("tiny")
+    with serving(str(make_tiny(folder / "model", context=200_000)), folder / "log", parallel=2) as served:
+        yield served
+
+
+# Who may ask.
+
+
+def test_a_web_page_may_not_ask(guide: Served) -> None:
+    for origin in ("https://evil.example", "http://localhost:3000", "null"):
+        status, heads, told = guide.told(CHAT, HI, headers={"Origin": origin})
+        assert (status, told["error"]["code"]) == (403, "wrong_origin")
+        assert "access-control-allow-origin" not in heads
+    assert guide.ask(CHAT, method="OPTIONS", headers={"Origin": "https://evil.example"})[0] in (403, 405)
+
+
+def test_a_name_that_is_not_of_this_machine_is_refused(guide: Served) -> None:
+    for path in ("/v1/models", "/health"):
+        status, told = guide.ask(path, headers={"Host": "evil.example"})
+        assert (status, told["error"]["code"]) == (403, "wrong_host")
+    for name in ("localhost", f"localhost:{guide.port}", "127.0.0.1:80", "[::1]:80"):
+        assert guide.ask("/v1/models", headers={"Host": name})[0] == 200
+
+
+def test_a_page_that_was_allowed_may_ask_and_read(tmp_path: Path) -> None:
+    page = "http://localhost:3000"
+    with serving("guide", tmp_path / "log", origins=(page,), hosts=("proxy.home",)) as served:
+        status, heads, _ = served.told(CHAT, HI, headers={"Origin": page, "Host": "proxy.home"})
+        assert (status, heads["access-control-allow-origin"]) == (200, page)
+        asked = {"Origin": page, "Access-Control-Request-Headers": "content-type"}
+        status, heads, _ = served.told(CHAT, method="OPTIONS", headers=asked)
+        assert (status, heads["access-control-allow-headers"]) == (204, "content-type")
+        assert served.ask(CHAT, HI, headers={"Origin": "http://localhost:3001"})[0] == 403
+
+
+def test_the_token_is_asked_for_by_either_name(tmp_path: Path) -> None:
+    with serving("guide", tmp_path / "log", token="a-token-of-the-test") as served:
+        for heads in ({}, {"Authorization": "Bearer no"}, {"Authorization": "a-token-of-the-test"}, {"X-Api-Key": "ä"}):
+            status, answered, told = served.told(CHAT, HI, headers=heads)
+            assert (status, told["error"]["code"]) == (401, "invalid_api_key")
+            assert answered["www-authenticate"] == "Bearer"
+        assert served.ask(CHAT, HI, headers={"Authorization": "Bearer a-token-of-the-test"})[0] == 200
+        assert served.ask("/health", headers={"X-Api-Key": "a-token-of-the-test"})[0] == 200
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="a-token-of-the-test", max_retries=0) as client:
+            assert client.models.list().data
+
+
+def test_outside_loopback_any_name_is_one_of_the_machine() -> None:
+    Gate(None, token="t" * 16).check({"host": "studio.local:11435", "authorization": f"Bearer {'t' * 16}"})
+    with pytest.raises(RequestError, match="token"):
+        Gate(None, token="t" * 16).check({"host": "studio.local:11435"})
+    assert [is_loopback(each) for each in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "192.168.1.2", "name")] == [
+        True, True, True, False, False, False, False,
+    ]  # fmt: skip
+
+
+def test_the_tokens_file_is_the_users_alone(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "token"
+    token = token_of(file)
+    assert len(token) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert token_of(file) == token
+    file.chmod(0o644)
+    with pytest.raises(TokenFileError, match="others can read"):
+        token_of(file)
+    file.chmod(0o600)
+    file.write_text("short\n")
+    with pytest.raises(TokenFileError, match="holds no token"):
+        token_of(file)
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TokenFileError, match="can't be used"):
+        token_of(file)
+
+
+# What a request may hold.
+
+
+def test_what_is_no_request_is_refused(guide: Served) -> None:
+    assert guide.ask(CHAT, b"{")[0] == 400
+    assert guide.ask(CHAT, b"[1]")[0] == 400
+    assert guide.ask(CHAT, b'{"messages": NaN}')[0] == 400
+    assert guide.ask(CHAT, b"\xff\xfe")[0] == 400
+    assert guide.ask(CHAT, b"[" * 100_000)[0] == 400
+    assert guide.ask(CHAT, b'{"a": ' * 150 + b"1" + b"}" * 150)[0] == 400
+    assert guide.ask("/v1/nothing", {})[0] == 404
+    assert guide.ask(CHAT)[0] == 405
+    status, told = guide.ask(CHAT, {**HI, "messges": []})
+    assert (status, told["error"]["param"]) == (400, "messges")
+
+
+def test_a_body_that_is_too_long_is_refused_before_and_after_it_came(
+    guide: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "LONGEST_BODY", 100_000)
+    body = json.dumps({"messages": user("a" * 200_000)}).encode()
+    assert guide.ask(CHAT, body)[0] == 413
+    with socket.create_connection((HOST, guide.port), 60) as raw:  # in pieces, so that no length was said
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):
+            for at in range(0, len(body), 50_000):
+                piece = body[at : at + 50_000]
+                raw.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
+        assert raw.recv(12) == b"HTTP/1.1 413"
+
+
+def test_headers_and_bodies_have_their_time_and_headers_their_length(
+    guide: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", 0.2)
+    monkeypatch.setattr(answering, "BODY_S", 0.2)
+    with socket.create_connection((HOST, guide.port), 60) as raw:
+        raw.sendall(b"GET /health HT")
+        assert raw.recv(99) == b""
+    with socket.create_connection((HOST, guide.port), 60) as raw:
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+        assert raw.recv(12) == b"HTTP/1.1 408"
+    with socket.create_connection((HOST, guide.port), 60) as raw, suppress(ConnectionError):
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 300_000)
+        assert raw.recv(12) in (b"HTTP/1.1 400", b"")
+    assert guide.ask("/health")[0] == 200
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]), "content": st.text(max_size=20) | JSON},
+        optional={"tool_calls": JSON, "tool_call_id": JSON, "name": JSON},
+    ),
+    max_size=3,
+)
+BODIES = st.fixed_dictionaries(
+    {"max_tokens": st.just(2)},
+    optional={
+        "messages": MESSAGES | JSON, "prompt": JSON, "input": JSON | MESSAGES, "system": JSON, "tools": JSON, "stop": JSON,
+        "n": JSON, "stream": JSON, "temperature": JSON, "logit_bias": JSON, "tool_choice": JSON, "logprobs": JSON, "seed": JSON,
+        "response_format": JSON, "reasoning": JSON, "thinking": JSON, "stream_options": JSON, "chat_template_kwargs": JSON,
+    },
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
+)
+def test_no_body_is_more_than_the_server_bears(guide: Served, path: str) -> None:
+    @settings(max_examples=60)
+    @given(BODIES | JSON)
+    def tried(body: Any) -> None:
+        status, told = guide.ask(path, json.dumps(body).encode())
+        assert status in (200, 400), (status, told)
+        if status == 400:
+            assert told["error"]["message"]
+
+    tried()
+    assert guide.health()["status"] == "ok"
+
+
+def test_the_log_holds_figures_and_nothing_that_anybody_wrote(guide: Served) -> None:
+    guide.ask(CHAT, {"messages": user("a very secret question"), "max_tokens": 5})
+    guide.ask("/v1/%1b]52;x", {})
+    guide.ask(CHAT, {"messages": user("another secret"), "temperature": "secret"})
+    until(lambda: any(" 404 " in line for line in guide.lines))
+    assert "prompt " in next(line for line in guide.lines if f"{CHAT} 200" in line)
+    assert not any("secret question" in line or "another secret" in line or "\x1b" in line for line in guide.lines)
+
+
+# Clients that leave, read slowly, or are too many.
+
+
+def begun(served: Served, body: dict[str, Any]) -> socket.socket:
+    """Ask for a stream, and return its connection once the first text came; nothing more of it is read."""
+    raw = socket.create_connection((HOST, served.port), 60)
+    data = json.dumps({**body, "stream": True}).encode()
+    raw.sendall(
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(data), data)
+    )
+    seen = b""
+    while seen.count(b"data: ") < 2:
+        seen += raw.recv(4096)
+    return raw
+
+
+def test_a_client_that_leaves_ends_its_reply(tiny: Served) -> None:
+    raw = begun(tiny, LONG)
+    assert tiny.health()["replies"] == 1
+    raw.close()
+    until(lambda: tiny.health()["replies"] == 0)
+    waiting = tiny.connection()
+    waiting.request("POST", CHAT, json.dumps(LONG))
+    until(lambda: tiny.health()["replies"] == 1)
+    waiting.close()
+    until(lambda: tiny.health()["replies"] == 0)
+    until(lambda: sum("the client left" in line for line in tiny.lines) >= 2)  # logged once the reply has ended
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_all(tiny: Served) -> None:
+    long = {**LONG, "max_tokens": 6_000, "logprobs": True, "top_logprobs": 20}  # more than sockets hold
+    raw = begun(tiny, long)
+    until(lambda: tiny.ask(CHAT, {**LONG, "max_tokens": 500})[0] == 200)
+    rest = b""
+    while b"data: [DONE]" not in rest[-100:]:
+        piece = raw.recv(1 << 16)
+        assert piece
+        rest += piece
+    raw.close()
+    assert rest.count(b'"finish_reason":"length"') == 1
+
+
+def test_a_client_that_reads_nothing_is_left_in_time(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "WRITE_S", 0.3)
+    raw = begun(tiny, {**LONG, "logprobs": True, "top_logprobs": 20})
+    until(lambda: tiny.health()["replies"] == 0)
+    raw.close()
+
+
+def test_too_many_are_told_when_to_come_again(scripted: Scripted) -> None:
+    with scripted("steady", parallel=1) as served:
+        with ThreadPoolExecutor(12) as pool:
+            told = list(pool.map(lambda _: served.told(CHAT, {"messages": user("Hi")}), range(12)))
+        refused = [(heads, answer) for status, heads, answer in told if status == 429]
+        assert len(refused) >= 2
+        assert sum(status == 200 for status, _, _ in told) >= 9
+        heads, answer = refused[0]
+        assert int(heads["retry-after"]) >= 1
+        assert answer["error"]["type"] == "rate_limit_error"
+
+
+def test_who_waits_for_a_turn_is_told_so(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "FIRST_S", 0.05)
+    monkeypatch.setattr(answering, "PING_S", 0.05)
+    with scripted("slow", parallel=1) as served:
+        first = begun(served, {"messages": user("Hi")})
+        status, raw = served.ask(CHAT, {"messages": user("Hi"), "stream": True, "max_tokens": 1})
+        assert status == 200
+        assert raw.startswith(b": still here\n\n")
+        assert events(raw)[-1][1] == "[DONE]"
+        first.close()
+
+
+# An engine that dies.
+
+
+def test_a_dead_engine_is_a_clear_error_and_a_new_one(scripted: Scripted) -> None:
+    with scripted("dies-decoding") as served:
+        status, heads, told = served.told(CHAT, {"messages": user("Hi")})
+        assert (status, told["error"]["code"]) == (503, "engine_unavailable")
+        assert "the engine ended (exit status 7)" in told["error"]["message"]
+        assert int(heads["retry-after"]) >= 1
+        status, _ = served.ask(CHAT, {"messages": user("Hi")})
+        assert status == 503  # it is started by who asks next, since it died at once
+        until(lambda: served.ask("/health")[0] == 200)
+        status, raw = served.ask(CHAT, {"messages": user("Hi"), "stream": True})
+        assert status == 200  # the stream had begun
+        told = events(raw)
+        assert told[-2][1]["error"]["code"] == "engine_unavailable"
+        assert any("the engine ended" in line for line in served.lines)
+
+
+def test_a_model_that_can_not_be_loaded_is_told_at_the_start(scripted: Scripted) -> None:
+    with pytest.raises(RequestError, match="no model is called 'missing'"), scripted("missing"):
+        pass
+
+
+# The command.
+
+
+@contextmanager
+def command(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start ``tokamac serve`` and yield it with its port."""
+    home = {
+        name: str(tmp_path) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")
+    }
+    log = tmp_path / "stderr"  # a pipe that nobody reads would hold the server up, once it is full
+    with log.open("w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tokamac.app.cli", "serve", "guide", "--port", "0", *flags],
+            stderr=stderr, env={**os.environ, **home},
+        )  # fmt: skip
+    told: list[re.Match[str]] = []
+
+    def is_told() -> bool:
+        assert process.poll() is None
+        told.extend(re.finditer(r"serving .*?:(\d+);", log.read_text(encoding="utf-8")))
+        return bool(told)
+
+    try:
+        until(is_told)
+        yield process, int(told[0].group(1))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def children(process: subprocess.Popen[bytes]) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False).stdout
+    return [int(each) for each in found.split()]
+
+
+def test_ctrl_c_ends_streams_and_the_server(tmp_path: Path) -> None:
+    with command(tmp_path) as (process, port):
+        served = Served(port)
+        (engine,) = children(process)
+        raw = begun(served, {"messages": user("Hi"), "n": 60, "temperature": 2})
+        process.send_signal(signal.SIGINT)
+        rest = b""
+        while piece := raw.recv(1 << 16):
+            rest += piece
+        raw.close()
+        assert b'"code":"server_stopping"' in rest
+        assert process.wait(30) == 130
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
+
+
+def test_an_engine_that_is_killed_under_load_is_replaced(tmp_path: Path) -> None:
+    with command(tmp_path) as (process, port):
+        served = Served(port)
+        (engine,) = children(process)
+        with ThreadPoolExecutor(8) as pool:
+            asked = [
+                pool.submit(served.ask, CHAT, {"messages": user("Hi"), "n": 8, "temperature": 2, "stream": at % 2 == 0})
+                for at in range(8)
+            ]
+            until(lambda: served.health()["replies"] == 8)
+            os.kill(engine, signal.SIGKILL)
+            told = [each.result() for each in asked]
+        for at, (status, answer) in enumerate(told):
+            if at % 2:
+                assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+                assert "the engine ended (" in answer["error"]["message"]
+            elif status == 200:  # the stream had begun
+                assert events(answer)[-2][1]["error"]["code"] == "engine_unavailable"
+            else:
+                assert status == 503
+        until(lambda: served.ask(CHAT, HI)[0] == 200)
+        assert children(process) != [engine]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with listen(HOST, 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=f"port {port} is in use"):
+            listen(HOST, port)
+        done = subprocess.run(
+            [sys.executable, "-m", "tokamac.app.cli", "serve", "guide", "--port", str(port)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"tokamac: port {port} is in use. Stop what listens there, or take another: --port {port + 1}.\n"
+    )
+    with pytest.raises(ListenError, match="--host"):
+        listen("no such host", 0)
