@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "sizes, memory, the ceiling and the expected speed, here or on another machine",
     "quality": "how far a model's answers are from another's: KL, top-1, perplexity, layer by layer",
     "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
+    "serve": "answer programs over HTTP, with the interfaces of OpenAI and Anthropic",
     "models": "what is on disk; download, remove, suggest",
     "cache": "the prompt cache on disk: show, clear, check",
     "chats": "conversations that are kept: list, search, show, export, import, delete, restore, repair",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.hub.cache import nearest
+from tokamac.engine.hub.cache import GUIDE, nearest
 from tokamac.engine.options import (
     GROUP_SIZES,
     KV_BITS,
@@ -18,9 +18,11 @@ from tokamac.engine.options import (
     PARALLEL,
     STAGES,
     THINKING,
+    KVBits,
     KVSpec,
     PromptCacheSpec,
     Sampling,
+    Speculation,
     TemplateOptions,
 )
 
@@ -29,6 +31,9 @@ from .output import note
 from .profiles import Profile
 
 T = TypeVar("T")
+
+AUTO = "auto"
+SPECULATION = (AUTO, "off")
 
 
 class Flag(NamedTuple):
@@ -41,7 +46,7 @@ class Flag(NamedTuple):
     repeated: bool = False
 
 
-def kv_bits(text: str) -> tuple[int, int]:
+def kv_bits(text: str) -> KVBits:
     """Return (bits of keys, bits of values) from ``8`` or ``8,4``."""
     try:
         bits = tuple(int(part) for part in text.split(","))
@@ -185,12 +190,52 @@ def add_parallel_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_speculation_flags(
+    parser: argparse.ArgumentParser, default: str = "speculation of the settings, at first auto"
+) -> None:
+    """Add ``--speculation`` and ``--draft``. default: what holds without the first, in words."""
+    what = f"guess tokens from text that is there, and verify several at once: the reply is the same ({default})"
+    parser.add_argument("--speculation", choices=SPECULATION, help=what)
+    parser.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help="a smaller model with the same tokenizer that guesses, too, where it gains time (what the settings have for the "
+        f"model); {NO_DRAFT} is without",
+    )
+
+
+def check_speculation_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with a usage error where a draft model is to guess while nothing is."""
+    if options.speculation == "off" and given_draft(options.draft or ""):
+        parser.error("--draft has no effect with --speculation off")
+
+
+def speculation_of(options: argparse.Namespace, model: str, default: bool | None = None) -> Speculation | None:
+    """Return what guesses tokens for ``model``: by the flags, else by ``default`` or the settings; None is nothing."""
+    known = settings.load(settings.default_path()).settings
+    draft = given_draft(options.draft) if options.draft is not None else known.drafts.get(model)
+    on = known.speculation if default is None else default
+    if options.speculation is not None or (options.draft is not None and draft):
+        on = options.speculation != "off"
+    return Speculation(draft=draft or None) if on else None
+
+
+def given_draft(written: str) -> str:
+    """Return the draft model that somebody wrote, a folder in full; "" is none."""
+    return GUIDE if written.strip() == GUIDE else given_adapter(written)
+
+
 def replies_at_once(text: str) -> int:
     """Return a number of replies."""
     most = settings.MOST_PARALLEL
     if not text.isdecimal() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of replies at once, 1 to {most}")
     return int(text)
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Return numbers of replies at once, each once."""
+    return tuple(dict.fromkeys(replies_at_once(part.strip()) for part in text.split(",")))
 
 
 def parallel_of(options: argparse.Namespace) -> int:
@@ -218,8 +263,8 @@ def add_unchecked_flag(
     parser.add_argument("--unchecked", action="store_true", help=does)
 
 
-NO_ADAPTER = "none"
-"""Takes the adapter away that the settings have for a model."""
+NO_ADAPTER = NO_DRAFT = "none"
+"""Takes the adapter, or the draft model, away that the settings have for a model."""
 
 
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
@@ -372,6 +417,23 @@ def with_logprobs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
     if not options.json and options.each is None:
         parser.error("--logprobs has no effect without --json")
     changed: Sampling = _changed(parser, "--logprobs", base, {"logprobs": options.logprobs})
+    return changed
+
+
+def add_schema_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--schema``."""
+    parser.add_argument(
+        "--schema", metavar="FILE", help="a JSON Schema that the answer follows; needs pip install 'tokamac[schema]'"
+    )
+
+
+def with_schema(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, base: Sampling, read: Callable[[str], str]
+) -> Sampling:
+    """Return ``base`` with what ``--schema`` names, if it was given; end with exit status 2 at what is none."""
+    if options.schema is None:
+        return base
+    changed: Sampling = _changed(parser, "--schema", base, {"json_schema": read(options.schema)})
     return changed
 
 

@@ -5,14 +5,18 @@ A command that does one of several things (``tokamac models pull ID``) has help 
 
 import argparse
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tokamac.engine.errors import shortened
 from tokamac.engine.hub.cache import GUIDE, nearest
 
 from .sanitise import sanitise_line
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 HELP_FLAGS = frozenset({"-h", "--help"})
 WIDEST, NARROWEST = 100, 20
@@ -24,6 +28,7 @@ TOPICS = {
     "inspect": "speed, kv, memory, models",
     "quality": "convert",
     "bench": "speed, each, kv",
+    "serve": "serve, kv, cache, sampling, thinking, memory",
     "models": "models",
     "cache": "cache",
     "chats": "chat",
@@ -69,6 +74,13 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None, namespace: argparse.Namespace | None
     ) -> tuple[argparse.Namespace, list[str]]:
         return self.parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """Write, and raise OSError where stdout takes no more: argparse would keep silent, and help cut short end well."""
+        if message and file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
         """End with exit status 2."""

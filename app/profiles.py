@@ -28,8 +28,8 @@ CHAT_KV = KVSpec(keep="system")
 """How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
 DEFAULT = "default"
 """In a profile: the default of a setting, whatever [sampling], [template] or [kv] say."""
-SHOWN_NOWHERE = ("tools", "logprobs")
-"""Options of the engine that no profile has: tools are named apart, and a chat shows no log-probabilities."""
+SHOWN_NOWHERE = ("tools", "must_call", "logprobs")
+"""Options of the engine that no profile has: tools are named apart, a chat shows no log-probabilities and forces no call."""
 
 
 def defaults_of(kind: type[T]) -> T:

@@ -102,6 +102,12 @@ def _standard_input(*, wanted: bool) -> str:
     return _text(buffer.read(LONGEST_INPUT + 1), "standard input") if buffer is not None else sys.stdin.read()
 
 
+def read_schema(name: str) -> str:
+    """Return the text of a file with a JSON Schema. Raises InputError."""
+    with reading(name, "--schema", f"--schema <(cat {name})"), open_file(name) as file:
+        return _text(file.read(LONGEST_INPUT + 1), name)
+
+
 def _read_file(name: str) -> str:
     with reading(name, "-f", f"tokamac ask PROMPT < {name}"), open_file(name) as file:
         return _text(file.read(LONGEST_INPUT + 1), name)

@@ -43,13 +43,13 @@ MOST_CALLS = 1000
 TITLES = ("model", "words")
 """Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
 VALUES = (
-    "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel", "models_folder",
-    "keep_awake", "titles", "toured",
+    "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel",
+    "speculation", "models_folder", "keep_awake", "titles", "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
 OPTIONS = ("sampling", "template", "kv", "tools")
 """Tables that are a dataclass."""
-MAPS = ("system_prompts", "adapters", "keys", "mcp", "profiles")
+MAPS = ("system_prompts", "adapters", "drafts", "keys", "mcp", "profiles")
 """Tables whose keys are the user's."""
 
 
@@ -87,11 +87,12 @@ class Settings:
     profile: the one that new chats begin with; "" is none. profiles: by name.
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
     (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. parallel: replies
-    that an engine makes at once, at most. keep_awake: whether a Mac may not sleep while a model works. models_folder: where the
+    that an engine makes at once, at most. speculation: whether tokens are guessed,
+    and several verified at once. keep_awake: whether a Mac may not sleep while a model works. models_folder: where the
     chat puts models that it converts; empty is ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``.
     panel, all_figures: whether the side panel is shown, and with every figure. toured: whether the tour of the first start was
-    shown. system_prompts: texts by name. adapters: by model. keys: of actions by id, as they were written. tools: what they may
-    do. mcp: programs that offer tools.
+    shown. system_prompts: texts by name. adapters, drafts: adapters and draft models, by model. keys: of actions by id, as they
+    were written. tools: what they may do. mcp: programs that offer tools.
     Raises OptionError for values out of range.
     """
 
@@ -104,6 +105,7 @@ class Settings:
     unload_after_min: int | None = None
     memory_gb: float | None = None
     parallel: int = PARALLEL
+    speculation: bool = True
     models_folder: str = ""
     keep_awake: bool = True
     titles: str = "model"
@@ -113,6 +115,7 @@ class Settings:
     kv: KVSpec = CHAT_KV
     system_prompts: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tools: ToolSettings = field(default_factory=ToolSettings)
     mcp: dict[str, McpServer] = field(default_factory=dict)
@@ -137,6 +140,10 @@ class Settings:
         """What MLX's arrays may take; None is the system's limit."""
         return None if self.memory_gb is None else round(self.memory_gb * 1e9)
 
+    def beside(self, model: str) -> tuple[str | None, str | None]:
+        """Return the adapter and the draft model that ``model`` is loaded with; None is none."""
+        return self.adapters.get(model), self.drafts.get(model)
+
     @property
     def models_path(self) -> Path:
         """Where the chat puts models that it converts: an absolute path, there or not."""
@@ -156,10 +163,10 @@ def gigabytes_of(nbytes: int | None) -> float | None:
     return None if nbytes is None else nbytes / 1e9
 
 
-def with_adapter(settings: Settings, model: str, adapter: str | None) -> dict[str, str]:
-    """Return the adapters by model, with this one for ``model``; None is none."""
-    others = {name: each for name, each in settings.adapters.items() if name != model}
-    return others if adapter is None else {**others, model: adapter}
+def with_one(known: dict[str, str], model: str, name: str | None) -> dict[str, str]:
+    """Return adapters or draft models by model, with this one for ``model``; None is none."""
+    others = {each: its for each, its in known.items() if each != model}
+    return others if name is None else {**others, model: name}
 
 
 def with_allowed(settings: Settings, allowed: tuple[str, ...]) -> Settings:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, STAGES, THINKING, KVSpec, Sampling, TemplateOptions
@@ -20,6 +20,7 @@ from .profiles import DEFAULT, Profile, defaults_of
 from .sanitise import sanitise_line
 from .settings import TITLES, Settings
 
+T = TypeVar("T")
 MOST_DIGITS = 9
 """No number here has more, and Python refuses to parse thousands of digits."""
 
@@ -163,6 +164,9 @@ MEMORY_FIELDS = (
     Field("parallel", "Replies at once", "1 to 256; more memory each", int),
     Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
 )
+SPEED_FIELDS = (
+    Field("speculation", "Guess ahead", "on or off; the text is the same", _switch, show=_show_switch, choices=SWITCH),
+)
 APP_FIELDS = (
     Field("models_folder", "Models folder", "whole path; empty: ~/Models/tokamac", _folder, ""),
     Field("panel", "Side panel", "on or off", _switch, show=_show_switch, choices=SWITCH),
@@ -194,6 +198,7 @@ GROUPS = (
     FieldGroup(THIS_CHAT, "More about sampling", "sampling", RARE_FIELDS),
     FieldGroup(THE_MODEL, "KV cache", "kv", KV_FIELDS),
     FieldGroup(THE_MODEL, "Memory", "settings", MEMORY_FIELDS),
+    FieldGroup(THE_MODEL, "Speed", "settings", SPEED_FIELDS),
     FieldGroup(THE_APP, "", "settings", APP_FIELDS),
 )
 
@@ -367,6 +372,12 @@ def _read(field: Field, text: str) -> object:
         raise FieldError(
             field.name, f"{field.label}: {text.strip() or 'nothing'!r:.60} is not valid ({field.note})."
         ) from error
+
+
+def with_field(base: T, field: Field, text: str) -> T:
+    """Return options with what the text of one of their fields says. Raises FieldError."""
+    changed: T = _made(base, {field.name: _read(field, text)})
+    return changed
 
 
 def _made(base: Any, values: Mapping[str, Any], at: str = "") -> Any:

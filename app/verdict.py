@@ -290,6 +290,8 @@ def value_text(value: float | None, unit: Unit) -> str:
             return _scaled(value)
         case "replies":
             return f"{value:,.1f}"
+        case "tokens":
+            return f"{value:,.0f} tokens"
         case "FLOP/byte":
             return f"{value:,.1f} FLOP/byte"
 

@@ -1,8 +1,9 @@
 """Take the documents' pictures: ``python -m tests.pictures [NAME …]`` writes assets/pictures/*.svg.
 
 The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine (``explain``,
-``steps``), and, for ``mac``, with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath
-the picture. The user's folders are not read: the pictures have no models, chats or measurements but those of the run.
+``steps``, ``versions``), and, for ``mac``, with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents
+say so beneath the picture. The user's folders are not read: the pictures have no models, chats or measurements but those of the
+run.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from textual.pilot import Pilot
 
 from tests.scripted_engine import MAC_MODEL, SCRIPTED
 from tokamac.app.backend.protocol import Figures, Loaded, WhatIf
+from tokamac.app.chat import commands
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.what_if_form import first_question
@@ -28,6 +30,7 @@ from tokamac.app.settings import save as save_settings
 from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.screens.steps import StepsScreen
+from tokamac.app.tui.screens.versions import VersionsScreen
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0
@@ -38,7 +41,7 @@ THEME = "tokamac-dark"
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 PLAYED = ("mac",)
 """Pictures that a scripted engine plays."""
-REAL = ("explain", "steps")
+REAL = ("explain", "steps", "versions")
 """Pictures of what the embedded model does on this machine."""
 STEP = 6
 """How far from a reply's first step to the one that is shown."""
@@ -160,7 +163,14 @@ async def steps(app: TokamacApp, pilot: Pilot[Any]) -> None:
     await pilot.press(*["right"] * STEP)
 
 
-SHOWN = {"explain": explain, "steps": steps}
+async def versions(app: TokamacApp, pilot: Pilot[Any]) -> None:
+    """Compare some versions of the last reply."""
+    await pilot.pause()
+    commands.compare(app.chat, "temperature 0 1 2")
+    await until(lambda: isinstance(app.screen, VersionsScreen) and not app.screen.versions.running, "the versions")
+
+
+SHOWN = {"explain": explain, "steps": steps, "versions": versions}
 
 
 def save(app: TokamacApp, name: str) -> None:

@@ -58,6 +58,8 @@ def answers(question: Question, limit: int | None = None) -> Iterator[Answer | W
     match question.wanted:
         case "table":
             yield _table(question, limit)
+        case "at once":
+            yield _at_once(question, limit)
         case "cache":
             yield _cache(question, limit)
         case "chips":
@@ -115,7 +117,7 @@ def _table(question: Question, limit: int | None) -> Answer:
         cases=(*_now(question.now, subject, found.place), *(_case(each, case) for each in outcomes)),
         curve=tuple(CurvePoint(each.context, each.ceiling_tps, each.expected_tps) for each in points),
         roof=None if found.prediction is None else _roof(found.prediction, found.place.chip),
-        notes=notes(outcomes, found.form),
+        notes=notes(outcomes),
     )
 
 
@@ -146,11 +148,21 @@ def _cache(question: Question, limit: int | None) -> Answer:
 
     case, found, subject = _inspected(question, limit)
     place, packing = found.place, case.packing(subject.packing)
-    weighed = weigh(subject.config, place.device, place.memory_bytes, packing=packing)
+    weighed = weigh(subject.config, place.device, packing=packing)
     if isinstance(weighed, str):
         raise OptionError(weighed, "Choose another model.")
     worth = cache_worth(weighed, case, place, contexts_up_to(subject.config))
     return Answer(found.model, chip_name(place.chip), place.budget_rule or "", found.context_length, cache=worth)
+
+
+def _at_once(question: Question, limit: int | None) -> Answer:
+    from tokamac.engine.schedule.capacity import capacity_of
+
+    case, found, subject = _inspected(question, limit)
+    place = found.place
+    several = capacity_of(subject.config, case, place, own=subject.packing)
+    rule, notes = place.budget_rule or "", several.notes
+    return Answer(found.model, chip_name(place.chip), rule, found.context_length, notes=notes, at_once=several)
 
 
 def _inspected(question: Question, limit: int | None) -> "tuple[WhatIfCase, Inspection, ModelRef]":

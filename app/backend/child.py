@@ -1,10 +1,10 @@
 """The engine's process: ``python -m tokamac.app.backend.child``. Requests on stdin, messages on stdout, all else to stderr.
 
-    stdin ─ reader thread ─▶ queue ─ main thread ─▶ Engine ─▶ its events ─ outbox ─▶ stdout
-                └── Cancel: straight to the engine             pulse ─▶ text batches, measurements, heartbeat
+    stdin ─ reader thread ─▶ queue ─ main thread ─▶ a thread for each reply ─▶ Engine ─▶ its events ─ outbox ─▶ stdout
+                └── Cancel: straight to that reply                     pulse ─▶ text batches, measurements, heartbeat
 
-The main thread alone asks the engine for replies. Prices and counts wait for the engine to be free, which the main thread must
-not, so threads of their own ask for them. The file descriptor of stdout is taken away at the start: a stray print of any library
+The main thread begins replies and waits for none, but before it loads or unloads a model, or ends. Prices and counts wait for the
+engine, so threads of their own ask for them. The file descriptor of stdout is taken away at the start: a stray print of any library
 lands in the log and can't break the protocol. When stdin closes, however the screen went, the process ends.
 """
 
@@ -14,15 +14,16 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from tokamac.engine.errors import OptionError, TokamacError, panic_error
-from tokamac.engine.events import Finished, LoadProgress, Message, Price
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, Price, TextChunk
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.hub.cache import GUIDE
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions
 from tokamac.engine.perf.memory import SOURCES
 from tokamac.engine.text.tools import as_text, has_calls
 
@@ -35,12 +36,15 @@ from .protocol import (
     LONGEST_LINE,
     AskCount,
     AskPrice,
+    AskTokens,
     AskWhatIf,
     Cancel,
     Counted,
     EngineMessage,
     EngineNotice,
     Generate,
+    GoOn,
+    Hold,
     Load,
     Loaded,
     LookAgain,
@@ -48,6 +52,7 @@ from .protocol import (
     MemoryUse,
     ModelInfo,
     Priced,
+    PromptTokens,
     Quit,
     ReplyEvent,
     Request,
@@ -62,10 +67,10 @@ from .protocol import (
 )
 
 if TYPE_CHECKING:
-    from tokamac.engine import Engine
+    from tokamac.engine import Engine, ReplyStream
 
 T = TypeVar("T")
-Question = TypeVar("Question", bound=AskCount | AskPrice)
+Question = TypeVar("Question", bound=AskCount | AskPrice | AskTokens)
 Loader = Callable[[Load, Callable[[LoadProgress], None]], "tuple[Engine, ModelInfo]"]
 
 CLOSE_S = FLUSH_S + 2.0
@@ -94,6 +99,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             unchecked=request.unchecked,
             adapter=request.adapter,
             parallel=request.parallel,
+            speculation=Speculation(draft=request.draft) if request.speculation else None,
             progress=progress,
         )
 
@@ -179,10 +185,17 @@ class Answerer(Generic[Question]):
         return self._unknown(question)
 
 
+PROBE = (Message("user", "Hello"),)
+"""A prompt that is rendered with tools and without, to tell what they add."""
+
+
 def counter(outbox: Outbox) -> Answerer[AskCount]:
-    """Return what counts texts in tokens, each in its turn."""
+    """Return what counts texts in tokens, and definitions of tools, each in its turn."""
 
     def count(engine: "Engine", ask: AskCount) -> Counted:
+        if ask.tools:
+            with_them = engine.price(PROBE, template=TemplateOptions(tools=ask.tools)).prompt_tokens
+            return Counted(ask.id, with_them - engine.price(PROBE).prompt_tokens)
         # On the engine's thread: a tokenizer is one thread's at a time.
         return Counted(ask.id, engine.between(lambda: len(engine.tokenizer.encode(ask.text))))
 
@@ -199,14 +212,56 @@ def pricer(outbox: Outbox, accept: Callable[[Sequence[Message]], list[Message]] 
     return Answerer(outbox, price, lambda ask: Priced(ask.asker, ask.id, None), replaces=lambda ask: ask.asker)
 
 
+def tokenizing(outbox: Outbox, accept: Callable[[Sequence[Message]], list[Message]]) -> Answerer[AskTokens]:
+    """Return what tells the tokens of prompts, each in its turn. accept: as of ``pricer``."""
+
+    def tokens(engine: "Engine", ask: AskTokens) -> PromptTokens:
+        def encoded() -> list[int]:
+            if not ask.messages:
+                return engine.tokenizer.encode(ask.text, add_special_tokens=True)
+            told = engine.tokenizer.using(ask.template)
+            return told.encode(told.render(accept(ask.messages)))
+
+        try:
+            return PromptTokens(ask.id, tuple(engine.between(encoded)))
+        except TokamacError as error:
+            return PromptTokens(ask.id, error=error.one_line())
+
+    return Answerer(outbox, tokens, lambda ask: PromptTokens(ask.id, error="the engine can't tell"))
+
+
 def accepted(messages: Sequence[Message], *, later_system: bool, takes_tools: bool = True) -> list[Message]:
     """Return what the chat template takes: the screen says what is left out of the system messages, and that calls become text."""
     kept = [each for at, each in enumerate(messages) if later_system or at == 0 or each.role != "system"]
     return kept if takes_tools or not has_calls(kept) else as_text(kept)
 
 
+@dataclass(slots=True)
+class OpenReply:
+    """A reply that is being made, and the thread that reads it. may_go_on: not set while who asked for it is behind."""
+
+    request: Generate
+    stream: "ReplyStream"
+    reader: threading.Thread
+    may_go_on: threading.Event
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """End it, and tell its end."""
+        self.cancelled = True
+        self.stream.cancel()
+        self.may_go_on.set()
+
+    def hold(self, *, held: bool) -> None:
+        """Tell no more of it for now, or more again."""
+        if held and not self.cancelled:
+            self.may_go_on.clear()
+        else:
+            self.may_go_on.set()
+
+
 class Child:
-    """The loop of the process: one engine at most, one reply at a time."""
+    """The loop of the process: one engine at most, and its replies."""
 
     def __init__(self, load: Loader, outbox: Outbox) -> None:
         self._load = load
@@ -215,13 +270,17 @@ class Child:
         self._later_system = self._takes_tools = True
         self._guide = False
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._cancelled: set[int] = set()
-        self._running: int | None = None
+        self._running: dict[int, OpenReply] = {}
+        self._cancelled: set[int] = set()  # of which no reply runs: it may still be asked for
+        self._leaving = False
+        self._replies_lock = threading.Lock()  # held for these three
         self._told_trouble = False
+        self._trouble_lock = threading.Lock()
         self._prices = pricer(outbox, self._accepted)
         self._counts = counter(outbox)
+        self._tokens = tokenizing(outbox, self._accepted)
         self._advisor = Advisor(outbox)
-        self._looker = Looker(outbox, self._accepted)
+        self._looker = Looker(outbox, self._accepted, self._wait_for_foreground)
         self._unloaded = threading.Lock()
         self._pulse = Pulse(outbox, self._measurements)
 
@@ -234,6 +293,7 @@ class Child:
                 self._answer(request)
             finally:
                 self._pulse.stop()
+        self._wait_for_replies()
         self._close()
 
     def _next(self) -> Request:
@@ -246,41 +306,46 @@ class Child:
                 self._tell_trouble()
 
     def _answer(self, request: Request) -> None:
-        try:
+        with self._telling_failures(request):
             match request:
                 case Load():
+                    self._wait_for_replies()
                     self._load_model(request)
                 case Generate():
-                    self._reply(request)
+                    self._begin_reply(request)
                 case Warm():
                     self._warm(request)
                 case AskPrice():
                     self._prices.ask(self._engine, request)
                 case AskCount():
                     self._counts.ask(self._engine, request)
+                case AskTokens():
+                    self._tokens.ask(self._engine, request)
                 case AskWhatIf():
-                    self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)
+                    self._advisor.ask(self._between_replies, request)
                 case LookAgain():
                     self._looker.ask(self._engine, request)
                 case StopLooking():
                     self._looker.stop()
                 case Unload():
+                    self._wait_for_replies()
                     self._close()
                     self._outbox.put(Unloaded())
                 case _:
-                    pass  # Cancel never waits in the queue, and Quit ends the loop
-        except TokamacError as error:
-            self._fail(request, error.message, error.hint)
-        except Exception as error:  # whatever a model's code raises must not take the process down
-            traceback.print_exc()
-            self._fail(request, f"the engine failed: {type(error).__name__}: {error}", "The log has the details.")
-        except BaseException as error:
-            if (known := panic_error(error)) is None:
-                raise
-            self._fail(request, known.message, known.hint)
+                    pass  # what is for a reply that runs never waits in the queue, and Quit ends the loop
 
-    def _fail(self, request: Request, error: str, hint: str) -> None:
-        self._outbox.put(RequestFailed(request.id if isinstance(request, Generate) else None, error, hint))
+    @contextmanager
+    def _telling_failures(self, request: Request) -> Iterator[None]:
+        """Tell what fails inside a with block, whatever a model's code raises: it must not take the process down."""
+        try:
+            yield
+        except BaseException as error:
+            known = error if isinstance(error, TokamacError) else panic_error(error)
+            if known is None:
+                traceback.print_exc()
+                known = TokamacError(f"the engine failed: {type(error).__name__}: {error}", "The log has the details.")
+            failed = request.id if isinstance(request, Generate) else None
+            self._outbox.put(RequestFailed(failed, known.message, known.hint, type(known).__name__))
 
     def _load_model(self, request: Load) -> None:
         self._close()
@@ -289,7 +354,7 @@ class Child:
             self._engine, info = self._load(request, self._outbox.put)
         self._guide = request.model == GUIDE
         self._later_system, self._takes_tools, self._told_trouble = info.later_system, info.takes_tools, False
-        self._outbox.suit(info.device)
+        self._outbox.suit(info.device, request.text_every_s)
         engine = self._engine
         limits, memory = engine.limits(1), _memory_use(engine)
         told = (limits.ceiling_tps, limits.bandwidth_gbs, memory, limits.bandwidth_condition)
@@ -303,32 +368,82 @@ class Child:
         limits = engine.limits(1)
         self._outbox.put(MachineMeasured(limits.ceiling_tps, limits.bandwidth_gbs, limits.bandwidth_condition))
 
-    def _reply(self, request: Generate) -> None:
+    def _begin_reply(self, request: Generate) -> None:
         if (engine := self._engine) is None:
             raise TokamacError("no model is loaded", "Choose one with /model.")
-        self._looker.stop()
-        messages, template = self._accepted(request.messages), request.template
-        end: Finished | None = None
-        self._running = request.id
-        try:
-            events = engine.generate(messages, request.sampling, continues=request.continues, template=template)
-            for event in with_offers(events, messages) if self._guide else events:
-                if isinstance(event, Finished):
-                    end = event  # told once the engine is free to say what memory it takes
-                else:
-                    self._outbox.put(ReplyEvent(request.id, event))
-                # A cancel between two requests found no reply to end: it is repeated here.
-                if request.id in self._cancelled:
-                    engine.cancel()
-        finally:
-            self._running = None
+        if not request.background:
+            self._looker.stop()
+        messages = self._accepted(request.messages)
+        stream = engine.generate(
+            request.tokens or messages,
+            request.sampling,
+            continues=request.continues,
+            template=request.template,
+            background=request.background,
+            kv_bits=request.kv_bits,
+        )
+        events = with_offers(stream, messages) if self._guide else stream
+        may_go_on = threading.Event()
+        may_go_on.set()
+        given = (engine, request, events, may_go_on)
+        reader = threading.Thread(target=self._reply, args=given, name=f"reply-{request.id}", daemon=True)
+        with self._replies_lock:
+            running = self._running[request.id] = OpenReply(request, stream, reader, may_go_on)
+            if request.id in self._cancelled or self._leaving:
+                running.cancel()
             self._cancelled.discard(request.id)
-        if end is None:
-            return
-        self._outbox.put(replace(_memory_use(engine), predicted_peak_bytes=end.predicted_peak_bytes))
-        self._outbox.put(ReplyEvent(request.id, end))
-        self._reread(engine, request, end)
-        self._tell_trouble()
+        self._pulse.start()
+        reader.start()
+
+    def _reply(self, engine: "Engine", request: Generate, events: Iterator[Event], may_go_on: threading.Event) -> None:
+        """Tell a reply. Runs on a thread of its own."""
+        try:
+            with self._telling_failures(request):
+                end = self._told(request.id, events, may_go_on)
+                if end is None:
+                    return
+                if not request.watched:
+                    end = replace(end, passes=None, diagnosis=None, outliers=())
+                elif not request.background:
+                    self._outbox.put(replace(_memory_use(engine), predicted_peak_bytes=end.predicted_peak_bytes))
+                self._outbox.put(ReplyEvent(request.id, end))
+                if not request.background:
+                    self._reread(engine, request, end)
+                self._tell_trouble()
+        finally:
+            with self._replies_lock:
+                del self._running[request.id]
+            self._pulse.stop()
+
+    def _told(self, reply: int, events: Iterator[Event], may_go_on: threading.Event) -> Finished | None:
+        """Tell a reply's events but for its end, which is returned: it is told once the memory that the reply takes is known."""
+        end: Finished | None = None
+        begun = False
+        for event in events:
+            may_go_on.wait()
+            if isinstance(event, Finished):
+                end = event
+                continue
+            self._outbox.put(ReplyEvent(reply, event))
+            if isinstance(event, TextChunk) and not begun:
+                begun = True
+                self._outbox.flush()  # whose first text it is waits for nobody's next
+        return end
+
+    def _wait_for_replies(self) -> None:
+        """Wait until none runs."""
+        for running in self._replies():
+            running.reader.join()
+
+    def _wait_for_foreground(self) -> None:
+        """Wait until none runs that somebody waits for."""
+        for running in self._replies():
+            if not running.request.background:
+                running.reader.join()
+
+    def _replies(self) -> list[OpenReply]:
+        with self._replies_lock:
+            return list(self._running.values())
 
     def _reread(self, engine: "Engine", request: Generate, end: Finished) -> None:
         """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
@@ -365,22 +480,26 @@ class Child:
         kept = without_offers(messages) if self._guide else messages
         return accepted(kept, later_system=self._later_system, takes_tools=self._takes_tools)
 
-    def _alone(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which may touch MLX, while no model is loaded; a load waits for it."""
+    def _between_replies(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which may touch MLX and take longer than a token; while no model is loaded, a load waits for it."""
+        self._wait_for_foreground()
+        if (engine := self._engine) is not None:
+            return engine.between(work)
         with self._unloaded:
             return work()
 
     def _tell_trouble(self) -> None:
-        if self._engine is None or self._told_trouble or (trouble := self._engine.cache_trouble()) is None:
-            return
-        self._told_trouble = True
-        self._outbox.put(EngineNotice(trouble))
+        with self._trouble_lock:
+            if self._engine is None or self._told_trouble or (trouble := self._engine.cache_trouble()) is None:
+                return
+            self._told_trouble = True
+            self._outbox.put(EngineNotice(trouble))
 
-    def _measurements(self) -> ReplyEvent | None:
-        engine, running = self._engine, self._running
-        if engine is None or running is None or (live := engine.live()) is None:
-            return None
-        return ReplyEvent(running, live)
+    def _measurements(self) -> list[ReplyEvent]:
+        """Return what is measured of each reply that somebody waits for."""
+        watched = [each for each in self._replies() if each.request.watched and not each.request.background]
+        measured = [(each.request.id, each.stream.live()) for each in watched]
+        return [ReplyEvent(reply, live) for reply, live in measured if live is not None]
 
     def _close(self) -> None:
         self._looker.stop()
@@ -396,21 +515,29 @@ class Child:
             except WireError as error:
                 self._outbox.put(RequestFailed(None, f"the engine was sent {error.message}", error.hint))
                 continue
-            if isinstance(request, Cancel):
-                self._cancel(request.id)
-            else:
-                self._requests.put(request)
+            match request:
+                case Cancel():
+                    self._cancel(request.id)
+                case Hold() | GoOn():
+                    with self._replies_lock:
+                        if (running := self._running.get(request.id)) is not None:
+                            running.hold(held=isinstance(request, Hold))
+                case _:
+                    self._requests.put(request)
         self._requests.put(Quit())
-        if self._running is not None:
-            self._cancel(self._running)
+        with self._replies_lock:
+            self._leaving = True
+            for each in self._running.values():
+                each.cancel()
         threading.Event().wait(CLOSE_S)
         os._exit(0)  # a load or a kernel that does not end must not outlive the screen
 
-    def _cancel(self, request: int) -> None:
-        self._cancelled.add(request)
-        engine = self._engine
-        if engine is not None and self._running == request:
-            engine.cancel()
+    def _cancel(self, reply: int) -> None:
+        with self._replies_lock:
+            if reply in self._running:
+                self._running[reply].cancel()
+            else:
+                self._cancelled.add(reply)
 
 
 def serve(load: Loader = load_engine) -> None:

@@ -191,14 +191,13 @@ class StageLine:
 class Expected:
     """Decoding on this machine with so many tokens of context, tokens a second; None is unknown.
 
-    reason: why one is unknown. note: why both are alike.
+    reason: why one is unknown.
     """
 
     before_tps: float | None
     after_tps: float | None
     context: int
     reason: str | None = None
-    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

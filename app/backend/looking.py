@@ -21,10 +21,15 @@ STOPPED = "Stopped before all likely tokens were computed."
 
 
 class Looker:
-    """Answers one question at a time, the last one asked. accept: leaves out of a prompt what the chat template does not take."""
+    """Answers one question at a time, the last one asked.
 
-    def __init__(self, outbox: Outbox, accept: Callable[[Sequence[Message]], list[Message]]) -> None:
-        self._outbox, self._accept = outbox, accept
+    accept: leaves out of a prompt what the chat template does not take. wait: returns once nothing more urgent runs.
+    """
+
+    def __init__(
+        self, outbox: Outbox, accept: Callable[[Sequence[Message]], list[Message]], wait: Callable[[], None]
+    ) -> None:
+        self._outbox, self._accept, self._wait = outbox, accept, wait
         self._latest: LookAgain | None = None
         self._asked: queue.SimpleQueue[tuple[Engine, LookAgain]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="looker", daemon=True).start()
@@ -46,6 +51,7 @@ class Looker:
             engine, question = self._asked.get()
             why = ""
             try:
+                self._wait()
                 why = self._answer(engine, question)
             except TokamacError as error:
                 why = error.one_line()

@@ -27,14 +27,13 @@ class Outbox:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        self._reply = 0
-        self._waiting: list[TextChunk] = []  # of reply ``_reply``, all of one kind
+        self._waiting: list[tuple[int, list[TextChunk]]] = []  # a reply, and text of it that is all of one kind
         self._flushed = 0.0
         self.flush_s = FLUSH_S
 
-    def suit(self, device: str) -> None:
-        """Batch text as is best while ``device`` computes."""
-        self.flush_s = FLUSH_BESIDE_S.get(device, FLUSH_S)
+    def suit(self, device: str, text_every_s: float | None = None) -> None:
+        """Batch text for so long; None is as is best for a screen while ``device`` computes."""
+        self.flush_s = FLUSH_BESIDE_S.get(device, FLUSH_S) if text_every_s is None else text_every_s
 
     def put(self, message: EngineMessage) -> None:
         """Write ``message`` after any text that waits; text itself now, or with what follows within ``flush_s``."""
@@ -42,8 +41,7 @@ class Outbox:
             if isinstance(message, ReplyEvent) and isinstance(message.event, TextChunk):
                 self._wait(message.id, message.event)
             else:
-                self._flush()
-                self._write(message)
+                self._flush(message)
 
     def flush(self) -> None:
         """Write the text that waits."""
@@ -51,24 +49,26 @@ class Outbox:
             self._flush()
 
     def _wait(self, reply: int, chunk: TextChunk) -> None:
-        if self._waiting and (self._reply, self._waiting[0].kind) != (reply, chunk.kind):
-            self._flush()
-        self._reply = reply
-        self._waiting.append(chunk)
+        """Have text wait with what waits of the same reply, whatever other replies said meanwhile: each batch wakes the screen."""
+        last = next((chunks for of, chunks in reversed(self._waiting) if of == reply), None)
+        if last is not None and last[0].kind == chunk.kind:
+            last.append(chunk)
+        else:
+            self._waiting.append((reply, [chunk]))
         if time.monotonic() - self._flushed >= self.flush_s:
             self._flush()
 
-    def _flush(self) -> None:
-        if not self._waiting:
-            return
-        chunks, self._waiting = self._waiting, []
-        self._write(ReplyEvent(self._reply, _joined(chunks)))
-        self._flushed = time.monotonic()
+    def _flush(self, *then: EngineMessage) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._flushed = time.monotonic()
+        if waiting or then:
+            self._write(*(ReplyEvent(reply, _joined(chunks)) for reply, chunks in waiting), *then)
 
-    def _write(self, message: EngineMessage) -> None:
-        line = memoryview(encode(message))
-        while line:
-            line = line[os.write(self._fd, line) :]
+    def _write(self, *messages: EngineMessage) -> None:
+        lines = memoryview(b"".join(encode(message) for message in messages))
+        while lines:
+            lines = lines[os.write(self._fd, lines) :]
 
 
 def _joined(chunks: list[TextChunk]) -> TextChunk:
@@ -81,21 +81,28 @@ def _joined(chunks: list[TextChunk]) -> TextChunk:
 
 
 class Pulse:
-    """A thread that, between ``start`` and ``stop``, flushes text, sends measurements and beats."""
+    """A thread that flushes text, sends measurements and beats while anything works: from each ``start`` to its ``stop``."""
 
-    def __init__(self, outbox: Outbox, measurements: Callable[[], ReplyEvent | None]) -> None:
+    def __init__(self, outbox: Outbox, measurements: Callable[[], list[ReplyEvent]]) -> None:
         self._outbox = outbox
         self._measurements = measurements
+        self._lock = threading.Lock()
+        self._works = 0
         self._busy = threading.Event()
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def start(self) -> None:
-        """Begin to beat."""
-        self._busy.set()
+        """Something begins to work."""
+        with self._lock:
+            self._works += 1
+            self._busy.set()
 
     def stop(self) -> None:
-        """Cease to beat."""
-        self._busy.clear()
+        """It has ended."""
+        with self._lock:
+            self._works -= 1
+            if not self._works:
+                self._busy.clear()
 
     def _run(self) -> None:
         beat = stats = 0.0
@@ -107,6 +114,6 @@ class Pulse:
                 self._outbox.put(Heartbeat())
             if now - stats >= STATS_S - self._outbox.flush_s / 2:  # with the text that goes out next to it
                 stats = now
-                if (measured := self._measurements()) is not None:
+                for measured in self._measurements():
                     self._outbox.put(measured)
             time.sleep(self._outbox.flush_s)

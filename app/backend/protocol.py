@@ -16,11 +16,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
-from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions, Thinking
+from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Sampling, TemplateOptions, Thinking, ToolSpec
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.passes.tokens import PromptText, StepTokens
 from tokamac.engine.passes.without_cache import CacheWorth
 from tokamac.engine.perf.diagnosis import Waits
+from tokamac.engine.schedule.capacity import Capacity
 
 
 class ShapeError(ValueError):
@@ -112,9 +113,10 @@ def _shape(kind: Any) -> dict[str, tuple[Any, bool]]:
     }
 
 
-Wanted = Literal["table", "cache", "chips", "models", "disk"]
-"""table: one thing changed at a time, decoding over contexts, and the roofline. cache: what a KV cache is worth. chips: the same
-case on every chip of the table. models: those of the catalogue, best first. disk: those that are named, in their order."""
+Wanted = Literal["table", "at once", "cache", "chips", "models", "disk"]
+"""table: one thing changed at a time, decoding over contexts, and the roofline. at once: so many replies together. cache: what a KV
+cache is worth. chips: the same case on every chip of the table. models: those of the catalogue, best first. disk: those that are
+named, in their order."""
 
 Change = Literal["as now", "as asked", "weights", "keys and values", "context"]
 """What makes a case of the table another one. as now: nothing, it is the chat's own."""
@@ -279,14 +281,17 @@ class Answer:
     models: tuple[ModelLine, ...] = ()
     notes: tuple[str, ...] = ()
     cache: CacheWorth | None = None
+    at_once: Capacity | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load ``model`` in place of whatever is loaded.
+    """Load ``model`` in place of whatever is loaded, once no reply runs.
 
     memory: bytes that it may take; None is the system's limit. unchecked: although something of its config is computed otherwise.
-    adapter: a folder or a Hugging Face id of what is added to it. parallel: replies at once at most.
+    adapter: a folder or a Hugging Face id of what is added to it. parallel: replies at once at most. speculation: whether tokens
+    are guessed, and several verified at once; draft: a smaller model that guesses. text_every_s: how long text of a reply may
+    wait for more of it; None is as suits a screen.
     """
 
     model: str
@@ -296,20 +301,30 @@ class Load:
     unchecked: bool = False
     adapter: str | None = None
     parallel: int = PARALLEL
+    speculation: bool = True
+    draft: str | None = None
+    text_every_s: float | None = None
 
-    def of(self, model: str, adapter: str | None) -> "Load":
+    def of(self, model: str, adapter: str | None, draft: str | None) -> "Load":
         """Return the request for another model with the same settings; for the same one, this.
 
-        That this one may be unchecked, and what is added to it, says nothing of the other.
+        That this one may be unchecked, and what is loaded with it, says nothing of the other.
         """
-        return self if model == self.model else replace(self, model=model, unchecked=False, adapter=adapter)
+        return (
+            self if model == self.model else replace(self, model=model, unchecked=False, adapter=adapter, draft=draft)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
     """Reply to a conversation. It is always whole: the engine's process remembers nothing that matters.
 
+    Others may be asked for before it ends: they are made at the same time, as many as ``Load.parallel`` says.
+
     continues: the conversation ends with a reply that was cut; generate the rest of it. template: what the chat template is told.
+    background: nobody waits for it: it gives way to what somebody waits for. kv_bits: of keys and values, other than the model was
+    loaded with. tokens: a prompt in place of a conversation. watched: somebody looks at its figures while it is written, and at its
+    passes later; else they are left out.
     """
 
     id: int
@@ -317,11 +332,29 @@ class Generate:
     sampling: Sampling = field(default_factory=Sampling)
     continues: bool = False
     template: TemplateOptions = field(default_factory=TemplateOptions)
+    background: bool = False
+    kv_bits: KVBits | None = None
+    tokens: tuple[int, ...] = ()
+    watched: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End reply ``id`` within one token; it finishes with the reason ``cancelled``."""
+    """End reply ``id`` alone, within one token; it finishes with the reason ``cancelled``."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Tell no more of reply ``id`` for now: its reader is behind. Some way ahead of it the engine rests, and holds up nobody."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Tell more of reply ``id`` again."""
 
     id: int
 
@@ -359,10 +392,28 @@ class AskPrice:
 
 @dataclass(frozen=True, slots=True)
 class AskCount:
-    """Tell how many tokens a text is: ``Counted`` comes when the engine is free."""
+    """Tell how many tokens a text is: ``Counted`` comes when the engine is free.
+
+    tools: instead of the text, what the model's chat template writes of their definitions.
+    """
 
     id: int
     text: str
+    tools: tuple[ToolSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskTokens:
+    """Tell the tokens of a prompt: ``PromptTokens`` comes when the engine is free.
+
+    messages, template: a conversation, as the chat template writes it; where there is none, ``text`` is the prompt, after what the
+    tokenizer puts before every text.
+    """
+
+    id: int
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,8 +431,8 @@ class AskWhatIf:
 class LookAgain:
     """Compute how likely the tokens of a reply were; ``LookedAt`` comes piece by piece, when the engine is free.
 
-    Any reply that is asked for ends it, and so does another. prompt: the messages that the reply answers. passes, prompt_tokens,
-    cached_tokens: what was recorded of it; None is not known. template: as for ``Generate``.
+    Any reply that somebody waits for ends it, and so does another. prompt: the messages that the reply answers. passes,
+    prompt_tokens, cached_tokens: what was recorded of it; None is not known. template: as for ``Generate``.
     """
 
     id: int
@@ -400,15 +451,18 @@ class StopLooking:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Give the model's memory back."""
+    """Give the model's memory back, once no reply runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """End the process."""
+    """End the process, once no reply runs."""
 
 
-Request = Load | Generate | Cancel | Warm | AskPrice | AskCount | AskWhatIf | LookAgain | StopLooking | Unload | Quit
+Request = (
+    Load | Generate | Cancel | Hold | GoOn | Warm | AskPrice | AskCount | AskTokens | AskWhatIf | LookAgain | StopLooking
+    | Unload | Quit
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +491,7 @@ class ModelInfo:
     advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
+    draft: the draft model beside it, as it was asked for; draft_bytes: of its weights.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     takes_tools: whether it can call tools; else calls of earlier replies are given to it as text.
     """
@@ -460,6 +515,8 @@ class ModelInfo:
     doubts: tuple[str, ...] = ()
     adapter: str | None = None
     adapter_digest: str | None = None
+    draft: str | None = None
+    draft_bytes: int | None = None
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False
@@ -512,6 +569,15 @@ class Counted:
 
     id: int
     tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The answer to ``AskTokens`` of the same id. error: why there are none; "" where there are."""
+
+    id: int
+    tokens: tuple[int, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,16 +634,20 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request failed: reply ``id``, or (None) the loading of a model. The process goes on."""
+    """A request failed: reply ``id``, or (None) the loading of a model. The process goes on.
+
+    kind: the class of the engine's error.
+    """
 
     id: int | None
     error: str
     hint: str = ""
+    kind: str = ""
 
 
 EngineMessage = (
-    LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | WhatIf | LookedAt | EngineNotice
-    | Heartbeat | MachineMeasured | RequestFailed
+    LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | PromptTokens | WhatIf | LookedAt
+    | EngineNotice | Heartbeat | MachineMeasured | RequestFailed
 )  # fmt: skip
 
 

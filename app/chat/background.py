@@ -2,10 +2,10 @@
 
     a pause in a long draft ──▶ AskPrice ──▶ Priced: much to read? ──▶ Warm ──▶ Warmed: ready
     a message is selected   ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next action ──▶ …
-    the first whole reply   ──▶ WANTED ── idle ──▶ Warm ──▶ READING ── Warmed ──▶ Generate ──▶ WRITING ── Finished ──▶ Titled
-                                  ▲──── something else is asked of the engine: Cancel ────────────┘
+    the first whole reply   ──▶ WANTED ── idle ──▶ Generate in the background ──▶ WRITING ── Finished ──▶ Titled
+                                  ▲──── the chat is left, or another model chosen: Cancel ───┘
 
-A reply goes before all of these: any request for one ends what is being computed ahead, within a step.
+A reply goes before all of these: any request for one ends what is being computed ahead, within a step, and a title gives way to it.
 """
 
 import re
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from tokamac.engine.events import Event, Finished, Live, Message, Price
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
 
 from .. import units
 from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, ModelInfo, Priced, Warm, Warmed
@@ -93,8 +93,8 @@ class DraftWarmup:
         return [Ask(Warm(self._id, messages, self.template))]
 
 
-Countable = Attachment | str
-"""What tokens are counted of: an attachment, or a text."""
+Countable = Attachment | str | tuple[ToolSpec, ...]
+"""What tokens are counted of: an attachment, a text, or the definitions of tools."""
 
 
 class TokenCounts:
@@ -143,6 +143,8 @@ class TokenCounts:
     def _ask(self, wanted: Countable) -> Ask:
         self._id += 1
         self._asked[self._id] = wanted
+        if isinstance(wanted, tuple):
+            return Ask(AskCount(self._id, "", wanted))
         return Ask(AskCount(self._id, wanted if isinstance(wanted, str) else whole("", (wanted,))))
 
 
@@ -181,20 +183,18 @@ _DECLINED = re.compile(
 class _TitleState(Enum):
     NONE = auto()  # there is no whole reply yet, or no other title will come
     WANTED = auto()
-    READING = auto()
     WRITING = auto()
 
 
 class TitleRequest:
     """Asks the model for the conversation's title, once: a bad one, or none, leaves the chat its first words.
 
-    The request is short and computed ahead, in steps that any request ends; so a prompt waits for a token at most. Its ids are
-    below zero: those above are of the session's replies and of the draft.
+    It is written in the background: a prompt that is sent meanwhile begins at once, and the title goes on beside its reply. Its ids
+    are below zero: those above are of the session's replies.
     """
 
     def __init__(self) -> None:
         self._state = _TitleState.NONE
-        self._messages: tuple[Message, ...] = ()
         self._id = 0
 
     @property
@@ -208,25 +208,16 @@ class TitleRequest:
 
     def ended(self, replies: Iterable[Reply]) -> None:
         """A reply has ended, and these are there now: after the first whole one a title is wanted."""
-        if sum(1 for reply in replies if reply.ending in ("stop", "length") and reply.text) == 1:
+        whole_ones = sum(1 for reply in replies if reply.ending in ("stop", "length") and reply.text)
+        if whole_ones == 1 and self._state is not _TitleState.WRITING:
             self._state = _TitleState.WANTED
 
     def ask(self, turn: Turn) -> list[Step]:
         """Return what to ask for a title of the conversation that begins with ``turn``."""
-        self._state, self._messages = _TitleState.READING, question(turn)
-        self._id -= 1
-        return [Ask(Warm(self._id, self._messages))]
-
-    def warmed(self, event: Warmed) -> list[Step]:
-        """Take the end of the warm-up; return what asks for the title."""
-        if event.id != self._id or self._state is not _TitleState.READING:
-            return []
-        if event.price is None or not is_ready(event.price):  # not computed ahead: a prompt might have to wait for it
-            self._state = _TitleState.NONE
-            return []
         self._state = _TitleState.WRITING
         self._id -= 1
-        return [Ask(Generate(self._id, (*self._messages, Message("assistant", BEGUN)), GREEDY, continues=True))]
+        asked = (*question(turn), Message("assistant", BEGUN))
+        return [Ask(Generate(self._id, asked, GREEDY, continues=True, background=True))]
 
     def on_reply(self, id: int, event: Event | Live) -> list[Step]:
         """Take an event of a reply that is not the session's; return the title, if it brings one."""
@@ -243,15 +234,15 @@ class TitleRequest:
         return []
 
     def stop(self) -> list[Step]:
-        """Make way for what the user wants; the title is asked for again when nobody uses the chat."""
-        was = self._state
-        if was in (_TitleState.READING, _TitleState.WRITING):
-            self._state = _TitleState.WANTED
-        return [Ask(Cancel(self._id))] if was is _TitleState.WRITING else []
+        """End it: the chat is left, or the model goes. Where the chat stays, it is asked for again once nobody uses it."""
+        if self._state is not _TitleState.WRITING:
+            return []
+        self._state = _TitleState.WANTED
+        return [Ask(Cancel(self._id))]
 
     def reset(self) -> None:
         """Be told that the engine is another. What was asked of the last one may have ended it, and is not asked again."""
-        if self._state in (_TitleState.READING, _TitleState.WRITING):
+        if self._state is _TitleState.WRITING:
             self._state = _TitleState.NONE
 
 

@@ -16,15 +16,16 @@ from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import KVSpec
 
 from ..backend.protocol import Load
-from ..options import given_adapter
+from ..options import given_adapter, given_draft
 from ..profiles import NO_PROFILE, Profile, differing, why_no_name
 from ..sanitise import sanitise, sanitise_line
-from ..settings import Settings, gigabytes_of, with_adapter
-from ..settings_form import APP_FIELDS, MEMORY_FIELDS, Sheet, summary
+from ..settings import Settings, gigabytes_of, with_one
+from ..settings_form import APP_FIELDS, MEMORY_FIELDS, SPEED_FIELDS, Sheet, summary
 from ..store.store import Store
 from ..store.values import StoredChat
 from ..tools.tool import Decision
 from ..tools.toolbox import Consent, ListedTool, Toolbox
+from . import versions
 from .actions import Action, no_action, refusal
 from .attachments import Draft
 from .conversation import MessageNode
@@ -61,20 +62,26 @@ class CodeCycle:
 
 
 class LoadChoice:
-    """The model, KV settings and adapter that the user chose: the next start takes them, once they are known to load."""
+    """The model, KV settings, adapter and draft model that the user chose: the next start takes them, once they load."""
 
     def __init__(self) -> None:
         self.model: str | None = None
         self.kv: KVSpec | None = None
         self.adapter: tuple[str, str | None] | None = None
+        self.draft: tuple[str, str | None] | None = None
 
     def settings(self, load: Load, known: Settings) -> Settings:
         """Return ``known`` with what was chosen of ``load``, which has loaded."""
-        adapters = known.adapters
+        adapters, drafts = known.adapters, known.drafts
         if self.adapter == (load.model, load.adapter):
-            adapters = with_adapter(known, *self.adapter)
-        model = load.model if load.model == self.model else known.model
-        return replace(known, model=model, kv=load.kv if load.kv == self.kv else known.kv, adapters=adapters)
+            adapters = with_one(adapters, *self.adapter)
+        if self.draft == (load.model, load.draft):
+            drafts = with_one(drafts, *self.draft)
+        model, kv = (
+            (load.model if load.model == self.model else known.model),
+            (load.kv if load.kv == self.kv else known.kv),
+        )
+        return replace(known, model=model, kv=kv, adapters=adapters, drafts=drafts)
 
 
 class ChatView(Protocol):
@@ -342,14 +349,30 @@ def _keys_line(action: Action) -> str:
 # Messages -----------------------------------------------------------------------------------------------------------------
 
 
-def regenerate(view: ChatView, _: str) -> None:
-    """Regenerate the last reply."""
-    view.reply(view.session.regenerate)
+def regenerate(view: ChatView, text: str) -> None:
+    """Regenerate the last reply, or write several versions of it at once."""
+    _again(view, text, None)
 
 
-def again(view: ChatView, _: str) -> None:
-    """Regenerate the selected reply."""
-    view.reply(lambda: view.session.regenerate(_selected_key(view)))
+def again(view: ChatView, text: str) -> None:
+    """Regenerate the selected reply, or write several versions of it at once."""
+    _again(view, text, _selected_key(view))
+
+
+def _again(view: ChatView, text: str, key: int | None) -> None:
+    session, count = view.session, versions.wanted(text)
+    if count is None:
+        view.reply(lambda: session.regenerate(key))
+    else:
+        view.reply(lambda: session.write_versions(versions.samples(count, session.settings, session.engine.info), key))
+
+
+def compare(view: ChatView, text: str) -> None:
+    """Write the last reply, or the selected one, with several values of one setting at once."""
+    session, key = view.session, _selected_key(view)
+    if not text:
+        raise RefusedError(f"Write a setting and its values: {versions.EXAMPLES}.")
+    view.reply(lambda: session.write_versions(versions.compared(text, session.settings, session.engine.info), key))
 
 
 def continue_(view: ChatView, _: str) -> None:
@@ -464,6 +487,20 @@ def adapter(view: ChatView, written: str) -> None:
     view.load(replace(load, adapter=wanted))
 
 
+def draft(view: ChatView, written: str) -> None:
+    """Load the model with another draft model, or without one, and keep that for this model; or say which it has."""
+    load = view.session.engine.load
+    if not written:
+        none = "This model has no draft model. /draft and a folder or a Hugging Face ID adds one."
+        view.say(none if load.draft is None else sanitise_line(load.draft))
+        return
+    wanted = given_draft(written) or None
+    if wanted is not None and not load.speculation:
+        raise RefusedError("Guessing ahead is off. Turn it on under /settings, then add a draft model.")
+    view.chosen.draft = load.model, wanted
+    view.load(replace(load, draft=wanted))
+
+
 def pull(view: ChatView, model: str) -> None:
     """Download a model; it is not loaded."""
     if not is_id(model):
@@ -494,6 +531,7 @@ def current_sheet(view: ChatView) -> Sheet:
         unload_after_min=session.idle.after_min,
         memory_gb=limit,
         parallel=session.engine.load.parallel,
+        speculation=session.engine.load.speculation,
     )
     own = preferences.own.sampling is not None or preferences.own.template is not None
     return Sheet(session.template, session.sampling, session.engine.load.kv, values, own)
@@ -506,7 +544,7 @@ def apply_sheet(view: ChatView, sheet: Sheet) -> bool:
     """
     before, session, preferences = current_sheet(view), view.session, view.preferences
     known, engine = preferences.settings, session.engine
-    names = [field.name for field in (*MEMORY_FIELDS, *APP_FIELDS)]
+    names = [field.name for field in (*MEMORY_FIELDS, *SPEED_FIELDS, *APP_FIELDS)]
     changed = {name: getattr(sheet.settings, name) for name in names}
     changed = {name: value for name, value in changed.items() if value != getattr(before.settings, name)}
     holds = sheet.kv == engine.load.kv and engine.info is not None and not preferences.names_kv(preferences.profile)
@@ -516,7 +554,13 @@ def apply_sheet(view: ChatView, sheet: Sheet) -> bool:
         apply_choice(view, preferences.choose_template(sheet.template, own=sheet.own))
     if _is_chosen(sheet, before, sheet.sampling != before.sampling, preferences.own.sampling):
         apply_choice(view, preferences.choose_sampling(sheet.sampling, own=sheet.own))
-    load = replace(engine.load, kv=sheet.kv, memory=sheet.settings.memory_bytes, parallel=sheet.settings.parallel)
+    load = replace(
+        engine.load,
+        kv=sheet.kv,
+        memory=sheet.settings.memory_bytes,
+        parallel=sheet.settings.parallel,
+        speculation=sheet.settings.speculation,
+    )
     if load == engine.load:
         return False
     view.chosen.kv = sheet.kv
@@ -574,7 +618,7 @@ def use_profile(view: ChatView, name: str) -> None:
     if wanted.model is not None:
         require(wanted.model, name)
         model = lasting(wanted.model)
-        load = load.of(model, preferences.settings.adapters.get(model))
+        load = load.of(model, *preferences.settings.beside(model))
     if preferences.names_kv(name) or preferences.names_kv(preferences.profile):
         load = replace(load, kv=preferences.kv(name))
     apply_choice(view, preferences.choose_profile(name))
@@ -727,6 +771,7 @@ COMMANDS: Mapping[str, Command] = {
     "fork": fork,
     "regenerate": regenerate,
     "again": again,
+    "compare": compare,
     "continue": continue_,
     "edit": edit,
     "edit_reply": edit_reply,
@@ -736,6 +781,7 @@ COMMANDS: Mapping[str, Command] = {
     "copy_code": copy_code,
     "links": list_links,
     "adapter": adapter,
+    "draft": draft,
     "pull": pull,
     "thinking": thinking,
     "profile": profile,

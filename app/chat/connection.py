@@ -1,16 +1,18 @@
 """The engine's process as a session knows it: what it is doing, whether it still hears, and when to let its model go. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tokamac.engine import metrics as rates
-from tokamac.engine.events import LoadProgress
+from tokamac.engine.events import LoadProgress, Message
 from tokamac.engine.metrics import Metrics
-from tokamac.engine.options import KVSpec
+from tokamac.engine.options import KVSpec, TemplateOptions, ToolSpec
 from tokamac.engine.perf.diagnosis import at_bandwidth
+from tokamac.engine.text.tools import has_calls
 
 from ..backend.protocol import Load, Loaded, MachineMeasured, MemoryUse, ModelInfo
 from ..profiles import CHAT_KV
+from . import preferences
 from .conversation import Reply
 from .steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
 
@@ -18,6 +20,10 @@ from .steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
 def sentence(text: str) -> str:
     """Return a note of the engine as a sentence."""
     return f"{text[0].upper()}{text[1:]}."
+
+
+WITHOUT_BYTES = {"warm-up": "warming up", "compile": "compiling kernels for this processor, once, for"}
+"""What is said of stages of loading that have no size."""
 
 
 class Idle:
@@ -114,6 +120,53 @@ class CancelWatchdog:
         return now - since_s > max(reading_s if alive and self.reading else writing_s, chunks_s)
 
 
+class ToldOnce:
+    """What of a request a model is not given as it was meant: the user is told once for each model."""
+
+    def __init__(self) -> None:
+        self._untold: set[str] = set()
+        self._without_tools = self._without_system = ""  # the model of which it was told last
+
+    def opened(self) -> None:
+        """Another conversation is shown, and has system messages of its own."""
+        self._without_system = ""
+
+    def of(
+        self,
+        info: ModelInfo | None,
+        template: TemplateOptions,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+    ) -> list[Step]:
+        """Return what to tell of a request with these messages, by the loaded model. tools: those that are on."""
+        if info is None:
+            return []
+        found = [*self._left_out(info, messages), *self._options(info, template), *self._calls(info, messages, tools)]
+        return [Notice(each, "warning") for each in found]
+
+    def _options(self, info: ModelInfo, template: TemplateOptions) -> Iterator[str]:
+        _, why = preferences.told(template, info)
+        for each in why:
+            if each not in self._untold:
+                self._untold.add(each)
+                yield sentence(each)
+
+    def _calls(self, info: ModelInfo, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[str]:
+        called = has_calls(messages)
+        if not info.takes_tools and self._without_tools != info.name and (called or tools):
+            self._without_tools = info.name
+            past = " Earlier calls are given to it as text." if called else ""
+            yield f"{info.name} can't call tools: its chat template has no place for them.{past}"
+
+    def _left_out(self, info: ModelInfo, messages: Sequence[Message]) -> Iterator[str]:
+        many = sum(each.role == "system" for each in messages[1:])
+        if many and not info.later_system and self._without_system != info.name:
+            self._without_system = info.name
+            what = "1 system message" if many == 1 else f"{many} system messages"
+            why = f"the chat template of {info.name} takes none after others"
+            yield f"Left out of the prompt: {what} of this chat; {why}."
+
+
 class EngineConnection:
     """The engine's process, one after another, and the model in it, as the session last heard of them.
 
@@ -203,7 +256,8 @@ class EngineConnection:
         self.loading = None
         self.enter(EnginePhase.IDLE)
         chosen = self.load.kv not in (KVSpec(), CHAT_KV)
-        notes = [note for note in event.info.notes if chosen or note.startswith(f"adapter {event.info.adapter}: ")]
+        beside = f"adapter {event.info.adapter}: ", f"draft model {event.info.draft}: "
+        notes = [note for note in event.info.notes if chosen or note.startswith(beside)]
         costs = [Notice(sentence(note), "warning") for note in event.info.memory_notes]
         return [*costs, *(Notice(note) for note in notes)]
 

@@ -1,14 +1,17 @@
 """What is in the context: the parts of the next prompt, and whether they fit. Pure, like the session.
 
-    system │ file │ prompt │ reply │ file │ prompt │ reply │ result │ reply │ … │ draft │ free
+    system │ tools │ file │ prompt │ reply │ file │ prompt │ reply │ result │ reply │ … │ draft │ free
 
-The engine counts each part's tokens; what a chat template adds around them is small, and not counted. So a sum of parts is a little
-less than the prompt: where even that is over the limit, the prompt is refused before it is sent.
+The engine counts each part's tokens; of tools, what the chat template writes of their definitions. What it adds around the other
+parts is small, and not counted. So a sum of parts is a little less than the prompt: where even that is over the limit, the prompt
+is refused before it is sent.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from tokamac.engine.options import ToolSpec
 
 from .. import units
 from ..sanitise import sanitise_line
@@ -18,14 +21,16 @@ from .attachments import Draft
 from .background import Countable
 from .conversation import Turn, prompts_of
 
-Kind = Literal["system", "file", "prompt", "reply", "result", "draft"]
+Kind = Literal["system", "tools", "file", "prompt", "reply", "result", "draft"]
+TEMPLATE_SHARE = 8
+"""A chat template writes a tool's definition in fewer bytes than these times its own."""
 Count = Callable[[Countable], int | None]
 """Returns the tokens of a part; None while they are unknown."""
 
 
 _NAMES: dict[Kind, str] = {
-    "system": "the system prompt", "prompt": "a prompt", "reply": "a reply", "result": "the result of a tool",
-    "draft": "the message",
+    "system": "the system prompt", "tools": "the list of tools", "prompt": "a prompt", "reply": "a reply",
+    "result": "the result of a tool", "draft": "the message",
 }  # fmt: skip
 
 
@@ -33,7 +38,8 @@ _NAMES: dict[Kind, str] = {
 class ContextPart:
     """A part of the next prompt.
 
-    counted: its text, as it is counted. key: of the prompt whose turn it is in; 0 is of none.
+    counted: what is counted of it: its text, or the tools that the model is told of. key: of the prompt whose turn it is in; 0 is
+    of none.
     """
 
     kind: Kind
@@ -50,12 +56,21 @@ class ContextPart:
     @property
     def most_tokens(self) -> int:
         """The most tokens that it can have: no token is less than a byte."""
-        return len((self.counted if isinstance(self.counted, str) else self.counted.text).encode("utf-8", "replace"))
+        match self.counted:
+            case str():
+                text = self.counted
+            case Attachment():
+                text = self.counted.text
+            case tools:
+                text = TEMPLATE_SHARE * "".join(map(repr, tools))
+        return len(text.encode("utf-8", "replace"))
 
 
-def parts(system: str, turns: Sequence[Turn], draft: Draft | None = None) -> list[ContextPart]:
-    """Return the parts of what would be sent, in their order."""
-    found = _texts("system", (system,))
+def parts(
+    system: str, turns: Sequence[Turn], draft: Draft | None = None, *, tools: tuple[ToolSpec, ...] = ()
+) -> list[ContextPart]:
+    """Return the parts of what would be sent, in their order. tools: those that the model is told of."""
+    found = _texts("system", (system,)) + ([ContextPart("tools", tools)] if tools else [])
     for turn, key in zip(turns, prompts_of(turns), strict=True):
         found += _texts("result", [each.text for each in turn.results], key)
         found += _texts("system", turn.system)
@@ -98,6 +113,8 @@ def _advice(part: ContextPart) -> str:
             return "Shorten it."
         case "system":
             return "Shorten it with /system."
+        case "tools":
+            return "/tools turns them off."
         case _:
             return "/context leaves it out; /new starts a new chat."
 
@@ -141,9 +158,10 @@ class ContextUse:
         return None if self.capacity is None else max(0, self.capacity - self.used)
 
     def by_kind(self) -> dict[str, int]:
-        """Return the tokens of system, files, turns and draft that would be sent."""
+        """Return the tokens of system, tools, files, turns and draft that would be sent."""
         named = {
-            "system": "system", "file": "files", "prompt": "prompts", "reply": "replies", "result": "results", "draft": "draft",
+            "system": "system", "tools": "tools", "file": "files", "prompt": "prompts", "reply": "replies", "result": "results",
+            "draft": "draft",
         }  # fmt: skip
         found = dict.fromkeys(named.values(), 0)
         for row in self.rows:
@@ -154,6 +172,8 @@ class ContextUse:
     def consequence(self, index: int) -> str:
         """Return what leaving a row out, or sending it again, would do: nothing after its place stays in the prompt cache."""
         row = self.rows[index]
+        if row.kind == "tools":
+            return "This is what the model is told of its tools. /tools turns them off."
         if not row.key:
             return "This part is always sent."
         moved = [each for each in self.rows if each.key == row.key and row.file in ("", each.file)]
@@ -170,14 +190,29 @@ def _sum(rows: Iterable[ContextRow]) -> int:
 
 
 def list_parts(
-    system: str, turns: Sequence[Turn], draft: Draft, pruned: set[tuple[int, str]], count: Count
+    system: str,
+    turns: Sequence[Turn],
+    draft: Draft,
+    pruned: set[tuple[int, str]],
+    count: Count,
+    *,
+    tools: tuple[ToolSpec, ...] = (),
 ) -> list[ContextRow]:
-    """Return the rows of what would be sent, with what is left out of it."""
+    """Return the rows of what would be sent, with what is left out of it. tools: those that the model is told of."""
     rows: list[ContextRow] = []
-    for part in parts(system, turns, draft):
-        said = part.counted if isinstance(part.counted, str) else part.counted.name
-        file = said if part.kind == "file" and part.key else ""
+    for part in parts(system, turns, draft, tools=tools):
+        file = part.counted.name if isinstance(part.counted, Attachment) and part.key else ""
         left_out = (part.key, "") in pruned or (bool(file) and (part.key, file) in pruned)
-        name = sanitise_line(" ".join(said[:200].split()))
-        rows.append(ContextRow(part.kind, name, count(part.counted), left_out, part.key, file))
+        rows.append(ContextRow(part.kind, _said(part.counted), count(part.counted), left_out, part.key, file))
     return rows
+
+
+def _said(counted: Countable) -> str:
+    """Return what a row says of it: how a text begins, or a name."""
+    match counted:
+        case str():
+            return sanitise_line(" ".join(counted[:200].split()))
+        case Attachment():
+            return sanitise_line(counted.name)
+        case tools:
+            return sanitise_line(", ".join(each.name for each in tools))

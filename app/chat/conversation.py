@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextKind, ToolCall
+from tokamac.engine.events import Event, Finished, Live, Message, PrefillProgress, TextKind, ToolCall, Truncated
 from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.perf.diagnosis import Diagnosis
 from tokamac.engine.text.continuation import whole_characters
@@ -32,7 +33,8 @@ class Reply:
 
     model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
     thinking_ended_at: the budget of tokens that ended the thinking; None where none did. calls: of tools, in order.
-    passes: what was recorded of its steps. edited: the text is the user's, so that it has no figures.
+    passes: what was recorded of its steps. edited: the text is the user's, so that it has no figures. compared: the setting that
+    told it from other versions, such as ``temperature 0.7``; it is not stored.
     """
 
     text: str
@@ -48,6 +50,7 @@ class Reply:
     calls: tuple[ToolCall, ...] = ()
     passes: PassLog | None = None
     edited: bool = False
+    compared: str = ""
 
     @property
     def as_message(self) -> Message:
@@ -346,6 +349,16 @@ ENDINGS: dict[Ending, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ReplySettings:
+    """What a reply is asked for with, beside the messages."""
+
+    system: str
+    sampling: Sampling
+    template: TemplateOptions
+    tools: tuple[ToolSpec, ...] = ()
+
+
 @dataclass(slots=True)
 class ReplyProgress:
     """How the running reply of a conversation is doing, or how the last one did.
@@ -360,6 +373,49 @@ class ReplyProgress:
     outliers: tuple[Outlier, ...] = ()
     left_out: int = 0
     recalled: bool = False
+
+    def take(self, event: Event | Live) -> None:
+        """Take what an event tells of it."""
+        match event:
+            case PrefillProgress():
+                self.prefill = event
+            case Live():
+                self.live, self.metrics, self.outliers = event, event.metrics, event.outliers
+            case Truncated():
+                self.left_out = event.tokens
+            case Finished():
+                self.metrics, self.outliers, self.diagnosis = event.metrics, event.outliers, event.diagnosis
+            case _:
+                pass
+
+
+def ended_reply(  # noqa: PLR0917
+    builder: ReplyBuilder,
+    progress: ReplyProgress,
+    ending: Ending,
+    now: float,
+    model: str,
+    finished: Finished | None = None,
+    reason: str = "",
+) -> Reply:
+    """Return a reply of ``model`` as it ended: with what was said and measured so far, or what ``finished`` says it is.
+
+    reason: why it failed; "" where it did not.
+    """
+    reply = replace(builder.end(ending, now), model=model, reason=reason)
+    if finished is None:
+        return replace(reply, metrics=progress.metrics, outliers=progress.outliers)
+    return replace(
+        reply,
+        text=finished.text,
+        thinking=finished.thinking,
+        metrics=finished.metrics,
+        outliers=finished.outliers,
+        diagnosis=finished.diagnosis,
+        thinking_ended_at=finished.thinking_ended_at,
+        calls=finished.tool_calls,
+        passes=finished.passes,
+    )
 
 
 class Conversation:
@@ -419,21 +475,7 @@ class Conversation:
 
         reason: why it failed; "" where it did not.
         """
-        reply = replace(self._builder.end(ending, now), model=model, reason=reason)
-        if finished is None:
-            reply = replace(reply, metrics=self.progress.metrics, outliers=self.progress.outliers)
-        else:
-            reply = replace(
-                reply,
-                text=finished.text,
-                thinking=finished.thinking,
-                metrics=finished.metrics,
-                outliers=finished.outliers,
-                diagnosis=finished.diagnosis,
-                thinking_ended_at=finished.thinking_ended_at,
-                calls=finished.tool_calls,
-                passes=finished.passes,
-            )
+        reply = ended_reply(self._builder, self.progress, ending, now, model, finished, reason)
         assert self._reply is not None
         self.tree.end(self._reply, reply)
         return reply

@@ -101,6 +101,10 @@ class Measured(Protocol):
     def which(self) -> str:
         """Which reply it is, in a word or two."""
 
+    @property
+    def at_once(self) -> str:
+        """How many are being written together with it, and how fast; "" where it is alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class PastEngine:
@@ -129,6 +133,7 @@ class EarlierReply:
     live: Live | None = None
     left_out: int = 0
     replying: bool = False
+    at_once: str = ""
 
 
 def pointed_at(session: Session, key: int | None) -> Measured:
@@ -248,13 +253,13 @@ def capacity_of(reply: Measured) -> int | None:
 
 
 def share_of_ceiling(metrics: Metrics) -> float | None:
-    """Return the decode rate as a share of the ceiling; None where either is unknown."""
-    return rates.share(metrics.decode_tps, metrics.ceiling_tps)
+    """Return the rate of passes as a share of the ceiling; None where either is unknown."""
+    return rates.share(metrics.steps_tps, metrics.ceiling_tps)
 
 
 def share_of_expected(metrics: Metrics) -> float | None:
-    """Return the decode rate as a share of the expected rate; None where either is unknown."""
-    return rates.share(metrics.decode_tps, metrics.expected_tps)
+    """Return the rate of passes as a share of the expected rate; None where either is unknown."""
+    return rates.share(metrics.steps_tps, metrics.expected_tps)
 
 
 def gap_and_cause(outlier: Outlier) -> str:
@@ -526,6 +531,39 @@ def _expected(reply: Measured) -> Explained:
     )
 
 
+DRAFTERS = {"lookup": "from the chat", "branches": "from other versions", "draft": "by the draft model"}
+"""Who guessed, by the name of the source."""
+
+
+def guessed_right(metrics: Metrics) -> str:
+    """Return how many of the tokens that were guessed ahead came true: ``64 of 80``, or ``none guessed``."""
+    if not metrics.drafted_tokens:
+        return "none guessed"
+    return f"{units.count(metrics.accepted_tokens)} of {units.count(metrics.drafted_tokens)}"
+
+
+def _guessed(reply: Measured) -> Explained:
+    m = reply.metrics or UNMEASURED
+    saved = () if m.saved_s is None else (Input("saved", f"{m.saved_s:,.2f} s", "against plain steps, as measured"),)
+    by_source = tuple(
+        Input(
+            DRAFTERS.get(each.source, each.source),
+            f"{units.count(each.accepted)} of {units.count(each.drafted)}",
+            COUNTED,
+        )
+        for each in m.drafts or ()
+    )
+    return Explained(
+        "guessed right",
+        units.UNKNOWN if reply.metrics is None else guessed_right(m),
+        "tokens that came true ÷ tokens guessed",
+        (*by_source, *saved, Input("decode rate", units.rate(m.decode_tps), MEASURED)),
+        COUNTED,
+        "Tokens guessed ahead are verified several at a time, where that is faster; the text stays the same."
+        + ("" if m.undrafted is None else f" Why no more: {m.undrafted}."),
+    )
+
+
 def _achieved(reply: Measured) -> Explained:
     decode = Input("decode rate", units.rate((reply.metrics or UNMEASURED).decode_tps), MEASURED)
     return Explained(
@@ -610,6 +648,7 @@ def _peak(reply: Measured) -> Explained:
         "the most memory in use at once: of the reply, or of loading the model before there is one",
         (
             Input("weights", units.size(weights), "counted"),
+            *_draft_inputs(info),
             Input("KV cache", units.size((reply.metrics or UNMEASURED).kv_bytes), "counted"),
             Input("in use now", units.size(memory.active_bytes), ALLOCATOR),
             Input("limit", units.size(memory.budget_bytes), memory.budget_source or units.UNKNOWN),
@@ -620,14 +659,23 @@ def _peak(reply: Measured) -> Explained:
     )
 
 
+def _draft_inputs(info: ModelInfo | None) -> tuple[Input, ...]:
+    """Return the draft model beside the model, where there is one."""
+    if info is None or info.draft is None:
+        return ()
+    return (
+        Input("draft model", units.size(info.draft_bytes), f"{sanitise_line(info.draft)}, beside its keys and values"),
+    )
+
+
 def _loading_peak(reply: Measured) -> str:
     """Return why loading took more than the model does now, where it did, as a sentence and a space."""
     memory, peak = reply.engine.memory, peak_bytes(reply)
     if reply.metrics is not None or peak is None or memory.active_bytes is None or peak < 1.5 * memory.active_bytes:
         return ""
     return (
-        f"While it was loaded, the model took {units.size(peak)} for a moment, because stored and unpacked weights were in memory "
-        f"together; now it takes {units.size(memory.active_bytes)}. "
+        f"While it was loaded, the model took {units.size(peak)} for a moment, because weights were in memory as they are stored, "
+        f"and as they are computed with; now it takes {units.size(memory.active_bytes)}. "
     )
 
 
@@ -668,6 +716,7 @@ Figure = Literal[
     "cached",
     "now",
     "mean",
+    "guessed",
     "gaps",
     "slowest",
     "ceiling",
@@ -700,7 +749,7 @@ def primer_is_new(reply: Reply) -> bool:
 def verdict(reply: Measured) -> tuple[str, ...]:
     """Return how the reply went, in short sentences, the plainest first; what the engine is doing while it is made."""
     if reply.replying:
-        return (DOING_NOW.get(reply.engine.phase, "Writing …"),)
+        return (DOING_NOW.get(reply.engine.phase) or reply.at_once or "Writing …",)
     if reply.metrics is None:
         return ("Nothing measured yet.",)
     said = headline(reply.metrics, reply.diagnosis)
@@ -727,6 +776,7 @@ _EXPLAIN: dict[Figure, Callable[[Measured], Explained]] = {
     "cached": _cached,
     "now": _now,
     "mean": _mean,
+    "guessed": _guessed,
     "gaps": _gaps,
     "slowest": _slowest,
     "ceiling": _ceiling,

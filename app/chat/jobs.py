@@ -272,13 +272,12 @@ def result_text(found: ConvertedLine, expected: Expected | None) -> str:
 
 
 def _speed(expected: Expected | None) -> str:
-    """Return the speeds before and after; what is unknown has its reason, and what is alike too."""
+    """Return the speeds before and after; what is unknown has its reason."""
     if expected is None or (expected.before_tps is None and expected.after_tps is None):
         said = UNKNOWN
     else:
         said = f"{rate(expected.before_tps)} → {rate(expected.after_tps)} expected here"
-    why = [] if expected is None else [sanitise_line(each) for each in (expected.reason, expected.note) if each]
-    return f"{said} ({'; '.join(why)})" if why else said
+    return f"{said} ({sanitise_line(expected.reason)})" if expected is not None and expected.reason else said
 
 
 def _part(line: PartLine) -> list[str]:

@@ -8,7 +8,7 @@ could not be written is tried again until it is:
                           └── catch_up ──┘      finishes 14, adds 5 and 6
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from tokamac.engine.events import ToolCall
 from tokamac.engine.metrics import Metrics, Outlier
-from tokamac.engine.options import NOTHING_TOLD
+from tokamac.engine.options import NOTHING_TOLD, KVBits
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.perf.diagnosis import Diagnosis
 
@@ -24,10 +24,11 @@ from ..backend.protocol import ShapeError, build
 from ..store.store import Store
 from ..store.values import OUTCOMES, FinalState, Json, Outcome, StoredMessage, StoreError, TitleOrigin, ToolResult
 from .attachments import Draft, joined
-from .conversation import Conversation, Ending, MessageNode, Reply, Tree, Turn
+from .conversation import Conversation, Ending, MessageNode, Reply, ReplySettings, Tree, Turn
 from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record
 from .session import Session
 from .steps import Step
+from .versions import Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ReplyRecord:
     """What is stored of a reply beside its text.
 
     reason: why it failed; thinking_ended_at: the budget that ended its thinking; passes: what was recorded of its steps; edited:
-    the text is the user's. None of them is written where there was none.
+    the text is the user's; compared: the setting it was asked with, beside others. None of them is written where there was none.
     """
 
     ending: Ending = "stop"
@@ -47,22 +48,20 @@ class ReplyRecord:
     thinking_ended_at: int | None = None
     passes: PassLog | None = None
     edited: bool = False
+    compared: str = ""
 
 
 _RECORDED = tuple(each.name for each in fields(ReplyRecord))
+_NOTHING = ReplyRecord()
+_SPARED = ("reason", "thinking_ended_at", "passes", "edited", "compared")
 
 
 def measured(reply: Reply) -> dict[str, Any]:
     """Return what is stored of ``reply`` beside its text, as plain values."""
     plain = asdict(ReplyRecord(**{name: getattr(reply, name) for name in _RECORDED}))
-    if not reply.reason:
-        del plain["reason"]
-    if reply.thinking_ended_at is None:
-        del plain["thinking_ended_at"]
-    if reply.passes is None:
-        del plain["passes"]
-    if not reply.edited:
-        del plain["edited"]
+    for name in _SPARED:
+        if getattr(reply, name) == getattr(_NOTHING, name):
+            del plain[name]
     return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
 
 
@@ -165,7 +164,7 @@ class Ledger:
     @property
     def running(self) -> bool:
         """Whether a reply was asked for that has not ended."""
-        return self.awaited and self._tree.nodes[self._last].reply is None
+        return any(self._tree.nodes[key].reply is None for key in self._asked)
 
     @property
     def growing(self) -> int | None:
@@ -385,15 +384,32 @@ class Recording:
 
     def begun(self, turn: Turn, elsewhere: Conversation | None = None) -> None:
         """A prompt was sent. elsewhere: the conversation, where that is not on screen."""
-        session, conversation = self._session, elsewhere or self._session.conversation
-        opened, said = self._of(conversation), conversation.partial  # what a reply that is continued begins with
-        model, running = session.engine.load.model, session.running
+        conversation, running = elsewhere or self._session.conversation, self._session.running
         assert running is not None
-        asked = running.settings
-        settings = {"sampling": asdict(asked.sampling), "kv": asdict(session.engine.load.kv), **_adapter(session)}
+        said = conversation.partial  # what a reply that is continued begins with
+        asked = replace(self._request(running.settings), text=said.text, thinking=said.thinking)
+        self._of(conversation).ledger.ask(conversation.tree, turn.reply_key, asked)
+        self._begun(conversation, elsewhere)
+
+    def versions_begun(self, versions: Versions) -> None:
+        """Several replies to one prompt were asked for."""
+        ledger = self._of(versions.conversation).ledger
+        for each in versions.all:
+            asked = self._request(each.variant.settings, each.variant.kv_bits)
+            ledger.ask(versions.conversation.tree, each.key, asked)
+        self._begun(versions.conversation, None)
+
+    def _request(self, asked: ReplySettings, kv_bits: KVBits | None = None) -> ReplyRequest:
+        session = self._session
+        load = session.engine.load
+        kv = load.kv if kv_bits is None else replace(load.kv, key_bits=kv_bits[0], value_bits=kv_bits[1])
+        settings = {"sampling": asdict(asked.sampling), "kv": asdict(kv), **_adapter(session)}
         if asked.template != NOTHING_TOLD:
             settings["template"] = template_record(asked.template)
-        opened.ledger.ask(conversation.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking))
+        return ReplyRequest(load.model, settings)
+
+    def _begun(self, conversation: Conversation, elsewhere: Conversation | None) -> None:
+        opened, model = self._of(conversation), self._session.engine.load.model
         opened.owed.pop("head", None)
         opened.owed["model"] = lambda chat: self._keep_model(chat, model)
         if elsewhere is not None:
@@ -405,14 +421,31 @@ class Recording:
         """The reply has grown: save it, if it is time. elsewhere: as for ``begun``."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)
-        reply = opened.ledger.growing
-        if reply is not None and not opened.unsaved and self._clock() - opened.written_at >= CHECKPOINT_S:
-            opened.written_at = self._clock()
-            said = conversation.partial
-            try:
+        if (reply := opened.ledger.growing) is not None:
+            self._checkpoint(opened, {reply: conversation.partial})
+
+    def versions_grew(self, versions: Versions) -> None:
+        """Some of several replies have grown: save all, if it is time."""
+        opened = self._of(versions.conversation)
+        stored = ((opened.ledger.stored(each.key), each.so_far) for each in versions.running)
+        self._checkpoint(opened, {id: said for id, said in stored if id is not None})
+
+    def version_ended(self, versions: Versions) -> None:
+        """One of several replies has ended; after the last, the chat is read through the one that is kept, on screen or not."""
+        opened = self._of(versions.conversation)
+        if not versions.running:
+            opened.owed["head"] = lambda chat: self._keep_head(opened.ledger, chat, versions.kept.key)
+        self._save(opened)
+
+    def _checkpoint(self, opened: OpenChat, growing: Mapping[int, Reply]) -> None:
+        if opened.unsaved or self._clock() - opened.written_at < CHECKPOINT_S:
+            return
+        opened.written_at = self._clock()
+        try:
+            for reply, said in growing.items():
                 self.store.checkpoint(reply, said.text, said.thinking)
-            except StoreError as error:
-                self._fail(opened, AGAIN, error)
+        except StoreError as error:
+            self._fail(opened, AGAIN, error)
 
     def ended(self, reply: Reply, elsewhere: Conversation | None = None) -> None:
         """The reply has ended. elsewhere: as for ``begun``."""
@@ -581,7 +614,10 @@ class Recording:
             opened.owed["draft"] = lambda chat: self._keep_draft(opened, chat, draft)
         for conversation, each in self._chats.items():
             running = each.ledger.running
-            if running:
+            if running and (versions := self._session.versions_of(conversation)):
+                for version in versions:
+                    conversation.tree.end(version.key, replace(version.so_far, ending="cancelled"))
+            elif running:
                 each.ledger.end(replace(conversation.partial, ending="cancelled"))
             if running or each.unsaved or each.owed:
                 self._save(each, LOST)

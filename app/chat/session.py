@@ -24,13 +24,11 @@ from tokamac.engine.events import (
     PrefillProgress,
     TextChunk,
     ToolCall,
-    Truncated,
 )
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.perf.diagnosis import Diagnosis
-from tokamac.engine.text.tools import has_calls
 
 from ..backend.client import BackendEvent, Died, Garbled
 from ..backend.protocol import (
@@ -45,6 +43,7 @@ from ..backend.protocol import (
     MachineMeasured,
     MemoryUse,
     Priced,
+    PromptTokens,
     ReplyEvent,
     RequestFailed,
     Unloaded,
@@ -71,9 +70,20 @@ from .background import (
     questions,
     why_whole,
 )
-from .connection import CancelWatchdog, EngineConnection, Idle, sentence
+from .connection import CancelWatchdog, EngineConnection, Idle, ToldOnce
 from .context import ContextUse, list_parts, parts, refusal
-from .conversation import Conversation, Ending, MessageNode, Reply, ReplyProgress, Tree, Turn, cut_here, messages
+from .conversation import (
+    Conversation,
+    Ending,
+    MessageNode,
+    Reply,
+    ReplyProgress,
+    ReplySettings,
+    Tree,
+    Turn,
+    cut_here,
+    messages,
+)
 from .steps import (
     Ask,
     AskConsent,
@@ -93,7 +103,11 @@ from .steps import (
     Step,
     ToolAnswered,
     TurnBegun,
+    VersionEnded,
+    VersionGrew,
+    VersionsBegun,
 )
+from .versions import Variant, Version, Versions
 
 LONGEST_REASON = 600
 """Characters: a reason is stored, and what a model's own code says may have no end."""
@@ -121,16 +135,6 @@ def returned(drafts: Sequence[Draft]) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplySettings:
-    """What a reply is asked for with, beside the messages."""
-
-    system: str
-    sampling: Sampling
-    template: TemplateOptions
-    tools: tuple[ToolSpec, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class QueuedPrompt:
     """A prompt that waits for the engine; ``settings``: those of its chat when it was sent."""
 
@@ -155,6 +159,7 @@ class Session:
         engine: the engine's process, and the model in it.
         conversation: the one that is shown: its messages, and its running reply, if it has one.
         tools: what the model may call, and the calls of its reply that are being answered.
+        versions: those of a reply that are written at once, or were last; None: none were in this conversation.
         profile: the name of the profile that the settings came from, for showing; "" is none.
         keymap: the keys that hold, for what names them. attended: whether somebody is there to send another prompt.
     """
@@ -173,15 +178,14 @@ class Session:
         self.counts = TokenCounts()
         self.titles = TitleRequest()
         self.tools = ToolLoop()
+        self.versions: Versions | None = None
         self._clock = clock
         self._id = 0
         self._queue: list[QueuedPrompt] = []
         self._running: RunningReply | None = None
         self._refused = NOT_REFUSED
         self._template = TemplateOptions()
-        self._untold: set[str] = set()  # what the user was told that a model's template can't be told
-        self._tools_untold = ""  # the model of which the user was told that it can't call tools
-        self._system_left_out = ""  # the model of which the user was told that it is not given all system messages
+        self._told_once = ToldOnce()
         self._watchdog = CancelWatchdog(clock)
 
     def _reset_reply(self, conversation: Conversation) -> None:
@@ -282,6 +286,19 @@ class Session:
         """Whether a prompt waits to be counted, which may be over the context."""
         return self.engine.phase is EnginePhase.IDLE and bool(self._queue)
 
+    def versions_of(self, conversation: Conversation) -> list[Version]:
+        """Return the versions of a reply that are written in ``conversation``."""
+        versions = self.versions
+        return versions.running if versions is not None and versions.conversation is conversation else []
+
+    @property
+    def at_once(self) -> str:
+        """How many replies are being written together, the one on screen among them; "" where it is alone."""
+        if self.versions is not None and len(self.versions_of(self.conversation)) > 1:
+            return self.versions.at_once
+        width = self.metrics.replies_at_once if self.replying and self.metrics is not None else 1
+        return f"{width} at once" if width > 1 else ""
+
     def waiting(self, conversation: Conversation) -> list[Draft]:
         """Return the prompts of ``conversation`` that wait for the engine."""
         return [each.draft for each in self._queue if each.conversation is conversation]
@@ -323,6 +340,7 @@ class Session:
     def start(self) -> list[Step]:
         """Load the model, starting the process if need be."""
         self._expect_nothing()
+        self.titles.reset()
         self._refused = NOT_REFUSED
         return self.engine.start()
 
@@ -343,7 +361,7 @@ class Session:
         match self.engine.phase:
             case EnginePhase.IDLE:
                 self._expect_nothing()
-                return self.engine.unload()
+                return [*self.titles.stop(), *self.engine.unload()]
             case EnginePhase.LOADING:
                 return self._stop_loading()
             case EnginePhase.UNLOADED | EnginePhase.FAILED:
@@ -364,7 +382,7 @@ class Session:
         draft = Draft(text, attachments)
         if why := self._files_overfull(draft):
             return [PromptRefused(why, draft)]
-        self._queue.append(QueuedPrompt(self.conversation, draft, self._settings))
+        self._queue.append(QueuedPrompt(self.conversation, draft, self.settings))
         if self.engine.phase is EnginePhase.IDLE:
             return self._send_queued()
         return self.start() if self.engine.phase in (EnginePhase.FAILED, EnginePhase.UNLOADED) else []
@@ -382,15 +400,15 @@ class Session:
     def context_use(self, draft: Draft) -> ContextUse:
         """Return what the next prompt, ``draft`` at its end, would hold; ``count_context`` has its tokens counted."""
         info, pruned = self.engine.info, self.conversation.pruned
-        rows = list_parts(self.system, self.turns, draft, pruned, self.tokens)
+        rows = list_parts(self.system, self.turns, draft, pruned, self.tokens, tools=self._told(self.settings).tools)
         return ContextUse(tuple(rows), None if info is None else info.capacity)
 
     def count_context(self, draft: Draft) -> list[Step]:
         """Ask for the tokens of what is in the context, where they are not known."""
         if self.engine.phase is not EnginePhase.IDLE:
             return []
-        wanted = [part.counted for part in parts(self.system, self.turns, draft)]
-        return self._before_title(self.counts.ask(self.engine.info, wanted))
+        found = parts(self.system, self.turns, draft, tools=self._told(self.settings).tools)
+        return self.counts.ask(self.engine.info, [part.counted for part in found])
 
     def prune(self, key: int, file: str = "") -> list[Step]:
         """Leave the turn of the prompt ``key``, or a file of it, out of what is sent; what is left out is sent again."""
@@ -401,7 +419,8 @@ class Session:
         return [Pruned(), *self._warm_history()]
 
     @property
-    def _settings(self) -> ReplySettings:
+    def settings(self) -> ReplySettings:
+        """What the next reply is asked for with."""
         return ReplySettings(self.system, self.sampling, self._template, self.tools.specs)
 
     def take_back(self) -> list[Step]:
@@ -420,6 +439,49 @@ class Session:
         if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
         return self._refusal("regenerate the reply") or self._answer(prompt)
+
+    def write_versions(self, variants: Sequence[Variant], key: int | None = None) -> list[Step]:
+        """Write several replies at once beside the last one, or beside that of the message ``key``; no tools are called in them."""
+        at = self.conversation.tree.head if key is None else key
+        if at is None:
+            return [Notice("There is no reply to write other versions of.", "warning")]
+        if (prompt := self.conversation.prompt_of(at)) is None:
+            return [Notice(NO_PROMPT, "warning")]
+        if refusal := self._refusal("write versions"):
+            return refusal
+        self.tools.reset()
+        self._begin(self._here())
+        versions = self.versions = self._room_for(variants, self.conversation.end_of_prompt(prompt.key))
+        messages = self.prompt_before(versions.all[0].key)
+        requests = [Ask(self._request(each, messages)) for each in versions.all]
+        return [VersionsBegun(versions), *requests, *self._told_once.of(self.engine.info, self._template, messages, ())]
+
+    def _room_for(self, variants: Sequence[Variant], parent: int) -> Versions:
+        """Make room for a reply of each variant after the message ``parent``; the path that is read stays."""
+        tree, stood = self.conversation.tree, self.conversation.tree.head
+        made = []
+        for each in variants:
+            self._id += 1
+            made.append(Version(self._id, tree.answer(parent).key, each))
+        if stood is not None:
+            tree.go(stood)
+        self.conversation.progress = made[0].progress
+        return Versions(self.conversation, made)
+
+    def _request(self, version: Version, messages: tuple[Message, ...]) -> Generate:
+        variant = version.variant
+        template = self._told(replace(variant.settings, tools=()))
+        return Generate(version.id, messages, variant.settings.sampling, template=template, kv_bits=variant.kv_bits)
+
+    def keep_version(self, index: int) -> list[Step]:
+        """Go on from the version at ``index``, which has ended; those that are still written are stopped, and kept beside it."""
+        versions = self.versions
+        if versions is None or versions.conversation is not self.conversation or versions.all[index].reply is None:
+            return []
+        versions.chosen = index
+        if versions.running:
+            return self.stop()
+        return self.show_path(versions.kept.key)
 
     def continue_reply(self, key: int | None = None) -> list[Step]:
         """Continue a reply that was cut, in a copy beside it: the last one, or that of the message ``key``.
@@ -497,15 +559,18 @@ class Session:
     def show(self, conversation: Conversation) -> list[Step]:
         """Show a conversation of this session, whose reply may be running."""
         stopped = self.titles.stop()
-        self.conversation, self._system_left_out, self._refused = conversation, "", NOT_REFUSED
+        self.conversation, self._refused = conversation, NOT_REFUSED
+        self._told_once.opened()
         self.titles.opened()
         self._expect_nothing()
         if not self.replying:
             self._recall_reply()
         shown: list[Step] = [Opened(tuple(self.turns), new=not conversation.tree.nodes)]
-        if self.replying:
+        if self.versions is not None and self.versions_of(conversation):
+            shown.append(VersionsBegun(self.versions, resumed=True))
+        elif self.replying:
             shown.append(Resumed(replace(self.turns[-1], reply=conversation.partial)))
-        follows = (self._send_queued() or self._warm_history()) if self.engine.phase is EnginePhase.IDLE else []
+        follows = self._go_on() if self.engine.phase is EnginePhase.IDLE else []
         return [*stopped, *shown, *follows]
 
     def new_chat(self) -> list[Step]:
@@ -526,7 +591,7 @@ class Session:
             return [*back, *self._insist()]
         if self.engine.replying:
             self.engine.enter(EnginePhase.STOPPING)
-            return [Ask(Cancel(self._id)), *back]
+            return [*self._cancel(), *back]
         return back
 
     def check_cancel(self) -> list[Step]:
@@ -549,7 +614,7 @@ class Session:
     def _restart(self) -> list[Step]:
         ended = self._close("cancelled")  # what waits is for the next engine
         self.engine.lost()
-        return [ended, Notice("The engine did not respond to Stop. Restarting it.", "warning"), *self.start()]
+        return [*ended, Notice("The engine did not respond to Stop. Restarting it.", "warning"), *self.start()]
 
     def _refusal(self, what: str) -> list[Step]:
         """Return what to say where no reply can begin now; nothing where it can."""
@@ -662,7 +727,7 @@ class Session:
         if not self.engine.load.prompt_cache:
             return counts
         warm = self.warmup.draft_paused(draft, self.conversation.request(self.system, draft))
-        return [*counts, *self._before_title(warm)]
+        return [*counts, *warm]
 
     def tokens(self, counted: Countable) -> int | None:
         """Return how many tokens an attachment or a text takes of the loaded model; None while that is unknown."""
@@ -671,43 +736,33 @@ class Session:
     def select(self, key: int | None) -> list[Step]:
         """Ask what could be done with the selected message ``key``, and what it would take; None: none is selected."""
         if key is None or self.engine.phase is not EnginePhase.IDLE:
-            return self._before_title(self.prices.ask([]))
-        return self._before_title(self.prices.ask(questions(self.conversation, self.system, key, self.engine.info)))
+            return self.prices.ask([])
+        return self.prices.ask(questions(self.conversation, self.system, key, self.engine.info))
 
     def price_paths(self, keys: Sequence[int]) -> list[Step]:
         """Ask what it would take to continue each path through the messages ``keys``, in place of earlier questions."""
         idle = self.engine.phase is EnginePhase.IDLE
-        return self._before_title(
-            self.prices.ask([path(self.conversation, self.system, key) for key in keys] if idle else [])
-        )
+        return self.prices.ask([path(self.conversation, self.system, key) for key in keys] if idle else [])
 
     def request_title(self) -> list[Step]:
         """Have the model give the chat a title, if it can have one and nobody uses the chat. To be called now and then.
 
-        The guide can't: it only knows about the app. Nor where prompts are not kept, so that nothing is computed ahead.
+        The guide can't: it only knows about the app.
         """
-        idle, load = self.engine.phase is EnginePhase.IDLE, self.engine.load
-        able = idle and load.prompt_cache and load.model != GUIDE and self.titles.wanted
+        able = self.engine.phase is EnginePhase.IDLE and self.engine.load.model != GUIDE and self.titles.wanted
         quiet = self.idle.quiet_s(self.engine.phase_since) >= IDLE_S
         return self.titles.ask(self.conversation.turns[0]) if able and quiet else []
 
     def _warm_history(self) -> list[Step]:
         """Have the engine compute, in idle time, the conversation that it finds new."""
         ready = self.engine.phase is EnginePhase.IDLE and self.engine.load.prompt_cache
-        return self._before_title(
-            self.warmup.history_changed(self.conversation.request(self.system, "")) if ready else []
-        )
-
-    def _before_title(self, steps: list[Step]) -> list[Step]:
-        """Return ``steps``; where they ask anything, a title is stopped first."""
-        return [*self.titles.stop(), *steps] if steps else []
+        return self.warmup.history_changed(self.conversation.request(self.system, "")) if ready else []
 
     def _expect_nothing(self) -> None:
         """Expect no answer any more to what was asked beside replies."""
         self.warmup.reset()
         self.prices.reset()
         self.counts.reset()
-        self.titles.reset()
 
     # Messages of the engine's process -------------------------------------------------------------------------------------
 
@@ -716,9 +771,14 @@ class Session:
         self._watchdog.heard()
         match event:
             case ReplyEvent(id, said):
+                if (version := self._version(id)) is not None:
+                    return self._on_version(version, said)
                 mine = id == self._id and self.engine.replying
                 return self._on_reply(said) if mine else self.titles.on_reply(id, said)
             case RequestFailed(int(id), error, hint):
+                if (version := self._version(id)) is not None:
+                    failed = self._end_version(version, "failed", why=reason(error, hint))
+                    return [*failed, *([] if self.engine.replying else self._go_on())]
                 mine = id == self._id and self.engine.replying
                 return self._reply_failed(reason(error, hint)) if mine else self.titles.failed(id)
             case MemoryUse():
@@ -727,7 +787,7 @@ class Session:
             case Priced():
                 return [*self.prices.priced(event), *self.warmup.priced(event)]
             case Warmed():
-                return [*self.warmup.warmed(event), *self.titles.warmed(event)]
+                return self.warmup.warmed(event)
             case Counted():
                 self.counts.counted(event)
                 return self._send_queued() if self.engine.phase is EnginePhase.IDLE else []
@@ -748,7 +808,7 @@ class Session:
                 return self._died(event)
             case Garbled(error):
                 return [Notice(f"Ignored a line from the engine that is not a message: {error}", "warning")]
-            case Unloaded() | Heartbeat() | WhatIf() | LookedAt():  # answers go to the screen that asked
+            case Unloaded() | Heartbeat() | WhatIf() | LookedAt() | PromptTokens():  # answers go to who asked
                 return []
 
     def _loaded(self, event: Loaded) -> list[Step]:
@@ -758,7 +818,7 @@ class Session:
         self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
         self._able_template()
         self._judge_again()  # the ceiling is that of what is loaded now
-        return [*notices, *(self._send_queued() or self._warm_history())]
+        return [*notices, *self._go_on()]
 
     def _load_failed(self, why: str) -> list[Step]:
         if self.engine.phase is not EnginePhase.LOADING:
@@ -784,37 +844,77 @@ class Session:
 
     # The running reply ----------------------------------------------------------------------------------------------------
 
-    def _on_reply(self, event: Event | Live) -> list[Step]:
-        assert self._running is not None
-        conversation = self._running.conversation
-        progress = conversation.progress
+    def _note(self, event: Event | Live, progress: ReplyProgress) -> None:
+        """Take note of how a reply, or a version of one, is doing."""
         match event:
-            case TextChunk(text, kind):
+            case TextChunk():
                 self._watchdog.progress(reading=False)
                 if self.engine.phase is EnginePhase.PREFILL:
                     self.engine.enter(EnginePhase.DECODING)
-                conversation.grow(text, kind, self._clock())
-                return [self._of(conversation, ReplyGrew(text, kind))]
-            case Live():
-                progress.live, progress.metrics, progress.outliers = event, event.metrics, event.outliers
-                return []
             case PrefillProgress():
                 self._watchdog.progress(reading=True)
-                progress.prefill = event
-                return []
-            case Truncated():
-                progress.left_out = event.tokens
-                return []
-            case MemoryPressure():
-                return [Notice(pressure_sentence(event), "warning")]
-            case ToolCall():
-                return []  # the end of the reply has all of them
             case Finished():
                 self.engine.deaths = 0
-                progress.metrics, progress.outliers, progress.diagnosis = event.metrics, event.outliers, event.diagnosis
                 self.engine.learn(event.metrics)
-                doubts = (f"Unchecked: {doubt}. This text may be wrong." for doubt in self._doubts())
-                return [*(Notice(doubt, "warning") for doubt in doubts), *self._end(event.reason, event)]
+            case _:
+                pass
+        progress.take(event)
+
+    def _on_reply(self, event: Event | Live) -> list[Step]:
+        assert self._running is not None
+        conversation = self._running.conversation
+        self._note(event, conversation.progress)
+        match event:
+            case TextChunk(text, kind):
+                conversation.grow(text, kind, self._clock())
+                return [self._of(conversation, ReplyGrew(text, kind))]
+            case MemoryPressure():
+                return [Notice(pressure_sentence(event), "warning")]
+            case Finished():
+                return [*self._doubts(), *self._end(event.reason, event)]
+            case _:  # of calls, the end of the reply has all
+                return []
+
+    def _version(self, id: int) -> Version | None:
+        """Return the version that the request ``id`` asked for, where it is still written."""
+        return None if self.versions is None or not self.engine.replying else self.versions.of(id)
+
+    def _on_version(self, version: Version, event: Event | Live) -> list[Step]:
+        assert self.versions is not None
+        self._note(event, version.progress)
+        match event:
+            case TextChunk(text, kind):
+                version.grow(text, kind, self._clock())
+                return [VersionGrew(self.versions, version, text, kind)]
+            case MemoryPressure():
+                return [Notice(pressure_sentence(event), "warning")]
+            case Finished():
+                ended = self._end_version(version, event.reason, event)
+                return [*ended, *([] if self.engine.replying else [*self._doubts(), *self._go_on()])]
+            case _:
+                return []
+
+    def _end_version(
+        self, version: Version, ending: Ending, finished: Finished | None = None, why: str = ""
+    ) -> list[Step]:
+        """Close a version; after the last one, the path through the one that is kept is read."""
+        versions = self.versions
+        assert versions is not None
+        conversation = versions.conversation
+        conversation.tree.end(version.key, version.end(ending, self._clock(), self._model, finished, why))
+        ended: list[Step] = [VersionEnded(versions, version)]
+        if versions.running:
+            conversation.progress = versions.running[0].progress
+            return ended
+        self.engine.enter(EnginePhase.IDLE)
+        self._want_title(conversation)
+        conversation.tree.go(versions.kept.key)
+        conversation.progress = versions.kept.progress
+        return [*ended, Moved(tuple(self.turns))] if conversation is self.conversation else ended
+
+    def _go_on(self) -> list[Step]:
+        """Send the next prompt, or read ahead."""
+        return self._send_queued() or self._warm_history()
 
     def _of(
         self, conversation: Conversation, step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused | ToolAnswered
@@ -822,12 +922,13 @@ class Session:
         """Return ``step``, marked where ``conversation`` is not the one on screen."""
         return step if conversation is self.conversation else Elsewhere(conversation, step)
 
-    def _doubts(self) -> tuple[str, ...]:
-        return () if self.engine.info is None else self.engine.info.doubts
+    def _doubts(self) -> list[Step]:
+        doubts = () if self.engine.info is None else self.engine.info.doubts
+        return [Notice(f"Unchecked: {doubt}. This text may be wrong.", "warning") for doubt in doubts]
 
     def _here(self, sent: Draft | None = None) -> RunningReply:
         """Return the reply that is about to begin in the conversation on screen."""
-        return RunningReply(self.conversation, self._settings, sent)
+        return RunningReply(self.conversation, self.settings, sent)
 
     def _answer(self, prompt: MessageNode, partial: Reply | None = None) -> list[Step]:
         """Generate another reply to a prompt of the path, from the beginning or from a ``partial`` one on."""
@@ -846,20 +947,24 @@ class Session:
     ) -> list[Step]:
         if not calls_go_on:
             self.tools.reset()
-        self._id, self._running = self._id + 1, running
+        self._begin(running)
+        self._id += 1
         conversation, settings = running.conversation, running.settings
-        cancel_title = self.titles.stop()
-        self._expect_nothing()
-        self._reset_reply(conversation)
-        self.engine.enter(EnginePhase.PREFILL)
         messages, continues = conversation.request(settings.system), partial is not None
         if partial is not None:
             messages = (*messages, partial.as_message)
-        self._able_template()
         request = Generate(self._id, messages, settings.sampling, continues=continues, template=self._told(settings))
-        notices = [*self._tell_left_out(messages), *self._tell_untold(), *self._tell_no_tools(messages, settings.tools)]
         begun = self._of(conversation, TurnBegun(replace(turn, reply=partial), again))
-        return [*cancel_title, begun, Ask(request), *notices]
+        notices = self._told_once.of(self.engine.info, self._template, messages, settings.tools)
+        return [begun, Ask(request), *notices]
+
+    def _begin(self, running: RunningReply) -> None:
+        """Let a reply, or several versions of one, be made from here on."""
+        self._running = running
+        self._expect_nothing()
+        self._reset_reply(running.conversation)
+        self.engine.enter(EnginePhase.PREFILL)
+        self._able_template()
 
     def _told(self, settings: ReplySettings) -> TemplateOptions:
         """Return what of ``settings`` the loaded model's chat template can be told."""
@@ -869,41 +974,9 @@ class Session:
 
     def _able_template(self) -> TemplateOptions:
         """Return what of the template's options the loaded model can be told; prices and warm-ups follow it."""
-        able = self._told(self._settings)
+        able = self._told(self.settings)
         self.warmup.template = self.prices.template = able
         return able
-
-    def _tell_untold(self) -> list[Step]:
-        """Say, once for each model and option, what its chat template can't be told."""
-        _, why = preferences.told(self._template, self.engine.info)
-        new = [each for each in why if each not in self._untold]
-        self._untold.update(new)
-        return [Notice(sentence(each), "warning") for each in new]
-
-    def _tell_no_tools(self, messages: Sequence[Message], offered: Sequence[ToolSpec]) -> list[Step]:
-        """Say, once for each model, that it can't call tools, where they are on or were called before."""
-        info = self.engine.info
-        if info is None or info.takes_tools or self._tools_untold == info.name:
-            return []
-        called = has_calls(messages)
-        if not (called or offered):
-            return []
-        self._tools_untold = info.name
-        past = " Earlier calls are given to it as text." if called else ""
-        return [Notice(f"{info.name} can't call tools: its chat template has no place for them.{past}", "warning")]
-
-    def _tell_left_out(self, messages: Sequence[Message]) -> list[Step]:
-        """Say, once for each model and conversation, how many of the system messages its template does not take."""
-        info = self.engine.info
-        if info is None or info.later_system or self._system_left_out == info.name:
-            return []
-        many = sum(each.role == "system" for each in messages[1:])
-        if not many:
-            return []
-        self._system_left_out = info.name
-        what = "1 system message" if many == 1 else f"{many} system messages"
-        why = f"the chat template of {info.name} takes none after others"
-        return [Notice(f"Left out of the prompt: {what} of this chat; {why}.", "warning")]
 
     def _send_queued(self) -> list[Step]:
         """Send the next prompt that fits the context; the others are refused."""
@@ -911,7 +984,7 @@ class Session:
         while self._queue:
             first = self._queue[0]
             here = first.conversation is self.conversation
-            settings = self._settings if here else first.settings
+            settings = self.settings if here else first.settings
             count, why = self._too_long(first, settings)
             if why is None:
                 return [*steps, *count]
@@ -929,7 +1002,8 @@ class Session:
         Only what may be too long is counted: a token is a byte at least.
         """
         info, limit = self.engine.info, context_limit(self.engine.info, self.engine.load.kv)
-        found = parts(settings.system, prompt.conversation.sent(prompt.conversation.turns), prompt.draft)
+        turns = prompt.conversation.sent(prompt.conversation.turns)
+        found = parts(settings.system, turns, prompt.draft, tools=self._told(settings).tools)
         if limit is None or sum(part.most_tokens for part in found) < limit:
             return [], ""
         wanted = [part.counted for part in found]
@@ -959,7 +1033,7 @@ class Session:
         assert self._running is not None
         conversation = self._running.conversation
         back = unanswered(self._running.sent, conversation.partial) if conversation is self.conversation else []
-        self._queue[:0] = [QueuedPrompt(conversation, each, self._settings) for each in back]
+        self._queue[:0] = [QueuedPrompt(conversation, each, self.settings) for each in back]
         return self._end("failed", why=why)
 
     def _end(self, ending: Ending, finished: Finished | None = None, *, why: str = "") -> list[Step]:
@@ -967,22 +1041,31 @@ class Session:
         ended = self._close(ending, finished, why)
         if finished is not None and finished.tool_calls and ending in ("stop", "tool_calls"):
             return [
-                ended,
+                *ended,
                 *self._begin_calls(finished.tool_calls),
                 *([] if self.engine.replying else self._send_queued()),
             ]
-        return [ended, *(self._give_up_queue() if ending in ("lost", "failed") else self._send_queued())]
+        return [*ended, *(self._give_up_queue() if ending in ("lost", "failed") else self._send_queued())]
 
-    def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> Step:
-        """Close the running reply with what came so far, or with what ``finished`` says it is."""
+    def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> list[Step]:
+        """Close the running reply, or its versions, with what came so far, or with what ``finished`` says it is."""
+        if self.versions is not None and self.versions.running:
+            return [step for each in self.versions.running for step in self._end_version(each, ending, why=why)]
         assert self._running is not None
         conversation = self._running.conversation
-        model = self.engine.load.model if self.engine.info is None else self.engine.info.name
-        reply = conversation.end(ending, self._clock(), model, finished, reason=why)
+        reply = conversation.end(ending, self._clock(), self._model, finished, reason=why)
+        self._want_title(conversation)
+        self.engine.enter(EnginePhase.IDLE)
+        return [self._of(conversation, ReplyEnded(reply))]
+
+    @property
+    def _model(self) -> str:
+        return self.engine.load.model if self.engine.info is None else self.engine.info.name
+
+    def _want_title(self, conversation: Conversation) -> None:
+        """Want a title for the conversation on screen, where its first reply has ended."""
         if conversation is self.conversation:
             self.titles.ended(node.reply for node in conversation.tree.nodes.values() if node.reply is not None)
-        self.engine.enter(EnginePhase.IDLE)
-        return self._of(conversation, ReplyEnded(reply))
 
     def _abandon(self) -> list[Step]:
         """Cancel a running reply without waiting for its end. What waits in other chats goes on waiting."""
@@ -991,7 +1074,12 @@ class Session:
             return [*self._stop_calls(), *back]
         if not self.engine.replying:
             return back
-        return [Ask(Cancel(self._id)), self._close("cancelled"), *back]
+        return [*self._cancel(), *self._close("cancelled"), *back]
+
+    def _cancel(self) -> list[Step]:
+        """Ask for the end of the running reply, or of all its versions."""
+        versions = self.versions.running if self.versions is not None else []
+        return [Ask(Cancel(each)) for each in ([version.id for version in versions] or [self._id])]
 
     def give_up(self) -> list[Step]:
         """Give up what runs and waits in the conversation on screen, which is about to be left."""

@@ -25,7 +25,8 @@ class ChatOptions:
         prompt_cache: False turns off the reuse of earlier turns.
         memory: bytes that a model may take.
         adapter: is added to the model; "" is none, whatever the settings have for it.
-        parallel: replies at once at most; None is what the settings say.
+        parallel: replies at once at most; None is what the settings say. speculation: whether tokens are guessed; the same.
+        draft: the draft model; "" is none, whatever the settings have for the model.
         engine: the command that starts the engine's process, where it is not the usual one.
         profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
         chat: the stored conversation to open, or the beginning of its ID.
@@ -43,6 +44,8 @@ class ChatOptions:
     unchecked: bool = False
     adapter: str | None = None
     parallel: int | None = None
+    speculation: bool | None = None
+    draft: str | None = None
     system: str | None = None
     profile: str | None = None
     engine: Sequence[str] | None = None
@@ -94,7 +97,9 @@ def begin(options: ChatOptions) -> ChatStart:
     adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
     kv = options.kv or preferences.kv(own.profile)
     parallel = known.parallel if options.parallel is None else options.parallel
-    load = Load(model, kv, options.prompt_cache, limit, options.unchecked, adapter, parallel)
+    draft = known.drafts.get(model) if options.draft is None else options.draft or None
+    guesses = known.speculation or bool(options.draft) if options.speculation is None else options.speculation
+    load = Load(model, kv, options.prompt_cache, limit, options.unchecked, adapter, parallel, guesses, draft)
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()
     preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))

@@ -13,6 +13,7 @@ from ..backend.protocol import Request
 from ..store.values import Attachment, ToolResult
 from .attachments import Draft
 from .conversation import Conversation, Reply, Turn
+from .versions import Version, Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,32 @@ class ReplyEnded:
     """The running reply is whole, or as whole as it will be."""
 
     reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsBegun:
+    """Several replies to one prompt are asked for: show room for each. resumed: they were before, and are shown again."""
+
+    versions: Versions
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VersionGrew:
+    """More of one of them."""
+
+    versions: Versions
+    version: Version
+    text: str
+    kind: TextKind
+
+
+@dataclass(frozen=True, slots=True)
+class VersionEnded:
+    """One of them is whole, or as whole as it will be. After the last, ``Moved`` shows the one that is kept."""
+
+    versions: Versions
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +182,9 @@ Step = (
     | EndEngine
     | Ask
     | TurnBegun
+    | VersionsBegun
+    | VersionGrew
+    | VersionEnded
     | Resumed
     | ReplyGrew
     | ReplyEnded

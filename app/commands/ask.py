@@ -46,8 +46,11 @@ from ..options import (
     add_parallel_flag,
     add_profile_flag,
     add_sampling_flags,
+    add_schema_flag,
+    add_speculation_flags,
     add_template_flags,
     add_unchecked_flag,
+    check_speculation_flags,
     default_model,
     given_profile,
     kv_spec,
@@ -56,14 +59,16 @@ from ..options import (
     parallel_of,
     prompt_cache,
     sampling,
+    speculation_of,
     template_options,
     warn,
     with_logprobs,
+    with_schema,
 )
 from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
 from ..profiles import Profile
-from ..prompts import STDIN, EachOptions, InputError, check_input, compose, file_blocks
+from ..prompts import STDIN, EachOptions, InputError, check_input, compose, file_blocks, read_schema
 from ..sanitise import Sanitiser
 from ..tools import callers
 from . import loading
@@ -87,6 +92,7 @@ def parser() -> Parser:
         '  git diff | tokamac ask "Review this"\n'
         '  tokamac ask "What do these do?" -f app/cli.py -f app/output.py --json\n'
         '  tokamac ask "Name a colour" -n 4 --seed 1\n'
+        '  tokamac ask "Describe the guide" --schema answer.json\n'
         "  tokamac ask --each prompts.txt > answers.jsonl",
     )
     made.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask; - or nothing reads standard input")
@@ -117,7 +123,9 @@ def parser() -> Parser:
         help="with --each: leave out what a file of earlier results holds, as in --resume OUT >> OUT",
     )
     add_parallel_flag(made)
+    add_speculation_flags(made)
     add_logprobs_flag(made)
+    add_schema_flag(made)
     made.add_argument(
         "--steps",
         metavar="FILE",
@@ -150,8 +158,10 @@ def samples(text: str) -> int:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     _refuse_flags(parser, options)
+    check_speculation_flags(parser, options)
     profile = _profile(parser, options)
     wanted = with_logprobs(parser, options, sampling(parser, options, over(parser, profile, Sampling())))
+    wanted = with_schema(parser, options, wanted, read_schema)
     kv = kv_spec(parser, options, over(parser, profile, KVSpec()))
     template = template_options(parser, options, over(parser, profile, TemplateOptions()))
     if options.each is not None:
@@ -225,6 +235,7 @@ def _answer(
             on_interrupt=writer.interrupted,
             unchecked=options.unchecked,
             adapter=adapter_of(options, model),
+            speculation=speculation_of(options, model),
         )
         with engine:
             told, near_to = replace(template, tools=tools.specs), messages[-1].content if model == GUIDE else ""
@@ -266,6 +277,7 @@ def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
         unchecked=options.unchecked,
         adapter=adapter_of(options, model),
         parallel=parallel_of(options),
+        speculation=speculation_of(options, model),
     )
 
 

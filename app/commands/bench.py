@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import KVSpec, Sampling, Speculation, TemplateOptions
 
 from .. import settings
 from ..keep_awake import awake
@@ -23,12 +23,15 @@ from ..options import (
     TEMPLATE_FLAGS,
     adapter_of,
     add_reply_flags,
+    add_speculation_flags,
+    check_speculation_flags,
     default_model,
     kv_spec,
     positive,
-    replies_at_once,
     sampling,
+    speculation_of,
     template_options,
+    widths,
 )
 from ..output import json_line, note, picked, table
 from ..parser import Parser
@@ -93,6 +96,7 @@ def parser() -> Parser:
     add("--json", action="store_true", help="one JSON object")
     kv_quality.add_flags(made)
     add_reply_flags(made, cache=False)
+    add_speculation_flags(made, "off: a decode rate is that of steps; --draft turns it on")
     add("--no-prompt-cache", action="store_true", help="the default here: every prompt is computed afresh")
     return made
 
@@ -105,38 +109,36 @@ def svg_path(text: str) -> Path:
     return path
 
 
-def widths(text: str) -> tuple[int, ...]:
-    """Return numbers of replies at once, each once."""
-    return tuple(dict.fromkeys(replies_at_once(part.strip()) for part in text.split(",")))
-
-
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
     if options.no_prompt_cache:
         note("note: --no-prompt-cache changes nothing here: every prompt is computed afresh anyway")
+    check_speculation_flags(parser, options)
     own = {f"--{name}": name for name in ("depth", "parallel", "compare", "plot")}
     if options.kv_quality:
-        _refuse(parser, options, {**own, "--machine": "machine", **TEMPLATE_FLAGS}, "--kv-quality")
+        _refuse(parser, options, {**own, "--machine": "machine", "--draft": "draft", **TEMPLATE_FLAGS}, "--kv-quality")
         return kv_quality.run(parser, options)
     kv_quality.refuse_flags(parser, options)
     if options.machine:
         _refuse(
             parser,
             options,
-            {"--prompt": "prompt", "--runs": "runs", **own, **SAMPLING_FLAGS, **TEMPLATE_FLAGS},
+            {"--prompt": "prompt", "--runs": "runs", "--draft": "draft", **own, **SAMPLING_FLAGS, **TEMPLATE_FLAGS},
             "--machine",
         )
         return _run_machine(options, options.model or default_model(), kv_spec(parser, options))
     plan = _plan(parser, options)
     if options.parallel is not None:
-        _refuse(parser, options, {"--depth": "depth", "--plot": "plot", **TEMPLATE_FLAGS}, "--parallel")
+        _refuse(
+            parser, options, {"--depth": "depth", "--plot": "plot", "--draft": "draft", **TEMPLATE_FLAGS}, "--parallel"
+        )
         if len(plan.points) > 1:
             parser.error("--parallel measures prompts of one length; give --prompt one")
         return _run_parallel(plan, options)
     if options.plot is not None:
         bench_report.check_writable(options.plot)  # now, not after minutes of measuring
-    with loading.load_for(options, plan.model, plan.kv) as engine:
+    with loading.load_for(options, plan.model, plan.kv, speculation=_speculation(options, plan.model)) as engine:
         measured, version = _measured(engine, plan)
         record = bench_report.of_model(engine.spec)
         chart = None if options.plot is None else bench_report.chart(engine, measured, version)
@@ -154,6 +156,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         bench_report.write(options.plot, chart)
         note(f"note: the picture is in {options.plot}")
     return 0
+
+
+def _speculation(options: argparse.Namespace, model: str) -> Speculation | None:
+    """Return what guesses tokens; a text that was written before, by an earlier run, says nothing of how fast a model is."""
+    found = speculation_of(options, model, default=False)
+    return None if found is None else replace(found, branches=False)
 
 
 def _run_parallel(plan: BenchPlan, options: argparse.Namespace) -> int:
@@ -199,6 +207,8 @@ def _plan(parser: Parser, options: argparse.Namespace) -> BenchPlan:
     model, compare = options.model or default_model(), options.compare is not None
     if compare and (added := adapter_of(options, model)) is not None:
         parser.error(f"--compare: {peer.NAME} runs without the adapter {added}; add --adapter none, or leave --compare")
+    if compare and options.draft is not None:
+        parser.error(f"--compare: {peer.NAME} runs without a draft model; leave --draft or --compare")
     if compare:
         wanted = _greedy(parser, options)
         if options.thinking_budget is not None:

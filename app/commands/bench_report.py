@@ -86,10 +86,12 @@ def to_json(measured: Sequence[MeasuredPoint], peer_version: str | None) -> dict
 
 
 def of_model(spec: "ModelSpec") -> dict[str, Any]:
-    """Return what of a loaded model is not its name: its adapter, by all its bytes, and what is doubted of it."""
+    """Return what of a loaded model is not its name: its adapter, by all its bytes, its draft model, and what is doubted of it."""
     found: dict[str, Any] = {}
     if spec.adapter is not None:
         found["adapter"] = {"name": spec.adapter, "digest": spec.adapter_digest}
+    if spec.draft is not None:
+        found["draft"] = {"name": spec.draft, "weight_bytes": spec.draft_bytes}
     if spec.doubts:
         found["doubts"] = list(spec.doubts)
     return found

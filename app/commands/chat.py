@@ -10,13 +10,17 @@ from tokamac.engine.errors import TokamacError
 
 from .. import settings
 from ..options import (
+    AUTO,
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
     add_parallel_flag,
     add_profile_flag,
     add_reply_flags,
+    add_speculation_flags,
     any_given,
+    check_speculation_flags,
     given_adapter,
+    given_draft,
     given_profile,
     kv_spec,
     over,
@@ -51,6 +55,7 @@ def parser() -> Parser:
     add_profile_flag(made, "the one chosen last; none is without")
     add_reply_flags(made)
     add_parallel_flag(made)
+    add_speculation_flags(made)
     return made
 
 
@@ -58,6 +63,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Run the chat until the user leaves it."""
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
+    check_speculation_flags(parser, options)
     sampling_given = any_given(options, tuple(SAMPLING_FLAGS.values()))
     template_given = any_given(options, tuple(TEMPLATE_FLAGS.values()))
     kv_given = any_given(options, _KV_FIELDS)
@@ -83,6 +89,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             unchecked=options.unchecked,
             adapter=None if options.adapter is None else given_adapter(options.adapter),
             parallel=options.parallel,
+            speculation=None if options.speculation is None else options.speculation == AUTO,
+            draft=None if options.draft is None else given_draft(options.draft),
             chat=options.chat,
             resume=options.resume,
             read=read,

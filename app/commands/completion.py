@@ -298,6 +298,7 @@ VALUES: dict[str, Callable[[], list[Completion]]] = {
     "profile": _profiles,
     "target": lambda: [*_chats(), Completion(FILES)],
     "adapter": lambda: [*_adapters(), Completion(FILES)],
+    "draft": lambda: [*_models(), Completion(FILES)],
     "kv_bits": lambda: [Completion(str(bits)) for bits in KV_BITS],
     "kv_keep": lambda: [Completion("system", "the system prompt")],
     "parallel": lambda: [Completion(str(width)) for width in (1, 2, 4, 8)],

@@ -176,7 +176,7 @@ def _plan(
         progress.clear()
     checking_s = comparison_s(folder, unchecked=plan.options.unchecked) if plan.options.verify else None
     estimate = Estimate(conversion_s(plan), checking_s)
-    disk, notes = DiskSpace(plan.needed_bytes + SPARE_BYTES, free_bytes(target)), (*plan.notes, *_slow_bits(folder))
+    disk, notes = DiskSpace(plan.needed_bytes + SPARE_BYTES, free_bytes(target)), plan.notes
     if options.json:
         json_line({**plan_json(plan, target, disk, estimate), "notes": list(notes)})
         return 0
@@ -184,17 +184,6 @@ def _plan(
     for text in notes:
         note(f"note: {text}")
     return 0
-
-
-def _slow_bits(folder: Path) -> tuple[str, ...]:
-    """Return the note that fewer bits make no faster reply here, where that is so."""
-    from tokamac.engine.perf.inspection import inspect_model
-    from tokamac.engine.perf.what_if import SAME_BITS
-
-    try:
-        return (SAME_BITS,) if inspect_model(folder, CONTEXT).form == "unpacked" else ()
-    except TokamacError:
-        return ()
 
 
 def _convert(
@@ -312,23 +301,20 @@ def plan_json(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -
 class Speeds:
     """Tokens a second that decoding is expected to reach on this machine, before and after; None is unknown.
 
-    reason: why one is unknown. note: why both are alike.
+    reason: why one is unknown.
     """
 
     before_tps: float | None
     after_tps: float | None
     reason: str | None = None
-    note: str | None = None
 
 
 def expected_speeds(before: Path, after: Path) -> Speeds:
     """Return what to expect of two folders, from their headers and this machine alone."""
     from tokamac.engine.perf.inspection import inspect_model
-    from tokamac.engine.perf.what_if import SAME_BITS
 
     found: list[float | None] = []
     reasons: list[str] = []
-    forms: list[str] = []
     for folder in (before, after):
         try:
             inspected = inspect_model(folder, CONTEXT)
@@ -337,10 +323,9 @@ def expected_speeds(before: Path, after: Path) -> Speeds:
             reasons.append(error.message)
         else:
             found.append(inspected.expected_tps)
-            forms.append(inspected.form)
             if inspected.expected_tps is None and inspected.reason is not None:
                 reasons.append(inspected.reason)
-    return Speeds(found[0], found[1], next(iter(reasons), None), SAME_BITS if "unpacked" in forms else None)
+    return Speeds(found[0], found[1], next(iter(reasons), None))
 
 
 def summary(report: "Conversion", speeds: Speeds) -> str:
@@ -364,12 +349,11 @@ def summary(report: "Conversion", speeds: Speeds) -> str:
 
 
 def speeds_text(speeds: Speeds, where: str) -> str:
-    """Return the speeds for people, and why they are unknown, or alike. where: what is said of the machine's state."""
+    """Return the speeds for people, and why they are unknown. where: what is said of the machine's state."""
     said = f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here{where}"
     if speeds.before_tps is None and speeds.after_tps is None:
         said = UNKNOWN
-    why = "; ".join(sanitise_line(each) for each in (speeds.reason, speeds.note) if each)
-    return f"{said} ({why})" if why else said
+    return f"{said} ({sanitise_line(speeds.reason)})" if speeds.reason else said
 
 
 class ConversionProgress:

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine import metrics
 from tokamac.engine.options import GROUP_SIZES, KVSpec
 
+from ..at_once import at_once_json, at_once_text
 from ..options import (
     add_adapter_flag,
     add_kv_flags,
     gigabytes,
     given_adapter,
+    given_draft,
     kv_spec,
     memory_limit,
     positive,
+    widths,
 )
 from ..output import is_terminal, json_line, note, picked, table
 from ..parser import Parser
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tokamac.engine.passes.without_cache import CacheWorth
-    from tokamac.engine.perf.cost import Form
     from tokamac.engine.perf.footprint import KVRow, KVTable
     from tokamac.engine.perf.hardware import Chip
     from tokamac.engine.perf.inspection import Inspection, ModelRef
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from tokamac.engine.perf.memory import MemoryFit
     from tokamac.engine.perf.roofline import Phase, Prediction
     from tokamac.engine.perf.what_if import DecodePoint, WhatIfCase, WhatIfOutcome
+    from tokamac.engine.schedule.capacity import Capacity
 
 
 def add_place_flags(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +111,7 @@ def parser() -> Parser:
         "downloaded, and of any other its config.json is enough. With KV flags, or where layers differ: what each layer keeps.",
         "  tokamac inspect guide\n  tokamac inspect guide --kv-bits 8,4 --kv-window 1024\n"
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --table\n'
+        '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 128 --parallel 1,2,4,8\n'
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
     made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
@@ -120,6 +124,11 @@ def parser() -> Parser:
     add_place_flags(made)
     add_kv_flags(made, cache=False, full=False)
     add_adapter_flag(made)
+    made.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help="with a smaller model beside it that guesses tokens: memory, and what a step of it takes",
+    )
     shown = made.add_argument_group("what if")
     shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
     chips = "also on every chip of the table; --memory is then that of every Mac in it"
@@ -128,6 +137,8 @@ def parser() -> Parser:
         "also what a KV cache is worth: a reply with and without one, its size by layout and bits, requests that fit"
     )
     shown.add_argument("--no-cache", action="store_true", help=cache)
+    several = "also so many replies at once: all together and each, memory, what limits them, and how many fit"
+    shown.add_argument("--parallel", type=widths, metavar="N[,N…]", help=several)
     plot = "draw decode over context, and the roofline with both phases"
     shown.add_argument("--plot", action="store_true", help=plot)
     made.add_argument("--json", action="store_true", help="one JSON object")
@@ -154,16 +165,39 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
         subject = replace(subject, adapter=read_adapter(loading.fetch(name, download.resolve_adapter), name))
     found = inspect(subject, case, place)
-    added = subject.adapter
+    if name := given_draft(options.draft or ""):
+        found = _with_draft(found, subject, name)
+    added, draft = subject.adapter, found.draft
     if options.json:
-        also = {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
+        also: dict[str, Any] = {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
+        if draft is not None:
+            beside = {"weight_bytes": draft.memory.weights, "kv_bytes": draft.memory.kv, "step": found.draft_step}
+            also["draft"] = {"name": draft.model, **beside}
         json_line({**_json(options, subject, found), **also})
         return 0
     _print(options, subject, found)
     if added is not None:
         note(f"note: with the adapter {added.name}, {added.parameters:,} numbers beside the model's own")
+    if draft is not None:
+        sizes = f"{size(draft.memory.weights)} of weights, {size(draft.memory.kv)} of keys and values at this context"
+        step = "" if found.draft_step is None else f"; a step of it takes about {found.draft_step:.2f} of the model's"
+        note(f"note: with the draft model {sanitise_line(draft.model)}: {sizes}, in the memory above{step}")
     _remarks(found)
     return 0
+
+
+def _with_draft(found: "Inspection", subject: "ModelRef", name: str) -> "Inspection":
+    """Return what a model costs with this draft model. Raises OptionError where both are here, and their tokens differ."""
+    from tokamac.engine.perf.inspection import inspect, model_ref, with_draft
+    from tokamac.engine.perf.what_if import WhatIfCase
+    from tokamac.engine.speculation.draft_loading import check_same_tokens
+
+    draft, case = model_ref(name), found.case
+    if subject.folder is not None and draft.folder is not None:
+        check_same_tokens(draft.folder, name, subject.folder, subject.name)
+    bits = KVSpec(case.kv.key_bits, case.kv.value_bits, case.kv.group_size)
+    beside = WhatIfCase(kv=bits, context=case.context, prompt=case.prompt)
+    return with_draft(found, inspect(draft, beside, found.place))
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
@@ -171,10 +205,10 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         parser.error("--group-size has no effect without --bits below 16")
     if options.json and options.plot:
         parser.error("--plot draws, so it does not go with --json")
-    if options.adapter is not None:
-        for name in ("table", "chips", "no_cache", "plot"):
-            if getattr(options, name):
-                parser.error(f"--{name.replace('_', '-')} is of the model alone, so it does not go with --adapter")
+    for flag in ("adapter", "draft"):
+        for name in ("table", "chips", "no_cache", "parallel", "plot"):
+            if getattr(options, flag) is not None and getattr(options, name):
+                parser.error(f"--{name.replace('_', '-')} is of the model alone, so it does not go with --{flag}")
 
 
 def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCase":
@@ -191,7 +225,7 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCas
 def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
     everything = {**found.to_json(), "quality": _quality(subject)}
-    if not (options.table or options.chips or options.no_cache):
+    if not (options.table or options.chips or options.no_cache or options.parallel):
         return {key: everything[key] for key in _FIELDS}
     if options.table:
         everything["table"] = [_row(each) for each in _table(subject, found)]
@@ -200,6 +234,9 @@ def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection")
     if options.no_cache:
         worth = _worth(subject, found)
         everything["without_cache"] = {"reason": worth} if isinstance(worth, str) else worth_json(worth)
+    if options.parallel:
+        several = _capacity(options, subject, found)
+        everything["parallel"] = {"reason": several} if isinstance(several, str) else at_once_json(several)
     return everything
 
 
@@ -233,7 +270,7 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
         print(f"\n{kv_report(planned, found.context)}")
     if options.table:
-        print(f"\n{cases_report(_table(subject, found), found.form)}")
+        print(f"\n{cases_report(_table(subject, found))}")
     if options.chips:
         print(f"\n{chips_report(_chips(options, subject, found), memory=options.memory is not None)}")
     if options.no_cache:
@@ -242,6 +279,10 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
             f"what a KV cache is worth is unknown: {worth}" if isinstance(worth, str) else worth_text(worth, columns())
         )
         print(f"\n{told}")
+    if options.parallel:
+        several = _capacity(options, subject, found)
+        unknown = f"how many replies fit at once is unknown: {several}"
+        print(f"\n{unknown if isinstance(several, str) else at_once_text(several, columns())}")
     if options.plot:
         _plot(subject, found)
 
@@ -253,10 +294,21 @@ def _worth(subject: "ModelRef", found: "Inspection") -> "CacheWorth | str":
     from tokamac.engine.perf.what_if import contexts_up_to
 
     place, packing = found.place, found.case.packing(subject.packing)
-    weighed = weigh(subject.config, place.device, place.memory_bytes, packing=packing)
+    weighed = weigh(subject.config, place.device, packing=packing)
     return (
         weighed if isinstance(weighed, str) else cache_worth(weighed, found.case, place, contexts_up_to(subject.config))
     )
+
+
+def _capacity(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "Capacity | str":
+    """Return how so many replies at once do, or why that is not known."""
+    from tokamac.engine.errors import OptionError
+    from tokamac.engine.schedule.capacity import capacity_of
+
+    try:
+        return capacity_of(subject.config, found.case, found.place, options.parallel, own=subject.packing)
+    except OptionError as error:
+        return error.message
 
 
 def columns() -> int:
@@ -310,7 +362,7 @@ def _chips(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
 RUNS_SHOWN = 3
 """Runs of layers named in a row of the table: models that mix kinds of layers have many short ones."""
 
-FORMS = {"stored": "as stored", "float32": "in float32", "unpacked": "unpacked to float32"}
+FORMS = {"stored": "as stored", "float32": "what is not packed in float32"}
 
 KNOWN = {
     "files": "",
@@ -349,16 +401,13 @@ def kv_report(planned: "KVTable", context: int) -> str:
     return "\n".join([table([head, *rows, whole], right=(2, 3, 5, 6)), *notes])
 
 
-def cases_report(found: "Sequence[WhatIfOutcome]", form: "Form" = "stored") -> str:
-    """Return a row for each case of one model at one place, the first what was asked for, and what is to be known of them all.
-
-    form: how the model's weights are held there.
-    """
+def cases_report(found: "Sequence[WhatIfOutcome]") -> str:
+    """Return a row for each case of one model at one place, the first what was asked for, and what is to be known of them all."""
     from tokamac.engine.perf.what_if import notes
 
     head = ["weights", "KV", "context", "stored", "memory", "fits", "ceiling", "expected", "first token"]
     rows = table([head, *map(_case_row, found)], right=(2, 3, 4, 6, 7, 8))
-    return "\n".join([rows, *(sanitise_line(each) for each in notes(found, form))])
+    return "\n".join([rows, *(sanitise_line(each) for each in notes(found))])
 
 
 def chips_report(found: "Sequence[WhatIfOutcome]", *, memory: bool = False) -> str:
@@ -420,22 +469,13 @@ def _figures(found: "Inspection") -> list[list[str]]:
         ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
         ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {speed}"],
         *([["", chip.condition]] if chip.condition else []),
-        ["ceiling", f"{rate(found.ceiling_tps)}{_what_it_bounds(found)}"],
+        ["ceiling", f"{rate(found.ceiling_tps)}{'' if found.ceiling_tps is None else ': the hardware limit'}"],
         ["expected", f"{rate(found.expected_tps)}{_bound(decode)}"],
         ["prefill", f"{rate(found.prefill_tps)}{_bound(prefill)}"],
         ["first token", first],
         ["memory", f"{size(memory.total)} of {size(memory.budget)}: {_verdict(memory, found.place)}"],
         ["", f"weights {size(memory.weights)}, KV cache {size(memory.kv)}, temporaries {size(memory.working)}"],
     ]
-
-
-def _what_it_bounds(found: "Inspection") -> str:
-    """Return what the ceiling holds for; nothing where it is unknown."""
-    from tokamac.engine.perf.bandwidth import UNPACKED_BOUND
-
-    if found.ceiling_tps is None:
-        return ""
-    return f": the hardware limit {UNPACKED_BOUND}" if found.form == "unpacked" else ": the hardware limit"
 
 
 def _bound(phase: "Phase | None") -> str:

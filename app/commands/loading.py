@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
-from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation
 
 from .. import INTERRUPTED, settings
 from ..options import adapter_of, memory_limit
@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from tokamac.engine import Engine
 
 
+COMPILING = "compiling kernels for this processor: some seconds, once"
+"""Told where loading waits for that."""
+
 ONE_BY_ONE = "replies are made one after another"
 """Begins what an engine notes of a model whose class takes one sequence at a time."""
+BESIDE = ("adapter ", "draft model ")
+"""Begin what it notes of what was asked for beside the model."""
 
 
 def load(
@@ -36,10 +41,11 @@ def load(
     unchecked: bool = False,
     adapter: str | None = None,
     parallel: int = 1,
+    speculation: Speculation | None = None,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
-    parallel: replies that will be asked for at once.
+    parallel: replies that will be asked for at once. speculation: what guesses tokens; None is nothing.
 
     Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
@@ -50,6 +56,8 @@ def load(
     fetch(model, download.resolve)
     if adapter is not None:
         fetch(adapter, download.resolve_adapter)
+    if speculation is not None and speculation.draft is not None:
+        fetch(str(speculation.draft), download.resolve)
     from tokamac.engine import Engine
 
     bar = Progress("loading", plain=False)
@@ -68,7 +76,8 @@ def load(
                 unchecked=unchecked,
                 adapter=adapter,
                 parallel=parallel,
-                progress=lambda at: None if at.stage == "warm-up" else bar.update(at.done, at.total),
+                speculation=speculation,
+                progress=lambda at: tell_loading(at, bar),
             )
         finally:
             bar.clear()
@@ -79,8 +88,9 @@ def load(
     for remark in engine.spec.notes if kv == KVSpec() and parallel > 1 else ():
         if remark.startswith(ONE_BY_ONE):
             note(f"note: {remark}")
-    if adapter is not None and kv == KVSpec():
-        note(f"note: {next(remark for remark in engine.spec.notes if remark.startswith('adapter '))}")
+    for remark in engine.spec.notes if kv == KVSpec() else ():
+        if remark.startswith(BESIDE):
+            note(f"note: {remark}")
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine
@@ -93,8 +103,12 @@ def load_for(
     prompt_cache: PromptCacheSpec | None = None,
     *,
     parallel: int = 1,
+    speculation: Speculation | None = None,
 ) -> "Engine":
-    """Return the engine for ``model`` as the command's flags have it. parallel: replies at once. Raises TokamacError."""
+    """Return the engine for ``model`` as the command's flags have it. parallel, speculation: as for ``load``.
+
+    Raises TokamacError.
+    """
     added, unchecked = adapter_of(options, model), getattr(options, "unchecked", False)
     limit = memory_limit(options)
     return load(
@@ -105,6 +119,7 @@ def load_for(
         unchecked=unchecked,
         adapter=added,
         parallel=parallel,
+        speculation=speculation,
     )
 
 
@@ -132,6 +147,15 @@ def fetch(model: str, act: Callable[..., Path]) -> Path:
         return act(model, progress=tell)
     finally:
         bar.clear()
+
+
+def tell_loading(at: LoadProgress, bar: Progress) -> None:
+    """Show how far loading has come."""
+    if at.stage == "compile":
+        bar.clear()
+        note(COMPILING)
+    elif at.stage != "warm-up":
+        bar.update(at.done, at.total)
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
 from ..chat.models import lasting
 from ..chat.recording import LEFT
 from ..chat.steps import EnginePhase
-from ..options import given_adapter
-from ..settings_form import GROUPS, THIS_CHAT, Field, Form, whole_number
+from ..options import given_adapter, given_draft
+from ..settings_form import GROUPS, THE_MODEL, THIS_CHAT, Field, Form, whole_number
 from ..store.values import Attachment, StoredChat
 from ..verdict import figures_text
 from . import background, processes
@@ -175,7 +175,7 @@ def last_turn(turns: Sequence[Turn]) -> str:
 
 def _reply(reply: Reply, place: tuple[int, int]) -> str:
     figures = "" if reply.metrics is None else figures_text(reply.metrics)
-    parts = (EDITED if reply.edited else "", ending_text(reply.ending, reply.reason), figures)
+    parts = (EDITED if reply.edited else "", reply.compared, ending_text(reply.ending, reply.reason), figures)
     said = " · ".join(filter(None, parts))
     return f"{reply.model or 'reply'}{_version(place)}: {reply.text}" + (f"\n({said})" if said else "")
 
@@ -294,7 +294,7 @@ def model(repl: "Repl", name: str) -> None:
     if not repl.console.typed:  # a script's line: the model before is loaded first, so that there is one to return to
         repl.driver.settle(loaded=True)
     repl.chosen.model = name
-    repl.load(session.engine.load.of(name, repl.preferences.settings.adapters.get(name)))
+    repl.load(session.engine.load.of(name, *repl.preferences.settings.beside(name)))
     if session.engine.info is not None and session.engine.load.model == name:
         repl.tell(f"{session.engine.info.name} is loaded.")
 
@@ -324,6 +324,13 @@ def adapter(repl: "Repl", written: str) -> None:
             "The model is reloading with it." if given_adapter(written) else "The model is reloading without one."
         )
     commands.adapter(repl, written)
+
+
+def draft(repl: "Repl", written: str) -> None:
+    """Load the model with another draft model, or without one; or print which it has."""
+    commands.draft(repl, written)
+    if written:
+        repl.tell("The model is reloading with it." if given_draft(written) else "The model is reloading without one.")
 
 
 def thinking(repl: "Repl", text: str) -> None:
@@ -359,9 +366,7 @@ def settings(repl: "Repl", written: str) -> None:
         repl.tell(f"{name} is already {text}.")
         return
     scope = next(group.scope for group in form.groups for field in group.fields if field.name == name)
-    reloads = (sheet.kv, sheet.settings.memory_gb, sheet.settings.parallel) != (
-        before.kv, before.settings.memory_gb, before.settings.parallel
-    )  # fmt: skip
+    reloads = scope == THE_MODEL and name != "unload_after_min"
     if reloads:
         repl.tell(RELOADING)
     elif scope == THIS_CHAT:
@@ -479,6 +484,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "models": processes.models,
     "jobs": background.jobs,
     "adapter": adapter,
+    "draft": draft,
     "unload": unload,
     "system_prompt": system,
     "settings": settings,

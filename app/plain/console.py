@@ -153,6 +153,13 @@ class Console:
         self._thought = False
         self._replies += 1
 
+    def head(self, text: str) -> None:
+        """Begin a reply under a line of its own, for a person and for a script."""
+        above = "\n" if self._replies else ""
+        self.begin("")
+        self._label = ""
+        self._write(f"{above}{sanitise(text)}\n")
+
     def grow(self, text: str, kind: TextKind) -> None:
         """Write more of the reply at once. Thinking is only mentioned, once."""
         if kind == "thinking":

@@ -27,6 +27,7 @@ from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
 from ..chat.actions import ACTIONS, Keymap
 from ..chat.attachments import Draft, apart, joined, unescaped
 from ..chat.commands import CodeCycle, LoadChoice, RefusedError, Severity, save_settings, use_asked_profile
+from ..chat.connection import WITHOUT_BYTES
 from ..chat.conversation import ENDINGS, MessageNode, Reply
 from ..chat.external_programs import EditorError, copy_text, edit_text, editor_command
 from ..chat.figures import PRIMER, primer_is_new
@@ -54,7 +55,11 @@ from ..chat.steps import (
     Titled,
     ToolAnswered,
     TurnBegun,
+    VersionEnded,
+    VersionGrew,
+    VersionsBegun,
 )
+from ..chat.versions import Versions
 from ..output import note
 from ..settings_form import whole_number
 from ..store.values import StoredChat, StoreError
@@ -99,6 +104,7 @@ class Driver:
         self._may_title = False  # as it was when the wait began
         self.preferences.tools_came = lambda said: self.later(lambda: self._tools_came(said))
         self._title = ""  # by the model, while a line was awaited
+        self._told = 0  # how many of the versions that are written at once were printed
 
     @unbroken()
     def perform(self, steps: Sequence[Step]) -> None:
@@ -129,6 +135,15 @@ class Driver:
             case ReplyEnded(reply):
                 self._record(lambda recording: recording.ended(reply))
                 self._ended(reply)
+            case VersionsBegun(versions):
+                self._record(lambda recording: recording.versions_begun(versions))
+                self._told = 0
+                self._console.note(f"Writing {len(versions.all)} versions at once.")
+            case VersionGrew(versions):
+                self._record(lambda recording: recording.versions_grew(versions))
+            case VersionEnded(versions):
+                self._record(lambda recording: recording.version_ended(versions))
+                self._tell_versions(versions)
             case Moved():
                 self._record(lambda recording: recording.moved())
             case Pruned():
@@ -215,6 +230,22 @@ class Driver:
             self._console.aside(f"({said})")
         if self._console.typed and primer_is_new(reply):
             self._console.aside("\n".join(f"{name}: {meaning}" for name, meaning in PRIMER))
+
+    def _tell_versions(self, versions: Versions) -> None:
+        """Print the versions that have ended, in their order; after the last, which one the chat goes on from."""
+        if self._told == len(versions.all):
+            return
+        for version in versions.all[self._told :]:
+            if (reply := version.reply) is None:
+                return
+            self._told += 1
+            self._console.head(versions.heading(version))
+            self._console.grow(reply.text, "answer")
+            self._ended(reply)
+        if versions.caution:
+            self._console.note(f"{versions.caution[0].upper()}{versions.caution[1:]}.")
+        kept = versions.all.index(versions.kept) + 1
+        self._console.note(f"The chat goes on from version {kept}. /older and /newer switch to the others.")
 
     # The engine's process -------------------------------------------------------------------------------------------------
 
@@ -354,8 +385,8 @@ class Driver:
             return
         session = self.session
         if session.engine.phase is EnginePhase.LOADING and (loading := session.engine.loading) is not None:
-            if loading.stage == "warm-up":
-                self._console.note(f"warming up {session.engine.load.model}")
+            if loading.stage in WITHOUT_BYTES:
+                self._console.note(f"{WITHOUT_BYTES[loading.stage]} {session.engine.load.model}")
                 return
             of = "" if loading.total is None else f" of {units.size(loading.total)}"
             verb = "downloading" if loading.stage == "download" else "loading"
@@ -363,6 +394,8 @@ class Driver:
         elif session.engine.phase is EnginePhase.PREFILL and (prefill := session.prefill) is not None:
             done, total = units.count(prefill.done), units.count(prefill.total)
             self._console.note(f"reading the prompt: {done} of {total} tokens")
+        elif session.versions is not None and session.versions_of(session.conversation):
+            self._console.note(session.versions.summary)
 
 
 HEARD_S = 0.2

@@ -93,6 +93,7 @@ class TokamacApp(App[int]):
         "screens/dialog.tcss",
         "screens/explain.tcss",
         "screens/steps.tcss",
+        "screens/versions.tcss",
         "screens/whatif.tcss",
         "screens/convert.tcss",
         "screens/model.tcss",
@@ -132,6 +133,13 @@ class TokamacApp(App[int]):
         if chosen is not LinuxDriver:
             return chosen
         return AppleTerminalDriver if is_apple_terminal() else AnchoringDriver
+
+    @property
+    def _background_screens(self) -> list[Screen[object]]:
+        """The screens that are seen beneath the top one. Textual 8.2.8 draws that as a whole whenever one of them changes, and
+        takes no screen for opaque."""
+        stack = self._screen_stack
+        return super()._background_screens if stack and stack[-1].is_modal else []
 
     def get_default_screen(self) -> Screen[None]:
         """Return the chat."""

@@ -373,4 +373,4 @@ def load_model(chat: "ChatScreen", model: str) -> None:
     """Load a model from this disk; the conversation and the draft stay. A model that is downloading replaces it no more."""
     chat.library.choose_another()
     chat.chosen.model = model = lasting(model)
-    chat.load(chat.session.engine.load.of(model, chat.preferences.settings.adapters.get(model)))
+    chat.load(chat.session.engine.load.of(model, *chat.preferences.settings.beside(model)))

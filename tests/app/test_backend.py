@@ -33,6 +33,7 @@ from tokamac.app.backend.protocol import (
     AskCount,
     Asker,
     AskPrice,
+    AskTokens,
     Cancel,
     CaseLine,
     Change,
@@ -41,11 +42,16 @@ from tokamac.app.backend.protocol import (
     EngineNotice,
     Figures,
     Generate,
+    GoOn,
     Heartbeat,
+    Hold,
     Load,
     Loaded,
+    LookAgain,
+    LookedAt,
     ModelLine,
     Priced,
+    PromptTokens,
     Question,
     ReplyEvent,
     RequestFailed,
@@ -76,13 +82,15 @@ from tokamac.engine.events import (
     Truncated,
 )
 from tokamac.engine.files import FLUSH_S
-from tokamac.engine.metrics import Cause, Gaps, Metrics, Outlier, Throttle
-from tokamac.engine.options import STAGES, KVSpec, Sampling
+from tokamac.engine.metrics import Cause, DraftCount, Gaps, Metrics, Outlier, Throttle
+from tokamac.engine.options import PARALLEL, STAGES, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.passes.cost import PassCost
 from tokamac.engine.passes.log import PassLog, PromptPiece
 from tokamac.engine.passes.tokens import PromptText, StepToken, StepTokens
 from tokamac.engine.perf.diagnosis import Concern, Diagnosis, Remedy, RemedyName, Term, TimePart, Unit, Waits
+from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.perf.workload import Attention, KVUse
+from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
 
 # The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's.
 
@@ -106,8 +114,22 @@ class Talk:
             seen.append(event.event if isinstance(event, ReplyEvent) else event)
         return seen
 
-    def load(self, model: str, *, prompt_cache: bool = True) -> list[object]:
-        self.process.send(Load(model, prompt_cache=prompt_cache))
+    def told(self, ends: int) -> dict[int, list[object]]:
+        """Return what came of each reply until so many have ended; a failure is the end of one, too."""
+        seen: dict[int, list[object]] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while ends:
+            event = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
+            if isinstance(event, ReplyEvent | RequestFailed):
+                assert event.id is not None
+                seen.setdefault(event.id, []).append(event.event if isinstance(event, ReplyEvent) else event)
+                ends -= isinstance(seen[event.id][-1], Finished | RequestFailed)
+            else:
+                assert not isinstance(event, Died)
+        return seen
+
+    def load(self, model: str, *, prompt_cache: bool = True, parallel: int = PARALLEL) -> list[object]:
+        self.process.send(Load(model, prompt_cache=prompt_cache, parallel=parallel))
         return self.until(Loaded, RequestFailed, Died)
 
     def price(self, text: str, request: int) -> Priced:
@@ -192,10 +214,98 @@ def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Ta
     assert done.reason == "cancelled"
 
 
+def test_replies_run_at_once_and_each_is_told_measured_and_ended_by_itself(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("steady")
+    for request in (1, 2, 3):
+        child.process.send(Generate(request, (Message("user", "hello"),), background=request == 3))
+    begun: set[int] = set()
+    while begun != {1, 2, 3}:  # before any has ended
+        event = child.events.get(timeout=PATIENCE_S)
+        if isinstance(event, ReplyEvent):
+            assert not isinstance(event.event, Finished)
+            begun |= {event.id} if isinstance(event.event, TextChunk) else set()
+    child.process.send(Cancel(2))
+    first = child.told(1)
+    assert first[2][-1].reason == "cancelled"  # type: ignore[attr-defined]
+    assert not any(isinstance(event, Finished) for event in [*first.get(1, []), *first.get(3, [])])
+    others = child.told(2)
+    assert {others[request][-1].reason for request in (1, 3)} == {"stop"}  # type: ignore[attr-defined]
+    assert any(isinstance(event, Live) for event in others[1])
+    assert not any(isinstance(event, Live) for event in others[3])  # nobody waits for it
+
+
+def test_the_engine_is_told_which_bits_and_that_nobody_waits(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("fast")
+    child.process.send(Generate(1, (Message("user", "hi"),), background=True, kv_bits=(8, 4)))
+    child.until(Finished)
+    assert "reply kv_bits=(8, 4) background=True" in child.log.read_text()
+    child.load("unpackable")
+    child.process.send(Generate(2, (Message("user", "hi"),), kv_bits=(8, 4)))
+    failed = child.until(RequestFailed)[-1]
+    assert isinstance(failed, RequestFailed)
+    assert (failed.id, "can't be packed" in failed.error) == (2, True)
+
+
+def test_a_cancel_that_overtakes_one_of_two_requests_ends_that_one(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("steady")
+    child.process.send(Cancel(2))
+    child.say(request=1, max_tokens=9)
+    child.say(request=2, max_tokens=9)
+    ended = {request: events[-1].reason for request, events in child.told(2).items()}  # type: ignore[attr-defined]
+    assert ended == {1: "length", 2: "cancelled"}
+
+
+def test_a_reply_that_fails_ends_alone(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("tiny-context")
+    child.say("hi", request=1)
+    child.say("a prompt that is longer than eight tokens of four characters", request=2)
+    seen = child.told(2)
+    assert isinstance(seen[1][-1], Finished)
+    assert isinstance(seen[2][-1], RequestFailed)
+
+
+def test_as_many_at_once_as_the_model_was_loaded_for(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("slow", parallel=1)
+    child.say(request=1, max_tokens=3)
+    child.say(request=2, max_tokens=3)
+    assert list(child.told(1)) == [1]
+    assert isinstance(child.told(1)[2][-1], Finished)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_likely_tokens_wait_for_a_reply_that_somebody_waits_for(talk: Callable[..., Talk], background: bool) -> None:
+    child = talk()
+    child.load("steady")
+    question = (Message("user", "hello"),)
+    child.process.send(Generate(1, question, Sampling(max_tokens=20), background=background))
+    child.process.send(LookAgain(7, question, Message("assistant", "Memory.")))
+    seen = child.until(LookedAt if background else Finished)
+    assert any(isinstance(event, LookedAt) for event in seen) is background
+    assert any(isinstance(event, Finished) for event in seen) is not background
+    child.until(Finished if background else LookedAt)
+
+
+def test_another_model_waits_for_the_replies_that_run(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("slow")
+    child.say(request=1, max_tokens=5)
+    child.say(request=2, max_tokens=5)
+    child.process.send(Load("fast"))
+    seen = child.until(Loaded)
+    assert [event.reason for event in seen if isinstance(event, Finished)] == ["length", "length"]
+
+
 def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.say()
-    assert child.until(RequestFailed)[-1] == RequestFailed(1, "no model is loaded", "Choose one with /model.")
+    assert child.until(RequestFailed)[-1] == RequestFailed(
+        1, "no model is loaded", "Choose one with /model.", "TokamacError"
+    )
     assert isinstance(child.load("missing")[-1], RequestFailed)
     assert any(isinstance(event, LoadProgress) for event in child.load("slow-load"))
     child.load("tiny-context")
@@ -471,6 +581,73 @@ def test_a_library_that_panics_costs_a_reply_and_not_the_process(tmp_path: Path)
         child.process.close()
 
 
+def test_a_prompt_begins_at_once_while_another_reply_is_written_in_the_background(tmp_path: Path) -> None:
+    child = Talk(tmp_path / "log", CHILD_COMMAND)
+    try:
+        assert isinstance(child.load(str(make_tiny(tmp_path / "model", context=4096)), parallel=1)[-1], Loaded)
+        child.process.send(Generate(-1, (Message("user", "x" * 300),), Sampling(temperature=0), background=True))
+        child.until(TextChunk)
+        child.say(max_tokens=9)
+        seen = child.told(1)
+        assert isinstance(seen[1][-1], Finished)
+        assert not any(isinstance(event, Finished) for event in seen.get(-1, []))
+        child.process.send(Cancel(-1))
+        assert child.told(1)[-1][-1].reason == "cancelled"  # type: ignore[attr-defined]
+    finally:
+        child.process.close()
+
+
+# What a program asks that is not a chat: a prompt of tokens, no figures on the way, and a reader that is behind.
+
+
+def test_a_prompt_of_tokens_is_told_and_answered_without_what_only_a_screen_shows(tmp_path: Path) -> None:
+    child = Talk(tmp_path / "log", CHILD_COMMAND)
+    try:
+        assert isinstance(child.load(str(make_tiny(tmp_path / "model", context=4096)))[-1], Loaded)
+        child.process.send(AskTokens(1, "Hello"))
+        child.process.send(AskTokens(2, messages=(Message("user", "Hello"),)))
+        child.process.send(AskTokens(3, messages=(Message("user", "Hello"),), template=TemplateOptions(thinking="on")))
+        text, written, refused = (child.until(PromptTokens)[-1] for _ in range(3))
+        assert isinstance(text, PromptTokens)
+        assert isinstance(written, PromptTokens)
+        assert len(text.tokens) == len("Hello")
+        assert len(written.tokens) == len("Hello") + len(("<|user|>", "<|end|>", "<|assistant|>"))
+        assert isinstance(refused, PromptTokens)
+        assert (refused.tokens, "thinking" in refused.error) == ((), True)
+        sampling = Sampling(max_tokens=200, temperature=0)
+        child.process.send(Generate(4, (), sampling, tokens=text.tokens, watched=False))
+        *events, ended = child.told(1)[4]
+        assert isinstance(ended, Finished)
+        assert (ended.metrics.prompt_tokens, ended.metrics.generated_tokens) == (5, 200)
+        assert (ended.passes, ended.diagnosis, ended.outliers) == (None, None, ())
+        assert not any(isinstance(event, Live) for event in events)
+    finally:
+        child.process.close()
+
+
+def test_a_reply_that_is_held_rests_goes_on_and_can_be_cancelled(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("steady")
+    for request in (1, 2):
+        child.say(request=request)
+    begun: set[int] = set()
+    while begun != {1, 2}:
+        event = child.events.get(timeout=PATIENCE_S)
+        begun |= {event.id} if isinstance(event, ReplyEvent) and isinstance(event.event, TextChunk) else set()
+    for request in (1, 2):
+        child.process.send(Hold(request))
+    child.say(request=3)
+    told = child.told(1)
+    assert isinstance(told[3][-1], Finished)  # longer than the two had still to go
+    assert not {1, 2} & {id for id, events in told.items() if isinstance(events[-1], Finished)}
+    child.process.send(Cancel(1))
+    child.process.send(Hold(1))
+    child.process.send(GoOn(2))
+    ended = child.told(2)
+    assert ended[1][-1].reason == "cancelled"  # type: ignore[attr-defined]
+    assert ended[2][-1].reason == "stop"  # type: ignore[attr-defined]
+
+
 # A group size that the settings hold for all models, and a model that can't have it: it loads, and a note says so.
 
 
@@ -509,11 +686,18 @@ def _field(hint: Any) -> st.SearchStrategy[Any]:
     optional = st.none() if type(None) in typing.get_args(hint) else st.nothing()
     if Gaps in (hint, *typing.get_args(hint)):
         return optional | GAPS
+    if str in typing.get_args(hint):
+        return optional | st.text(max_size=5)
     return optional | (FLOATS if float in (hint, *typing.get_args(hint)) else NUMBERS)
 
 
 HINTS = typing.get_type_hints(Metrics)
-METRICS = st.builds(Metrics, **{field.name: _field(HINTS[field.name]) for field in dataclasses.fields(Metrics)})
+COUNTS = st.none() | st.lists(st.builds(DraftCount, TEXT, NUMBERS, NUMBERS), min_size=1, max_size=3).map(tuple)
+METRICS = st.builds(
+    Metrics,
+    **{field.name: _field(HINTS[field.name]) for field in dataclasses.fields(Metrics) if field.name != "drafts"},
+    drafts=COUNTS,
+)
 OUTLIER = st.builds(Outlier, NUMBERS, FLOATS, st.lists(st.sampled_from(typing.get_args(Cause)), max_size=3).map(tuple))
 OUTLIERS = st.lists(OUTLIER, max_size=3).map(tuple)
 LIVE = st.builds(
@@ -562,6 +746,17 @@ FIGURES = st.builds(
 SPOT = st.builds(
     Spot, st.sampled_from(["decode", "prefill"]), FLOATS, st.sampled_from([None, "memory"]), FLOATS, st.none()
 )
+MAYBE = st.none() | FLOATS
+MEMORY_FIT = st.builds(
+    MemoryFit, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS, st.none() | st.booleans(), NUMBERS
+)
+WIDTH = st.builds(
+    WidthOutcome, NUMBERS, MAYBE, MAYBE, st.none() | st.sampled_from(typing.get_args(Waits)), MEMORY_FIT, MAYBE
+)
+CAPACITY = st.builds(
+    Capacity, TEXT, st.booleans(), st.none() | NUMBERS, NUMBERS, NUMBERS, st.lists(WIDTH, max_size=2).map(tuple),
+    st.none() | NUMBERS, st.booleans(), MAYBE, st.none() | NUMBERS, st.none() | NUMBERS, st.lists(TEXT, max_size=2).map(tuple),
+)  # fmt: skip
 ANSWER = st.builds(
     Answer,
     TEXT,
@@ -576,6 +771,7 @@ ANSWER = st.builds(
     st.none() | st.builds(Roof, FLOATS, FLOATS, FLOATS, st.lists(SPOT, max_size=2).map(tuple)),
     st.lists(st.builds(ChipLine, TEXT, st.none() | NUMBERS, FLOATS, FIGURES), max_size=2).map(tuple),
     st.lists(st.builds(ModelLine, TEXT, NUMBERS, st.none(), NUMBERS, TEXT, FIGURES), max_size=2).map(tuple),
+    at_once=st.none() | CAPACITY,
 )
 PARTS = st.tuples(
     st.builds(TimePart, st.just("wait"), FLOATS),
@@ -622,11 +818,21 @@ STEP_TOKENS = st.lists(
 ASKER = st.sampled_from(typing.get_args(Asker))
 REQUESTS = st.one_of(
     st.builds(protocol.Load, TEXT, KV, st.booleans()),
-    st.builds(protocol.Generate, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
+    st.builds(
+        protocol.Generate,
+        NUMBERS,
+        st.lists(MESSAGE, max_size=4).map(tuple),
+        SAMPLING,
+        background=st.booleans(),
+        kv_bits=st.none() | st.tuples(NUMBERS, NUMBERS),
+    ),
     st.builds(protocol.Cancel, NUMBERS),
+    st.builds(protocol.Hold, NUMBERS),
+    st.builds(protocol.GoOn, NUMBERS),
     st.builds(protocol.Warm, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskCount, NUMBERS, TEXT),
+    st.builds(protocol.AskTokens, NUMBERS, TEXT, st.lists(MESSAGE, max_size=2).map(tuple)),
     st.builds(protocol.AskWhatIf, NUMBERS, QUESTION),
     st.builds(
         protocol.LookAgain, NUMBERS, st.lists(MESSAGE, max_size=2).map(tuple), MESSAGE, PASSES, st.none() | NUMBERS
@@ -673,13 +879,14 @@ MESSAGES = st.one_of(
     st.builds(protocol.MemoryUse, NUMBERS, st.none() | NUMBERS, NUMBERS, st.none() | NUMBERS, TEXT),
     st.builds(protocol.Warmed, NUMBERS, st.none() | PRICE),
     st.builds(protocol.Counted, NUMBERS, st.none() | NUMBERS),
+    st.builds(protocol.PromptTokens, NUMBERS, st.lists(NUMBERS, max_size=3).map(tuple), TEXT),
     st.builds(protocol.Priced, ASKER, NUMBERS, st.none() | PRICE),
     st.builds(protocol.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
     st.builds(protocol.LookedAt, NUMBERS, st.none() | st.builds(PromptText, NUMBERS, st.just(("a",)))),
     st.builds(protocol.LookedAt, NUMBERS, st.none(), st.builds(StepTokens, NUMBERS, NUMBERS, STEP_TOKENS)),
     st.builds(protocol.EngineNotice, TEXT),
     st.just(protocol.Heartbeat()),
-    st.builds(protocol.RequestFailed, st.none() | NUMBERS, TEXT, TEXT),
+    st.builds(protocol.RequestFailed, st.none() | NUMBERS, TEXT, TEXT, TEXT),
 )
 
 
@@ -811,6 +1018,27 @@ def test_nothing_overtakes_text(pipe: tuple[int, int]) -> None:
     outbox.put(ReplyEvent(1, TextChunk("b")))
     outbox.put(Heartbeat())
     assert lines(out) == [ReplyEvent(1, TextChunk("a")), ReplyEvent(1, TextChunk("b")), Heartbeat()]
+
+
+def test_text_of_several_replies_waits_together_and_goes_in_one_piece(pipe: tuple[int, int]) -> None:
+    out, outbox = pipe[0], Outbox(pipe[1])
+    outbox.flush_s = 60.0
+    outbox.put(ReplyEvent(1, TextChunk("a")))
+    lines(out)
+    for piece in ("b", "c"):
+        outbox.put(ReplyEvent(1, TextChunk(piece)))
+        outbox.put(ReplyEvent(2, TextChunk(piece, "thinking")))
+    outbox.put(ReplyEvent(2, TextChunk("d")))
+    outbox.put(ReplyEvent(2, TextChunk("e", "thinking")))
+    assert lines(out) == []
+    outbox.put(ReplyEvent(1, PrefillProgress(1, 2, 0)))
+    assert lines(out) == [
+        ReplyEvent(1, TextChunk("bc")),
+        ReplyEvent(2, TextChunk("bc", "thinking")),
+        ReplyEvent(2, TextChunk("d")),
+        ReplyEvent(2, TextChunk("e", "thinking")),
+        ReplyEvent(1, PrefillProgress(1, 2, 0)),
+    ]
 
 
 def test_beside_a_model_on_the_cpu_the_screen_is_woken_more_rarely(pipe: tuple[int, int]) -> None:

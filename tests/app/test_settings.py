@@ -200,9 +200,12 @@ def test_a_bias_and_an_order_are_written_as_lists(tmp_path: Path) -> None:
     assert [warning for warning in read.warnings if "order" in warning and "leaves out" in warning]
 
 
-def test_the_form_has_every_option_but_log_probabilities() -> None:
+def test_the_form_has_every_option_but_those_of_single_requests() -> None:
     assert [field.name for field in SAMPLING_FIELDS] != []
-    assert {field.name for field in SAMPLING_FIELDS} == {each.name for each in fields(Sampling)} - {"logprobs"}
+    assert {field.name for field in SAMPLING_FIELDS} == {each.name for each in fields(Sampling)} - {
+        "logprobs",
+        "json_schema",
+    }
 
 
 def filled(**texts: str) -> Sheet:
@@ -892,7 +895,7 @@ async def test_a_setting_goes_back_to_its_default_by_one_key_and_is_walked_witho
         await c.pilot.press("enter")
         await c.until(lambda: "Thinking budget: 'few' is not valid (tokens; empty" in c.screen_text())
         assert screen.query_one("#thinking_budget").has_focus
-        await c.pilot.press("ctrl+r", *["pagedown"] * 6)
+        await c.pilot.press("ctrl+r", *["pagedown"] * 7)
         assert screen.query_one("#app-models_folder").has_focus
         await c.pilot.press(*"/models", "down", "right", "enter")
         await c.until(lambda: c.app.screen is c.app.chat)

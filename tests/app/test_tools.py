@@ -356,6 +356,7 @@ def test_what_a_call_brought_is_in_the_context_and_left_out_with_its_prompt() ->
     finish(session, text="It is 2.")
     rows = session.context_use(Draft("and?")).rows
     assert [(row.kind, row.name, row.key) for row in rows] == [
+        ("tools", "add, look", 0),
         ("prompt", "What is it?", 1), ("reply", "add(1)", 1), ("result", "2", 1), ("reply", "It is 2.", 1),
         ("draft", "and?", 0),
     ]  # fmt: skip

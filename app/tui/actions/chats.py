@@ -35,6 +35,7 @@ from ...chat.steps import (
     ToolAnswered,
     TurnBegun,
 )
+from ...chat.versions import Versions
 from ...sanitise import sanitise_line
 from ...store.values import StoreError
 from ..widgets.prompt_input import Prompt
@@ -93,6 +94,14 @@ def _tell_ended(chat: "ChatScreen", title: str, reply: Reply) -> None:
         case _:
             tokens = "" if reply.metrics is None else f", {units.count(reply.metrics.generated_tokens)} tokens"
             chat.tell(f"“{title}”: the reply is done{tokens}. {shows}")
+
+
+def tell_versions_ended(chat: "ChatScreen", versions: Versions) -> None:
+    """Tell that the last of several versions has ended in a chat that is not on screen."""
+    if versions.conversation is not chat.session.conversation and not versions.running and chat.recording is not None:
+        title = excerpt(chat.recording.title_of(versions.conversation)) or "untitled"
+        opens = f"{chat.session.keymap.key('chats')} opens it."
+        chat.tell(f"“{title}”: {len(versions.all)} versions of a reply are done. {opens}")
 
 
 class PathPrices:

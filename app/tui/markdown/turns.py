@@ -284,6 +284,7 @@ def _ended(reply: Reply) -> Iterator[Content]:
     """Yield the parts of the line below a reply: why it ended, what continues it, its figures, what is worth saying of them."""
     cut = reply.ending in ("length", "lost") and bool(reply.text or reply.thinking)
     yield Content(EDITED if reply.edited else "")
+    yield Content(sanitise_line(reply.compared))
     yield Content.styled(ENDINGS[reply.ending], "$text-warning")
     yield Content.styled(sanitise_line(reply.reason), "$foreground")
     yield Content(CONTINUES if cut else "")

@@ -7,6 +7,7 @@ sent, and the what-if questions between the screens that ask them and the engine
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import App, ComposeResult
@@ -56,6 +57,9 @@ from ...chat.steps import (
     Titled,
     ToolAnswered,
     TurnBegun,
+    VersionEnded,
+    VersionGrew,
+    VersionsBegun,
 )
 from ...sanitise import sanitise, sanitise_line
 from ...store.store import Store
@@ -73,6 +77,10 @@ from ..widgets.status import Activity, StatusLine
 from ..widgets.transcript import SIDE, WIDEST, Transcript, share_on
 from . import links
 from .tools import ConsentScreen
+
+if TYPE_CHECKING:
+    from ...chat.versions import Versions
+    from .versions import VersionsScreen
 
 EDITING = "editing · Esc cancels"
 EDITING_REPLY = "editing the reply · Enter keeps it · Esc cancels"
@@ -253,7 +261,7 @@ class WhatIfs:
 
 def is_growth(step: Step) -> bool:
     """Whether the step is more text of a reply, on screen or in the background."""
-    return isinstance(step.step if isinstance(step, Elsewhere) else step, ReplyGrew)
+    return isinstance(step.step if isinstance(step, Elsewhere) else step, ReplyGrew | VersionGrew)
 
 
 COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
@@ -389,6 +397,7 @@ class ChatScreen(Screen[None]):
         self.composer = Composer(self._prompt, session)
         self.open_store = open_store
         preferences.tools_came = self._tools_came
+        self._versions: VersionsScreen | None = None  # that is open
         self._early: list[Draft] | None = []  # what was sent before the start was complete; None from then on
 
     def compose(self) -> ComposeResult:
@@ -481,6 +490,7 @@ class ChatScreen(Screen[None]):
             case Ask(request):
                 self.bridge.ask(request)
             case TurnBegun(turn, again):
+                self._hide_versions()
                 self._begin(turn, again=again)
                 self._record(lambda recording: recording.begun(turn))
             case Resumed(turn):
@@ -493,6 +503,19 @@ class ChatScreen(Screen[None]):
                 if primer_is_new(reply):
                     transcript.prime()
                 self._record(lambda recording: recording.ended(reply))
+            case VersionsBegun(versions, resumed):
+                if not resumed:
+                    self._record(lambda recording: recording.versions_begun(versions))
+                self._show_versions(versions)
+            case VersionGrew(versions, version, text, kind):
+                self._record(lambda recording: recording.versions_grew(versions))
+                if self._versions is not None:
+                    self._versions.grow(version, text, kind)
+            case VersionEnded(versions, version):
+                self._record(lambda recording: recording.version_ended(versions))
+                if self._versions is not None:
+                    self._versions.ended(version)
+                chats.tell_versions_ended(self, versions)
             case Moved(turns):
                 transcript.show_turns(turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.moved())
@@ -503,6 +526,7 @@ class ChatScreen(Screen[None]):
                 transcript.show_turns(turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.revised())
             case Opened(turns):
+                self._hide_versions()
                 transcript.show_turns(turns, self.session.conversation.pruned)
                 self._record(lambda recording: recording.left())
             case Titled(title):
@@ -527,6 +551,25 @@ class ChatScreen(Screen[None]):
                 self.close_consent(result.call)
                 transcript.answer(result, key)
                 self._record(lambda recording: recording.answered(key))
+
+    def _show_versions(self, versions: "Versions") -> None:
+        """Show several versions of a reply over the chat while they are written."""
+        from .versions import VersionsScreen
+
+        def closed(_: None) -> None:
+            if self._versions is shown:
+                self._versions = None
+            self._prompt.focus()
+            self.show()
+
+        self._hide_versions()
+        self._versions = shown = VersionsScreen(versions, self, self.do)
+        self.app.push_screen(shown, closed)
+
+    def _hide_versions(self) -> None:
+        """Close the versions: another reply, or another chat, is shown."""
+        if self._versions is not None:
+            self._versions.close()
 
     def _decided(self, call: ToolCall, decision: Decision | None) -> None:
         """Take the user's answer to a call; Esc stops all of them."""
@@ -585,7 +628,9 @@ class ChatScreen(Screen[None]):
                 # Text comes often: the transcript draws it at its own pace, or together with new figures.
                 for step in steps:
                     self._perform(step)
-                if isinstance(message.event, ReplyEvent) and isinstance(message.event.event, Live):
+                if self._versions is not None:
+                    self._versions.look()
+                elif isinstance(message.event, ReplyEvent) and isinstance(message.event.event, Live):
                     self.query_one(Transcript).look(now=True)
                     self.show()
             else:

@@ -22,6 +22,7 @@ LOOK_S = 0.2
 """How often the counts that came are looked at."""
 STYLES = {
     "system": ("█", "$text-accent"),
+    "tools": ("▐", "$text-muted"),
     "files": ("▓", "$text-warning"),
     "prompts": ("▒", "$text-primary"),
     "replies": ("░", "$text-secondary"),
@@ -29,7 +30,15 @@ STYLES = {
     "draft": ("▚", "$text-success"),
 }
 """Of the parts of the bar: told apart without colour too."""
-NAMES = {"system": "system", "file": "file", "prompt": "you", "reply": "reply", "result": "tool", "draft": "draft"}
+NAMES = {
+    "system": "system",
+    "tools": "tools",
+    "file": "file",
+    "prompt": "you",
+    "reply": "reply",
+    "result": "tool",
+    "draft": "draft",
+}
 
 
 def bar(use: ContextUse, width: int) -> Content:

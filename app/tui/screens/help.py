@@ -34,7 +34,7 @@ GROUPS: dict[str, str] = {
         "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),
     "Conversations": "new_chat chats open title pin folder context regenerate branches delete_chat restore_chat export import",
-    "Models and settings": "choose_model models pull jobs adapter unload convert system_prompt settings thinking",
+    "Models and settings": "choose_model models pull jobs adapter draft unload convert system_prompt settings thinking",
     "Speed and memory": "toggle_panel all_figures gauges explain steps what_if",
     "Reading": "scroll_top scroll_end page_up page_down copy",
     ALSO: "leader palette keys theme ask_guide help suspend leave",

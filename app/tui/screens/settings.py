@@ -361,7 +361,7 @@ class SettingsScreen(Dialog[Sheet]):
             row.tell(problems.get(name, "") if name in self._left else "", cautions.get(name, ""))
         many = sum(row.differs for row in self._rows)
         differ = "1 differs from its default" if many == 1 else f"{many} differ from their defaults"
-        text = f"● {differ}. Ctrl+R resets the selected one." if many else "All settings are at their defaults."
+        text = f"● {differ}." if many else "All settings are at their defaults."
         self.query_one("#differing", Static).update(text)
         self._tell_about()
         return problems

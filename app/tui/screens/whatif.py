@@ -22,7 +22,11 @@ from textual.timer import Timer
 from textual.widgets import DataTable, Input, Label, Select, Static, TabbedContent, TabPane
 from textual_plotext import PlotextPlot
 
+from tokamac.engine.perf.memory import MemoryFit
+from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
+
 from ... import units
+from ...at_once import limit_text, sentence
 from ...backend.protocol import (
     Answer,
     CaseLine,
@@ -61,11 +65,15 @@ from . import Dialog
 CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "expected", "TTFT")
 NARROW_CASES = ("weights", "KV", "context", "expected", "memory", "fits", "ceiling", "TTFT")
 CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")
+WIDTHS = ("at once", "together", "each", "memory", "fits", "limit", "TTFT", "ceiling")
 MODELS = ("model", "verdict", "expected", "TTFT", "memory", "download", "weights", "active")
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
 """Verdicts that the other columns complete."""
 
-NUMBERS = frozenset({"context", "memory", "ceiling", "expected", "TTFT", "bandwidth", "download", "active"})
+BARS = "━ expected ─ ceiling"
+"""The head above bars, which is their legend; where there is no room for it there are none."""
+TEXTS = frozenset({"change", "weights", "KV", "fits", "limit", "chip", "model", "verdict", BARS})
+"""Columns that are flush left; numbers are flush right."""
 Row = tuple[Text, ...]
 
 
@@ -76,7 +84,7 @@ def case_columns(*, narrow: bool) -> tuple[str, ...]:
 
 def head(column: str) -> Text:
     """Return a column's head, flush right above numbers."""
-    return Text(column, justify="right" if column in NUMBERS else "left")
+    return Text(column, justify="left" if column in TEXTS else "right")
 
 
 def case_rows(lines: Iterable[CaseLine], *, narrow: bool = False) -> Iterator[Row]:
@@ -116,6 +124,31 @@ def chip_rows(lines: Iterable[ChipLine], *, narrow: bool = False) -> Iterator[Ro
         )
 
 
+def width_rows(lines: Iterable[WidthOutcome]) -> Iterator[Row]:
+    """Yield a row for each number of replies at once; faint where they do not fit."""
+    for each in lines:
+        style = "dim" if each.memory.fits is False else ""
+        yield (
+            _number(units.count(each.replies), style),
+            _number(units.rate(each.expected_tps), style),
+            _number(units.rate(each.each_tps), style),
+            _number(units.size(each.memory.total), style),
+            _fits(each.memory),
+            _plain(limit_text(each), "dim" if each.waits is None else style),
+            _number(units.seconds(each.newcomer_ttft_s), style),
+            _number(units.rate(each.ceiling_tps), style),
+        )
+
+
+def width_bars(lines: Iterable[WidthOutcome], room: int) -> Iterator[Text]:
+    """Yield a bar for each number of replies, of ``room`` columns for the fastest: thick as expected, thin to the ceiling."""
+    speeds = [(each.expected_tps or 0.0, each.ceiling_tps or 0.0) for each in lines]
+    most = max((ceiling for _, ceiling in speeds), default=0.0) or 1.0
+    for pair in speeds:
+        expected, ceiling = (round(room * tps / most) for tps in pair)
+        yield Text("━" * expected) + Text("─" * (ceiling - expected), "dim")
+
+
 def model_rows(lines: Iterable[ModelLine], *, narrow: bool = False) -> Iterator[Row]:
     """Yield a row for each model. narrow: with the last part of its ID."""
     styles = {"runs well": "green", "tight": "yellow", "slow": "yellow", "does not fit": "red"}
@@ -136,7 +169,7 @@ def _memory(figures: Figures) -> tuple[Text, Text]:
     return _number(units.size(figures.memory_bytes)), _fits(figures)
 
 
-def _fits(figures: Figures) -> Text:
+def _fits(figures: Figures | MemoryFit) -> Text:
     if figures.fits and figures.from_others:
         return Text("tight", "yellow")
     return {True: Text("yes", "green"), False: Text("no", "red"), None: Text(units.UNKNOWN, "dim")}[figures.fits]
@@ -335,9 +368,12 @@ def _tick(value: float) -> str:
 
 REST_S = 0.4  # longer than the gaps of a typist within a number
 NARROW = 90
+LAST = "TTFT is that of the last to come, while the others are written"
+CLOSERS = {"models": "Enter shows its cases", "widths": LAST}
 FILL_IN_MEMORY = "to see whether it fits, fill in the machine's memory above"
 WANTED: dict[str, Wanted] = {
     "cases": "table",
+    "widths": "at once",
     "curve": "table",
     "roof": "table",
     "cache": "cache",
@@ -380,6 +416,9 @@ class WhatIfScreen(Dialog[None]):
             with TabbedContent(id="tabs"):
                 with TabPane("Cases", id="cases"):
                     yield _table("case-table", CASES)
+                with TabPane("At once", id="widths"):
+                    yield Static("", id="widths-text", markup=False)
+                    yield _table("width-table", WIDTHS)
                 with TabPane("Context", id="curve"):
                     yield CurvePlot(id="curve-plot")
                 with TabPane("Roofline", id="roof"):
@@ -401,10 +440,13 @@ class WhatIfScreen(Dialog[None]):
     def on_resize(self, event: Resize) -> None:
         """Fit the form's rows and the tables' columns to the window."""
         narrow = event.size.width < NARROW
-        if narrow != self._narrow:
-            self.set_class(narrow, "-narrow")
-            for wanted, answer in self._answers.items():
+        changed = narrow != self._narrow
+        self.set_class(narrow, "-narrow")
+        for wanted, answer in self._answers.items():
+            if changed or wanted == "at once":  # whose bars take the room there is
                 self._fill(wanted, answer)
+        if changed:
+            self._note()
 
     @property
     def _narrow(self) -> bool:
@@ -482,6 +524,8 @@ class WhatIfScreen(Dialog[None]):
                 _refill(self.query_one("#case-table", DataTable), columns, rows)
                 self.query_one(CurvePlot).show(answer.curve)
                 self.query_one(RoofPlot).show(answer.roof)
+            case "at once":
+                self._fill_widths(answer.at_once)
             case "cache" if answer.cache is not None:
                 width = max(self.query_one("#tabs").size.width - 2, 20)  # beside the scroll bar
                 self.query_one("#worth-text", Static).update(Content(worth_text(answer.cache, width)))
@@ -490,6 +534,17 @@ class WhatIfScreen(Dialog[None]):
             case "models":
                 rows = model_rows(answer.models, narrow=narrow)
                 _refill(self.query_one("#model-table", DataTable), MODELS, rows)
+
+    def _fill_widths(self, found: Capacity | None) -> None:
+        lines = () if found is None else found.widths
+        columns: tuple[str, ...] = WIDTHS
+        rows: list[Row] = list(width_rows(lines))
+        room = self.query_one("#tabs").size.width - sum(width + 2 for width in _column_widths(columns, rows)) - 2
+        if room >= len(BARS):
+            columns = (*columns, BARS)
+            rows = [(*cells, bar) for cells, bar in zip(rows, width_bars(lines, room), strict=True)]
+        _refill(self.query_one("#width-table", DataTable), columns, rows)
+        self.query_one("#widths-text", Static).update(Content("" if found is None else sentence(found)))
 
     @on(DataTable.RowHighlighted)
     def highlighted(self) -> None:
@@ -517,19 +572,23 @@ class WhatIfScreen(Dialog[None]):
                 said = roof_text(answer)
             case "cache":
                 said = "scroll with ↑ ↓"
+            case "widths" if self._narrow and answer.at_once is not None:  # where there is no room above the table
+                self._say(" · ".join([sentence(answer.at_once), LAST, *answer.notes]))
+                return
             case _:
                 notes, reason = answer.notes, self._reason(tab, answer) or answer.rule
                 told = any(reason in each for each in notes)  # of the case as asked, a note may say it too
                 said = " · ".join(dict.fromkeys(each for each in (*notes, "" if told else reason) if each))
                 if self._lacks_memory(answer):
                     said = " · ".join(each for each in (said, FILL_IN_MEMORY) if each)
-        closer = "Enter shows its cases" if tab == "models" else ""
+        closer = CLOSERS.get(tab, "")
         self._say(" · ".join(part for part in (answer.model, answer.place, said, closer) if part))
 
     def _lacks_memory(self, answer: Answer) -> bool:
         """Whether nobody knows what fits, because the form does not say how much memory the machine has."""
         lines: Sequence[CaseLine | ChipLine] = answer.cases or answer.chips
         unknown = bool(lines) and all(each.figures.fits is None for each in lines)
+        unknown = unknown or (answer.at_once is not None and answer.at_once.fitting is None)
         return unknown and not self.query_one("#memory", Input).value.strip()
 
     def _reason(self, tab: str, answer: Answer) -> str:
@@ -559,8 +618,12 @@ def _refill(table: DataTable[Any], columns: Sequence[str], rows: Iterable[Row]) 
     """
     row, filled = table.cursor_row, [tuple(cells) for cells in rows]
     table.clear(columns=True)
-    for number, column in enumerate(columns):
-        table.add_column(head(column), width=max((len(column), *(cells[number].cell_len for cells in filled))))
+    for column, width in zip(columns, _column_widths(columns, filled), strict=True):
+        table.add_column(head(column), width=width)
     for cells in filled:
         table.add_row(*cells)
     table.move_cursor(row=min(row, table.row_count - 1))
+
+
+def _column_widths(columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
+    return [max((len(name), *(cells[number].cell_len for cells in rows))) for number, name in enumerate(columns)]

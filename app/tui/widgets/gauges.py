@@ -159,6 +159,7 @@ def _decode(reply: Measured) -> Iterator[GaugeRow]:
     yield _title("DECODE")
     yield _row("now", "now", units.rate(figures.decode_now(reply)) if reply.replying else NONE_YET)
     yield _row("mean", "mean", units.rate(m.decode_tps) if m else NONE_YET)
+    yield _row("guessed", "guessed right", figures.guessed_right(m) if m else NONE_YET)
     line = sparkline(live.gaps_ms, WIDTH) if live is not None else ""
     yield GaugeRow(Content.styled(line or "─" * WIDTH, "$secondary" if line else EMPTY), "gaps")
     if gaps is None:

@@ -14,6 +14,7 @@ from ... import units
 from ...chat import figures, preferences
 from ...chat.actions import ACTIONS, Action, Keymap
 from ...chat.background import READY, KnownPrice, amount, is_of_disk, is_ready, of_path
+from ...chat.connection import WITHOUT_BYTES
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import EnginePhase
@@ -125,7 +126,9 @@ def _elsewhere(session: Session, title: str, width: int) -> Content:
     verb = {EnginePhase.PREFILL: "reading", EnginePhase.STOPPING: "stopping"}.get(session.engine.phase, "writing")
     tokens = f" · {units.count(m.generated_tokens)} tokens" if m is not None and m.generated_tokens else ""
     hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
-    return Content.styled(f"{verb} in “{excerpt(title)}”{tokens}{hint}", FAINT)
+    several = len(session.versions_of(conversation))
+    what = f" {several} versions" if several > 1 else ""
+    return Content.styled(f"{verb}{what} in “{excerpt(title)}”{tokens}{hint}", FAINT)
 
 
 def _doing(session: Session, now: float, width: int) -> Content:
@@ -140,6 +143,8 @@ def _doing(session: Session, now: float, width: int) -> Content:
             rate = figures.decode_now(session)
             speed = "" if rate is None else f" at {units.rate(rate)}"
             hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
+            if several := session.at_once:
+                return Content.styled(f"writing {several}{hint}", FAINT)
             return Content.styled(f"writing{tokens}{speed}{hint}", FAINT)
         case EnginePhase.TOOLS:
             return _calling(session)
@@ -210,8 +215,8 @@ def _loading(session: Session, width: int) -> Content:
     name, loading = sanitise_line(session.engine.load.model), session.engine.loading
     if loading is None:
         return Content.styled(f"loading {name} …", FAINT)
-    if loading.stage == "warm-up":
-        return Content.styled(f"warming up {name} …", FAINT)
+    if loading.stage in WITHOUT_BYTES:
+        return Content.styled(f"{WITHOUT_BYTES[loading.stage]} {name} …", FAINT)
     verb = "downloading" if loading.stage == "download" else "loading"
     done = units.size(loading.done)
     total = "" if loading.total is None else f" of {units.size(loading.total)}"

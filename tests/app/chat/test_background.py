@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +14,8 @@ from tests.app.chat.test_session import LOADED as SESSION_LOADED
 from tests.app.chat.test_session import METRICS as SESSION_METRICS
 from tests.app.chat.test_session import asked as session_asked
 from tests.app.conftest import Chat
+from tests.engine.helpers import write_model
+from tests.engine.text.test_tools import QWEN, SUM, tokenizer
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tokamac.app import settings
 from tokamac.app.backend.child import Child, counter, pricer
@@ -50,7 +51,6 @@ from tokamac.app.chat.background import (
     LEAST_CHARACTERS,
     READY_TOKENS,
     SYSTEM,
-    is_ready,
     question,
     title_of,
 )
@@ -65,7 +65,7 @@ from tokamac.engine import Engine
 from tokamac.engine.errors import ContextError, EngineClosedError, OptionError
 from tokamac.engine.events import Finished, Live, Message, Price, TextChunk
 from tokamac.engine.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 
 # What is read ahead while the user writes: the state machine's part, and the child's with engines that misbehave.
 
@@ -240,8 +240,9 @@ class Replies(Outbox):
         super().__init__(-1)
         self.written: queue.SimpleQueue[EngineMessage] = queue.SimpleQueue()
 
-    def _write(self, reply: EngineMessage) -> None:
-        self.written.put(reply)
+    def _write(self, *messages: EngineMessage) -> None:
+        for message in messages:
+            self.written.put(message)
 
 
 def replies(engine: ScriptedEngine, *requests: Request) -> list[EngineMessage]:
@@ -394,6 +395,18 @@ def test_an_engine_that_was_closed_counts_nothing_and_the_next_question_is_answe
     assert [told.next(), told.next()] == [Counted(1, None), Counted(2, 3)]
 
 
+def test_of_tools_what_the_template_writes_is_counted(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", max_position_embeddings=4096)
+    tokenizer(folder, QWEN)
+    told = Told()
+    with Engine.load(folder, prompt_cache=None) as engine:
+        counter(told).ask(engine, AskCount(1, "", (SUM,)))
+        prompt, able = [Message("user", "Why?")], engine.tokenizer.using(TemplateOptions(tools=(SUM,)))
+        rendered = [len(each.encode(each.render(prompt))) for each in (able, engine.tokenizer)]
+        assert told.next() == Counted(1, rendered[0] - rendered[1])
+        assert rendered[0] > rendered[1] + 200
+
+
 def test_where_no_engine_is_loaded_nothing_is_counted() -> None:
     told = Told()
     counter(told).ask(None, AskCount(1, "some text"))
@@ -456,7 +469,6 @@ def test_what_could_not_be_counted_is_asked_for_again_once_the_model_is_loaded_a
 
 # A title by the model: asked for when nobody uses the chat, never in the way of a prompt, and only where it is one.
 
-READ = Warmed(-1, Price(200, 10, 0, 0.1))
 TITLE = "Where decode spends its time"
 
 
@@ -484,9 +496,7 @@ def answered(clock: Clock) -> Session:
 
 def sent(session: Session) -> Generate:
     """Ask for the title, and return how it was asked."""
-    (warm,) = session_asked(session.request_title())
-    assert isinstance(warm, Warm)
-    (request,) = session_asked(session.on_event(replace(READ, id=warm.id)))
+    (request,) = session_asked(session.request_title())
     assert isinstance(request, Generate)
     return request
 
@@ -498,14 +508,11 @@ def says(request: Generate, text: str, reason: str = "stop") -> ReplyEvent:
 # The state machine ------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_read_ahead_then_asked_then_told(answered: Session) -> None:
-    turn = answered.turns[0]
-    assert session_asked(answered.request_title()) == [Warm(-1, question(turn))]
+def test_it_is_asked_for_in_the_background_and_told(answered: Session) -> None:
+    request = sent(answered)
     assert answered.request_title() == []  # once
-    (request,) = session_asked(answered.on_event(READ))
-    assert isinstance(request, Generate)
-    assert request.messages == (*question(turn), Message("assistant", BEGUN))
-    assert (request.continues, request.sampling) == (True, GREEDY)
+    assert request.messages == (*question(answered.turns[0]), Message("assistant", BEGUN))
+    assert (request.continues, request.sampling, request.background) == (True, GREEDY, True)
     assert answered.on_event(says(request, TITLE)) == [Titled(TITLE)]
     assert answered.request_title() == []
 
@@ -513,16 +520,13 @@ def test_it_is_read_ahead_then_asked_then_told(answered: Session) -> None:
 def test_the_end_of_a_request_that_was_stopped_is_not_taken_for_its_second_asking(
     answered: Session, clock: Clock
 ) -> None:
-    unread = Price(200, 200, 0, 0.1)
-    answered.request_title()
-    answered.select(1)  # the title makes way for what can be done with that message
+    first = sent(answered)
+    answered.choose(Load("other"))
+    answered.on_event(SESSION_LOADED)
     clock.now += IDLE_S
-    answered.idle.seen()
-    clock.now += IDLE_S
-    assert session_asked(answered.request_title()) == [Warm(-2, question(answered.turns[0]))]
-    assert answered.on_event(Warmed(-1, unread)) == []
-    (request,) = session_asked(answered.on_event(Warmed(-2, Price(200, 10, 0, 0.1))))
-    assert isinstance(request, Generate)
+    second = sent(answered)
+    assert answered.on_event(says(first, "Another", "cancelled")) == []
+    assert answered.on_event(says(second, TITLE)) == [Titled(TITLE)]
 
 
 def test_nothing_that_is_shown_changes(answered: Session) -> None:
@@ -546,49 +550,41 @@ def test_not_before_it_is_idle_for_a_while(answered: Session, clock: Clock) -> N
     assert session_asked(answered.request_title())
 
 
-def test_a_prompt_stops_it_first_of_all(answered: Session, clock: Clock) -> None:
+def test_it_goes_on_beside_the_reply_to_the_next_prompt(answered: Session) -> None:
     request = sent(answered)
-    first, second, third = answered.submit("next")
-    assert first == Ask(Cancel(request.id))
-    assert isinstance(second, TurnBegun)
-    assert isinstance(third, Ask)
-    assert answered.on_event(says(request, TITLE, "cancelled")) == []
+    begun, reply = answered.submit("next")
+    assert isinstance(begun, TurnBegun)
+    assert isinstance(reply, Ask)
+    assert answered.on_event(ReplyEvent(request.id, TextChunk(" Where"))) == []
+    assert answered.on_event(says(request, TITLE)) == [Titled(TITLE)]
+    assert answered.engine.phase is EnginePhase.PREFILL
     answered.on_event(done(2, "Yes."))
-    clock.now += IDLE_S
-    assert sent(answered).id != request.id  # when nobody uses the chat again
+    assert answered.turns[-1].reply is not None
 
 
-@pytest.mark.parametrize("wish", ["pause", "point", "regenerate", "choose", "new_chat"])
-def test_whatever_the_user_wants_stops_it(answered: Session, wish: str) -> None:
+@pytest.mark.parametrize("wish", ["choose", "new_chat", "unload"])
+def test_who_leaves_the_chat_or_the_model_stops_it(answered: Session, wish: str) -> None:
     request = sent(answered)
     wishes: dict[str, Callable[[], Any]] = {
-        "pause": lambda: answered.draft_paused("a long draft " * 50),
-        "point": lambda: answered.select(answered.turns[0].key),
-        "regenerate": answered.regenerate,
         "choose": lambda: answered.choose(Load("other")),
         "new_chat": answered.new_chat,
+        "unload": answered.unload,
     }
     assert wishes[wish]()[0] == Ask(Cancel(request.id))
     assert answered.on_event(says(request, TITLE)) == []
 
 
-def test_a_draft_stops_the_reading(answered: Session) -> None:
-    answered.request_title()
-    assert answered.draft_paused("a long draft " * 50)
-    assert answered.on_event(READ) == []
-
-
-def test_a_short_draft_that_asks_nothing_does_not_stop_it(answered: Session) -> None:
+def test_nothing_else_does(answered: Session) -> None:
     request = sent(answered)
-    assert answered.draft_paused("ok") == []
+    steps = [
+        *answered.draft_paused("a long draft " * 50),
+        *answered.select(answered.turns[0].key),
+        *answered.regenerate(),
+        *answered.on_event(done(2, "Bandwidth.", "cancelled")),  # so that one whole reply is there, as before
+    ]
+    assert Ask(Cancel(request.id)) not in steps
+    assert not answered.titles.wanted
     assert answered.on_event(says(request, TITLE)) == [Titled(TITLE)]
-
-
-@pytest.mark.parametrize("price", [None, Price(200, 190, 0, 9.0)])
-def test_what_could_not_be_read_ahead_is_not_asked(answered: Session, price: Price | None) -> None:
-    answered.request_title()
-    assert answered.on_event(Warmed(-1, price)) == []
-    assert answered.request_title() == []
 
 
 def test_what_failed_or_ended_the_engine_is_not_asked_again(answered: Session, clock: Clock) -> None:
@@ -608,13 +604,13 @@ def test_what_failed_or_ended_the_engine_is_not_asked_again(answered: Session, c
 
 
 @pytest.mark.parametrize(("model", "keeps"), [("guide", True), ("org/model", False)])
-def test_the_guide_and_an_engine_that_can_not_read_ahead_are_not_asked(clock: Clock, model: str, keeps: bool) -> None:
+def test_all_but_the_guide_are_asked(clock: Clock, model: str, keeps: bool) -> None:
     session = begun(clock, model, prompt_cache=keeps)
     session.submit("hi")
     session.on_event(done(1, "ho"))
     clock.now += IDLE_S
     assert session.titles.wanted
-    assert session.request_title() == []
+    assert bool(session.request_title()) is (model != "guide")
 
 
 def test_only_the_first_whole_reply_wants_one(clock: Clock) -> None:
@@ -680,22 +676,16 @@ def test_what_of_an_answer_is_a_title(said: str, whole: bool, title: str) -> Non
     assert title_of(said, whole=whole) == title
 
 
-def test_the_engine_reads_it_ahead_and_keeps_the_conversation() -> None:
+def test_the_engine_writes_it_and_keeps_the_conversation() -> None:
     said = [Message("user", "Which keys are there?"), Message("assistant", "F1 shows them."), Message("user", "And?")]
     with Engine.load("guide") as engine:
         list(engine.generate(said[:1], Sampling(max_tokens=20)))
         list(engine.warm(said))
         before = engine.price(said)
         asked = question(Turn("Which keys are there?" * 20, ConversationReply("F1 shows them. " * 20)))
-        assert not is_ready(engine.price(asked))
-        read = threading.Event()
-        engine.warm_ahead(asked, then=lambda _: read.set())
-        assert read.wait(60)
-        assert is_ready(engine.price(asked))
-        *_, end = engine.generate([*asked, Message("assistant", BEGUN)], GREEDY, continues=True)
+        *_, end = engine.generate([*asked, Message("assistant", BEGUN)], GREEDY, continues=True, background=True)
         assert isinstance(end, Finished)
         assert end.text.startswith(BEGUN)
-        assert end.metrics.prefill_tokens <= READY_TOKENS
         assert engine.price(said).tokens == before.tokens
 
 
@@ -739,7 +729,7 @@ async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start,
         assert not c.session.titles.wanted
 
 
-async def test_a_prompt_ends_a_slow_title_at_once(chat: Start, kept: Any) -> None:
+async def test_a_prompt_does_not_wait_for_a_slow_title_nor_end_it(chat: Start, kept: Any) -> None:
     async with chat("entitles-slowly") as c:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
@@ -747,9 +737,9 @@ async def test_a_prompt_ends_a_slow_title_at_once(chat: Start, kept: Any) -> Non
         await c.until(lambda: c.session.titles._id, "the title is being written")
         await c.send("two")
         await c.until(lambda: len(c.session.turns) == 2)
-        assert c.session.titles.wanted  # it was being written still
+        assert c.session.titles._state.name == "WRITING"  # beside the reply
+        await c.until(lambda: kept()[:2] == (TITLE, "model"))
         await c.phase(EnginePhase.IDLE)
-        assert kept()[:2] == ("one", "words")
         assert [turn.prompt for turn in c.session.turns] == ["one", "two"]
         assert c.session.turns[1].reply.text == c.session.turns[0].reply.text
 
@@ -775,7 +765,7 @@ async def test_a_bad_one_leaves_the_first_words(chat: Start, kept: Any) -> None:
         await c.ask("what is slow here?")
         await rested(c)
         await c.until(lambda: c.session.titles._state.name == "NONE")
-        assert c.session.titles._id == -2  # it was asked, after its warm-up
+        assert c.session.titles._id == -1  # it was asked
         assert kept()[:2] == ("what is slow here?", "words")
 
 

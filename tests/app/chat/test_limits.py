@@ -38,6 +38,7 @@ from tokamac.app.chat.steps import (
     EndEngine,
     EnginePhase,
     Notice,
+    PromptRefused,
     Pruned,
     ReplyEnded,
     StartEngine,
@@ -58,7 +59,7 @@ from tokamac.app.verdict import pressure_sentence
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Finished, MemoryPressure, Price, TextChunk
 from tokamac.engine.metrics import Metrics
-from tokamac.engine.options import KVSpec, OnFull, Sampling
+from tokamac.engine.options import KVSpec, OnFull, Sampling, ToolSpec
 
 # What actions and paths would take, as it is asked for and as it is said.
 
@@ -409,6 +410,26 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
         assert "alone is" not in c.screen_text()
 
 
+@pytest.mark.parametrize(
+    ("system", "tokens", "why"),
+    [
+        (1, 120, "The list of tools alone is 120 tokens; the context holds 100. /tools turns them off."),
+        (30, 80, "The largest part is the list of tools with 80."),
+    ],
+)
+def test_tools_count_in_what_is_over_the_context(system: int, tokens: int, why: str) -> None:
+    session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=100, takes_tools=True)))
+    session.offer([ToolSpec("clock", "Tell the time.")])
+    asked = [step.request for step in session.submit("What time is it?") if isinstance(step, Ask)]
+    counted = {each.id: tokens if each.tools else system for each in asked if isinstance(each, AskCount)}
+    assert len(counted) == len(asked) == 3  # the system prompt, the tools, the message
+    refused = [step for id, count in counted.items() for step in session.on_event(Counted(id, count))]
+    (said,) = [step.why for step in refused if isinstance(step, PromptRefused)]
+    assert why in said
+
+
 def counted_session() -> Session:
     """A session with two turns, of a model of 4 characters a token, all counted."""
     session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
@@ -445,6 +466,31 @@ def test_what_is_in_the_context_is_counted_by_part_and_left_out_by_choice() -> N
     )
     assert [m.content for m in request.messages] == ["Be brief.", "one", "a" * 40, "two", "b" * 80, "three"]
     assert session.turns[0].attachments == (NOTES,)  # kept
+
+
+def offered(tools: tuple[ToolSpec, ...], *, takes: bool) -> Session:
+    session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
+    session.offer(tools)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=1000, takes_tools=takes)))
+    return session
+
+
+def test_tools_that_are_on_are_a_part_of_the_context_that_only_tools_turns_off() -> None:
+    tools = (ToolSpec("add"), ToolSpec("look"))
+    session = offered(tools, takes=True)
+    asked = [step.request for step in session.count_context(Draft("three")) if isinstance(step, Ask)]
+    (about,) = [each for each in asked if isinstance(each, AskCount) and each.tools]
+    assert (about.text, about.tools) == ("", tools)
+    session.on_event(Counted(about.id, 150))
+    use = session.context_use(Draft("three"))
+    assert [row.kind for row in use.rows[:3]] == ["system", "tools", "draft"]
+    row = use.rows[1]
+    assert (row.name, row.tokens, row.key) == ("add, look", 150, 0)
+    assert use.by_kind()["tools"] == 150
+    assert "/tools" in use.consequence(1)
+    untold = offered(tools, takes=False).context_use(Draft("three"))
+    assert [row.kind for row in untold.rows] == ["system", "draft"]
 
 
 def test_a_turn_is_left_out_whole_and_comes_back_by_the_same_key() -> None:

@@ -32,6 +32,9 @@ from tokamac.app.chat.steps import (
     Step,
     ToolAnswered,
     TurnBegun,
+    VersionEnded,
+    VersionGrew,
+    VersionsBegun,
 )
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
@@ -80,6 +83,12 @@ class Desk:
                 self.recording.ended(reply, elsewhere)
             case ToolAnswered(key):
                 self.recording.answered(key, elsewhere)
+            case VersionsBegun(versions):
+                self.recording.versions_begun(versions)
+            case VersionGrew(versions):
+                self.recording.versions_grew(versions)
+            case VersionEnded(versions):
+                self.recording.version_ended(versions)
             case PromptRefused(_, Draft() as draft) if elsewhere is not None:
                 self.recording.returned(draft, elsewhere)
             case DraftReturned(text, attachments) if elsewhere is not None:

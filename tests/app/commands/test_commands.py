@@ -95,6 +95,18 @@ def test_ask_json_has_the_tokens_with_their_log_probabilities(tokamac: Run, tiny
     assert [{**token, "top": []} for token in tokens] == alone
 
 
+def test_ask_follows_a_schema(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps({"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 3}))
+    asked = ("ask", "Hello", "-m", tiny, "--temp", "1", "--seed", "1", "--schema", file)
+    assert 2 <= len(json.loads(tokamac(*asked).out)) <= 3
+    for text, why in (("[]", "no JSON object"), ('{"type": "no"}', "can't be followed"), (None, "there is no file")):
+        file.unlink() if text is None else file.write_text(text)
+        refused = tokamac(*asked)
+        assert refused.status in (1, 2)
+        assert why in refused.err
+
+
 def test_ask_json_says_what_stopped_it(tokamac: Run, tiny: Path) -> None:
     asked = ("ask", "Hello", "-m", tiny, "--max-tokens", "30", "--temp", "0", "--json")
     whole = lines(tokamac(*asked, "--logprobs").out)

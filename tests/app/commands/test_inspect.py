@@ -93,6 +93,7 @@ def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> No
         (("--bits", "7"), "--bits"),
         (("--context", "100", "--prompt", "101"), "--prompt"),
         (("--plot", "--json"), "--plot"),
+        (("--parallel", "0"), "--parallel"),
     ],
 )
 def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
@@ -125,6 +126,31 @@ def test_what_a_cache_is_worth(tokamac: Run) -> None:
     assert "STEP BY STEP (times to expect here)" in shown
     assert "window 4,096, 4 sinks" in shown
     assert "DeepSeek V4 Pro, 1M tokens" in shown
+
+
+def test_how_many_replies_at_once(tokamac: Run) -> None:
+    flags = (QWEN, *M4_MAX, "--context", "8192", "--prompt", "2048", "--parallel", "1,2,4,64")
+    plain = found(tokamac, *flags)
+    several = plain["parallel"]
+    widths = {each["replies"]: each for each in several["widths"]}
+    assert widths.keys() == {1, 2, 4, 64, several["fitting"]}
+    assert widths[1]["expected_tps"] == plain["expected_tps"] == widths[1]["each_tps"]
+    assert widths[1]["memory"] == plain["memory"]
+    assert widths[1]["newcomer_ttft_s"] == plain["ttft_s"]
+    assert widths[4]["each_tps"] == pytest.approx(widths[4]["expected_tps"] / 4)
+    assert several["or_more"]
+    shown = tokamac("inspect", *flags).out
+    said = f"At least {several['fitting']} replies of 8,192 tokens fit at once on Apple M4 Max with 64 GB. 4 give"
+    assert said in " ".join(shown.split())
+    assert "TTFT" in shown
+
+
+def test_how_many_replies_at_once_is_unknown_without_the_memory(tokamac: Run, tiny: Path) -> None:
+    flags = ("--chip", "M3", "--gpu-cores", "10", "--parallel", "2")
+    several = found(tokamac, tiny, *flags)["parallel"]
+    assert (several["fitting"], [each["replies"] for each in several["widths"]]) == (None, [1, 2])
+    shown = " ".join(tokamac("inspect", tiny, *flags).out.split())
+    assert "fit at once is unknown without the machine's memory. 2 give at most" in shown
 
 
 def test_every_chip_of_the_table(tokamac: Run) -> None:

@@ -59,7 +59,7 @@ def test_every_generation_and_kv_flag_arrives() -> None:
 
 
 def test_every_option_of_sampling_has_a_flag() -> None:
-    assert {*SAMPLING_FLAGS.values(), "logprobs"} == {each.name for each in fields(Sampling)}
+    assert {*SAMPLING_FLAGS.values(), "logprobs", "json_schema"} == {each.name for each in fields(Sampling)}
 
 
 def test_flags_of_penalties_and_endings_arrive() -> None:
@@ -610,6 +610,79 @@ def test_the_plain_chat_takes_an_adapter_and_says_which_it_has(home: Path, data:
     assert "The model is reloading with it." in err
     assert settings.load(home / "settings.toml").settings.adapters == {"fast": "org/letters"}
     assert last_path(data)[-1].settings["adapter"]["name"] == "org/letters"
+
+
+# `--draft` and the table `drafts` of the settings: a model that guesses, and changes no text.
+
+
+def test_ask_guesses_with_a_draft_model_says_so_and_answers_the_same(tokamac: Run, tiny: Path) -> None:
+    bare = tokamac("ask", "Hello", "-m", tiny, *ASK)
+    done = tokamac("ask", "Hello", "-m", tiny, *ASK, "--draft", tiny)
+    assert (done.status, done.out) == (0, bare.out)
+    assert done.err.startswith(f"note: draft model {tiny}: ")
+    assert len(done.err.splitlines()) == 1
+    settings.save(settings.default_path(), Settings(drafts={str(tiny): str(tiny)}, speculation=False))
+    assert tokamac("ask", "Hello", "-m", tiny, *ASK) == bare
+    assert tokamac("ask", "Hello", "-m", tiny, *ASK, "--speculation", "auto") == done
+    assert tokamac("ask", "Hello", "-m", tiny, *ASK, "--speculation", "auto", "--draft", "none") == bare
+
+
+def test_a_draft_model_of_another_tokenizer_is_one_line(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other")
+    done = tokamac("ask", "Hello", "-m", tiny, "--draft", other)
+    assert done.status == 1
+    assert len(done.err.splitlines()) == 1
+    assert "whose tokenizer is another: its token 0 is" in done.err
+    assert "tokenizer is another" in tokamac("inspect", tiny, "--draft", other).err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("ask", "Hello", "--speculation", "off"), "--draft has no effect with --speculation off"),
+        (("serve", "--speculation", "off"), "--draft has no effect with --speculation off"),
+        (("chat", "--speculation", "off"), "--draft has no effect with --speculation off"),
+        (("bench", "--speculation", "off"), "--draft has no effect with --speculation off"),
+        (("bench", "--parallel", "1,2"), "--draft has no effect with --parallel"),
+        (("bench", "--machine"), "--draft has no effect with --machine"),
+        (("bench", "--compare", "mlx-lm"), "runs without a draft model"),
+        (("inspect", "guide", "--chips"), "does not go with --draft"),
+    ],
+)
+def test_a_draft_model_that_would_have_no_effect_is_refused(tokamac: Run, words: tuple[str, ...], why: str) -> None:
+    done = tokamac(*words, "--draft", "guide")
+    assert done.status == 2
+    assert why in done.err
+
+
+def test_bench_records_the_draft_model(tokamac: Run, tiny: Path) -> None:
+    flags = ("--prompt", "8", "--max-tokens", "12", "--runs", "1", "--json")
+    record = json.loads(tokamac("bench", tiny, *flags, "--draft", tiny).out)
+    assert record["draft"]["name"] == str(tiny)
+    assert "draft" not in json.loads(tokamac("bench", tiny, *flags).out)
+
+
+def test_inspect_counts_the_memory_of_both(tokamac: Run, tiny: Path) -> None:
+    flags = ("inspect", tiny, "--json", "--context", "64")
+    bare, both = json.loads(tokamac(*flags).out), json.loads(tokamac(*flags, "--draft", tiny).out)
+    for part in ("weights", "kv"):
+        assert both["memory"][part] == 2 * bare["memory"][part]
+    assert both["draft"] == {
+        "name": bare["model"],
+        "weight_bytes": bare["memory"]["weights"],
+        "kv_bytes": bare["memory"]["kv"],
+        "step": pytest.approx(1.0),
+    }
+    assert "with the draft model" in tokamac("inspect", tiny, "--draft", tiny).err
+
+
+def test_the_plain_chat_takes_a_draft_model_and_says_which_it_has(home: Path) -> None:
+    status, out, err = plain_chat_piped("/draft\n/draft org/small\n/draft\nhi\n", "fast")
+    assert status == 0
+    assert "This model has no draft model." in out
+    assert "org/small" in out
+    assert "The model is reloading with it." in err
+    assert settings.load(home / "settings.toml").settings.drafts == {"fast": "org/small"}
 
 
 # `--memory` and the setting `memory_gb`: the limit that a person sets, in every command that loads a model or

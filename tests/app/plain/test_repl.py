@@ -295,7 +295,8 @@ def test_where_the_model_belongs_is_said_where_it_stands_behind_the_flags() -> N
 def test_the_embedded_guide_answers_without_a_screen(data: Path) -> None:
     program = [sys.executable, "-m", "tokamac.app.cli", "chat", "guide", "--temp", "0"]
     done = subprocess.run(program, input="What is prefill?\n", capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    told = re.sub(r"reading the prompt: \d+ of \d+ tokens\n", "", done.stderr)  # said on a machine that is slow to read
+    assert (done.returncode, told) == (0, "")
     asked, reply = last_path(data)
     assert asked.text == "What is prefill?"
     assert reply.text
@@ -832,3 +833,68 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     status, _, err = piped("/tools on\nAnd?\n", "calls")
     assert status == 0
     assert err.count("No one is here to allow it") == 2
+
+
+# Several versions of a reply ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("data")
+def test_versions_are_printed_whole_in_their_order(data: Path) -> None:
+    status, out, err = piped("hi\n/compare temperature 0 0.7 1.5\n/newer\n/quit\n", "fast")
+    assert status == 0
+    assert "Writing 3 versions at once." in err
+    assert "Written together: their speeds don't compare." in err
+    assert "The chat goes on from version 1. /older and /newer switch to the others." in err
+    _, *printed = re.split(r"\n(Version \d of 3 · temperature [\d.]+)\n", out.split("\nTurn")[0])
+    assert printed[::2] == [f"Version {n} of 3 · temperature {t}" for n, t in ((1, "0"), (2, "0.7"), (3, "1.5"))]
+    assert all("every weight once per token" in text for text in printed[1::2])
+    assert "(version 3 of 4)" in out  # of all replies to this prompt, the one before them included
+    with Store.open(data) as store:
+        chat = store.latest()
+        assert chat is not None
+        replies = [each.state for each in store.archive(chat.id).messages if each.role == "assistant"]
+    assert replies == ["complete"] * 4
+
+
+@pytest.mark.usefixtures("data")
+def test_a_version_that_fails_is_said_in_its_place() -> None:
+    status, out, err = piped("hi\n/compare kv-bits 8 16\n", "unpackable")
+    assert status == 1
+    assert out.index("Version 1 of 2 · KV 8 bits") < out.index("Version 2 of 2 · KV 16 bits")
+    assert "The chat goes on from version 2." in err
+    assert "more than one version" not in err
+
+
+@pytest.mark.usefixtures("data")
+def test_what_versions_say_is_made_safe_and_refusals_are_said() -> None:
+    _, out, err = piped(
+        "hi\n/again 2\n/again nine\n/again 9\n/compare order \x1b[2J a b\n/compare seed 1 2\n", "hostile"
+    )
+    assert not OBEYED.search(out)
+    assert not OBEYED.search(err)
+    assert "nine is no number of versions" in err
+    assert "2 to 8 versions are written at once, not 9" in err
+    assert "order can't be compared" in err
+    assert out.count("Version 2 of 2 · seed 2") == 1
+
+
+def test_ctrl_c_stops_all_versions(terminal: Callable[..., Terminal], data: Path) -> None:
+    chat = terminal("slow", "--plain")
+    chat.until("you> ")
+    chat.type("hi\r")
+    chat.until("Decode reads")
+    chat.type("\x03")
+    chat.until("(stopped")
+    chat.type("/compare temperature 0 1\r")
+    chat.until("Writing 2 versions at once.")
+    chat.type("\x03")
+    chat.until("Version 1 of 2 · temperature 0")
+    chat.until("The chat goes on from version 1.")
+    chat.until("you> ")
+    chat.type("/quit\r")
+    assert chat.left() == 0
+    with Store.open(data) as store:
+        kept = store.latest()
+        assert kept is not None
+        replies = [each.state for each in store.archive(kept.id).messages if each.role == "assistant"]
+    assert replies == ["stopped"] * 3

@@ -17,7 +17,6 @@ from tokamac.app import INTERRUPTED
 from tokamac.app.backend.command_process import Ended, LineProcess
 from tokamac.app.backend.protocol import AskCount, Counted, Loaded, ModelInfo
 from tokamac.app.chat.attachments import Draft
-from tokamac.app.chat.background import SYSTEM
 from tokamac.app.chat.jobs import ConversionJob, ConversionPhase
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import Ask
@@ -99,21 +98,18 @@ def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
     assert chat.shown.count(TITLE.encode()) == 2  # both replies; that there is a title interrupts nobody
 
 
-def test_a_title_gives_way_to_a_prompt(hasty: Callable[..., Terminal], data: Path) -> None:
+def test_a_title_goes_on_beside_the_reply_to_the_next_prompt(hasty: Callable[..., Terminal], data: Path) -> None:
     log = user_log_path("tokamac") / "engine.log"
     begin = log.stat().st_size if log.exists() else 0
     chat = hasty("entitles-slowly", "")
     chat.until("you> ")
     chat.type("hi\n")
     chat.until("you> ")
-    until(lambda: f"warm [('system', {len(SYSTEM)})" in log.read_text()[begin:])  # what asks for a title has been read
-    time.sleep(
-        0.5
-    )  # so that it is being written, which takes three seconds; not before it was looked again, five times
+    until(lambda: "background=True" in log.read_text()[begin:])  # it is being written
     chat.type("and on\n")
     chat.until("time.**")
     chat.until("you> ")
-    assert titled(data) == ("hi", "words")
+    until(lambda: entitled(chat, data))
     chat.type("\x04")
     assert chat.left() == 0
     assert [(m.text[:6], m.state) for m in last_path(data)] == [

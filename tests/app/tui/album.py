@@ -76,6 +76,7 @@ class Album:
 
 async def resized(c: Chat, size: tuple[int, int]) -> None:
     """Make the window so large, if it is not."""
+    c.app.animation_level = "none"  # what is still moving when the window changes ends where it would have ended before
     if c.app.size != size:
         await c.pilot.resize_terminal(*size)
         c.app.chat.show()

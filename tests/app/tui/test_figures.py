@@ -20,6 +20,7 @@ from tests.app.conftest import Chat
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tests.tiny import make_tiny
 from tokamac.app import units
+from tokamac.app.at_once import sentence
 from tokamac.app.backend import protocol
 from tokamac.app.backend.advice import Advisor, answers
 from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess
@@ -55,7 +56,9 @@ from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.perf import measurement_store
 from tokamac.engine.perf.inspection import model_ref
 from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.perf.what_if import WhatIfCase, notes, table
+from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
 
 # F2: a reply's diagnosis on the screen, in windows of every size, with a real child process and a scripted engine
 # behind it.
@@ -744,14 +747,12 @@ def test_plots_are_told_in_words_too(qwen: Answer) -> None:
     assert curve_text(qwen).startswith("ceiling 128 tok/s")
 
 
-def test_rows_that_are_alike_or_unknown_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a small model is unpacked, so its bits change nothing; and packed keys and values were never timed here."""
+def test_rows_that_are_unknown_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed keys and values were never timed here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = answer_to(Question("table", "guide", context=512, prompt=256))
-    first, second, *_ = (line.figures for line in found.cases)
-    alike = first.ceiling_tps == second.ceiling_tps  # not on a GPU
+    first = found.cases[0].figures
     unknown = first.expected_tps is None  # nothing published, and nothing kept in an empty cache folder
-    assert sum("unpacks weights to 32 bits" in note for note in found.notes) == alike
     timed = first.ceiling_tps is not None  # a busy machine is not: then the bandwidth is the reason
     why = "packed keys and values were not timed" if timed else "the memory bandwidth of"
     assert sum(why in note for note in found.notes) == unknown
@@ -764,7 +765,7 @@ def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:
 def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
     place = elsewhere("NVIDIA GeForce RTX 3090")
     config, case = model_ref("Qwen3-8B-4bit").config, WhatIfCase(context=512, prompt=512)
-    (why,) = notes(table(config, case, place), "stored")
+    (why,) = notes(table(config, case, place))
     assert why == "unknown: no published measurement says what MLX reaches on NVIDIA GeForce RTX 3090"
 
 
@@ -786,6 +787,86 @@ async def test_a_tab_tells_what_a_cache_is_worth(chat: Start) -> None:
         for said in ("times the work", "growing", "requests", "DeepSeek V4 Pro"):
             assert said in text
         assert max(map(len, text.splitlines())) <= 80
+
+
+def width_cells(c: Any) -> list[list[str]]:
+    table = c.app.screen.query_one("#width-table", DataTable)
+    return [[cell.plain for cell in table.get_row_at(row)] for row in range(table.row_count)]
+
+
+async def test_a_tab_tells_how_many_replies_fit_at_once_at_every_size(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await open_screen(c)
+        screen = c.app.screen
+        screen.query_one("#tabs", TabbedContent).active = "widths"
+        answer = screen.query_one("#widths-text", Static)
+        await c.until(
+            lambda: "replies of 4,096 tokens fit at once on Apple M4 Max with 64 GB" in str(answer.render()), "it"
+        )
+        assert "the last to come" in note(c)
+        rows = width_cells(c)
+        found = screen._answers["at once"].at_once
+        assert [row[0] for row in rows] == [f"{each.replies:,}" for each in found.widths]
+        assert [row[4] for row in rows][: len(rows) - 1] == ["yes"] * (len(rows) - 1)
+        bars = [row[-1] for row in rows]
+        assert [len(bar) for bar in bars] == sorted(len(bar) for bar in bars)
+        assert all(0 < bar.count("━") <= len(bar) for bar in bars)
+        await c.pilot.resize_terminal(60, 20)
+        await c.until(lambda: "fit at once" in note(c), "the sentence below")
+        assert not answer.display
+        assert [row[:8] for row in width_cells(c)] == [row[:8] for row in rows]
+        assert {len(row) for row in width_cells(c)} == {8}  # no room for bars
+        assert screen.query_one("#width-table").scrollable_content_region.height >= 6
+        screen.query_one("#context", Input).value = "8192"
+        await c.until(lambda: "replies of 8,192 tokens" in note(c), "another context")
+
+
+async def test_without_the_memory_how_many_fit_is_unknown_and_the_form_is_pointed_at(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await open_screen(c)
+        c.app.screen.query_one("#memory", Input).value = ""
+        c.app.screen.query_one("#tabs", TabbedContent).active = "widths"
+        answer = c.app.screen.query_one("#widths-text", Static)
+        await c.until(lambda: "is unknown without the machine's memory. 8 give" in str(answer.render()), "it")
+        assert "fill in the machine's memory" in note(c)
+        assert {row[4] for row in width_cells(c)} == {"unknown"}
+
+
+def width(replies: int, *, expected_tps: float | None, ceiling_tps: float | None = 100.0) -> WidthOutcome:
+    fit = MemoryFit(1, replies, 1, 2 + replies, 10, True)
+    return WidthOutcome(replies, ceiling_tps, expected_tps, None if ceiling_tps is None else "memory", fit, None)
+
+
+SEVERAL = Capacity(
+    chip="Apple M4 Max", here=False, memory_bytes=128 << 30, context=8192, prompt=2048,
+    widths=(width(1, expected_tps=70.0), width(8, expected_tps=310.0)), fitting=12, or_more=False, ridge=30.0,
+    arithmetic_from=None, caches_from=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "12 replies of 8,192 tokens fit at once on Apple M4 Max with 128 GB. 8 give 310 tok/s together, 38.8 tok/s each. "
+             "Memory is the limit of all of them, not arithmetic."),
+        ({"here": True, "or_more": True}, "At least 12 replies of 8,192 tokens fit at once on this machine."),
+        ({"fitting": 1}, "1 reply of 8,192 tokens fits on Apple M4 Max with 128 GB. One alone gives 70.0 tok/s."),
+        ({"fitting": 0}, "Not even one reply of 8,192 tokens fits on Apple M4 Max with 128 GB."),
+        ({"fitting": 0, "or_more": True}, "Whether even one reply of 8,192 tokens fits on Apple M4 Max with 128 GB is unknown."),
+        ({"fitting": None}, "How many replies of 8,192 tokens fit at once is unknown without the machine's memory. 8 give"),
+        ({"arithmetic_from": 9, "caches_from": 4}, "Beyond 8, arithmetic is the limit."),
+        ({"arithmetic_from": 13, "caches_from": 4}, "Beyond 3, keys and values are more to read than the weights"),
+        ({"arithmetic_from": 1}, "Arithmetic is the limit even of one."),
+        ({"caches_from": 1}, "Even of one, keys and values are more to read"),
+        ({"widths": (width(2, expected_tps=None),)}, "2 give at most 100 tok/s together, 50.0 tok/s each."),
+        ({"widths": (width(2, expected_tps=None, ceiling_tps=None),)}, "How fast they are is unknown."),
+        ({"chip": "M4\x1b[31m", "ridge": None}, "38.8 tok/s each."),
+    ],
+)  # fmt: skip
+def test_one_sentence_answers_how_many_at_once(changes: dict[str, Any], said: str) -> None:
+    told = sentence(replace(SEVERAL, **changes))
+    assert said in told
+    assert "\x1b" not in told
 
 
 async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Apple M4 Max|40") -> None:
