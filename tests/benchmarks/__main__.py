@@ -24,6 +24,9 @@ SECTIONS = {  # section: its module
     "peer": "decode",
     "together": "many",
     "each": "many",
+    "load": "load",
+    "soak": "load",
+    "serve": "serve",
     "screen": "screen",
     "chat_screen": "screen",
     "chat_use": "screen",
@@ -33,6 +36,8 @@ SECTIONS = {  # section: its module
     "kv": "kv",
     "flat": "decode",
     "store": "screen",
+    "speculation": "speculation",
+    "lookup": "speculation",
     "search": "convert",
     "convert": "convert",
 }

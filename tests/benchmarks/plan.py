@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tests.benchmarks.texts import PROSE, QUESTIONS
 from tokamac.engine import metrics
 from tokamac.engine.events import Finished
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import PARALLEL, KVSpec, PromptCacheSpec, Sampling
 
 if TYPE_CHECKING:
     from tokamac.engine.runtime import Runtime
@@ -124,10 +124,22 @@ class Held:
 class EngineServer:
     """A loaded engine."""
 
-    def __init__(self, model: str, kv: KVSpec | None = None, *, endless: bool = True, reuse: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        kv: KVSpec | None = None,
+        *,
+        endless: bool = True,
+        reuse: bool = False,
+        parallel: int = PARALLEL,
+    ) -> None:
         from tokamac.engine import Engine
 
-        self.engine: Engine = Engine.load(model, kv=kv or KVSpec(), prompt_cache=PromptCacheSpec() if reuse else None)
+        # Of steps: what guesses bring is a section of its own.
+        cache = PromptCacheSpec() if reuse else None
+        self.engine: Engine = Engine.load(
+            model, kv=kv or KVSpec(), prompt_cache=cache, parallel=parallel, speculation=None
+        )
         if endless:
             self.engine.tokenizer.eos_ids = frozenset()
 

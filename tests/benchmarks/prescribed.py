@@ -1,0 +1,27 @@
+"""A sampler that chooses as any does, and then takes the next token of a text instead."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from tokamac.engine.sampling import Sampler, SamplerState
+
+
+class Prescribed(Sampler):
+    """Takes the tokens of ``text``, whatever the logits are; they are computed all the same."""
+
+    def __init__(self, text: Sequence[int], *given: Any) -> None:
+        super().__init__(*given)
+        self._text = mx.array(list(text), mx.uint32)
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Return the next token of the text, (1,)."""
+        place = min(self._made, len(self._text) - 1)
+        return super().__call__(logits) * 0 + self._text[place : place + 1]
+
+    def choose_rows(self, logits: mx.array) -> tuple[mx.array, list[SamplerState]]:
+        """Return the next tokens of the text, one a row."""
+        places = mx.minimum(mx.arange(len(logits)) + self._made, len(self._text) - 1)
+        chosen, states = super().choose_rows(logits)
+        return chosen * 0 + self._text[places], states
