@@ -191,9 +191,9 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     seen: list[object] = []
     choose = Sampler.__call__
 
-    def recorded(sampler: Sampler, given: mx.array) -> mx.array:
+    def recorded(sampler: Sampler, given: mx.array, allowed: object = None) -> mx.array:
         seen.append(given.tolist())
-        return choose(sampler, given)
+        return choose(sampler, given, allowed)
 
     monkeypatch.setattr(Sampler, "__call__", recorded)
     return seen

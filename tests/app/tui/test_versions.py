@@ -246,7 +246,8 @@ async def test_another_chat_is_opened_meanwhile_and_one_comes_back(chat: Start) 
         c.app.chat.open_chat(chat_id)
         again = await c.on(VersionsScreen)
         assert "The third." in c.screen_text()
-        assert c.screen_text().count("Dec") == 2  # of the other two, what they said so far
+        # Of the other two, side by side, what they said so far: its end depends on how fast this machine is.
+        assert max(row.count("Dec") for row in c.screen_text().splitlines()) == 2
         await c.pilot.press("escape")
         await c.until(lambda: not again.versions.running)
         await c.pilot.press("3", "enter")

@@ -33,9 +33,10 @@ from tokamac.engine.kv import Cache, nbytes, plan_caches, rewindable
 from tokamac.engine.kv.attention import recording
 from tokamac.engine.kv.plan import CachePlan
 from tokamac.engine.kv.probe import leaves, map_leaves
-from tokamac.engine.model import cpu
 from tokamac.engine.model.config import ignored_windows, read_config
 from tokamac.engine.model.config_rules import check_config
+from tokamac.engine.model.cpu.dense import DenseLinear, logits_width
+from tokamac.engine.model.cpu.packed import use_kernels
 from tokamac.engine.model.loader import bound_positions, position_rows
 
 # Which layer gets what, what it costs, and what is refused with which reason.
@@ -451,15 +452,15 @@ def test_on_a_cpu_no_piece_of_a_prompt_computes_its_logits(
     if tied and name == "baichuan_m1":
         pytest.skip("its class has no model without a head of its own")
     model, config = built(name, tie_word_embeddings=tied)
-    cpu.unpack(model, logits=cpu.logits_width(model))
-    widths, multiply = set(), cpu.DenseLinear._multiply
+    use_kernels(model, logits=logits_width(model))
+    widths, multiply = set(), DenseLinear._multiply
 
-    def watched(layer: cpu.DenseLinear, x: mx.array) -> mx.array:
+    def watched(layer: DenseLinear, x: mx.array) -> mx.array:
         rows = multiply(layer, x)
         widths.add(rows.shape[-1])
         return rows
 
-    monkeypatch.setattr(cpu.DenseLinear, "_multiply", watched)
+    monkeypatch.setattr(DenseLinear, "_multiply", watched)
     caches = plan_caches(model, config, KVSpec()).make()
     widths.clear()
     logits = model(tokens(9), cache=caches)
