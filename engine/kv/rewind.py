@@ -46,11 +46,6 @@ class BeforePass:
         self._states = [(cache, _content(cache)) for cache in found if isinstance(cache, ArraysCache)]
         self._others = [cache for cache in found if not isinstance(cache, ArraysCache)]
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether some of them are recurrent: what they held before this pass is nowhere."""
-        return bool(self._states)
-
     def take_back(self, wrong: int, read: int) -> int:
         """Take back the last ``wrong`` tokens of a pass that read so many; return how many of the others they still hold."""
         taken = read if wrong and self._states else wrong

@@ -133,11 +133,12 @@ class Lane:
     def room(self) -> int:
         """How many tokens may be drafted: each may come true, and one more comes then; all may have to be taken back.
 
-        A pass over them makes no cache larger: that is left to plain steps, which ask first.
+        So may the tokens before them that the pass reads, where a state is recurrent. A pass makes no cache larger: that is left to
+        plain steps, which ask first.
         """
         if self._forced:
             return 0
-        most = most_taken_back(self.caches) - len(self.behind)
+        most = most_taken_back(self.caches) - len(self.behind) - 1
         left = None if self._limit is None else self._limit - self.count
         fitting = self._growth.fitting(len(self.cached_ids) + len(self.behind))
         for bound in (left, self._unforced(), fitting):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..kv.cache import GrowthWatcher
+from ..kv.cache import GrowthWatcher, rewindable
 from ..kv.plan import CachePlan
 from ..kv.rewind import UNBOUNDED, BeforePass, most_taken_back
 from ..model.head import asking_for_logits
@@ -164,12 +164,9 @@ class DraftModel:
         self._sure = len(self._held)
         if count <= 0:
             return True
-        if count > most_taken_back(self._caches):
+        if count > rewindable(self._caches):  # less than before, by what was guessed
             return False
-        before = BeforePass(self._caches)
-        if before.keeps_states:
-            return False
-        before.take_back(count, count)
+        BeforePass(self._caches).take_back(count, count)
         self._held = self._held[:-count]
         self._sure = len(self._held)
         return True
@@ -248,11 +245,15 @@ class ModelDrafter:
         model = self._model
         alike = self._alike(ids)
         read_before = alike if self._start == model.start else 0
-        if not model.follow(ids, alike, self._start):
-            self.rests = NO_MEMORY
-            return ()
-        self._read = len(ids) - model.start - read_before
-        found = model.draft(ids, k, self._sampler)
+        try:
+            if not model.follow(ids, alike, self._start):
+                self.rests = NO_MEMORY
+                return ()
+            self._read = len(ids) - model.start - read_before
+            found = model.draft(ids, k, self._sampler)
+        except BaseException:
+            model.forget()  # nobody knows what its caches hold
+            raise
         model.state = self._state = object()
         self._known = len(ids) - model.start
         return found

@@ -168,6 +168,43 @@ def test_whatever_was_taken_back_it_guesses_as_if_it_had_never_gone_there(name: 
     assert other.draft(edited, 5) == fresh.draft(edited, 5)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_a_conversation_that_parts_as_far_back_as_a_window_can_be_rewound_is_followed(name: str) -> None:
+    model, text = model_of(name), prompt_of(120)
+    draft, sampler = draft_of(model, name), chosen_first()
+    for back in (56, 60, 64, 70):  # with what was guessed, more than the spare slots from 58 on
+        followed = ModelDrafter(draft, sampler)
+        followed.reading(text, math.inf)
+        followed.draft(text, 7)
+        edited = [*text[:-back], (text[-back] + 1) % VOCABULARY, 5]
+        other, fresh = ModelDrafter(draft, sampler), ModelDrafter(draft_of(model, name), sampler)
+        for drafter in (other, fresh):
+            assert drafter.reading(edited, math.inf) is not None
+        assert other.draft(edited, 5) == fresh.draft(edited, 5)
+
+
+def test_after_a_failure_nothing_is_believed_of_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = model_of("llama"), prompt_of(40)
+    draft, sampler = draft_of(model, "llama"), chosen_first()
+    drafter, passes = ModelDrafter(draft, sampler), 0
+
+    def failing(ids: mx.array, cache: list[Any]) -> mx.array:
+        nonlocal passes
+        passes += 1
+        if passes == 4:
+            raise RuntimeError("no memory")
+        return model(ids, cache=cache)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(draft, "_model", failing)
+    drafter.reading(text[:20], math.inf)
+    with pytest.raises(RuntimeError, match="no memory"):
+        drafter.draft(text[:20], 5)
+    fresh = ModelDrafter(draft_of(model, "llama"), sampler)
+    for each in (drafter, fresh):
+        each.reading(text, math.inf)
+    assert drafter.draft(text, 5) == fresh.draft(text, 5)
+
+
 def chosen_first() -> Sampler:
     """Return a greedy sampler that has chosen a token."""
     sampler = Sampler(Sampling(temperature=0).resolved(Sampling()), [1])

@@ -1,13 +1,14 @@
 """Verified in one pass or decoded one by one, the tokens are the same: any class, layout and bits, whatever is drafted."""
 
 import importlib
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from tests.engine.kv.models import NAMES, VOCABULARY, WINDOW, config_of, largest_difference, seeded, tokens
-from tests.engine.speculation.scripted import Decoding, always_right, always_wrong, at_random
+from tests.engine.speculation.scripted import Decoding, Knowing, always_right, always_wrong, at_random
 from tokamac.engine import KVSpec, OptionError
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.kv.rewind import most_taken_back
@@ -78,3 +79,15 @@ def test_every_layout_and_bits_say_the_same_and_go_on_the_same(name: str, spec: 
         assert found.run() == plain
         if spec == "growing":
             check_goes_on(found, plan.make)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_beside_a_recurrent_state_a_ring_takes_back_whole_passes(name: str) -> None:
+    """What came true is read again with each wrong draft, and then has to be taken back with it."""
+    model = model_of(name)
+    make = plan_caches(model, config_of(name), SPECS["ring"]).make
+    prompt = prompt_of(30)
+    plain = Decoding(model, make(0), prompt, most=150).run()
+    right = cycle([20, 5])
+    drafter = Knowing([*prompt, *plain], lambda: next(right), VOCABULARY, width=31)
+    assert Decoding(model, make(0), prompt, drafter=drafter, most=150).run() == plain
