@@ -76,6 +76,7 @@ class ServerApp:
             Route("/health", self._endpoint(self._health, openai_error), methods=["GET"]),
         ]
         self._starlette = Starlette(routes=routes, exception_handlers={HTTPException: self._no_such_path})
+        self._starlette.router.redirect_slashes = False  # before anybody was let in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI application."""
@@ -191,7 +192,7 @@ class ServerApp:
         async def refused(request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG001
             assert isinstance(error, HTTPException)
             known = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages; GET /v1/models, /health"
-            wrong = f"{request.method} {request.url.path:.80} is not answered here"
+            wrong = f"{request.method} {request.scope['path']:.80} is not answered here"
             raise RequestError(wrong, f"There are {known}.", status=error.status_code, code="no_such_path")
 
         return await self._endpoint(refused, openai_error)(request)
@@ -240,7 +241,8 @@ def models_list(model: ServedModel) -> dict[str, Any]:
 
 def _line(request: Request, status: int, outcome: RequestOutcome, seconds: float) -> str:
     """Return a line of the log."""
-    parts = [time.strftime("%H:%M:%S"), request.method, sanitise_line(request.url.path)[:80], str(status or "-")]
+    path = sanitise_line(request.scope["path"])[:80]  # ``request.url`` takes the host in, which may be anything
+    parts = [time.strftime("%H:%M:%S"), request.method, path, str(status or "-")]
     parts += _figures([each for each in outcome.replies if each.ended is not None])
     parts.append(units.seconds(seconds))
     if outcome.error:

@@ -75,7 +75,7 @@ class Gate:
     """
 
     def __init__(self, hosts: Collection[str] | None, origins: Collection[str] = (), token: str | None = None) -> None:
-        self._hosts = hosts
+        self._hosts = None if hosts is None else frozenset(each.lower().rstrip(".") for each in hosts)
         self._origins = frozenset(origins)
         self._token = None if token is None else token.encode()
 

@@ -60,6 +60,22 @@ def test_a_name_that_is_not_of_this_machine_is_refused(guide: Served) -> None:
         assert guide.ask("/v1/models", headers={"Host": name})[0] == 200
 
 
+def test_a_host_is_any_bytes_and_still_one_line_of_the_log(guide: Served) -> None:
+    for host in ("[", "[::1", "a]b", "a\\b", "localhost@evil.example"):
+        for path in (CHAT, "/health/", "/nothing"):
+            before = len(guide.lines)
+            status, told = guide.ask(path, {"messages": []}, headers={"Host": host})
+            assert (status, told["error"]["code"]) == (403, "wrong_host")
+            until(lambda: len(guide.lines) > before)  # noqa: B023
+            assert " 403 " in guide.lines[-1]
+            assert "wrong_host" in guide.lines[-1]
+    assert guide.ask("/health/")[0] == 404
+
+
+def test_a_name_that_was_allowed_is_one_in_any_letters() -> None:
+    Gate(("Studio.Home.",)).check({"host": "STUDIO.home:80"})
+
+
 def test_a_page_that_was_allowed_may_ask_and_read(tmp_path: Path) -> None:
     page = "http://localhost:3000"
     with serving("guide", tmp_path / "log", origins=(page,), hosts=("proxy.home",)) as served:
