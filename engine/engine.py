@@ -40,7 +40,17 @@ from .events import (
     TokenLogprob,
 )
 from .metrics import Recorder
-from .options import PARALLEL, KVBits, KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions, ToolSpec
+from .options import (
+    PARALLEL,
+    KVBits,
+    KVSpec,
+    PromptCacheSpec,
+    Sampling,
+    Speculation,
+    TemplateOptions,
+    ToolSpec,
+    sample_of,
+)
 from .perf.memory import check_address_space
 from .schedule.many import ManyReplies
 from .schedule.stream import EventStream, ReplyHandle, ReplyStream
@@ -292,7 +302,7 @@ class Engine:
         def ask(stream: EventStream, prompt: int, sample: int) -> None:
             recorder = Recorder()
             recorder.accept()
-            own = how if how.seed is None else replace(how, seed=how.seed + sample)
+            own = sample_of(how, sample)
 
             def answer(stream: EventStream) -> "ReplyTask":
                 return self._runner.reply(

@@ -150,13 +150,16 @@ def _order(given: object) -> tuple[Stage, ...]:
     return names
 
 
+SEEDS = 2**63
+"""Seeds are numbers below this."""
+
 _SAMPLING_NUMBERS = (
     ("temperature", "temperature", real, 0, 10, "Use 0 to 10."),
     ("top_p", "top-p", real, math.nextafter(0, 1), 1, "Use above 0 and up to 1."),
     ("top_k", "top-k", whole, 0, math.inf, "Use 0 (off) or more."),
     ("min_p", "min-p", real, 0, math.nextafter(1, 0), "Use 0 (off) to below 1."),
     ("repetition_penalty", "repetition penalty", real, 0.5, 3, "Use 0.5 to 3; 1 is off."),
-    ("seed", "seed", whole, 0, 2**63 - 1, "Use a non-negative integer."),
+    ("seed", "seed", whole, 0, SEEDS - 1, "Use a non-negative integer."),
     ("max_tokens", "max tokens", whole, 1, math.inf, "Use 1 or more."),
     ("min_tokens", "min tokens", whole, 0, math.inf, "Use 0 (off) or more."),
     ("presence_penalty", "presence penalty", real, -2, 2, "Use -2 to 2; 0 is off."),
@@ -292,6 +295,12 @@ class Sampling:
                 suggested = getattr(recommended, name)
                 changes[name] = default if suggested is None else suggested
         return replace(self, **changes)
+
+
+def sample_of(sampling: Sampling, number: int) -> Sampling:
+    """Return how one of several replies to a prompt is drawn: with seed + ``number``, from 0 on after the largest one."""
+    seed = sampling.seed
+    return sampling if seed is None else replace(sampling, seed=(seed + number) % SEEDS)
 
 
 KVBits = tuple[int, int]

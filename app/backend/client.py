@@ -26,10 +26,14 @@ from ..sanitise import sanitise_line
 from .command_process import killed_by
 from .protocol import (
     LONGEST_LINE,
+    AskTokens,
     EngineMessage,
     EngineNotice,
+    Generate,
+    PromptTokens,
     Quit,
     Request,
+    RequestFailed,
     WireError,
     decode_message,
     encode,
@@ -149,7 +153,11 @@ class EngineProcess:
         try:
             with self._process.stdin as stdin:  # closing it writes what is left, and fails as well
                 while (request := self._outgoing.get()) is not None:
-                    stdin.write(encode(request))
+                    line = encode(request)
+                    if len(line) > LONGEST_LINE and (refused := _refused(request)) is not None:
+                        self._on_event(refused)
+                        continue
+                    stdin.write(line)
                     stdin.flush()
         except BrokenPipeError:
             return  # the reader's thread reports the death
@@ -210,6 +218,18 @@ class EngineProcess:
         except OSError as error:
             return f"the log can't be read: {error}"
         return next((sanitise_line(line) for line in reversed(lines) if line.strip()), "")
+
+
+def _refused(request: Request) -> EngineMessage | None:
+    """Return the answer to what is too long to be sent; None where the process says so itself."""
+    why = "the prompt is too long to be read"
+    match request:
+        case Generate(id):
+            return RequestFailed(id, why, "Shorten it.", "ContextError")
+        case AskTokens(id):
+            return PromptTokens(id, error=why)
+        case _:
+            return None
 
 
 def _opened(log: Path) -> tuple[IO[bytes], str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tokamac.engine import metrics as rates
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Finished, TextKind
-from tokamac.engine.options import KVBits, Sampling
+from tokamac.engine.options import KVBits, Sampling, sample_of
 
 from .. import units
 from ..backend.protocol import ModelInfo
@@ -203,8 +203,7 @@ def samples(count: int, settings: ReplySettings, info: ModelInfo | None) -> list
 
 def _seeded(settings: ReplySettings, at: int) -> ReplySettings:
     """A seed that the user set gives one text: each further version has the next seed."""
-    seed = settings.sampling.seed
-    return settings if seed is None else replace(settings, sampling=replace(settings.sampling, seed=seed + at))
+    return replace(settings, sampling=sample_of(settings.sampling, at))
 
 
 def compared(text: str, settings: ReplySettings, info: ModelInfo | None) -> list[Variant]:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from tokamac.engine.events import Finished
 
 from .engine import ReplyFeed, ServedEngine
-from .errors import RequestError
+from .errors import RequestError, unexpected
 from .record import Exchange, ServedReply, as_json
 
 LONGEST_BODY = 32 * 2**20
@@ -125,6 +125,11 @@ class Answering:
                     await self._whole(replies)
         except RequestError as error:
             await self._fail(error)
+        except ClientLeftError:
+            raise
+        except Exception:
+            await self._fail(unexpected())
+            raise  # for the log
 
     async def _whole(self, replies: ReplyFeed) -> None:
         while not self._have_ended():

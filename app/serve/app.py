@@ -19,7 +19,7 @@ from ..sanitise import sanitise_line
 from .answering import Answering, RequestOutcome, Timed, read_body
 from .anthropic_messages import MessageExchange, anthropic_error, check_counted, count_of
 from .engine import ServedEngine
-from .errors import RequestError
+from .errors import RequestError, unexpected
 from .fields import parsed
 from .openai_chat import ChatExchange
 from .openai_completions import CompletionExchange
@@ -119,11 +119,9 @@ class ServerApp:
                 made = Response(status_code=499)
             except Exception as error:
                 self._log_failure(error)
-                unexpected = RequestError(
-                    "this should not happen; the server's log says where", status=500, code="internal"
-                )
-                outcome.error = unexpected.code
-                made = _refusal(unexpected, as_error)
+                failure = unexpected()
+                outcome.error = failure.code
+                made = _refusal(failure, as_error)
             return self._logged(request, made, outcome, took)
 
         return endpoint

@@ -143,7 +143,8 @@ class ServedEngine:
 
     def _down(self) -> EngineDownError:
         """Return what a client is told while there is no engine."""
-        left = RETRY_S if self._load_s is None else max(1, round(self._began_s + self._load_s - time.monotonic()))
+        began_s = self._began_s if self.state == "loading" else time.monotonic()  # it is started again
+        left = RETRY_S if self._load_s is None else max(1, round(began_s + self._load_s - time.monotonic()))
         why = self.problem or "the model is being loaded"
         return EngineDownError(why, left)
 
@@ -198,22 +199,19 @@ class ServedEngine:
 
     def _generate(self, opened: OpenRequest, request: ServedRequest, prompt: Prompt, number: int) -> None:
         id = next(self._ids)
+        asked = Generate(
+            id,
+            tuple(each for each in prompt if isinstance(each, Message)),
+            request.sampling_of(number % request.n),
+            continues=request.continues,
+            template=request.template,
+            tokens=tuple(each for each in prompt if isinstance(each, int)),
+            watched=False,
+        )
         opened.replies[id] = number
         opened.left.add(id)
         self._open[id] = opened
-        messages = tuple(each for each in prompt if isinstance(each, Message))
-        tokens = tuple(each for each in prompt if isinstance(each, int))
-        self._ask(
-            Generate(
-                id,
-                messages,
-                request.sampling_of(number % request.n),
-                continues=request.continues,
-                template=request.template,
-                tokens=tokens,
-                watched=False,
-            )
-        )
+        self._ask(asked)
 
     async def _tokens_of(self, text: str) -> tuple[int, ...]:
         told = await self.tokens(text)

@@ -47,6 +47,11 @@ def unsupported(param: str, what: str, hint: str = "Leave it out.") -> RequestEr
     return RequestError(f"{param}: {what} is not supported", hint, param=param, code="unsupported_value")
 
 
+def unexpected() -> RequestError:
+    """Return the error for a failure of the server's own, of which its log tells more."""
+    return RequestError("this should not happen; the server's log says where", status=500, code="internal")
+
+
 def of_engine(kind: str, message: str, hint: str) -> RequestError:
     """Return the error for one of the engine's. kind: its class."""
     status, code = KINDS.get(kind, (500, "engine_error"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Message, ToolCall
-from tokamac.engine.options import EMPTY_SCHEMA, Sampling, TemplateOptions, Thinking, ToolSpec
+from tokamac.engine.options import EMPTY_SCHEMA, Sampling, TemplateOptions, Thinking, ToolSpec, sample_of
 
 from ..backend.protocol import ModelInfo
 from .errors import RequestError, unsupported
@@ -99,8 +99,7 @@ class ServedRequest:
 
     def sampling_of(self, sample: int) -> Sampling:
         """Return how sample ``i`` of a prompt is drawn: with a seed of its own, so that they differ."""
-        seed = self.sampling.seed
-        return self.sampling if seed is None else replace(self.sampling, seed=seed + sample)
+        return sample_of(self.sampling, sample)
 
 
 def checked(param: str, make: Callable[[], Any]) -> Any:

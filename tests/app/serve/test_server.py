@@ -1,5 +1,6 @@
 """The server itself: who may ask, what a request may hold, clients that leave or read slowly, an engine that dies, and its end."""
 
+import asyncio
 import json
 import os
 import re
@@ -22,10 +23,16 @@ from hypothesis import strategies as st
 from tests.app.serve.serving import HOST, Served, events, serving, user
 from tests.engine.helpers import until
 from tests.tiny import make_tiny
+from tokamac.app.backend import client
+from tokamac.app.backend.protocol import Load, MemoryUse, ModelInfo
 from tokamac.app.serve import answering, server
+from tokamac.app.serve import engine as serve_engine
+from tokamac.app.serve.engine import ServedEngine
 from tokamac.app.serve.errors import RequestError
+from tokamac.app.serve.request import ServedRequest
 from tokamac.app.serve.security import Gate, TokenFileError, is_loopback, token_of
 from tokamac.app.serve.server import ListenError, listen
+from tokamac.engine import Sampling
 
 Scripted = Callable[..., AbstractContextManager[Served]]
 CHAT = "/v1/chat/completions"
@@ -217,6 +224,38 @@ def test_no_body_is_more_than_the_server_bears(guide: Served, path: str) -> None
     assert guide.health()["status"] == "ok"
 
 
+def test_a_prompt_that_no_line_to_the_engine_holds_is_refused_alone(
+    guide: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LONGEST_LINE", 10_000)
+    status, told = guide.ask(CHAT, {**HI, "messages": user("ж" * 2_000)})  # six bytes each there, two in the body
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    assert guide.ask("/v1/completions", {"prompt": "ж" * 2_000})[0] == 400
+    assert guide.health()["status"] == "ok"
+    assert guide.ask(CHAT, HI)[0] == 200
+
+
+def test_replies_to_one_request_have_seeds_after_the_largest_as_well(guide: Served) -> None:
+    asked = {**HI, "temperature": 1, "n": 3}
+    whole = guide.ask(CHAT, {**asked, "seed": 2**63 - 1})[1]["choices"]
+    first = guide.ask(CHAT, {**asked, "seed": 0})[1]["choices"]
+    assert [each["message"] for each in whole[1:]] == [each["message"] for each in first[:2]]
+
+
+def test_what_fails_in_the_server_is_an_answer_and_no_reply_stays_counted(
+    guide: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: ServedRequest, sample: int) -> Sampling:
+        return Sampling(seed=-sample)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ServedRequest, "sampling_of", failing)
+        status, told = guide.ask(CHAT, {**HI, "n": 3})
+    assert (status, told["error"]["code"]) == (500, "internal")
+    until(lambda: any("500" in line and "internal" in line for line in guide.lines))
+    assert guide.health()["replies"] == 0
+
+
 def test_the_log_holds_figures_and_nothing_that_anybody_wrote(guide: Served) -> None:
     guide.ask(CHAT, {"messages": user("a very secret question"), "max_tokens": 5})
     guide.ask("/v1/%1b]52;x", {})
@@ -316,6 +355,42 @@ def test_a_dead_engine_is_a_clear_error_and_a_new_one(scripted: Scripted) -> Non
         told = events(raw)
         assert told[-2][1]["error"]["code"] == "engine_unavailable"
         assert any("the engine ended" in line for line in served.lines)
+
+
+def test_while_an_engine_is_started_again_clients_stay_away_as_long_as_loading_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr(serve_engine.time, "monotonic", lambda: clock_s[0])
+
+    class Process:
+        """Is told, and says, nothing."""
+
+        def __init__(self, *_: object) -> None: ...
+
+        def send(self, _: object) -> None: ...
+
+        def set_busy(self, _: object) -> None: ...
+
+    monkeypatch.setattr(serve_engine, "EngineProcess", Process)
+
+    async def told() -> list[int | None]:
+        engine = ServedEngine(Load("large"), tmp_path / "log", lambda _: None)
+        engine.start()
+        clock_s[0] = 40.0
+        engine._loaded(ModelInfo("large"), MemoryUse())
+        clock_s[0] = 1_000.0
+        reading = asyncio.ensure_future(engine.tokens("Hi"))
+        await asyncio.sleep(0)
+        engine._died("the engine ended", "")
+        found = []
+        for clock_s[0] in (1_000.0, 1_010.0):
+            with pytest.raises(RequestError) as failed:
+                await (reading if not found else engine.tokens("Hi"))
+            found.append(failed.value.retry_after_s)
+        return found
+
+    assert asyncio.run(told()) == [40, 30]
 
 
 def test_a_model_that_can_not_be_loaded_is_told_at_the_start(scripted: Scripted) -> None:
