@@ -190,8 +190,9 @@ class Pool:
         """Return the address that ``run`` takes, or 0 where another thread has the pool. Release what is not 0."""
         if self.threads < 2 or not self._in_use.acquire(blocking=False):
             return 0
-        if self._state is None:
-            self._begin()
+        if self._state is None and not self._begin():
+            self._in_use.release()
+            return 0
         return int(self._state.ctypes.data)
 
     def release(self, address: int) -> None:
@@ -199,23 +200,29 @@ class Pool:
         if address:
             self._in_use.release()
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Start the workers; return whether there are any. A process that ends, or has too many threads, gets none."""
         self._state = np.zeros(WORDS, np.int64)
         address = int(self._state.ctypes.data)
-        self._workers = [
-            threading.Thread(target=serve, args=(address,), name=f"tokamac-cpu-{number}", daemon=True)
-            for number in range(1, self.threads)
-        ]
-        for worker in self._workers:
-            worker.start()
+        try:
+            for number in range(1, self.threads):
+                worker = threading.Thread(target=serve, args=(address,), name=f"tokamac-cpu-{number}", daemon=True)
+                worker.start()
+                self._workers.append(worker)
+        except RuntimeError:
+            pass
+        if not self._workers:
+            self._state = None
+        return bool(self._workers)
 
     def end(self) -> None:
-        """End the workers."""
-        if self._state is not None:
-            _end(int(self._state.ctypes.data))
-            for worker in self._workers:
-                worker.join()
-            self._state, self._workers = None, []
+        """End the workers, once the work that is being done is done: it uses their memory."""
+        with self._in_use:
+            if self._state is not None:
+                _end(int(self._state.ctypes.data))
+                for worker in self._workers:
+                    worker.join()
+                self._state, self._workers = None, []
 
     def forget(self) -> None:
         """In a process that was forked off: the threads are not there."""

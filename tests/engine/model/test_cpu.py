@@ -164,6 +164,36 @@ def test_workers_sleep_are_woken_and_end(pool: Pool) -> None:
     assert np.array_equal(matrix.multiply(x), expected)
 
 
+def test_without_threads_the_caller_does_all(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, x = matrix_of(packed(2048, 512, (4, 64, "affine"))), rows_of(1, 512)
+    expected = matrix.multiply(x)
+    pool.end()
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        for _ in range(2):
+            assert np.array_equal(matrix.multiply(x), expected)
+    assert np.array_equal(matrix.multiply(x), expected)
+    assert len(pool._workers) == 2
+
+
+def test_it_does_not_end_under_work(pool: Pool) -> None:
+    pool.release(pool.acquire())
+    pool.end()  # from now on that takes no time
+    address = pool.acquire()
+    ending = threading.Thread(target=pool.end)
+    ending.start()
+    ending.join(0.5)
+    assert ending.is_alive()
+    assert pool._state is not None
+    pool.release(address)
+    within(ending.join)
+    assert pool._state is None
+
+
 @pytest.mark.usefixtures("pool")
 def test_a_forked_process_makes_threads_of_its_own() -> None:
     matrix, x = matrix_of(packed(2048, 512, (4, 64, "affine"))), rows_of(1, 512)
