@@ -1,10 +1,16 @@
 """How this package's functions are compiled: by numba, once a machine, and kept on disk with the package or in the user's cache.
 
+numba compiles again where the file of a function has changed. What it calls, and what writes its instructions, stands in others of
+this folder: so what is kept has a digest of them all in its name.
+
 Whatever runs inside a step holds no lock of the interpreter, checks no index and raises nothing. Sums stay in the order in which
 they are written; ``contract`` alone (a product and a sum may be rounded once instead of twice) is left to the compiler.
 """
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import cfunc, njit, types
@@ -17,6 +23,7 @@ KERNEL = types.void(types.intp, types.intp, types.intp)
 
 def compiled(function: F) -> F:
     """Compile at the first call. Where no folder can be written, every process compiles anew."""
+    _name_by_sources(function)
     settings: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
     try:
         return njit(cache=True, **settings)(function)  # type: ignore[no-any-return]
@@ -26,12 +33,26 @@ def compiled(function: F) -> F:
 
 def compile_kernel(function: Callable[..., None]) -> int:
     """Compile a KERNEL now, and return its address. It lives as long as the process."""
+    _name_by_sources(function)
     try:
         made = cfunc(KERNEL, cache=True, error_model="numpy")(function)
     except RuntimeError:
         made = cfunc(KERNEL, error_model="numpy")(function)
     _alive.append(made)
     return int(made.address)
+
+
+def _name_by_sources(function: Callable[..., Any]) -> None:
+    function.__qualname__ = f"{function.__name__}_{digest_of(Path(__file__).parent)}"
+
+
+@cache
+def digest_of(folder: Path) -> str:
+    """Return 16 hexadecimal digits of the Python files of a folder."""
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 _alive: list[Any] = []

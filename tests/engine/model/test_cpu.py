@@ -22,7 +22,8 @@ from tokamac.engine.model.head import asking_for_logits
 if sys.platform != "linux":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.model.cpu import products
+from tokamac.engine.model.cpu import compiling, products
+from tokamac.engine.model.cpu.compiling import digest_of
 from tokamac.engine.model.cpu.dense import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.model.cpu.packed import (
     PackedEmbedding,
@@ -33,6 +34,7 @@ from tokamac.engine.model.cpu.packed import (
     use_kernels,
 )
 from tokamac.engine.model.cpu.pool import POOL, SLEEPING, Pool
+from tokamac.engine.model.cpu.pool import run as pool_run
 
 AFFINE = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 MICROSCALED = [(4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")]
@@ -162,6 +164,20 @@ def test_workers_sleep_are_woken_and_end(pool: Pool) -> None:
     pool.end()
     assert pool._workers == []
     assert np.array_equal(matrix.multiply(x), expected)
+
+
+def test_a_kernel_that_was_kept_is_that_of_all_the_sources(tmp_path: Path) -> None:
+    """numba itself looks at the one file in which a function stands."""
+    matrix_of(packed(8, 64, (4, 64, "affine"))).multiply(rows_of(1, 64))
+    kept = [each.name for each in Path(pool_run.stats.cache_path).iterdir()]
+    digest = digest_of(Path(compiling.__file__).parent)
+    assert any(name.startswith(f"pool.run_{digest}") for name in kept)
+    digests = set()
+    for name in ("tiles.py", "pool.py", "other.txt"):
+        (tmp_path / name).write_text("changed", encoding="utf-8")
+        digest_of.cache_clear()
+        digests.add(digest_of(tmp_path))
+    assert len(digests) == 2
 
 
 def test_without_threads_the_caller_does_all(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
