@@ -238,6 +238,21 @@ def widths(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(replies_at_once(part.strip()) for part in text.split(",")))
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Return shares of guesses that come true, from 0 to 1 or in %, each once."""
+    return tuple(dict.fromkeys(_share(part.strip()) for part in text.split(",")))
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1, such as 0.7 or 70%")
+    return value
+
+
 def parallel_of(options: argparse.Namespace) -> int:
     """Return how many replies are made at once at most: by the flag, else by the settings."""
     if options.parallel is not None:

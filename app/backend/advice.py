@@ -60,6 +60,8 @@ def answers(question: Question, limit: int | None = None) -> Iterator[Answer | W
             yield _table(question, limit)
         case "at once":
             yield _at_once(question, limit)
+        case "guesses":
+            yield _guesses(question, limit)
         case "cache":
             yield _cache(question, limit)
         case "chips":
@@ -163,6 +165,19 @@ def _at_once(question: Question, limit: int | None) -> Answer:
     several = capacity_of(subject.config, case, place, own=subject.packing)
     rule, notes = place.budget_rule or "", several.notes
     return Answer(found.model, chip_name(place.chip), rule, found.context_length, notes=notes, at_once=several)
+
+
+def _guesses(question: Question, limit: int | None) -> Answer:
+    from tokamac.engine.perf.catalogue import draft_for
+    from tokamac.engine.perf.inspection import model_ref
+    from tokamac.engine.speculation.gain import gain_of
+
+    case, found, subject = _inspected(question, limit)
+    known = None if question.draft else draft_for(question.model)
+    name = question.draft or (known.id if known is not None else "")
+    gained = gain_of(subject, case, found.place, question.acceptance, model_ref(name) if name else None)
+    rule, notes = found.place.budget_rule or "", gained.notes
+    return Answer(found.model, chip_name(found.place.chip), rule, found.context_length, notes=notes, guesses=gained)
 
 
 def _inspected(question: Question, limit: int | None) -> "tuple[WhatIfCase, Inspection, ModelRef]":

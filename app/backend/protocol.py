@@ -22,6 +22,7 @@ from tokamac.engine.passes.tokens import PromptText, StepTokens
 from tokamac.engine.passes.without_cache import CacheWorth
 from tokamac.engine.perf.diagnosis import Waits
 from tokamac.engine.schedule.capacity import Capacity
+from tokamac.engine.speculation.gain import ACCEPTANCE, SpeculationGain
 
 
 class ShapeError(ValueError):
@@ -113,10 +114,10 @@ def _shape(kind: Any) -> dict[str, tuple[Any, bool]]:
     }
 
 
-Wanted = Literal["table", "at once", "cache", "chips", "models", "disk"]
-"""table: one thing changed at a time, decoding over contexts, and the roofline. at once: so many replies together. cache: what a KV
-cache is worth. chips: the same case on every chip of the table. models: those of the catalogue, best first. disk: those that are
-named, in their order."""
+Wanted = Literal["table", "at once", "guesses", "cache", "chips", "models", "disk"]
+"""table: one thing changed at a time, decoding over contexts, and the roofline. at once: so many replies together. guesses: what
+guessing ahead would gain. cache: what a KV cache is worth. chips: the same case on every chip of the table. models: those of the
+catalogue, best first. disk: those that are named, in their order."""
 
 Change = Literal["as now", "as asked", "weights", "keys and values", "context"]
 """What makes a case of the table another one. as now: nothing, it is the chat's own."""
@@ -147,6 +148,7 @@ class Question:
 
     bits: None is as it is packed. context: tokens held while decoding; prompt: of them, computed before the first token.
     names: the models to weigh, where the question is about several that are here. now: the chat's own case, put before the table's.
+    acceptance: how likely a guessed token is; draft: a model that guesses, "" is one that is known to fit.
     """
 
     wanted: Wanted
@@ -158,6 +160,8 @@ class Question:
     where: Where = field(default_factory=Where)
     names: tuple[str, ...] = ()
     now: ChatCase | None = None
+    acceptance: float = ACCEPTANCE
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +286,7 @@ class Answer:
     notes: tuple[str, ...] = ()
     cache: CacheWorth | None = None
     at_once: Capacity | None = None
+    guesses: SpeculationGain | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import draft_for
 
 from ..backend.protocol import Load
 from ..options import given_adapter, given_draft
@@ -25,6 +26,7 @@ from ..store.store import Store
 from ..store.values import StoredChat
 from ..tools.tool import Decision
 from ..tools.toolbox import Consent, ListedTool, Toolbox
+from ..units import size
 from . import versions
 from .actions import Action, no_action, refusal
 from .attachments import Draft
@@ -491,14 +493,22 @@ def draft(view: ChatView, written: str) -> None:
     """Load the model with another draft model, or without one, and keep that for this model; or say which it has."""
     load = view.session.engine.load
     if not written:
-        none = "This model has no draft model. /draft and a folder or a Hugging Face ID adds one."
-        view.say(none if load.draft is None else sanitise_line(load.draft))
+        view.say(no_draft(load.model) if load.draft is None else sanitise_line(load.draft))
         return
     wanted = given_draft(written) or None
     if wanted is not None and not load.speculation:
         raise RefusedError("Guessing ahead is off. Turn it on under /settings, then add a draft model.")
     view.chosen.draft = load.model, wanted
     view.load(replace(load, draft=wanted))
+
+
+def no_draft(model: str) -> str:
+    """Return that a model has no draft model, and which would fit."""
+    none = "This model has no draft model."
+    if (known := draft_for(model)) is None:
+        return f"{none} /draft and a folder or a Hugging Face ID adds one; none is known for it."
+    more = "" if known.published_bytes is None else f" ({size(known.published_bytes)})"
+    return f"{none} {known.id}{more} has the same tokenizer: /draft {known.id} adds it. What if predicts its gain, under Guesses."
 
 
 def pull(view: ChatView, model: str) -> None:

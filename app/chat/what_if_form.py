@@ -48,7 +48,8 @@ def first_question(session: Session, model: str) -> Question:
     context = max(figures.context_used(session) or 0, LEAST_CONTEXT)
     at, prompt = figures.context_of_ceiling(session)
     now = ChatCase(own, kv, max(at, 1), min(max(prompt, 1), max(at, 1)))
-    return Question("table", model, kv=kv, context=context, prompt=min(context, PROMPT), now=now)
+    draft = session.engine.load.draft or ""
+    return Question("table", model, kv=kv, context=context, prompt=min(context, PROMPT), now=now, draft=draft)
 
 
 def known_names(model: str) -> list[str]:
@@ -61,7 +62,14 @@ def texts_of(question: Question) -> dict[str, str]:
     """Return a question as the texts of the form."""
     bits = kv_bits(question.kv.key_bits, question.kv.value_bits)
     known = bits if bits in dict(KV_BITS) else "16"
-    return {"model": question.model, "kv": known, "context": str(question.context), "prompt": str(question.prompt)}
+    return {
+        "model": question.model,
+        "kv": known,
+        "context": str(question.context),
+        "prompt": str(question.prompt),
+        "acceptance": f"{100 * question.acceptance:g}",
+        "draft": question.draft,
+    }
 
 
 def question_of(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec, now: ChatCase | None = None) -> Question:
@@ -74,7 +82,7 @@ def question_of(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec, now: ChatC
     chip, _, cores = texts["chip"].partition("|")
     if not (model := texts["model"].strip()):
         raise FormError("Name a model: a folder, a Hugging Face ID, a name from the catalogue, or guide.")
-    return Question(
+    question = Question(
         now=now if now is not None and wanted == "table" and not chip and model == now.model else None,
         wanted=wanted,
         model=model,
@@ -86,6 +94,9 @@ def question_of(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec, now: ChatC
             chip, int(cores) if cores else None, _gigabytes(texts["memory"]) if chip or wanted == "chips" else None
         ),
     )
+    if wanted != "guesses":
+        return question
+    return replace(question, acceptance=_share(texts["acceptance"]), draft=texts["draft"].strip())
 
 
 def kv_bits(key_bits: int, value_bits: int) -> str:
@@ -98,6 +109,16 @@ def _tokens(text: str, name: str) -> int:
     if not number:
         raise FormError(f"The {name} must be a number of tokens, 1 or more.")
     return number
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise FormError("How many guesses come true must be a share from 0 to 100 %.")
+    return value / 100
 
 
 def _gigabytes(text: str) -> float | None:

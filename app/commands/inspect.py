@@ -27,11 +27,13 @@ from ..options import (
     kv_spec,
     memory_limit,
     positive,
+    shares,
     widths,
 )
 from ..output import is_terminal, json_line, note, picked, table
 from ..parser import Parser
 from ..sanitise import sanitise_line
+from ..speculation_gain import gains_json, gains_text
 from ..units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
 from ..verdict import closeness
 from ..without_cache import ROOMY, worth_json, worth_text
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from tokamac.engine.perf.roofline import Phase, Prediction
     from tokamac.engine.perf.what_if import DecodePoint, WhatIfCase, WhatIfOutcome
     from tokamac.engine.schedule.capacity import Capacity
+    from tokamac.engine.speculation.gain import SpeculationGain
 
 
 def add_place_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +115,7 @@ def parser() -> Parser:
         "  tokamac inspect guide\n  tokamac inspect guide --kv-bits 8,4 --kv-window 1024\n"
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --table\n'
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 128 --parallel 1,2,4,8\n'
+        '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --acceptance 0.5,0.7,0.9\n'
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
     made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
@@ -139,6 +143,8 @@ def parser() -> Parser:
     shown.add_argument("--no-cache", action="store_true", help=cache)
     several = "also so many replies at once: all together and each, memory, what limits them, and how many fit"
     shown.add_argument("--parallel", type=widths, metavar="N[,N…]", help=several)
+    guesses = "also what guessing ahead gains where such a share of guesses comes true, such as 0.7; with --draft, by a draft model"
+    shown.add_argument("--acceptance", type=shares, metavar="P[,P…]", help=guesses)
     plot = "draw decode over context, and the roofline with both phases"
     shown.add_argument("--plot", action="store_true", help=plot)
     made.add_argument("--json", action="store_true", help="one JSON object")
@@ -225,7 +231,7 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCas
 def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
     everything = {**found.to_json(), "quality": _quality(subject)}
-    if not (options.table or options.chips or options.no_cache or options.parallel):
+    if not (options.table or options.chips or options.no_cache or options.parallel or options.acceptance):
         return {key: everything[key] for key in _FIELDS}
     if options.table:
         everything["table"] = [_row(each) for each in _table(subject, found)]
@@ -234,6 +240,8 @@ def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection")
     if options.no_cache:
         worth = _worth(subject, found)
         everything["without_cache"] = {"reason": worth} if isinstance(worth, str) else worth_json(worth)
+    if options.acceptance:
+        everything["speculation"] = gains_json(_gains(options, subject, found))
     if options.parallel:
         several = _capacity(options, subject, found)
         everything["parallel"] = {"reason": several} if isinstance(several, str) else at_once_json(several)
@@ -279,6 +287,8 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
             f"what a KV cache is worth is unknown: {worth}" if isinstance(worth, str) else worth_text(worth, columns())
         )
         print(f"\n{told}")
+    if options.acceptance:
+        print(f"\n{gains_text(_gains(options, subject, found), columns())}")
     if options.parallel:
         several = _capacity(options, subject, found)
         unknown = f"how many replies fit at once is unknown: {several}"
@@ -309,6 +319,18 @@ def _capacity(options: argparse.Namespace, subject: "ModelRef", found: "Inspecti
         return capacity_of(subject.config, found.case, found.place, options.parallel, own=subject.packing)
     except OptionError as error:
         return error.message
+
+
+def _gains(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "list[SpeculationGain]":
+    """Return what guessing ahead gains at each share; with no draft model named, by one that is known to fit."""
+    from tokamac.engine.perf.catalogue import draft_for
+    from tokamac.engine.perf.inspection import model_ref
+    from tokamac.engine.speculation.gain import gain_of
+
+    named, known = given_draft(options.draft or ""), draft_for(options.model)
+    name = named or (known.id if known is not None and options.draft is None else None)
+    draft = None if name is None else model_ref(name)
+    return [gain_of(subject, found.case, found.place, share, draft) for share in options.acceptance]
 
 
 def columns() -> int:

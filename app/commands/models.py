@@ -16,9 +16,10 @@ from ..options import any_given, limit_of_settings, positive
 from ..output import Progress, json_line, note, picked, table
 from ..parser import ActionParser, Parser
 from ..sanitise import sanitise_line
-from ..units import UNKNOWN, count, rate, seconds, short, size
+from ..speculation_gain import times
+from ..units import UNKNOWN, count, percent, rate, seconds, short, size
 from . import loading
-from .inspect import add_place_flags, chip_name, measure_it, place_of
+from .inspect import add_place_flags, chip_name, fits, measure_it, place_of
 
 if TYPE_CHECKING:
     from tokamac.engine.hub.download import ModelOnDisk
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tokamac.engine.perf.inspection import Prospect
     from tokamac.engine.perf.machine import Machine
     from tokamac.engine.perf.what_if import Group, Suggestion
+    from tokamac.engine.speculation.gain import DraftOffer
 
     from ..chat.models import ModelAdvice
 
@@ -263,6 +265,7 @@ def suggest(parser: Parser, options: argparse.Namespace) -> int:
     from tokamac.engine.hub.download import last_speed
     from tokamac.engine.perf.machine import here
     from tokamac.engine.perf.what_if import suggestions
+    from tokamac.engine.speculation.gain import draft_offer
 
     from ..backend.advice import model_line
     from ..chat.models import advise
@@ -275,12 +278,13 @@ def suggest(parser: Parser, options: argparse.Namespace) -> int:
     finally:
         bar.clear()
     advice = advise(map(model_line, found), last_speed())
+    drafts = {each.id: draft_offer(each, place) for each in found}
     if options.json:
         start = None if advice.start is None else asdict(advice.start)
-        plain = [_suggested_plain(each) for each in found]
+        plain = [{**_suggested_plain(each), "draft": _draft_plain(drafts[each.id])} for each in found]
         json_line({"context": context, "suggestions": plain, "start_here": start, "note": advice.note or None})
         return 0
-    _print(found, advice, place, context)
+    _print(found, advice, place, context, drafts)
     return 0
 
 
@@ -292,8 +296,14 @@ HEADINGS: "dict[Group, str]" = {
 }
 
 
-def _print(found: "tuple[Suggestion, ...]", advice: "ModelAdvice", place: "Machine", context: int) -> None:
-    """Print what may fit, group after group, in columns that are alike."""
+def _print(
+    found: "tuple[Suggestion, ...]",
+    advice: "ModelAdvice",
+    place: "Machine",
+    context: int,
+    drafts: "dict[str, DraftOffer | None]",
+) -> None:
+    """Print what may fit, group after group, in columns that are alike; then the draft models that are known for them."""
     possible = [each for each in found if each.group != "does not fit"]
     print(f"{chip_name(place.chip)}, with a prompt of {context:,} tokens\n")
     if advice.start is not None:
@@ -304,8 +314,25 @@ def _print(found: "tuple[Suggestion, ...]", advice: "ModelAdvice", place: "Machi
         print(f"{HEADINGS[group]}\n\n{first}", *(row for _, row in alike), "", sep="\n")
     if not possible:
         print("none of the catalogue fits")
+    if pairs := [(each.id, draft) for each in possible if (draft := drafts[each.id]) is not None]:
+        true = percent(pairs[0][1].acceptance)
+        print(f"With a draft model beside it, which guesses ahead (tokamac help speed); {true} of its guesses true\n")
+        head = ["model", "draft model", "download", "memory of both", "", "gain", "expected"]
+        print(table([head, *(_draft_row(*pair) for pair in pairs)], right=(2, 3, 5, 6)))
+        print()
     for line in [*([advice.note] if advice.note else []), *_notes(found, possible, place)]:
         note(f"note: {line}")
+
+
+def _draft_row(model: str, draft: "DraftOffer") -> list[str]:
+    memory, gain = draft.memory, draft.gain
+    gained = UNKNOWN if gain is None else times(gain) if gain > 1 else "none"
+    taken = size(None if memory is None else memory.total)
+    return [model, draft.id, size(draft.download_bytes), taken, fits(memory), gained, rate(draft.expected_tps)]
+
+
+def _draft_plain(draft: "DraftOffer | None") -> dict[str, Any] | None:
+    return None if draft is None else asdict(draft)
 
 
 def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place: "Machine") -> list[str]:

@@ -48,6 +48,7 @@ class CatalogueEntry:
     tokenizer_bytes: of the files beside the weights. tower_parameters: vision and audio weights that repositories hold in 16 bits
     and the engine does not load; projector_parameters: more of those, packed like the rest. source: where the config was read.
     licence: as Hugging Face abbreviates it; facts_source: where that, the contexts and the purposes were read.
+    tokens: the same word for models whose tokenizers are documented to be equal; "" is unknown.
     """
 
     name: str
@@ -61,6 +62,7 @@ class CatalogueEntry:
     note: str
     licence: str | None = None
     facts_source: str = ""
+    tokens: str = ""
 
     def config_of(self, repository: Repository) -> dict[str, Any] | None:
         """Return the config of a repository: the model's, with its packing where modules differ and the head it stores."""
@@ -87,6 +89,28 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
 def find(name: str) -> CatalogueEntry | None:
     """Return the model of this name, alias or repository id, with or without its owner; case does not matter."""
     return _by_name().get(name.casefold())
+
+
+DRAFT_SHARE = 0.5
+"""Of a model's bytes, what one that drafts for it has at most."""
+
+
+def draft_for(name: str) -> Repository | None:
+    """Return the smallest repository that can draft for a model: with the same tokenizer, and at most half of its size.
+
+    None where none is known.
+    """
+    entry = find(name)
+    if entry is None or not entry.tokens:
+        return None
+    others = (other for other in catalogue() if other.tokens == entry.tokens and other is not entry)
+    sizes = [(each.published_bytes, each) for other in others for each in other.repositories if each.published_bytes]
+    own = entry.repository(name) or next(iter(entry.repositories), None)
+    if own is None or not sizes:
+        return None
+    nbytes, draft = min(sizes, key=lambda pair: pair[0])
+    whole = own.published_bytes  # None: of the largest alone
+    return draft if whole is None or nbytes <= DRAFT_SHARE * whole else None
 
 
 def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int | None:
@@ -130,6 +154,7 @@ def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
         note=row.get("note", ""),
         licence=row.get("licence"),
         facts_source=row.get("facts_source", ""),
+        tokens=row.get("tokens", ""),
     )
 
 

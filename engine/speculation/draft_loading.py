@@ -24,7 +24,8 @@ from ..perf.roofline import HostLimited, fitted, measure_host
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .draft_model import ROWS, DraftModel
 from .ledger import DraftingCosts
-from .shared import LoadedDraft, rows_in_steps
+from .shared import LoadedDraft
+from .small_batches import read_steps
 
 WARM_UP_TOKENS = 32
 """Read before anybody waits: a GPU makes its kernels at their first use."""
@@ -115,7 +116,7 @@ def load_draft(
         plan,
         vocabulary=found.vocabulary,
         longest=min(bounds, default=None),
-        costs=DraftingCosts(lambda rows: rows_in_steps(device, rows)),
+        costs=DraftingCosts(read_steps(work, pace, chip, device=device)),
         fits=fits,
     )
     draft = LoadedDraft(found.name, model, work, pace, cost.weight_bytes, plan.bytes_per_token)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..perf.roofline import decode_phase
 from ..prompt_cache.radix_tree import common_prefix
 from .draft_model import DraftModel, ModelDrafter
 from .drafters import Drafter
 from .ledger import PassCosts
 from .lookup import Branches, Lookup
+from .small_batches import draft_step, pass_steps
 from .speculator import Speculator
 
 if TYPE_CHECKING:
@@ -29,17 +29,8 @@ LONGEST = 1 << 14
 """Tokens of each."""
 BEFORE = 32
 """Tokens before the place where a version goes its own way that are kept to find the place by."""
-LEAST_STEP = 0.05
-"""Plain steps that one of a draft model takes at least, however few its bytes, until it was measured."""
 LEAST = 8
 """Tokens that a version must have beyond that."""
-
-SMALL_BATCHES: dict[str, tuple[tuple[int, float], ...]] = {
-    "gpu": ((1, 1.0), (2, 1.05), (4, 1.4), (8, 2.5), (16, 3.9), (32, 3.9)),
-    "cpu": ((1, 1.0), (2, 1.5), (4, 2.2), (8, 4.0), (16, 6.0), (32, 8.0)),
-}
-"""Plain steps that a pass over so many rows takes, until it was measured: with 4-bit weights on an M3 Max, by others' timings; and
-with the guide on two x86 cores."""
 
 
 class Conversations:
@@ -121,12 +112,17 @@ class SharedSpeculation:
         draft = None if background else self._draft
         if not drafters and draft is None:
             return None
-        bits = runtime.kv.key_bits, runtime.kv.value_bits
+        machine, bits = runtime.machine, (runtime.kv.key_bits, runtime.kv.value_bits)
         if bits not in self._costs:
-            self._costs[bits] = PassCosts(lambda rows, context: predicted_steps(runtime, rows, context))
+            self._costs[bits] = PassCosts(
+                lambda rows, context: pass_steps(
+                    runtime.work, machine.pace, machine.chip, context, rows, device=runtime.device
+                )
+            )
         computing = []
         if draft is not None:
-            draft.model.costs.step = predicted_draft_step(runtime, draft, len(ids))
+            both = (draft.work, draft.pace or machine.pace), (runtime.work, machine.pace)
+            draft.model.costs.step = draft_step(*both, machine.chip, len(ids))
             computing.append(ModelDrafter(draft.model, sampler))
         return Speculator(drafters, self._costs[bits], [*ids, *made], computing=computing)
 
@@ -143,40 +139,3 @@ class SharedSpeculation:
             self._draft.model.forget()
         if self._conversations is not None:
             self._conversations.keep(ids)
-
-
-def predicted_steps(runtime: "Runtime", rows: int, context: int) -> float:
-    """Return how many plain steps a pass over ``rows`` should take: what the roofline predicts, or what others measured if more."""
-    table = SMALL_BATCHES["cpu" if runtime.device == "cpu" else "gpu"]
-    work, machine = runtime.work, runtime.machine
-    alone, several = (decode_phase(work, machine.chip, machine.pace, context, n).expected_s for n in (1, rows))
-    return max(interpolated(table, rows), several / alone if alone and several else 1.0)
-
-
-def predicted_draft_step(runtime: "Runtime", draft: LoadedDraft, context: int) -> float:
-    """Return how many plain steps one of the draft model should take: by the roofline, else by the bytes that both read."""
-    work, machine = runtime.work, runtime.machine
-    own, other = (
-        decode_phase(each, machine.chip, pace, context).expected_s
-        for each, pace in ((draft.work, draft.pace or machine.pace), (work, machine.pace))
-    )
-    if own and other:
-        return own / other
-    read, wanted = draft.work.step_bytes(context), work.step_bytes(context)
-    return max(LEAST_STEP, read / wanted) if read and wanted else 1.0
-
-
-def rows_in_steps(device: str, rows: int) -> float:
-    """Return how many steps of a model a pass over ``rows`` of it should take."""
-    table = SMALL_BATCHES["cpu" if device == "cpu" else "gpu"]
-    most = table[-1][0]
-    return interpolated(table, rows) * max(1.0, rows / most)
-
-
-def interpolated(table: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return a table's value at ``rows``, on a line between its neighbours."""
-    above = next((index for index, (at, _) in enumerate(table) if at >= rows), len(table) - 1)
-    if above == 0:
-        return table[0][1]
-    (low, before), (high, after) = table[above - 1], table[above]
-    return before + (after - before) * min(1.0, (rows - low) / (high - low))

@@ -21,6 +21,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from tokamac.engine import metrics as rates
+from tokamac.engine.perf.catalogue import draft_for
 
 from ... import units
 from ...backend.protocol import ModelLine
@@ -220,6 +221,8 @@ def _known(row: ModelRow) -> Iterator[str]:
         yield f"{units.short(facts.downloads)} downloads a month"
     if line is not None and line.bits_per_weight is not None:
         yield f"{line.bits_per_weight:.1f} bits"
+    if (draft := draft_for(row.model)) is not None:
+        yield f"draft model: {short_name(draft.id)}, {units.size(draft.published_bytes)}"
 
 
 def _speeds(line: ModelLine) -> str:

@@ -4,26 +4,23 @@ The screen asks and shows; the engine's process computes. The screen never waits
 Cells are plain text with a style: names come from outside, and markup in them is not interpreted.
 """
 
-import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.text import Text
 from textual import on
-from textual.app import ComposeResult, RenderResult
+from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.color import Color
 from textual.containers import Container, Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
 from textual.suggester import SuggestFromList
 from textual.timer import Timer
 from textual.widgets import DataTable, Input, Label, Select, Static, TabbedContent, TabPane
-from textual_plotext import PlotextPlot
 
 from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
+from tokamac.engine.speculation.gain import SpeculationGain
 
 from ... import units
 from ...at_once import limit_text, sentence
@@ -32,12 +29,9 @@ from ...backend.protocol import (
     CaseLine,
     Change,
     ChipLine,
-    CurvePoint,
     Figures,
     ModelLine,
     Question,
-    Roof,
-    Spot,
     Wanted,
     WhatIf,
 )
@@ -54,10 +48,11 @@ from ...chat.what_if_form import (
     texts_of,
 )
 from ...sanitise import sanitise_line
-from ...units import lowest
-from ...verdict import BOUND
+from ...speculation_gain import NAMES, times
+from ...speculation_gain import sentence as gain_sentence
 from ...without_cache import worth_text
 from ..theme import FAINT
+from ..widgets.plots import CurvePlot, RoofPlot, curve_text, roof_text
 from . import Dialog
 
 # Tables -------------------------------------------------------------------------------------------------------------------
@@ -66,6 +61,7 @@ CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "exp
 NARROW_CASES = ("weights", "KV", "context", "expected", "memory", "fits", "ceiling", "TTFT")
 CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")
 WIDTHS = ("at once", "together", "each", "memory", "fits", "limit", "TTFT", "ceiling")
+GUESSES = ("at once", "tokens a pass", "pass, in steps")
 MODELS = ("model", "verdict", "expected", "TTFT", "memory", "download", "weights", "active")
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
 """Verdicts that the other columns complete."""
@@ -149,6 +145,24 @@ def width_bars(lines: Iterable[WidthOutcome], room: int) -> Iterator[Text]:
         yield Text("━" * expected) + Text("─" * (ceiling - expected), "dim")
 
 
+def guess_columns(found: SpeculationGain) -> tuple[str, ...]:
+    """Return the columns of guesses: one for each kind of them, after what they have in common."""
+    return (*GUESSES, *(NAMES[each.source] for each in found.guessers))
+
+
+def guess_rows(found: SpeculationGain) -> Iterator[Row]:
+    """Yield a row for each number of tokens guessed at once: the gain with each kind of guesses, the best of it bold."""
+    for number, free in enumerate(found.guessers[0].widths):
+        gains = []
+        for each in found.guessers:
+            known = each.widths[number] if number < len(each.widths) else None
+            pays = known is not None and (known.gain or 0.0) > 1
+            style = "bold green" if known is not None and known.width == each.best else "" if pays else "dim"
+            gains.append(_number("" if known is None else times(known.gain), style))
+        steps = units.UNKNOWN if free.steps is None else f"{free.steps:.2f}"
+        yield (_number(units.count(free.width)), _number(f"{free.tokens:.2f}"), _number(steps), *gains)
+
+
 def model_rows(lines: Iterable[ModelLine], *, narrow: bool = False) -> Iterator[Row]:
     """Yield a row for each model. narrow: with the last part of its ID."""
     styles = {"runs well": "green", "tight": "yellow", "slow": "yellow", "does not fit": "red"}
@@ -191,189 +205,19 @@ def _number(text: str, style: str = "") -> Text:
     return Text(text, "dim" if text == units.UNKNOWN else style, justify="right")
 
 
-# Plots --------------------------------------------------------------------------------------------------------------------
-
-TICKS = 5
-FRAME = 4
-"""Rows around what is drawn: the frame, numbers and the axis' name."""
-ROOMY = 14
-MARKER = "braille"
-Colour = tuple[int, int, int] | int | str
-"""As plotext takes it: red, green and blue; one of the terminal's own by its number; or "default"."""
-
-
-class Plot(PlotextPlot):
-    """A plot that is drawn for its current size, so that its legend never covers a curve."""
-
-    def render(self) -> RenderResult:
-        """Draw, or stay empty where nothing is known; the line below says why."""
-        self.plt.clear_figure()
-        # Textual's plots know no colours of the terminal's own: they would draw black on black.
-        self.set_reactive(PlotextPlot.theme, "clear" if self.app.native_ansi_color else "auto")
-        return super().render() if self.draw(self.plt) else ""
-
-    @abstractmethod
-    def draw(self, plot: Any) -> bool:
-        """Draw on plotext's ``plot``, which is empty; return whether anything is known."""
-
-    @property
-    def roomy(self) -> bool:
-        """Whether there is room for a legend; the line below the plot has the same text."""
-        return self.size.height >= ROOMY
-
-    def stretch(self, legend: int) -> float:
-        """Return the factor by which an axis must exceed the highest point, for a legend of ``legend`` rows."""
-        rows = self.size.height - FRAME
-        return rows / (rows - legend - 1) if self.roomy else 1.05
-
-    def line(self, plot: Any, points: Sequence[tuple[float, float]], label: str, colour: Colour) -> None:
-        """Draw a line through ``points``, if there are any."""
-        if points:
-            xs, ys = zip(*points, strict=True)
-            plot.plot(list(xs), list(ys), marker=MARKER, label=label if self.roomy else None, color=colour)
-
-    def colour(self, variable: str) -> Colour:
-        """Return a colour of the current theme, without transparency."""
-        variables = self.app.theme_variables
-        # "ansi_default 50%": a share of the terminal's own colour is no colour by itself.
-        named = Color.parse(variables.get(variable, variables["foreground"]).split()[0])
-        if named.ansi is not None:
-            return named.ansi if named.ansi >= 0 else "default"
-        return Color.parse(variables["surface"]).blend(named, named.a).rgb
-
-
-class CurvePlot(Plot):
-    """Tokens a second over tokens of context: the ceiling, and the expected rate."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__(**more)
-        self._points: Sequence[CurvePoint] = ()
-
-    def show(self, points: Sequence[CurvePoint]) -> None:
-        """Show other points."""
-        self._points = points
-        self.refresh()
-
-    def draw(self, plot: Any) -> bool:
-        """Draw both curves, as far as known."""
-        ceiling = [(at.context, at.ceiling_tps) for at in self._points if at.ceiling_tps is not None]
-        expected = [(at.context, at.expected_tps) for at in self._points if at.expected_tps is not None]
-        if not ceiling:
-            return False
-        self.line(plot, ceiling, "ceiling, tok/s", self.colour("foreground-muted"))
-        self.line(plot, expected, "expected, tok/s", self.colour("primary"))
-        last = float(max(context for context, _ in ceiling))
-        top = self.stretch(2) * max(tps for _, tps in ceiling)
-        for set_ticks, set_limits, end in ((plot.xticks, plot.xlim, last), (plot.yticks, plot.ylim, top)):
-            steps = list(even_steps(end))
-            set_ticks(steps, [_tick(step) for step in steps])
-            set_limits(0, end)
-        plot.xlabel("context, tokens")
-        return True
-
-
-class RoofPlot(Plot):
-    """10^12 operations a second over operations a byte. A phase is at its expected rate; if that is unknown, on the roof."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__(**more)
-        self._roof: Roof | None = None
-
-    def show(self, roof: Roof | None) -> None:
-        """Show another roof."""
-        self._roof = roof
-        self.refresh()
-
-    def draw(self, plot: Any) -> bool:
-        """Draw the roof, if it is known, and both phases under it."""
-        roof = self._roof
-        if roof is None:
-            return False
-        reach = [*(spot.intensity for spot in roof.spots), roof.ridge]
-        left, right = min(reach) / 4, max(reach) * 4
-        low = lowest(left * roof.bandwidth_gbs / 1e3, map(_reached, roof.spots))
-        top = low * (roof.peak_tflops / low) ** self.stretch(1 + len(roof.spots))
-        plot.xscale("log")
-        plot.yscale("log")
-        edge = [(left, left * roof.bandwidth_gbs / 1e3), (roof.ridge, roof.peak_tflops), (right, roof.peak_tflops)]
-        label = (
-            f"roof, TFLOP/s: {units.bandwidth(roof.bandwidth_gbs)}, peak {roof.peak_tflops:.1f}, ridge {roof.ridge:.0f}"
-        )
-        self.line(plot, edge, label, self.colour("foreground-muted"))
-        for spot in roof.spots:
-            reached = _reached(spot)
-            colour = self.colour("primary" if spot.name == "decode" else "secondary")
-            said = spot_text(spot) if self.roomy else None
-            if reached is not None:
-                plot.scatter([spot.intensity], [reached], marker=mark_of(spot), label=said, color=colour)
-        for set_ticks, begin, end in ((plot.xticks, left, right), (plot.yticks, low, top)):
-            powers = list(powers_of_ten(begin, end))
-            set_ticks(powers, [f"{power:g}" for power in powers])
-        plot.ylim(math.log10(low), math.log10(top))  # plotext takes limits as the axis has them
-        plot.xlabel("operations a byte")
-        return True
-
-
-def curve_text(answer: Answer) -> str:
-    """Return the ends of the curves in words."""
-    known = [at for at in answer.curve if at.ceiling_tps is not None]
-    if not known:
-        return "unknown: the machine's bandwidth or the bytes a step are unknown"
-    first, last = known[0], known[-1]
-    ceiling = (
-        f"ceiling {units.rate(first.ceiling_tps)}, {units.rate(last.ceiling_tps)} at {units.short(last.context)} tokens"
-    )
-    return f"{ceiling}; expected {units.rate(first.expected_tps)}, {units.rate(last.expected_tps)}"
-
-
-def roof_text(answer: Answer) -> str:
-    """Return in words which limit each phase meets."""
-    if answer.roof is None:
-        return "the roofline is unknown: the machine's bandwidth or peak arithmetic is unknown"
-    return "; ".join(f"{mark_of(spot)}: {spot_text(spot)}" for spot in answer.roof.spots)
-
-
-def even_steps(end: float) -> Iterator[float]:
-    """Yield about TICKS round numbers from 0 to ``end``: multiples of 1, 2 or 5 times a power of ten."""
-    size = 10.0 ** math.floor(math.log10(end / TICKS))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor * (TICKS + 1) >= end)
-    yield from (step * number for number in range(math.floor(end / step) + 1))
-
-
-def powers_of_ten(low: float, high: float) -> Iterator[float]:
-    """Yield the powers of ten within."""
-    for exponent in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
-        yield 10.0**exponent
-
-
-def mark_of(spot: Spot) -> str:
-    """Return the letter of a phase."""
-    return spot.name[0].upper()
-
-
-def spot_text(spot: Spot) -> str:
-    """Return the phase of a spot, and its limit."""
-    return spot.name if spot.bound is None else f"{spot.name}, {BOUND[spot.bound]}"
-
-
-def _reached(spot: Spot) -> float | None:
-    return spot.ceiling_tflops if spot.expected_tflops is None else spot.expected_tflops
-
-
-def _tick(value: float) -> str:
-    return f"{value / 1e3:,.4g}k" if value >= 1e3 else f"{value:.4g}"
-
-
 # The screen ---------------------------------------------------------------------------------------------------------------
 
 REST_S = 0.4  # longer than the gaps of a typist within a number
 NARROW = 90
 LAST = "TTFT is that of the last to come, while the others are written"
-CLOSERS = {"models": "Enter shows its cases", "widths": LAST}
+GAIN = "gain: tokens a pass (1 + a + … + aᵏ) / its steps, guessing included"
+CLOSERS = {"models": "Enter shows its cases", "widths": LAST, "guesses": GAIN}
+KNOWN_DRAFT = "a draft model, or the one that is known"
 FILL_IN_MEMORY = "to see whether it fits, fill in the machine's memory above"
 WANTED: dict[str, Wanted] = {
     "cases": "table",
     "widths": "at once",
+    "guesses": "guesses",
     "curve": "table",
     "roof": "table",
     "cache": "cache",
@@ -419,6 +263,13 @@ class WhatIfScreen(Dialog[None]):
                 with TabPane("At once", id="widths"):
                     yield Static("", id="widths-text", markup=False)
                     yield _table("width-table", WIDTHS)
+                with TabPane("Guesses", id="guesses"):
+                    with Horizontal(id="guess-form"):
+                        yield _pair("true, %", Input(values["acceptance"], id="acceptance", compact=True))
+                        draft = Input(values["draft"], KNOWN_DRAFT, id="draft", compact=True, suggester=suggester)
+                        yield _pair("draft", draft, "draft")
+                    yield Static("", id="guesses-text", markup=False)
+                    yield _table("guess-table", GUESSES)
                 with TabPane("Context", id="curve"):
                     yield CurvePlot(id="curve-plot")
                 with TabPane("Roofline", id="roof"):
@@ -526,6 +377,8 @@ class WhatIfScreen(Dialog[None]):
                 self.query_one(RoofPlot).show(answer.roof)
             case "at once":
                 self._fill_widths(answer.at_once)
+            case "guesses":
+                self._fill_guesses(answer.guesses)
             case "cache" if answer.cache is not None:
                 width = max(self.query_one("#tabs").size.width - 2, 20)  # beside the scroll bar
                 self.query_one("#worth-text", Static).update(Content(worth_text(answer.cache, width)))
@@ -545,6 +398,11 @@ class WhatIfScreen(Dialog[None]):
             rows = [(*cells, bar) for cells, bar in zip(rows, width_bars(lines, room), strict=True)]
         _refill(self.query_one("#width-table", DataTable), columns, rows)
         self.query_one("#widths-text", Static).update(Content("" if found is None else sentence(found)))
+
+    def _fill_guesses(self, found: SpeculationGain | None) -> None:
+        columns, rows = (GUESSES, []) if found is None else (guess_columns(found), list(guess_rows(found)))
+        _refill(self.query_one("#guess-table", DataTable), columns, rows)
+        self.query_one("#guesses-text", Static).update(Content("" if found is None else gain_sentence(found)))
 
     @on(DataTable.RowHighlighted)
     def highlighted(self) -> None:
@@ -572,6 +430,12 @@ class WhatIfScreen(Dialog[None]):
                 said = roof_text(answer)
             case "cache":
                 said = "scroll with ↑ ↓"
+            case "guesses" if answer.guesses is not None:
+                notes = (f"passes as timed on {answer.guesses.timed_on}", *answer.notes)
+                said = " · ".join(notes)
+                if self._narrow:  # as below
+                    self._say(" · ".join([gain_sentence(answer.guesses), GAIN, *notes]))
+                    return
             case "widths" if self._narrow and answer.at_once is not None:  # where there is no room above the table
                 self._say(" · ".join([sentence(answer.at_once), LAST, *answer.notes]))
                 return

@@ -94,6 +94,8 @@ def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> No
         (("--context", "100", "--prompt", "101"), "--prompt"),
         (("--plot", "--json"), "--plot"),
         (("--parallel", "0"), "--parallel"),
+        (("--acceptance", "0.7,1.2"), "'1.2' is no share"),
+        (("--acceptance", "most"), "such as 0.7 or 70%"),
     ],
 )
 def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
@@ -101,6 +103,31 @@ def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said:
     assert done.status == 2
     assert said in done.err
     assert done.err.count("\n") == 1
+
+
+QWEN_8B = "mlx-community/Qwen3-8B-4bit"
+
+
+def test_what_guessing_ahead_gains_is_told_at_each_share_with_the_formula_and_whose_timings_they_are(
+    tokamac: Run,
+) -> None:
+    shown = tokamac("inspect", QWEN_8B, *M4_MAX, "--acceptance", "50%,0.7")
+    assert shown.status == 0
+    for said in ("looked up", "50%", "70%", "1 + a + a² + … + aᵏ", "Apple M4 Pro, 4 bits", "mlx/issues/3852"):
+        assert said in shown.out
+    assert f"draft model: {QWEN}" in shown.out  # which is known to have the same tokenizer
+    low, high = found(tokamac, QWEN_8B, *M4_MAX, "--acceptance", "50%,0.7")["speculation"]
+    assert (low["acceptance"], high["acceptance"]) == (0.5, 0.7)
+    for one, other in zip(low["guessers"], high["guessers"], strict=True):
+        assert other["gain"] > one["gain"] > 1
+        assert one["expected_tps"] == pytest.approx(one["gain"] * low["plain_tps"])
+
+
+def test_a_draft_model_that_is_named_takes_the_place_of_the_known_one_and_none_of_all(tokamac: Run) -> None:
+    asked = (QWEN_8B, *M4_MAX, "--acceptance", "0.7")
+    for flags, names in ((("--draft", "Qwen3-1.7B"), ["mlx-community/Qwen3-1.7B-4bit"]), (("--draft", "none"), [])):
+        (gained,) = found(tokamac, *asked, *flags)["speculation"]
+        assert [each["name"] for each in gained["guessers"] if each["source"] == "draft"] == names
 
 
 def test_the_table_has_a_row_for_each_case(tokamac: Run) -> None:
@@ -230,6 +257,28 @@ def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
 
 
 @pytest.mark.usefixtures("weighed_once")
+@pytest.mark.usefixtures("weighed_once")
+def test_a_model_whose_draft_model_is_known_is_suggested_with_its_memory_and_gain(tokamac: Run) -> None:
+    done = tokamac("models", "suggest", *M4_MAX, "--context", "2048", "--json")
+    found = {each["id"]: each for each in json.loads(done.out)["suggestions"]}
+    draft = found[QWEN_8B]["draft"]
+    assert (draft["id"], draft["download_bytes"], draft["acceptance"]) == (QWEN, 351_383_618, 0.7)
+    assert draft["memory"]["total"] > found[QWEN_8B]["memory"]["total"] + 335e6
+    assert draft["memory"]["fits"] is True
+    assert draft["expected_tps"] == pytest.approx(draft["gain"] * found[QWEN_8B]["expected_tps"])
+    assert found[QWEN]["draft"] is found["mlx-community/gemma-3-27b-it-qat-4bit"]["draft"] is None
+    shown = tokamac("models", "suggest", *M4_MAX)
+    (row,) = [line for line in shown.out.splitlines() if line.startswith(f"{QWEN_8B} ") and QWEN in line]
+    assert "fits" in row
+    assert "×" in row
+    slow = tokamac("models", "suggest", "--chip", "M1", "--gpu-cores", "8", "--memory", "16").out
+    (row,) = [line for line in slow.splitlines() if line.startswith(f"{QWEN_8B} ") and QWEN in line]
+    assert "none" in row  # there each row of a pass costs a step
+    unknown = tokamac("models", "suggest", "--chip", "NVIDIA H100 80GB HBM3").out
+    (row,) = [line for line in unknown.splitlines() if line.startswith(f"{QWEN_8B} ") and QWEN in line]
+    assert row.count("unknown") == 2
+
+
 def test_suggestions_for_people(tokamac: Run) -> None:
     shown = tokamac("models", "suggest", "--chip", "M3", "--memory", "16")
     assert shown.status == 0

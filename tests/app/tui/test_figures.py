@@ -19,7 +19,7 @@ from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 from tests.app.conftest import Chat
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tests.tiny import make_tiny
-from tokamac.app import units
+from tokamac.app import speculation_gain, units
 from tokamac.app.at_once import sentence
 from tokamac.app.backend import protocol
 from tokamac.app.backend.advice import Advisor, answers
@@ -46,8 +46,9 @@ from tokamac.app.tui.screens import whatif
 from tokamac.app.tui.screens.figure import ExplainScreen, FigureScreen, explanation, shares
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
 from tokamac.app.tui.screens.steps import StepsScreen, StepStrip
-from tokamac.app.tui.screens.whatif import RoofPlot, WhatIfScreen, curve_text, even_steps, powers_of_ten, roof_text
+from tokamac.app.tui.screens.whatif import WhatIfScreen
 from tokamac.app.tui.widgets.gauges import POINTER, Gauges
+from tokamac.app.tui.widgets.plots import RoofPlot, curve_text, even_steps, powers_of_ten, roof_text
 from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.engine.errors import ModelNotFoundError, OptionError
@@ -692,6 +693,35 @@ def test_a_text_that_means_nothing_is_refused_in_words(change: dict[str, str], w
         question_of("table", {**TEXTS, **change}, KVSpec())
 
 
+def test_what_guesses_would_gain_is_asked_with_a_share_and_a_draft_model() -> None:
+    asked = Question("guesses", "guide", acceptance=0.85, draft="org/small")
+    assert question_of("guesses", {**TEXTS, **texts_of(asked), "acceptance": "85 %"}, KVSpec()).acceptance == 0.85
+    assert question_of("guesses", {**TEXTS, **texts_of(asked)}, KVSpec()).draft == "org/small"
+    assert (
+        question_of("table", {**TEXTS, **texts_of(asked)}, KVSpec()).draft == ""
+    )  # what is no part of it asks nothing anew
+    for share in ("120", "-1", "", "nan", "many"):
+        with pytest.raises(FormError, match="from 0 to 100 %"):
+            question_of("guesses", {**TEXTS, "draft": "", "acceptance": share}, KVSpec())
+
+
+def test_the_gain_of_guesses_is_of_a_draft_model_that_is_known_and_the_best_width_is_marked() -> None:
+    found = answer_to(replace(QWEN, wanted="guesses", acceptance=0.7)).guesses
+    assert found is not None
+    assert [each.name for each in found.guessers] == ["", "mlx-community/Qwen3-0.6B-4bit", ""]
+    assert whatif.guess_columns(found)[3:] == ("looked up", "draft model", "extra heads")
+    rows = list(whatif.guess_rows(found))
+    assert [row[0].plain for row in rows] == ["1", "2", "3", "4", "5", "6", "7", "15", "31"]
+    for column, each in enumerate(found.guessers, 3):
+        (marked,) = [row[0].plain for row in rows if "bold" in str(row[column].style)]
+        assert marked == str(each.best)
+    assert "of guesses true: looked up, 3 at once" in speculation_gain.sentence(found)
+    named = answer_to(replace(QWEN, wanted="guesses", draft="Qwen3-1.7B")).guesses
+    assert named is not None
+    assert named.guessers[1].name == "mlx-community/Qwen3-1.7B-4bit"
+    assert (named.guessers[1].gain or 0) < (found.guessers[1].gain or 0)
+
+
 def test_a_prompt_longer_than_the_context_is_the_context_and_memory_is_the_other_machines() -> None:
     question = question_of("table", {**TEXTS, "context": "1,024", "memory": "64"}, KVSpec())
     assert (question.context, question.prompt, question.where) == (1024, 1024, Where())
@@ -926,6 +956,7 @@ async def see_every_tab(c: Any) -> None:
     await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
     tabs = c.app.screen.query_one("#tabs", TabbedContent)
     for tab, said_there in (
+        ("guesses", "as timed on Apple M4 Pro, 4 bits"),
         ("curve", "ceiling 128 tok/s"),
         ("roof", "limited by arithmetic"),
         ("chips", "every chip"),

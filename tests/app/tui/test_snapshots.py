@@ -30,6 +30,7 @@ from tests.app.tui.album import (
 )
 from tests.app.tui.test_models import DONE, PLAN, QUALITY
 from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
+from tokamac.app.backend.advice import answers
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import (
     Answer,
@@ -616,6 +617,11 @@ async def test_what_if_draws_the_catalogue_and_a_refusal_as_before(chat: Start, 
         await c.until(lambda: asked[-1].wanted == "models", "the question")
         screen.take(WhatIf(len(asked), Answer("", PLACE, models=CATALOGUE)))
         await album.take_at(c, "what-if-models")
+        screen.query_one("#tabs").active = "guesses"
+        await c.until(lambda: asked[-1].wanted == "guesses", "the question")
+        for event in answers(replace(question, wanted="guesses")):
+            screen.take(WhatIf(len(asked), event))
+        await album.take_at(c, "what-if-guesses")
     album.check()
 
 
