@@ -171,6 +171,9 @@ APP_FIELDS = (
     Field("models_folder", "Models folder", "whole path; empty: ~/Models/tokamac", _folder, ""),
     Field("panel", "Side panel", "on or off", _switch, show=_show_switch, choices=SWITCH),
     Field("all_figures", "All figures in it", "on or off", _switch, show=_show_switch, choices=SWITCH),
+    Field(
+        "tint_guesses", "Tint guesses", "on or off, from the next reply on", _switch, show=_show_switch, choices=SWITCH
+    ),
     Field("titles", "Titles of chats", "model writes them, or first words", _word, choices=TITLES),
     Field(
         "keep_awake", "Keep a Mac awake", "on or off, while a model works", _switch, show=_show_switch, choices=SWITCH

@@ -173,12 +173,25 @@ def sentence(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
     said = [f"{whole}: {_took(diagnosis.slowest, metrics)}.", *(f"{THROTTLED[each]}." for each in diagnosis.throttles)]
     if beside := together(metrics, diagnosis):
         said.append(beside)
+    if guessed := guesses_text(metrics):
+        said.append(guessed)
     if diagnosis.remedies:
         said.append(_would_help(diagnosis.remedies[0], metrics.total_s))
     elif metrics.cached_tokens and diagnosis.slowest.name == "decode":
         cached = f"{count(metrics.cached_tokens)} of {count(metrics.prompt_tokens)} prompt tokens"
         said.append(f"{cached} came from the prompt cache.")
     return " ".join(said)
+
+
+def guesses_text(metrics: Metrics) -> str:
+    """Return how many guessed tokens came true, and what that was worth, as a sentence; "" where none was guessed."""
+    if not metrics.drafted_tokens:
+        return ""
+    said = f"{count(metrics.accepted_tokens)} of {count(metrics.drafted_tokens)} guessed tokens came true"
+    saved_s = metrics.saved_s or 0.0
+    if saved_s > 0:
+        return f"{said}, which saved {seconds(saved_s)}."
+    return f"{said}, which took {seconds(-saved_s)} longer." if saved_s < 0 else f"{said}."
 
 
 def _would_help(remedy: Remedy, total_s: float) -> str:

@@ -144,12 +144,14 @@ class TextChunk:
 
     ids: the tokens that made them, with those before that made no text. logprobs: of the same tokens, where ``Sampling.logprobs``
     asks for them. Those of all chunks and of Finished are all tokens of the reply, in order.
+    guessed: characters of ``text``, from and to (exclusive), whose tokens were guessed and came true.
     """
 
     text: str
     kind: TextKind = "answer"
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    guessed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

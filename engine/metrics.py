@@ -530,7 +530,7 @@ class Recorder:
             total_s=times[-1] - self.accepted_s if times else None,
             prefill_tps=rate(prefill_tokens, prefill_s),
             decode_tps=decode_tps,
-            itl_ms=self._gaps.read(self.token_times)[0],
+            itl_ms=self._gaps.read(self.token_times, self.several)[0],
             kv_bytes=kv_bytes,
             weight_bytes_per_token=cost.weight_bytes,
             kv_bytes_per_step=cost.kv_bytes,

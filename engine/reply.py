@@ -309,7 +309,7 @@ class ReplyTask:
                 break
             if request.constraint is not None:
                 request.constraint.take(token)
-            came_from.add(token, score)
+            came_from.add(token, score, guessed=lane.guessed)
             yield from watch.handed(came_from.mark(text.add(token)))
             if text.stopped or (request.constraint is not None and request.constraint.is_over):
                 reason = "stop"

@@ -399,7 +399,7 @@ class Child:
         """Tell a reply. Runs on a thread of its own."""
         try:
             with self._telling_failures(request):
-                end = self._told(request.id, events, may_go_on)
+                end = self._told(request, events, may_go_on)
                 if end is None:
                     return
                 if not request.watched:
@@ -415,7 +415,7 @@ class Child:
                 del self._running[request.id]
             self._pulse.stop()
 
-    def _told(self, reply: int, events: Iterator[Event], may_go_on: threading.Event) -> Finished | None:
+    def _told(self, request: Generate, events: Iterator[Event], may_go_on: threading.Event) -> Finished | None:
         """Tell a reply's events but for its end, which is returned: it is told once the memory that the reply takes is known."""
         end: Finished | None = None
         begun = False
@@ -424,7 +424,10 @@ class Child:
             if isinstance(event, Finished):
                 end = event
                 continue
-            self._outbox.put(ReplyEvent(reply, event))
+            told: Event = event
+            if isinstance(event, TextChunk) and event.guessed and not request.shows_guesses:
+                told = replace(event, guessed=())
+            self._outbox.put(ReplyEvent(request.id, told))
             if isinstance(event, TextChunk) and not begun:
                 begun = True
                 self._outbox.flush()  # whose first text it is waits for nobody's next

@@ -7,7 +7,7 @@ So text waits for up to ``flush_s``, with the measurements following more rarely
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from tokamac.engine.events import TextChunk
@@ -77,7 +77,24 @@ def _joined(chunks: list[TextChunk]) -> TextChunk:
         chunks[0].kind,
         tuple(chain.from_iterable(chunk.ids for chunk in chunks)),
         tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        tuple(_guessed(chunks)),
     )
+
+
+def _guessed(chunks: list[TextChunk]) -> Iterator[tuple[int, int]]:
+    """Yield which characters of all chunks together were guessed; those that follow each other as one range."""
+    at, last = 0, (0, 0)
+    for chunk in chunks:
+        for start, end in chunk.guessed:
+            if at + start > last[1]:
+                if last[1]:
+                    yield last
+                last = at + start, at + end
+            else:
+                last = last[0], at + end
+        at += len(chunk.text)
+    if last[1]:
+        yield last
 
 
 class Pulse:

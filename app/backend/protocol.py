@@ -329,7 +329,7 @@ class Generate:
     continues: the conversation ends with a reply that was cut; generate the rest of it. template: what the chat template is told.
     background: nobody waits for it: it gives way to what somebody waits for. kv_bits: of keys and values, other than the model was
     loaded with. tokens: a prompt in place of a conversation. watched: somebody looks at its figures while it is written, and at its
-    passes later; else they are left out.
+    passes later; else they are left out. shows_guesses: which characters were guessed is told, too.
     """
 
     id: int
@@ -341,6 +341,7 @@ class Generate:
     kv_bits: KVBits | None = None
     tokens: tuple[int, ...] = ()
     watched: bool = True
+    shows_guesses: bool = False
 
 
 @dataclass(frozen=True, slots=True)

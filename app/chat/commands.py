@@ -560,6 +560,7 @@ def apply_sheet(view: ChatView, sheet: Sheet) -> bool:
     holds = sheet.kv == engine.load.kv and engine.info is not None and not preferences.names_kv(preferences.profile)
     save_settings(view, replace(known, **changed, kv=sheet.kv if holds else known.kv))
     session.idle.after_min = sheet.settings.unload_after_min
+    session.tints_guesses = sheet.settings.tint_guesses
     if _is_chosen(sheet, before, sheet.template != before.template, preferences.own.template):
         apply_choice(view, preferences.choose_template(sheet.template, own=sheet.own))
     if _is_chosen(sheet, before, sheet.sampling != before.sampling, preferences.own.sampling):

@@ -459,7 +459,8 @@ def _gaps(reply: Measured) -> Explained:
             *(Input(name, units.milliseconds(value), CLOCK) for name, value in shown),
         ),
         MEASURED,
-        "How steadily the text appears: the median gap is the pace, the rare long ones are what you see as a stutter.",
+        "How steadily the text appears: the median gap is the pace, the rare long ones are what you see as a stutter."
+        + (" Tokens that were guessed come several in a pass: no time is between them." if m.accepted_tokens else ""),
     )
 
 

@@ -162,6 +162,7 @@ class Session:
         versions: those of a reply that are written at once, or were last; None: none were in this conversation.
         profile: the name of the profile that the settings came from, for showing; "" is none.
         keymap: the keys that hold, for what names them. attended: whether somebody is there to send another prompt.
+        tints_guesses: whether the screen marks what was guessed of a reply.
     """
 
     def __init__(self, load: Load, sampling: Sampling, system: str, clock: Callable[[], float]) -> None:
@@ -173,6 +174,7 @@ class Session:
         self.idle = Idle(clock)
         self.keymap = Keymap()
         self.attended = True
+        self.tints_guesses = False
         self.warmup = DraftWarmup()
         self.prices = ActionPrices()
         self.counts = TokenCounts()
@@ -867,7 +869,7 @@ class Session:
         match event:
             case TextChunk(text, kind):
                 conversation.grow(text, kind, self._clock())
-                return [self._of(conversation, ReplyGrew(text, kind))]
+                return [self._of(conversation, ReplyGrew(text, kind, event.guessed))]
             case MemoryPressure():
                 return [Notice(pressure_sentence(event), "warning")]
             case Finished():
@@ -953,7 +955,14 @@ class Session:
         messages, continues = conversation.request(settings.system), partial is not None
         if partial is not None:
             messages = (*messages, partial.as_message)
-        request = Generate(self._id, messages, settings.sampling, continues=continues, template=self._told(settings))
+        request = Generate(
+            self._id,
+            messages,
+            settings.sampling,
+            continues=continues,
+            template=self._told(settings),
+            shows_guesses=self.tints_guesses,
+        )
         begun = self._of(conversation, TurnBegun(replace(turn, reply=partial), again))
         notices = self._told_once.of(self.engine.info, self._template, messages, settings.tools)
         return [begun, Ask(request), *notices]

@@ -105,6 +105,7 @@ def begin(options: ChatOptions) -> ChatStart:
     preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))
     preferences.hold(own, session)
     session.idle.after_min, session.keymap = known.unload_after_min, preferences.keymap
+    session.tints_guesses = known.tint_guesses
     command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)
     return ChatStart(session, preferences, command, log, awake, tuple(read.warnings))

@@ -43,10 +43,11 @@ class TurnBegun:
 
 @dataclass(frozen=True, slots=True)
 class ReplyGrew:
-    """More of the running reply."""
+    """More of the running reply. guessed: characters of ``text``, from and to, whose tokens were guessed and came true."""
 
     text: str
     kind: TextKind
+    guessed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

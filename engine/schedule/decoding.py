@@ -71,6 +71,7 @@ class Lane:
         ready: tokens that were computed, and come one a step.
         count: tokens decoded, those that are ready included.
         came_with_others: whether the token that came last is one of several of a pass.
+        guessed: whether the token that came last was guessed.
         ended: whether no more will come.
         ended_by_memory: whether ``may_grow`` ended it.
     """
@@ -94,7 +95,7 @@ class Lane:
         self.sampler = sampler
         self.launched, self._note = launched, note
         self.count = 0
-        self.came_with_others = self.ended = self.ended_by_memory = False
+        self.came_with_others = self.guessed = self.ended = self.ended_by_memory = False
         self.behind: list[int] = []
         self.ready: deque[int] = deque()
         self.speculator = speculator if most_taken_back(caches) else None
@@ -149,6 +150,7 @@ class Lane:
         """Return the next of the tokens that are ready."""
         token = self.ready.popleft()
         self.came_with_others = True
+        self.guessed = bool(self.ready)  # after those that came true stands one that the model chose
         self.ended = not self.ready and not self.goes_on(self.count)
         return token
 
@@ -210,7 +212,8 @@ class Lane:
         token = int(self.token.tolist()[0])  # type: ignore[index,arg-type]
         if token == NO_NUMBER:
             raise ModelDamagedError(*NOT_NUMBERS)
-        self.known, self._forcing, self.came_with_others = token, None, False
+        self.known, self._forcing = token, None
+        self.came_with_others = self.guessed = False
         self.count += 1
         return token
 

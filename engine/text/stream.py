@@ -294,10 +294,12 @@ class TokenSources:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._guessed = 0  # of these tokens
 
-    def add(self, token: int, score: "Score | None" = None) -> None:
-        """Add the next token of the reply, and its score where that is wanted."""
+    def add(self, token: int, score: "Score | None" = None, *, guessed: bool = False) -> None:
+        """Add the next token of the reply, and its score where that is wanted. guessed: it was, and came true."""
         self._ids.append(token)
+        self._guessed += guessed
         if score is not None:
             text = self._tokenizer.token_text
             others = tuple(Alternative(each, text(each), value) for each, value in score.top)
@@ -308,12 +310,17 @@ class TokenSources:
         taken = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()
+        self._guessed = 0
         return taken
 
     def mark(self, parts: Iterable[TextChunk | ToolCall]) -> Iterator[TextChunk | ToolCall]:
-        """Yield text with the tokens it came from; those of a call go with what follows it."""
+        """Yield text with the tokens it came from, guessed where all of them are; those of a call go with what follows it."""
         for part in parts:
-            yield TextChunk(part.text, part.kind, *self.take()) if isinstance(part, TextChunk) else part
+            if not isinstance(part, TextChunk):
+                yield part
+                continue
+            guessed = ((0, len(part.text)),) if self._guessed and self._guessed == len(self._ids) else ()
+            yield TextChunk(part.text, part.kind, *self.take(), guessed)
 
 
 class ThinkingBudget:

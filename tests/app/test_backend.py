@@ -1068,6 +1068,16 @@ def test_a_batch_keeps_every_token_of_its_chunks_and_one_kind_of_text(pipe: tupl
     ]
 
 
+def test_a_batch_says_which_of_its_characters_were_guessed(pipe: tuple[int, int]) -> None:
+    out, outbox = pipe[0], Outbox(pipe[1])
+    outbox.flush_s = 60.0
+    for text, guessed in (("ab", ((0, 2),)), ("c", ((0, 1),)), ("de", ()), ("fgh", ((1, 2),)), ("i", ((0, 1),))):
+        outbox.put(ReplyEvent(1, TextChunk(text, guessed=guessed)))
+    outbox.flush()
+    at_once, batch = TextChunk("ab", guessed=((0, 2),)), TextChunk("cdefghi", guessed=((0, 1), (4, 5), (6, 7)))
+    assert lines(out) == [ReplyEvent(1, at_once), ReplyEvent(1, batch)]
+
+
 # The user's own shell: real processes, which leave nothing behind.
 
 

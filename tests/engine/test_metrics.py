@@ -300,6 +300,16 @@ def test_the_expected_rate_of_a_step_is_the_metrics():
     assert recorder.metrics(StepCost(10, 2, 1.0), kv_bytes=0, peak_memory_bytes=None).expected_tps is None
 
 
+def test_a_pass_of_several_tokens_is_no_stutter_whoever_looks_first():
+    """A live figure is read before the outliers are: what came several in a pass is none of them, however long the pass took."""
+    times = [0.0, 0.002, 0.004, 0.012, 0.01201, 0.01202, 0.01402, 0.03]  # tokens 4 to 6 came in a pass
+    recorder = Recorder(clock=iter(times).__next__)
+    for token in range(1, len(times) + 1):
+        recorder.token(several=token in {4, 5, 6})
+        recorder.metrics(StepCost(None, None, None), kv_bytes=None, peak_memory_bytes=None)
+    assert [each.token for each in recorder.outliers(ahead=True)] == [8]
+
+
 def test_a_mark_belongs_to_the_token_that_comes_next():
     recorder = Recorder(clock=iter([0.0, 0.01, 0.02, 0.06, 0.07]).__next__)
     for _ in range(3):

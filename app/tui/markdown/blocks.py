@@ -6,7 +6,9 @@ Equal text gives equal blocks, so that only what changed is drawn again.
 from dataclasses import dataclass
 from typing import Literal
 
-InlineStyle = Literal["strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote", "math"]
+InlineStyle = Literal[
+    "strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote", "math", "guessed"
+]
 Align = Literal["left", "center", "right"]
 
 
@@ -63,12 +65,16 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Code, verbatim. ``closed``: its end was seen, so that it is worth highlighting. ``indent``: of the list it stands in."""
+    """Code, verbatim. ``closed``: its end was seen, so that it is worth highlighting. ``indent``: of the list it stands in.
+
+    guessed: characters to mark, from and to (exclusive).
+    """
 
     text: str
     language: str = ""
     closed: bool = True
     indent: str = ""
+    guessed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

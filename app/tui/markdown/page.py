@@ -7,6 +7,7 @@ however long the reply has become. Whole items of a long list and whole rows of 
 the same stays the same objects, so that it is not drawn again.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from textual.content import Content
 
 from ..theme import end_of
 from .blocks import Align, Block, Code, Flow, Inline, Section, Table
+from .guessed import GuessedText
 from .rows import STYLES, Grid, Row, rows
 
 
@@ -274,7 +276,9 @@ class BlockRows:
     def _lay_out_lines(self, before: Code, block: Code) -> None:
         """Lay out only the new lines, so that a token of a long block costs no more than one of a short block."""
         last = next(index for index in reversed(range(len(self.rows) - 1)) if self.rows[index].row.joint == "\n")
-        line = replace(block, text=block.text[before.text.rfind("\n") + 1 :])
+        cut = before.text.rfind("\n") + 1
+        guessed = tuple((max(0, start - cut), end - cut) for start, end in block.guessed if end > cut)
+        line = replace(block, text=block.text[cut:], guessed=guessed)
         self._replace(last, rows(line, self._room(block)))
 
     @property
@@ -329,6 +333,11 @@ def parse(source: str) -> tuple[Section, ...]:
 
 class Tail:
     """The open end of a text that grows."""
+
+    @property
+    def length(self) -> int | None:
+        """Its characters; None while rows of a table are taken out of it."""
+        return None if self._read else len(self._text)
 
     def __init__(self) -> None:
         self._text = ""
@@ -396,9 +405,15 @@ class Tail:
 
 
 class Prose:
-    """A text that grows, as rows. ``add`` is cheap; ``look`` parses what was added."""
+    """A text that grows, as rows. ``add`` is cheap; ``look`` parses what was added.
 
-    def __init__(self) -> None:
+    Args:
+        tinted: What was guessed is marked.
+    """
+
+    def __init__(self, *, tinted: bool = False) -> None:
+        self._guessed = GuessedText() if tinted else None
+        self._open_at = 0  # in the whole text, where the blocks begin that are not settled
         self._tail = Tail()
         self._added = False
         self._whole: str | None = None  # the final text, not parsed yet
@@ -407,21 +422,42 @@ class Prose:
         self._width = 0
         self._laid: list[BlockRows] = []
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, *, guessed: bool = False) -> None:
         """Append ``text``, to be parsed by ``look``."""
         self._tail.add(text)
+        if self._guessed is not None:
+            self._guessed.add(text, guessed=guessed)
         self._added = True
 
     def look(self) -> None:
         """Parse what was added."""
         if self._whole is not None:
-            self._settled = [block for section in parse(self._whole) for block in section.blocks]
+            self._settled = list(self._parsed(self._whole))
             self._open, self._whole = (), None
         elif self._added:
             self._added = False
             look = self._tail.look()
-            self._settled += look.blocks[: look.settled]
-            self._open = look.blocks[look.settled :]
+            self._settled += self._marked(look.blocks[: look.settled], settled=True)
+            self._open = self._marked(look.blocks[look.settled :], settled=False)
+
+    def _marked(self, blocks: Sequence[Block], *, settled: bool) -> Sequence[Block]:
+        """Mark what was guessed in blocks of the tail: those that are ``settled`` now, or those after them."""
+        if self._guessed is None:
+            return blocks
+        marked, at = self._guessed.marked(blocks, self._open_at) if self._guessed else (blocks, self._open_at)
+        if settled:
+            left = self._tail.length
+            self._open_at = at if left is None else len(self._guessed.text) - left
+        return marked
+
+    def _parsed(self, text: str) -> Iterator[Block]:
+        """Yield the blocks of the whole text, with what was guessed marked where it is the text that grew."""
+        guessed = self._guessed if self._guessed and self._guessed.text.rstrip() == text.rstrip() else None
+        starts = [0, *(each.end() for each in re.finditer("\n", text))] if guessed else []
+        for section in parse(text):
+            yield from (
+                section.blocks if guessed is None else guessed.marked(section.blocks, starts[section.start_line])[0]
+            )
 
     def finish(self, text: str) -> None:
         """Become ``text``, whatever was added: a link may be defined after its use. It is parsed when rows are wanted."""

@@ -26,6 +26,7 @@ STYLES = {
     "heading": "bold $prose-heading",
     "quote": "$text-muted",
     "math": "$prose-code",
+    "guessed": "$text-success",
 }
 
 
@@ -284,6 +285,8 @@ def _code(block: Code, width: int) -> Iterator[Row]:
         from textual.highlight import highlight
 
         text = highlight(block.text, language=block.language)
+    for start, end in block.guessed:
+        text = text.stylize(STYLES["guessed"], start, end)
     for line in text.split("\n", allow_blank=True):
         pieces = line.expand_tabs(CODE_TAB).fold(width) if line.plain else [Content("")]
         for index, piece in enumerate(pieces):

@@ -1,7 +1,7 @@
 """The messages of a turn as rows: the prompt, and the reply with its thinking, text and verdict."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -174,7 +174,13 @@ class ReplyMessage:
     """A reply that grows. ``add`` is cheap; ``rows`` lays out what was added since."""
 
     def __init__(
-        self, model: str, key: int = 0, place: Place = (1, 1), clock: Callable[[], float] = time.monotonic
+        self,
+        model: str,
+        key: int = 0,
+        place: Place = (1, 1),
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tinted: bool = False,
     ) -> None:
         self.thinking = Thinking()
         self.reply: Reply | None = None
@@ -183,7 +189,7 @@ class ReplyMessage:
         self._place = place
         self._selected = self._left_out = False
         self._name = self._named()
-        self._prose = Prose()
+        self._prose = Prose(tinted=tinted)
         self._marked: list[PageRow] = []  # the rows while it is selected
         self._cleaners = {"answer": Sanitiser(), "thinking": Sanitiser()}
         self._clock = clock
@@ -209,18 +215,27 @@ class ReplyMessage:
         self._left_out = left_out
         self._name = self._named()
 
-    def add(self, text: str, kind: TextKind) -> None:
-        """Append ``text``, made safe."""
-        clean = self._cleaners[kind].feed(text)
+    def add(self, text: str, kind: TextKind, guessed: Sequence[tuple[int, int]] = ()) -> None:
+        """Append ``text``, made safe. guessed: characters of it that are tinted in an answer, from and to (exclusive)."""
+        if guessed and kind == "answer":
+            at = 0
+            for start, end in guessed:
+                self._add_answer(text[at:start])
+                self._add_answer(text[start:end], guessed=True)
+                at = end
+            text = text[at:]
         if kind == "thinking":
             if self._thinking_from is None:
                 self._thinking_from = self._clock()
-            self.thinking.add(clean)
+            self.thinking.add(self._cleaners[kind].feed(text))
             return
-        self._prose.add(clean)
+        self._add_answer(text)
         if self._thinking_from is not None:
             self.thinking.fold(self._clock() - self._thinking_from)
             self._thinking_from = None
+
+    def _add_answer(self, text: str, *, guessed: bool = False) -> None:
+        self._prose.add(self._cleaners["answer"].feed(text), guessed=guessed)
 
     def begin(self, said: Reply) -> None:
         """Begin with what was ``said`` before the reply was cut off, which is continued."""

@@ -495,8 +495,8 @@ class ChatScreen(Screen[None]):
                 self._record(lambda recording: recording.begun(turn))
             case Resumed(turn):
                 self._begin(turn, again=True)
-            case ReplyGrew(text, kind):
-                transcript.add(text, kind)
+            case ReplyGrew(text, kind, guessed):
+                transcript.add(text, kind, guessed)
                 self._record(lambda recording: recording.grew())
             case ReplyEnded(reply):
                 transcript.end(reply)
@@ -606,7 +606,8 @@ class ChatScreen(Screen[None]):
         """Show a reply that grows."""
         info = self.session.engine.info
         name = info.name if info else self.session.engine.load.model
-        self.query_one(Transcript).begin(turn, name, share=share_on(info.device if info else ""), again=again)
+        share, tinted = share_on(info.device if info else ""), self.session.tints_guesses
+        self.query_one(Transcript).begin(turn, name, share=share, again=again, tinted=tinted)
 
     def _record(self, write: Callable[[Recording], object]) -> None:
         if self.recording is not None:

@@ -221,8 +221,13 @@ class Transcript(PageView, can_focus=False):
         """The replies, oldest first."""
         return [message for message in self.messages if isinstance(message, ReplyMessage)]
 
-    def begin(self, turn: Turn, model: str, *, share: float, again: bool) -> None:
-        """Show a prompt and its empty reply, drawn with ``share`` of a core. again: replace the last reply."""
+    def begin(self, turn: Turn, model: str, *, share: float, again: bool, tinted: bool = False) -> None:
+        """Show a prompt and its empty reply, drawn with ``share`` of a core.
+
+        Args:
+            again: replace the last reply.
+            tinted: what was guessed of it is marked.
+        """
         self._unprime()
         if again:
             if isinstance(self.messages[-1], ReplyMessage):  # else it is the first to this prompt
@@ -234,7 +239,7 @@ class Transcript(PageView, can_focus=False):
                 [replace(self._unshown(turn), system=(), reply=None)]
             ):  # what comes before the prompt is shown already
                 self._page.append(message)
-        self._reply = ReplyMessage(model, turn.reply_key, turn.reply_place)
+        self._reply = ReplyMessage(model, turn.reply_key, turn.reply_place, tinted=tinted)
         if turn.reply is not None:
             self._reply.begin(turn.reply)
         self._page.append(self._reply)
@@ -288,10 +293,10 @@ class Transcript(PageView, can_focus=False):
             self._welcome()
             self._show()
 
-    def add(self, text: str, kind: TextKind) -> None:
-        """Append to the running reply."""
+    def add(self, text: str, kind: TextKind, guessed: Sequence[tuple[int, int]] = ()) -> None:
+        """Append to the running reply. guessed: characters that are tinted."""
         if self._reply is not None:
-            self._reply.add(text, kind)
+            self._reply.add(text, kind, guessed)
             self._grown = True
             self.look()
 

@@ -515,6 +515,20 @@ def test_a_reply_beside_others_says_how_many_and_what_it_would_do_alone() -> Non
     assert "at once" not in sentence(replace(beside, batch_width=1.2), told)
 
 
+@pytest.mark.parametrize(
+    ("saved_s", "said"),
+    [
+        (0.5, "8 of 10 guessed tokens came true, which saved 0.5 s."),
+        (-0.1, "came true, which took 0.1 s longer."),
+        (None, "came true."),
+    ],
+)
+def test_guesses_that_came_true_are_in_the_verdict_with_what_they_saved(saved_s: float | None, said: str) -> None:
+    guessed = replace(VERDICT_METRICS, drafted_tokens=10, accepted_tokens=8, saved_s=saved_s)
+    assert said in sentence(guessed, found("decode", 3.0))
+    assert "guessed" not in sentence(VERDICT_METRICS, found("decode", 3.0))
+
+
 def test_without_a_token_every_form_says_so() -> None:
     nothing = replace(VERDICT_METRICS, ttft_s=None, total_s=None, decode_tps=None, generated_tokens=0)
     assert sentence(nothing, None) == "No token was made."

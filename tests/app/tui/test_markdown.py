@@ -429,6 +429,90 @@ def test_another_style_is_another_row() -> None:
     assert not bold.is_same(faint)
 
 
+# What was guessed of a reply, marked in its rendered text.
+
+PARTS = st.lists(st.tuples(PIECES.filter(lambda piece: piece != "\t"), st.booleans()), max_size=40)
+"""Textual puts tabs elsewhere after wide characters where a text has any style."""
+TINT = "$text-success"
+
+
+def tinted(prose: Prose | ReplyMessage, width: int = 60) -> list[str]:
+    """The parts of rows that are marked."""
+    return [
+        row.row.content.plain[span.start : span.end]
+        for row in prose.rows(width)
+        for span in row.row.content.spans
+        if span.style == TINT
+    ]
+
+
+def grown(*parts: tuple[str, bool]) -> Prose:
+    prose = Prose(tinted=True)
+    for text, guessed in parts:
+        prose.add(text, guessed=guessed)
+        prose.look()
+        prose.rows(60)
+    return prose
+
+
+MARKED = (
+    ("# A **hea", False), ("ding**\n\n", True),
+    ("See [the page](https://example.org/a/long/way?to=it) for", False), (" *one* thing", True), (", and `co", False),
+    ("de`", True), (".\n\n- first", False), ("\n- second item\n\n", True),
+    ("| a | b |\n|---|--:|\n| x |", False), (" 12 |\n", True), ("\n```py\nreturn", False), (" x + 1\n```\n", True),
+    ("\nWhere $x^2$ is", False), (" $y^2$ twice", True), ("!", False),
+)  # fmt: skip
+
+
+def test_what_was_guessed_is_marked_in_prose_lists_tables_code_and_formulas() -> None:
+    prose = grown(*MARKED)
+    found = ["ding", "one thing", "de", "second item", "12", "x + 1", "y² twice"]
+    assert tinted(prose) == found
+    prose.finish("".join(text for text, _ in MARKED))
+    assert tinted(prose) == found
+    prose.finish("another text, one thing")  # nobody knows what was guessed of it
+    assert tinted(prose) == []
+
+
+@given(PARTS, st.integers(10, 60))
+def test_marks_change_no_character_of_a_text_and_without_them_nothing(
+    parts: list[tuple[str, bool]], width: int
+) -> None:
+    plainly, marked, unused = Prose(), Prose(tinted=True), Prose()
+    for text, guessed in parts:
+        for prose, is_guess in ((plainly, False), (marked, guessed), (unused, guessed)):
+            prose.add(text, guessed=is_guess)
+            prose.look()
+        rows = [prose.rows(width) for prose in (plainly, marked, unused)]
+        assert [row.row.content.plain for row in rows[0]] == [row.row.content.plain for row in rows[1]]
+        assert [row.row.joint for row in rows[0]] == [row.row.joint for row in rows[1]]
+        assert [row.row for row in rows[0]] == [row.row for row in rows[2]]
+    if not any(guessed for _, guessed in parts):
+        assert tinted(marked, width) == []
+    elif all(guessed for text, guessed in parts if text.strip()):
+        words = [part for part in tinted(marked, width) if "word" in part]
+        assert sum(part.count("word") for part in words) == sum(
+            row.row.content.plain.count("word") for row in marked.rows(width)
+        )
+
+
+@given(st.lists(st.tuples(st.sampled_from(["one ", "two, ", "(three) ", "4 ", "the ", "the end. "]), st.booleans())))
+def test_in_plain_text_exactly_what_was_guessed_is_marked(parts: list[tuple[str, bool]]) -> None:
+    prose = grown(*parts)
+    prose.finish("".join(text for text, _ in parts))
+    marked = "".join(tinted(prose, 10_000))
+    assert marked.replace(" ", "") == "".join(text for text, guessed in parts if guessed).replace(" ", "")
+
+
+def test_a_reply_takes_what_was_guessed_by_characters_of_each_piece_of_text() -> None:
+    message = ReplyMessage("model", tinted=True)
+    message.add("one two thr", "answer", ((0, 3), (8, 11)))
+    message.add("ee\x1b[31m four", "answer", ((0, 2),))
+    message.add("thought", "thinking", ((0, 7),))
+    assert tinted(message) == ["one", "three"]
+    message.end(Reply("one two three four"))
+
+
 def test_what_the_user_wrote_is_verbatim_and_safe() -> None:
     rows = UserMessage("a **b**\n\n[red]c[/red]\x1b[2J").rows(60)
     assert [row.row.content.plain for row in rows][:2] == ["a **b**", ""]

@@ -101,6 +101,28 @@ def test_any_sampling_chooses_the_same(engine: Engine, sampling: str, drafter: s
         assert metrics.accepted_tokens == 0
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_says_which_of_it_was_guessed_and_that_is_what_came_true(engine: Engine, drafter: str) -> None:
+    longest = engine.ask(PROMPT, GREEDY)
+    make = DRAFTERS[drafter]
+    engine._runner._speculation = EagerSpeculation(make([*PROMPT, *longest.ids], VOCABULARY))  # type: ignore[assignment]
+    try:
+        events = list(engine.generate(PROMPT, GREEDY))
+    finally:
+        engine._runner._speculation = None
+    chunks = [event for event in events if isinstance(event, TextChunk)]
+    assert all(chunk.guessed in ((), ((0, len(chunk.text)),)) for chunk in chunks)
+    guessed = [chunk for chunk in chunks if chunk.guessed]
+    (end,) = (event for event in events if isinstance(event, Finished))
+    tokens, accepted = sum(len(chunk.ids) for chunk in guessed), end.metrics.accepted_tokens
+    assert accepted is not None
+    assert tokens <= accepted  # a character of several tokens is guessed where all of them are
+    assert bool(guessed) is bool(accepted) is (drafter != "wrong")
+    plain = [event for event in engine.generate(PROMPT, GREEDY) if isinstance(event, TextChunk)]
+    assert not any(chunk.guessed for chunk in plain)
+    assert "".join(chunk.text for chunk in plain) == "".join(chunk.text for chunk in chunks)
+
+
 @pytest.mark.parametrize("most", range(1, 20, 3))
 def test_no_more_tokens_come_than_were_asked_for(engine: Engine, most: int) -> None:
     plain, drafted = both(engine, replace(GREEDY, max_tokens=most), always_right)
