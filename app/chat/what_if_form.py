@@ -67,7 +67,7 @@ def texts_of(question: Question) -> dict[str, str]:
         "kv": known,
         "context": str(question.context),
         "prompt": str(question.prompt),
-        "acceptance": f"{100 * question.acceptance:g}",
+        "acceptance": f"{100 * question.acceptance:g} %",
         "draft": question.draft,
     }
 

@@ -61,7 +61,7 @@ CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "exp
 NARROW_CASES = ("weights", "KV", "context", "expected", "memory", "fits", "ceiling", "TTFT")
 CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")
 WIDTHS = ("at once", "together", "each", "memory", "fits", "limit", "TTFT", "ceiling")
-GUESSES = ("at once", "tokens a pass", "pass, in steps")
+GUESSES = ("at once", "tokens a pass", "pass takes")
 MODELS = ("model", "verdict", "expected", "TTFT", "memory", "download", "weights", "active")
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
 """Verdicts that the other columns complete."""
@@ -265,7 +265,7 @@ class WhatIfScreen(Dialog[None]):
                     yield _table("width-table", WIDTHS)
                 with TabPane("Guesses", id="guesses"):
                     with Horizontal(id="guess-form"):
-                        yield _pair("true, %", Input(values["acceptance"], id="acceptance", compact=True))
+                        yield _pair("come true", Input(values["acceptance"], id="acceptance", compact=True))
                         draft = Input(values["draft"], KNOWN_DRAFT, id="draft", compact=True, suggester=suggester)
                         yield _pair("draft", draft, "draft")
                     yield Static("", id="guesses-text", markup=False)
