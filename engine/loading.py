@@ -5,7 +5,7 @@ CPU nothing is made at the first use that takes noticeable time, so there it is 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +14,17 @@ from typing import Any
 import mlx.core as mx
 
 from .device import DeviceKind, device_kind
-from .errors import OptionError, TokamacError
+from .errors import MemoryLimitError, OptionError, TokamacError
 from .events import LoadProgress
 from .generation import Generation
 from .hub import download
 from .kv import install_seam, plan_caches
 from .kv.rows import why_alone
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
-from .model.config import context_length, pretraining_length
+from .model.config import context_length, pretraining_length, read_config
 from .model.corrections import use_short_factors
 from .model.loader import DTYPES, LoadedModel, load_model, position_rows
+from .model.stored_heads import StoredHeads, find_heads
 from .options import KVSpec, PromptCacheSpec, Sampling, Speculation
 from .perf.bandwidth import with_bandwidth
 from .perf.cost import cost_of_model, text_config
@@ -43,6 +44,7 @@ from .runtime import MachineSpeed, Runtime
 from .sampling import Sampler
 from .schedule.decoding import Lane, decode_alone
 from .speculation.draft_loading import check_both_fit, find_draft, load_draft, with_draft
+from .speculation.head_loading import load_heads
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
@@ -82,8 +84,14 @@ def load(
         found = find_draft(download.resolve(wanted, progress=report), str(wanted), folder, str(model), device)
     added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), str(adapter))
     more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
-    # Of another type, weights take other memory than the files say.
-    costs = check_both_fit(folder, kv, device, memory, more=more_bytes, draft=found) if dtype is None else ()
+    stored_heads, costs = _heads_that_fit(
+        find_heads(folder, read_config(folder)) if speculation is not None and speculation.heads else (),
+        # Of another type, weights take other memory than the files say.
+        lambda more: (
+            check_both_fit(folder, kv, device, memory, more=more_bytes + more, draft=found) if dtype is None else ()
+        ),
+        device,
+    )
     loaded = load_model(
         folder,
         dtype=dtype,
@@ -130,6 +138,17 @@ def load(
             budget=lambda: array_budget() if memory is None else memory,
             progress=lambda d, t: report(LoadProgress("weights", d, t)),
         )
+    heads, on_heads = load_heads(
+        stored_heads,
+        loaded,
+        kv,
+        dtype=dtype,
+        device=device,
+        budget=lambda: array_budget() if memory is None else memory,
+        progress=lambda d, t: report(LoadProgress("weights", d, t)),
+    )
+    head_bytes = sum(each.weight_bytes + each.kv_bytes for each in heads)
+    shape = replace(shape, weights=shape.weights + head_bytes)
     both = shape if draft is None or found is None else with_draft(shape, draft, found.config, device)
     shape = replace(shape, weights=both.weights)
     too_long = context_notes(both, capacity, chunking=chunking, asked=memory)
@@ -140,6 +159,7 @@ def load(
         *senses,
         *adapted,
         *on_draft,
+        *on_heads,
         *one_by_one,
         *rotation,
         *_position_notes(kv, positions),
@@ -153,6 +173,8 @@ def load(
         adapter_digest=None if added is None else added.digest,
         draft=None if wanted is None else str(wanted),
         draft_bytes=None if draft is None else draft.weight_bytes,
+        heads=" and ".join(each.named for each in heads) or None,
+        heads_bytes=head_bytes or None,
     )
     runtime = Runtime(
         model=loaded.module,
@@ -200,7 +222,24 @@ def load(
         parallel=width,
         speculation=speculation,
         draft=draft,
+        heads=heads,
     )
+
+
+def _heads_that_fit(
+    heads: Sequence[StoredHeads], check: Callable[[int], tuple[str, ...]], device: DeviceKind
+) -> tuple[tuple[StoredHeads, ...], tuple[str, ...]]:
+    """Return the model's heads, with why they can't be used where they don't fit beside it, and what the check tells without them.
+
+    check: of so many bytes more; raises MemoryLimitError.
+    """
+    more = sum(each.held_bytes(floats=device == "cpu") for each in heads if not each.trouble)
+    if more:
+        with contextlib.suppress(MemoryLimitError):
+            return tuple(heads), check(more)
+    costs = check(0)
+    no_room = "there is no memory for it beside the model"
+    return tuple(replace(each, trouble=each.trouble or no_room) if more else each for each in heads), costs
 
 
 def warm_up(runtime: Runtime, sampling: Sampling) -> None:

@@ -55,6 +55,7 @@ from .scoring import (
     perplexity,
     score,
 )
+from .speculation.head_drafters import LoadedHeads
 from .speculation.shared import LoadedDraft, SharedSpeculation
 from .text.prompt import Prompt, Prompting, Turn
 from .text.tokenizer import opening
@@ -172,6 +173,7 @@ class ModelSpec:
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
     draft: the draft model beside it, as it was asked for; draft_bytes: of its weights.
+    heads: its own heads that guess further tokens, in words; heads_bytes: of their weights, and at most of their keys and values.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     takes_tools: whether tools can be defined in it, and the model's calls be read.
     """
@@ -198,6 +200,8 @@ class ModelSpec:
     adapter_digest: str | None = None
     draft: str | None = None
     draft_bytes: int | None = None
+    heads: str | None = None
+    heads_bytes: int | None = None
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False
@@ -217,10 +221,13 @@ class Runner:
         parallel: int = 1,
         speculation: Speculation | None = None,
         draft: LoadedDraft | None = None,
+        heads: Sequence[LoadedHeads] = (),
     ) -> None:
         self.spec = spec
         self._speculation = (
-            None if speculation is None else SharedSpeculation(speculation, remembers=store.keeps, draft=draft)
+            None
+            if speculation is None
+            else SharedSpeculation(speculation, remembers=store.keeps, draft=draft, heads=heads)
         )
         self.parallel = parallel
         self._decoder: Decoder | None = Decoder(runtime.model, ahead=runtime.ahead)

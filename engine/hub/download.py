@@ -35,6 +35,7 @@ from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, T
 from ..events import LoadProgress
 from ..files import to_disk
 from ..model.safetensors import find_shards
+from ..model.stored_heads import MEDUSA_FILE, MTP_FILE
 from ..perf import measurement_store
 from .cache import (
     _ID,
@@ -68,6 +69,9 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 # What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
 WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+
+BESIDE = (MTP_FILE, MEDUSA_FILE)
+"""Heads for further tokens, where a model has them."""
 
 ADAPTER_WANTED = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
 """What an adapter needs: its weights in either format, and its config."""
@@ -385,9 +389,9 @@ def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]
         if item.lfs
         else RemoteFile(item.rfilename, item.size or 0, item.blob_id or "", large=False)
         for item in siblings
-        if "/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in wanted)
+        if "/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in (*wanted, *BESIDE))
     ]
-    if not any(file.name.endswith(".safetensors") for file in files):
+    if not any(file.name.endswith(".safetensors") and file.name not in BESIDE for file in files):
         kinds = {Path(item.rfilename).suffix for item in siblings} & OTHER_WEIGHTS
         has = f" (only {', '.join(sorted(kinds))} files)" if kinds else ""
         raise ModelUnsupportedError(

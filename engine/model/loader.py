@@ -84,18 +84,33 @@ def load_model(
     if device == "cpu":
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
-    wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
-    by_kernels = device == "cpu" and wanted == mx.float32
-    if by_kernels:
-        eager = _read_for_kernels(module, folder, dtype, progress, compiling)
-    else:
-        eager = False
-        if wanted is not None:
-            module.set_dtype(wanted)
-        _read(module, folder, dtype, progress)
+    eager, by_kernels = fill(module, folder, dtype=dtype, device=device, progress=progress, compiling=compiling)
     bound_positions(module)
     mx.clear_cache()
     return LoadedModel(module, config, folder, stored, eager, by_kernels, doubts)
+
+
+def fill(
+    module: nn.Module,
+    folder: Path,
+    *,
+    dtype: str | None,
+    device: DeviceKind,
+    progress: BytesProgress,
+    compiling: Callable[[], None] = lambda: None,
+) -> tuple[bool, bool]:
+    """Read the lazy weights of a module in the types for the device, as ``load_model`` says.
+
+    Returns whether decoding waits for the device between layers, and whether a CPU's own kernels multiply. Raises ModelDamagedError
+    and OptionError.
+    """
+    wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
+    if device == "cpu" and wanted == mx.float32:
+        return _read_for_kernels(module, folder, dtype, progress, compiling), True
+    if wanted is not None:
+        module.set_dtype(wanted)
+    _read(module, folder, dtype, progress)
+    return False, False
 
 
 def _read_for_kernels(

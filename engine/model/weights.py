@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelUnsupportedError
+from .stored_heads import place_in_head
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -49,6 +50,8 @@ def adapt(module: "nn.Module", config: Config) -> None:
     def sanitize(weights: Weights) -> Weights:
         module = reference()
         assert module is not None
+        # Heads for further tokens are loaded apart (extra_heads.py); not every class that has no place for them drops them.
+        weights = {name: value for name, value in weights.items() if place_in_head(name, text) is None}
         weights = _language_part(module, config, weights)
         weights = unpack_fp8(weights, config)
         for step in _BEFORE.get(kind, ()):

@@ -17,7 +17,7 @@ from ..errors import ModelDamagedError, TokamacError
 from ..kv.cache import GrowthWatcher
 from ..kv.rewind import most_taken_back
 from ..kv.rows import forward
-from ..model.head import asking_for_logits
+from ..model.head import asking_for_logits, keeping_hidden_states
 from ..sampling import Sampler
 from ..speculation.speculator import Speculator
 from .verify import NOT_NUMBERS, verify
@@ -69,6 +69,7 @@ class Lane:
     Attributes:
         behind: tokens before ``last`` that the caches do not hold: the next step reads them, too.
         ready: tokens that were computed, and come one a step.
+        hidden: where the hidden states of its passes are kept while it is alone; None keeps none.
         count: tokens decoded, those that are ready included.
         came_with_others: whether the token that came last is one of several of a pass.
         guessed: whether the token that came last was guessed.
@@ -99,6 +100,7 @@ class Lane:
         self.behind: list[int] = []
         self.ready: deque[int] = deque()
         self.speculator = speculator if most_taken_back(caches) else None
+        self.hidden = None if self.speculator is None else self.speculator.hidden
         self._limit, self._may_grow, self._unforced = limit, may_grow, unforced
         self._growth = GrowthWatcher(caches)
         self._forced: deque[int] = deque()
@@ -320,6 +322,17 @@ class Decoder:
 
     def _pass(self, lanes: list[Lane]) -> mx.array:
         """Return the logits (B, N, V) after the lanes' tokens and what is behind them; the last of the N are meant."""
+        hidden = lanes[0].hidden if len(lanes) == 1 else None
+        if hidden is None:
+            return self._computed(lanes)
+        place = len(lanes[0].cached_ids)
+        with keeping_hidden_states() as kept:
+            logits = self._computed(lanes)
+        hidden.passed(place, kept[-1])
+        return logits
+
+    def _computed(self, lanes: list[Lane]) -> mx.array:
+        """Compute a pass."""
         if len(lanes) == 1 and lanes[0].behind:
             (lane,) = lanes
             ids = mx.concatenate([mx.array(lane.behind, mx.uint32), _some_token(lane.token)])[None]

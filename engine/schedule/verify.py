@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import ModelDamagedError
 from ..kv.rewind import BeforePass
-from ..model.head import asking_for_logits
+from ..model.head import asking_for_logits, keeping_hidden_states
 
 if TYPE_CHECKING:
     from .decoding import Lane
@@ -30,7 +30,7 @@ def verify(model: Any, lane: "Lane", drafted: Sequence[int]) -> list[int]:
     behind = [*lane.behind, lane.last]
     read = [*behind, *drafted]
     before = BeforePass(lane.caches)
-    with asking_for_logits():
+    with asking_for_logits(), keeping_hidden_states() as kept:
         logits = model(mx.array([read], mx.uint32), cache=lane.caches)[0, len(behind) - 1 :]  # (1 + k, V)
     chosen, states = lane.sampler.choose_rows(logits, allowed)  # (1 + k,)
     sound = mx.all(mx.isfinite(mx.max(logits, axis=-1)))
@@ -42,6 +42,8 @@ def verify(model: Any, lane: "Lane", drafted: Sequence[int]) -> list[int]:
     while right < len(drafted) and tokens[right] == drafted[right] and tokens[right] not in lane.sampler.ends:
         right += 1
     lane.sampler.restore(states[right])
+    if lane.hidden is not None:
+        lane.hidden.passed(len(lane.cached_ids), kept[-1][:, : len(behind) + right])
     held = before.take_back(len(drafted) - right, len(read))
     lane.cached_ids.extend(read[:held])
     lane.behind = read[held : len(behind) + right]

@@ -40,7 +40,7 @@ UNTRIED = 1 - 1 / 56
 """The same once one comes of another kind."""
 _PRIORS = (0.45, 0.55, 0.6, 0.65, 0.75, 0.8, 0.85, 0.9, 0.95, 0.97)
 """How likely a token is to come true before it is known, by bucket of its match."""
-COMPUTED = {"draft": 0.7}
+COMPUTED = {"draft": 0.7, "mtp": 0.7, "medusa": 0.6}
 """The same of drafts that are computed: of the first token, by source. Of each after it, as likely as the one before is found."""
 _PRIOR_WEIGHT = 1.0
 _BUCKETS = (0, 1, 2, 3, 4, 4, 5, 5, *[6] * 4, *[7] * 4, *[8] * 16)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from ..prompt_cache.radix_tree import common_prefix
 from .draft_model import DraftModel, ModelDrafter
-from .drafters import Drafter
+from .drafters import ComputingDrafter, Drafter
+from .head_drafters import HiddenStates, LoadedHeads
 from .ledger import PassCosts
 from .lookup import Branches, Lookup
-from .small_batches import draft_step, pass_steps
+from .small_batches import LEAST_STEP, draft_step, pass_steps
 from .speculator import Speculator
 
 if TYPE_CHECKING:
@@ -82,11 +83,20 @@ class SharedSpeculation:
         options: What guesses.
         remembers: Whether conversations may be kept after their replies.
         draft: The draft model, where there is one.
+        heads: The model's own heads for further tokens.
     """
 
-    def __init__(self, options: "Speculation", *, remembers: bool, draft: "LoadedDraft | None" = None) -> None:
+    def __init__(
+        self,
+        options: "Speculation",
+        *,
+        remembers: bool,
+        draft: "LoadedDraft | None" = None,
+        heads: Sequence[LoadedHeads] = (),
+    ) -> None:
         self._options = options
         self._draft, self._remembers = draft, remembers
+        self._heads = heads
         self._costs: dict[tuple[int, int], PassCosts] = {}
         self._conversations = Conversations() if options.branches and remembers else None
         self.more: Callable[[], Sequence[Drafter]] = tuple
@@ -102,15 +112,15 @@ class SharedSpeculation:
     ) -> Speculator | None:
         """Return the speculation of a reply to ``ids`` of which ``made`` is written; None where nothing guesses.
 
-        sampler: the reply's. background: it gives way: the draft model follows others.
+        sampler: the reply's. background: it gives way: the draft model and the heads follow others.
         """
         drafters: list[Drafter] = [*self.more()]
         if self._options.lookup:
             drafters.append(Lookup())
         if self._conversations is not None and (versions := self._conversations.versions(ids)):
             drafters.append(Branches(versions))
-        draft = None if background else self._draft
-        if not drafters and draft is None:
+        draft, heads = (None, ()) if background else (self._draft, self._heads)
+        if not drafters and draft is None and not heads:
             return None
         machine, bits = runtime.machine, (runtime.kv.key_bits, runtime.kv.value_bits)
         if bits not in self._costs:
@@ -120,22 +130,34 @@ class SharedSpeculation:
                 )
             )
         computing = []
+        computing: list[ComputingDrafter] = []
+        hidden = HiddenStates() if heads else None
+        for each in heads:
+            assert hidden is not None
+            each.costs.step = max(LEAST_STEP, each.step_bytes / (runtime.work.step_bytes(len(ids)) or each.step_bytes))
+            computing.append(each.drafter(hidden, sampler))
         if draft is not None:
             both = (draft.work, draft.pace or machine.pace), (runtime.work, machine.pace)
             draft.model.costs.step = draft_step(*both, machine.chip, len(ids))
             computing.append(ModelDrafter(draft.model, sampler))
-        return Speculator(drafters, self._costs[bits], [*ids, *made], computing=computing)
+        return Speculator(drafters, self._costs[bits], [*ids, *made], computing=computing, hidden=hidden)
 
     def forget(self) -> None:
         """Keep no conversation any more."""
-        if self._draft is not None:
-            self._draft.model.forget()
+        self._forget_computed()
         if self._conversations is not None:
             self._conversations = Conversations()
 
     def ended(self, ids: Sequence[int]) -> None:
         """Keep a conversation whose reply has ended."""
-        if self._draft is not None and not self._remembers:
-            self._draft.model.forget()
+        if not self._remembers:
+            self._forget_computed()
         if self._conversations is not None:
             self._conversations.keep(ids)
+
+    def _forget_computed(self) -> None:
+        """Hold no keys and values of a draft model or of heads."""
+        if self._draft is not None:
+            self._draft.model.forget()
+        for each in self._heads:
+            each.forget()

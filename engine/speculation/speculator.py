@@ -12,6 +12,7 @@ from statistics import median
 
 from ..metrics import DraftCount, Speculated
 from .drafters import ComputingDrafter, Drafter, TokenDraft
+from .head_drafters import HiddenStates
 from .ledger import LONG, OUTLIER, DraftLedger, DraftPlan, PassCosts
 
 SOON = 0.5
@@ -32,6 +33,7 @@ TOO_SELDOM = "what was guessed came true too seldom for what verifying costs her
 ALL_LOST = "it has lost all that a reply may lose"
 SHARED = "other replies share the passes"
 TOO_DEAR = "its draft model takes longer than it gains"
+HEADS_TOO_DEAR = "its own heads for further tokens take longer than they gain"
 
 
 class Speculator:
@@ -42,6 +44,7 @@ class Speculator:
         costs: What passes take, of the loaded model.
         ids: All tokens before those of ``saw``.
         computing: Those whose guesses take time: each is asked only where that is worth it.
+        hidden: Where the hidden states of the reply's passes are kept, for those that read them.
 
     Attributes:
         ledger: The reply's account.
@@ -54,8 +57,11 @@ class Speculator:
         ids: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
         computing: Sequence[ComputingDrafter] = (),
+        *,
+        hidden: HiddenStates | None = None,
     ) -> None:
         self.ledger = DraftLedger(costs)
+        self.hidden = hidden
         self._drafters, self._clock = drafters, clock
         self._computing = list(computing)
         self._ids = list(ids)
@@ -69,7 +75,7 @@ class Speculator:
         self._timing: list[float] | None = None  # of plain steps that are timed again, before anything is drafted
         self._guessed = self._shared = 0  # plain steps of which there was a guess; those with others
         self._unworthy = 0  # plain steps that were no worse than to compute a guess
-        self._ask_at = 0  # tokens from which on it is reckoned whether to compute one
+        self._ask_at: dict[str, int] = {}  # by source, tokens from which on it is reckoned whether to compute one
 
     def done(self) -> Speculated:
         """What it did so far. Callable from any thread."""
@@ -85,7 +91,7 @@ class Speculator:
         if (self._guessed or self._unworthy) and self.ledger.spare < 0.5:
             return ALL_LOST
         if self._unworthy > self.ledger.tokens // 2 and not rests:
-            return TOO_DEAR
+            return TOO_DEAR if any(each.source == "draft" for each in self._computing) else HEADS_TOO_DEAR
         return rests or (TOO_SELDOM if self._guessed and not self._counts else "")
 
     def interrupted(self) -> None:
@@ -146,8 +152,8 @@ class Speculator:
             plan = self.ledger.choose(guess.source, guess.match, min(len(guess.tokens), most), len(self._ids))
             if plan.worth > best.worth:
                 best, found = plan, guess
-        for each in self._computing:
-            plan = self._to_compute(each, most)
+        plans = [(self._to_compute(each, most), each) for each in self._computing]
+        for plan, each in sorted(plans, key=lambda planned: -planned[0].worth):
             if plan.worth > best.worth and (computed := self._computed(each, plan.width)) is not None:
                 return computed
         return TokenDraft(found.tokens[: best.width], found.source, found.match) if found else None
@@ -155,14 +161,14 @@ class Speculator:
     def _to_compute(self, drafter: ComputingDrafter, most: int) -> DraftPlan:
         """Return how long a computed draft should be."""
         width, ledger, ids = min(drafter.most, most), self.ledger, self._ids
-        if width < 1 or ledger.tokens < self._ask_at:
+        if width < 1 or ledger.tokens < self._ask_at.get(drafter.source, 0):
             return DraftPlan(0, 0.0)
         bearable, plan = max(0.0, ledger.spare - DRAFTS_AFTER), DraftPlan(0, 0.0)
         if (reading := drafter.reading(ids, bearable)) is not None:
             plan = ledger.choose(drafter.source, 0, width, len(ids), drafting=drafter.drafting, reading=reading)
         if not plan.width:
-            self._unworthy += ASKS_AGAIN
-            self._ask_at = ledger.tokens + ASKS_AGAIN
+            self._unworthy += ASKS_AGAIN // len(self._computing)
+            self._ask_at[drafter.source] = ledger.tokens + ASKS_AGAIN
         return plan
 
     def _computed(self, drafter: ComputingDrafter, width: int) -> TokenDraft | None:

@@ -12,6 +12,7 @@ from tokamac.engine.options import Sampling
 from tokamac.engine.sampling import Sampler, TokenSets
 from tokamac.engine.schedule.decoding import Decoder, Lane
 from tokamac.engine.speculation.drafters import ComputingDrafter, Drafter, TokenDraft
+from tokamac.engine.speculation.head_drafters import HiddenStates
 from tokamac.engine.speculation.ledger import PassCosts
 from tokamac.engine.speculation.speculator import Speculator
 
@@ -68,8 +69,10 @@ class Eager(Speculator):
 class EagerDrafting(Speculator):
     """Has a computing drafter guess wherever it can, but for every ninth token, which comes of a plain step."""
 
-    def __init__(self, drafter: ComputingDrafter, ids: Sequence[int], width: int = 5) -> None:
-        super().__init__([], PassCosts(lambda rows, _: 1.0), ids, computing=[drafter])
+    def __init__(
+        self, drafter: ComputingDrafter, ids: Sequence[int], width: int = 5, hidden: HiddenStates | None = None
+    ) -> None:
+        super().__init__([], PassCosts(lambda rows, _: 1.0), ids, computing=[drafter], hidden=hidden)
         self._width, self._began = width, len(ids)
 
     def pays_soon(self, room: Callable[[], int]) -> bool:
