@@ -45,6 +45,7 @@ from .sampling import Sampler
 from .schedule.decoding import Lane, decode_alone
 from .speculation.draft_loading import check_both_fit, find_draft, load_draft, with_draft
 from .speculation.head_loading import load_heads
+from .speculation.small_batches import read_steps
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
@@ -144,6 +145,7 @@ def load(
         kv,
         dtype=dtype,
         device=device,
+        reading=read_steps(work, machine.pace, chip, device=device),
         budget=lambda: array_budget() if memory is None else memory,
         progress=lambda d, t: report(LoadProgress("weights", d, t)),
     )

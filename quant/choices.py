@@ -18,7 +18,7 @@ from tokamac.engine.perf.cost import PartName, Tensor, part_of
 
 from .modules import leaves
 from .options import DEFAULT_GROUP_SIZE, UNQUANTIZED, Options
-from .source import Source
+from .source import HeadSource, Source
 
 Choices = dict[str, Packing | None]
 """By path, of every module that could be packed: how it is, or None where it is not."""
@@ -56,6 +56,23 @@ def choose(source: Source, options: Options) -> Choices:
     chosen = {path: _fitted(source, options, path, rule(path, module)) for path, module in packable(source)}
     if not any(chosen.values()) and (reasons := out_of_groups(source, chosen, (options.group,))):
         raise OptionError(f"nothing can be packed: {'; '.join(reasons)}", "Use another --group-size, or --dequantize.")
+    return chosen
+
+
+def choose_for_heads(heads: HeadSource, options: Options) -> Choices:
+    """Return how heads for further tokens are packed: as most of the model, and as its class says of some modules."""
+    usual, chosen = Packing(options.packed_bits, options.group, options.mode), Choices()
+    for path, (own_path, module) in heads.modules.items():
+        weight, rule = heads.source.weights[f"{path}.weight"], model_rule(heads.source, own_path, module)
+        wanted: Packing | None = usual if rule else None
+        if isinstance(rule, dict):
+            wanted = Packing(
+                rule.get("bits", usual.bits), rule.get("group_size", usual.group_size), rule.get("mode", "affine")
+            )
+        if wanted is not None and weight.shape[-1] % wanted.group_size:
+            wanted = usual
+        fits = wanted is not None and not options.dequantize and weight.shape[-1] % wanted.group_size == 0
+        chosen[path] = wanted if fits else None
     return chosen
 
 

@@ -22,10 +22,11 @@ from tokamac.engine.files import TOKENIZER_FILES
 from tokamac.engine.metrics import rate
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Tensor, text_config
+from tokamac.engine.perf.mitigation import gb
 
 from . import sensitivity
 from .calibration import LENGTH
-from .choices import Choices, left_out
+from .choices import Choices, choose_for_heads, left_out
 from .evaluation import CHECKED_TOKENS
 from .methods import BLOCK_WEIGHTS, Quantizer, Round, Search, awq, gptq
 from .modules import layer_paths
@@ -33,7 +34,7 @@ from .options import SEARCHED, Method, Options
 from .report import in_vain
 from .search import implementation, on_mlx
 from .shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
-from .source import Source, open_source
+from .source import HeadSource, Source, open_source
 
 CALIBRATED_METHODS: Mapping[str, ModuleType] = {"gptq": gptq, "awq": awq}
 """Methods that pack by what goes through the model; each module has ``check``, ``pack``, ``peak_bytes`` and ``SEQUENCES``."""
@@ -102,12 +103,21 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsPlan:
+    """Heads for further tokens: their tensors, and the file that gets them."""
+
+    named: str
+    tensors: tuple[TensorPlan, ...]
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A whole conversion. Bytes throughout.
 
     weight_bytes: the arrays written; output_bytes: the finished folder, exactly, but for the card and the record, whose figures are
     not known yet. peak_memory_bytes: an upper estimate of what MLX holds at once.
-    config: of the converted model. notes: what a user should know.
+    config: of the converted model. heads: beside it; none of their bytes is among the weights. notes: what a user should know.
     """
 
     source: Path
@@ -119,6 +129,7 @@ class Plan:
     source_bytes: int
     peak_memory_bytes: int
     notes: tuple[str, ...]
+    heads: tuple[HeadsPlan, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -139,7 +150,9 @@ class Plan:
     def output_bytes(self) -> int:
         """Bytes of the files of the finished folder, but for the card and the record."""
         copied = sum(file.stat().st_size for file in self.copies)
-        return sum(shard.file_bytes for shard in self.shards) + len(self.config_json) + len(self.index_json) + copied
+        beside = sum(heads.shard.file_bytes for heads in self.heads)
+        shards = sum(shard.file_bytes for shard in self.shards)
+        return shards + beside + len(self.config_json) + len(self.index_json) + copied
 
     @property
     def needed_bytes(self) -> int:
@@ -162,6 +175,7 @@ class Plan:
 def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
     """Return what converting ``source`` will do with the packings that were chosen. Reads no weight."""
     tensors = tuple(_tensor(source, options, name, array, chosen) for name, array in source.weights.items())
+    heads = tuple(_heads(each, options) for each in source.heads)
     copies = sorted({file for pattern in COPIED for file in source.folder.glob(pattern) if file.is_file()})
     plan = Plan(
         source=source.folder,
@@ -171,11 +185,27 @@ def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
         config=_config(source.config, options, chosen),
         copies=tuple(copies),
         source_bytes=source.source_bytes,
-        peak_memory_bytes=max(_stage_bytes(source, options, chosen, tensors)),
-        notes=tuple(_notes(source, chosen)),
+        peak_memory_bytes=max(_stage_bytes(source, options, chosen, tensors, heads)),
+        notes=(*_notes(source, chosen), *(_note_on(each) for each in heads)),
+        heads=heads,
     )
     useless = in_vain(plan)
     return replace(plan, notes=(useless, *plan.notes)) if useless else plan
+
+
+def _heads(heads: HeadSource, options: Options) -> HeadsPlan:
+    chosen, own = choose_for_heads(heads, options), heads.source
+    tensors = tuple(_tensor(own, options, name, array, chosen) for name, array in own.weights.items())
+    return HeadsPlan(
+        heads.named, tensors, Shard(heads.file, tuple(output for tensor in tensors for output in tensor.outputs))
+    )
+
+
+def _note_on(heads: HeadsPlan) -> str:
+    nbytes = sum(tensor.nbytes for tensor in heads.tensors)
+    bits = 8 * nbytes / sum(tensor.parameters for tensor in heads.tensors)
+    size = f"{gb(nbytes)}, {bits:.2f} bits per weight"
+    return f"its own heads for further tokens ({heads.named}) are kept in {heads.shard.name}: {size}"
 
 
 def _notes(source: Source, chosen: Choices) -> Iterator[str]:
@@ -235,9 +265,13 @@ def _tagged(value: Any) -> Any:
     return [_tagged(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _stage_bytes(source: Source, options: Options, chosen: Choices, tensors: tuple[TensorPlan, ...]) -> Iterator[int]:
+def _stage_bytes(
+    source: Source, options: Options, chosen: Choices, tensors: tuple[TensorPlan, ...], heads: tuple[HeadsPlan, ...]
+) -> Iterator[int]:
     """Yield the most bytes that MLX holds at once in each stage, from above."""
     yield max(_tensor_bytes(tensor, source, options) for tensor in tensors)
+    for plan, each in zip(heads, source.heads, strict=True):
+        yield max(_tensor_bytes(tensor, each.source, options) for tensor in plan.tensors)
     if options.how in CALIBRATED_METHODS:
         yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)
     if options.target_bpw is not None and sensitivity.fits(source, sensitivity.TOKENS):

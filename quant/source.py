@@ -5,7 +5,7 @@ packed ones seen through a lazy unpacking, and the module an empty one that pack
 converted, exactly as mlx-lm reads it, and evaluating one array reads that tensor alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,9 +20,11 @@ from tokamac.engine.files import not_opened
 from tokamac.engine.model.adapters import Adapter, Change, changes_of, fused, read_adapter
 from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes, read_config
 from tokamac.engine.model.config_rules import check_config
+from tokamac.engine.model.extra_heads import ModelEnds, build_heads, place_of
 from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, load_lazily
 from tokamac.engine.model.safetensors import check_places, find_shards
 from tokamac.engine.model.skeleton import skeleton_model
+from tokamac.engine.model.stored_heads import MEDUSA_FILE, MTP_FILE, HeadKind, find_heads, name_in_file
 from tokamac.engine.model.weights import without_fp8
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import text_config
@@ -63,6 +65,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSource:
+    """Heads for further tokens that a model has: they are packed like it, into a file of their own.
+
+    file: its name. named: which they are, in words. source: their module, and weights by their names in the file. modules: by path
+    in the file, the path in the module, and the module itself, of what could be packed.
+    """
+
+    file: str
+    named: str
+    source: "Source"
+    modules: Mapping[str, tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A model before conversion.
 
@@ -70,6 +86,7 @@ class Source:
     weights: lazy arrays in the module's own order, what was packed seen unpacked; an entry is popped when it is converted.
     packed: by module path, what the source packed. notes: what a user should know about it.
     adapter: what is added to the weights; changes: by module path. unchecked: doubts about its config were passed over.
+    heads: for further tokens.
     """
 
     folder: Path
@@ -82,6 +99,7 @@ class Source:
     adapter: Adapter | None = None
     changes: Mapping[str, Change] = field(default_factory=dict)
     unchecked: bool = False
+    heads: tuple[HeadSource, ...] = ()
 
 
 def locate(source: str | Path) -> Path:
@@ -121,6 +139,7 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
     weights = read_checkpoint(folder, config, unchecked=unchecked).weights if read.packed else read.weights
     changes = {} if adapter is None else changes_of(adapter, read.module, config)
     notes = list(_notes(folder, config, read))
+    heads = tuple(_open_heads(folder, config, read.module, notes))
     if adapter is not None:
         notes.append(replace(adapter, name=adapter_name(adapter)).note(changes))
     if unchecked:
@@ -138,7 +157,39 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
         adapter=adapter,
         changes=changes,
         unchecked=unchecked,
+        heads=heads,
     )
+
+
+def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes: list[str]) -> Iterator[HeadSource]:
+    """Yield the heads of a model that can be kept, lazy; note why others can't."""
+    for stored in find_heads(folder, config):
+        try:
+            if stored.trouble:
+                raise ModelUnsupportedError(stored.trouble, "Convert it without them.")
+            module = build_heads(stored, config, ModelEnds(model, config))
+        except ModelError as error:
+            notes.append(f"its own heads for further tokens ({stored.named}) are left out: {error.message}")
+            continue
+        layers = {path: leaf for path, leaf in leaves(module) if _is_packed(leaf)}
+
+        def named(name: str, module: nn.Module = module, kind: HeadKind = stored.kind) -> str:
+            return name_in_file(place_of(name, module), kind, config)
+
+        def path_of(path: str, named: Callable[[str], str] = named) -> str:
+            return named(f"{path}.weight").removesuffix(".weight")
+
+        packed = {path_of(path): found for path, leaf in layers.items() if (found := _packed(leaf)) is not None}
+        weights = {named(name): array for name, array in _float_weights(module, layers, _float_type(config))}
+        modules = {
+            path_of(path): (path, leaf)
+            for path, leaf in leaves(module)
+            if path in layers or "to_quantized" in dir(leaf)
+        }
+        # Or it would hold what is read.
+        module.update(tree_map(lambda array: mx.zeros((), array.dtype), module.parameters()))
+        own = Source(folder, dict(config), module, weights, packed, stored.nbytes)
+        yield HeadSource(MTP_FILE if stored.kind == "mtp" else MEDUSA_FILE, stored.named, own, modules)
 
 
 def fresh(source: Source) -> dict[str, mx.array]:

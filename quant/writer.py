@@ -12,12 +12,12 @@ from tokamac.engine.errors import ConversionError
 
 from .methods import Quantizer
 from .modules import AGAIN, check_finite, not_finite
-from .plan import Plan, TensorPlan
+from .plan import HeadsPlan, Plan, TensorPlan
 from .report import WeightError
 from .resume import TensorEntry, WorkDir
 from .search import squared_error
 from .shards import FLOATS, INDEX, ShardWriter
-from .source import Packed, Source
+from .source import HeadSource, Packed, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ def write(
             done_bytes += tensor.source_bytes
             if done >= work.resumed:
                 progress(TensorDone(tensor.name, done, total, done_bytes, total_bytes))
+    for each, heads in zip(plan.heads, source.heads, strict=True):
+        _write_heads(each, heads, quantizer, work.folder)
     (work.folder / INDEX).write_bytes(plan.index_json)
     (work.folder / "config.json").write_bytes(plan.config_json)
     for file in plan.copies:
@@ -93,6 +95,17 @@ def _write(tensor: TensorPlan, packed: PackedTensor, writer: ShardWriter, work: 
         writer.append(output.name, array)
     at = writer.mark()
     work.add(TensorEntry(tensor.name, at.shard, at.end, at.checksum, packed.error), synced=at.complete)
+
+
+def _write_heads(plan: HeadsPlan, heads: HeadSource, quantizer: Quantizer, folder: Path) -> None:
+    """Write heads for further tokens, from the beginning: they are small beside a model."""
+    (folder / plan.shard.name).unlink(missing_ok=True)
+    with ShardWriter(folder, [plan.shard]) as writer:
+        for tensor in plan.tensors:
+            for output, array in zip(tensor.outputs, converted(tensor, heads.source, quantizer).arrays, strict=True):
+                writer.append(output.name, array)
+            mx.clear_cache()
+        writer.mark()
 
 
 def _pop(tensor: TensorPlan, source: Source) -> tuple[mx.array, Packed | None]:

@@ -498,6 +498,7 @@ class ModelInfo:
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
     draft: the draft model beside it, as it was asked for; draft_bytes: of its weights.
+    heads: its own heads that guess further tokens, in words; heads_bytes: of their weights, and at most of their keys and values.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     takes_tools: whether it can call tools; else calls of earlier replies are given to it as text.
     """
@@ -523,6 +524,8 @@ class ModelInfo:
     adapter_digest: str | None = None
     draft: str | None = None
     draft_bytes: int | None = None
+    heads: str | None = None
+    heads_bytes: int | None = None
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False

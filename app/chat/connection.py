@@ -256,7 +256,7 @@ class EngineConnection:
         self.loading = None
         self.enter(EnginePhase.IDLE)
         chosen = self.load.kv not in (KVSpec(), CHAT_KV)
-        beside = f"adapter {event.info.adapter}: ", f"draft model {event.info.draft}: "
+        beside = f"adapter {event.info.adapter}: ", f"draft model {event.info.draft}: ", "its own heads "
         notes = [note for note in event.info.notes if chosen or note.startswith(beside)]
         costs = [Notice(sentence(note), "warning") for note in event.info.memory_notes]
         return [*costs, *(Notice(note) for note in notes)]

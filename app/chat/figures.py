@@ -532,7 +532,10 @@ def _expected(reply: Measured) -> Explained:
     )
 
 
-DRAFTERS = {"lookup": "from the chat", "branches": "from other versions", "draft": "by the draft model"}
+DRAFTERS = {
+    **{"lookup": "from the chat", "branches": "from other versions", "draft": "by the draft model"},
+    **{"mtp": "by its own layer for that", "medusa": "by its Medusa heads"},
+}
 """Who guessed, by the name of the source."""
 
 
@@ -661,12 +664,14 @@ def _peak(reply: Measured) -> Explained:
 
 
 def _draft_inputs(info: ModelInfo | None) -> tuple[Input, ...]:
-    """Return the draft model beside the model, where there is one."""
-    if info is None or info.draft is None:
-        return ()
-    return (
-        Input("draft model", units.size(info.draft_bytes), f"{sanitise_line(info.draft)}, beside its keys and values"),
-    )
+    """Return what guesses beside the model: its own heads, and a draft model, where there are any."""
+    found: list[Input] = []
+    if info is not None and info.heads is not None:
+        found.append(Input("own heads", units.size(info.heads_bytes), f"{sanitise_line(info.heads)}, for guesses"))
+    if info is not None and info.draft is not None:
+        beside = f"{sanitise_line(info.draft)}, beside its keys and values"
+        found.append(Input("draft model", units.size(info.draft_bytes), beside))
+    return tuple(found)
 
 
 def _loading_peak(reply: Measured) -> str:

@@ -162,7 +162,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     from tokamac.engine.perf.memory import LEAST_TO_INSPECT, check_address_space
 
     check_address_space(LEAST_TO_INSPECT)  # before the libraries that end the process where there is none
-    from tokamac.engine.perf.inspection import inspect, model_ref
+    from tokamac.engine.perf.inspection import inspect, model_ref, with_heads
 
     subject = model_ref(options.model)
     if name := given_adapter(options.adapter or ""):
@@ -171,6 +171,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
         subject = replace(subject, adapter=read_adapter(loading.fetch(name, download.resolve_adapter), name))
     found = inspect(subject, case, place)
+    if subject.folder is not None and case.bits is None:
+        found = with_heads(found, subject.folder, subject.config)
     if name := given_draft(options.draft or ""):
         found = _with_draft(found, subject, name)
     added, draft = subject.adapter, found.draft
@@ -179,6 +181,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         if draft is not None:
             beside = {"weight_bytes": draft.memory.weights, "kv_bytes": draft.memory.kv, "step": found.draft_step}
             also["draft"] = {"name": draft.model, **beside}
+        if found.heads:
+            also["heads"] = found.to_json()["heads"]
         json_line({**_json(options, subject, found), **also})
         return 0
     _print(options, subject, found)
@@ -188,6 +192,13 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         sizes = f"{size(draft.memory.weights)} of weights, {size(draft.memory.kv)} of keys and values at this context"
         step = "" if found.draft_step is None else f"; a step of it takes about {found.draft_step:.2f} of the model's"
         note(f"note: with the draft model {sanitise_line(draft.model)}: {sizes}, in the memory above{step}")
+    for each in found.heads:
+        what = sanitise_line(each.named)
+        if each.trouble:
+            note(f"note: its own heads for further tokens ({what}) are not used: {sanitise_line(each.trouble)}")
+        else:
+            gain = "in the memory above; what they gain is unknown until a reply measures it"
+            note(f"note: its own heads guess ahead: {what}, {size(each.nbytes)} as stored, {gain}")
     _remarks(found)
     return 0
 

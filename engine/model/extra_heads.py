@@ -186,6 +186,20 @@ def build_heads(stored: StoredHeads, config: Mapping[str, Any], ends: ModelEnds)
     return module
 
 
+def place_of(name: str, module: Any) -> str:
+    """Return the place in a head (``StoredHeads.names``) of a parameter of what ``build_heads`` made."""
+    backbone = backbone_of(module)
+    if backbone is None:
+        return name
+    path = next(path for path, each in module.named_modules() if each is backbone)
+    place = name.removeprefix(f"{path}.")
+    return (
+        f"layer.{place.removeprefix('layers.0.')}"
+        if place.startswith("layers.0.")
+        else place.removeprefix("embed_tokens.")
+    )
+
+
 def _layer_model(config: Mapping[str, Any], ends: ModelEnds) -> Any:
     own = one_layer(config)
     make, arguments = model_classes(own)

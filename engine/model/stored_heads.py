@@ -104,6 +104,23 @@ def place_in_head(name: str, config: Mapping[str, Any]) -> tuple[int, str] | Non
     return None
 
 
+def name_in_file(place: str, kind: HeadKind, config: Mapping[str, Any]) -> str:
+    """Return the name of a tensor of the first layer, or of Medusa heads, by its place: what ``place_in_head`` reads.
+
+    config: normalised.
+    """
+    if kind == "medusa":
+        return place.removeprefix("heads.")
+    text = _text(config)
+    qwen = str(text.get("model_type")) in _QWEN
+    parts = {part: name for name, part in (_FUSED_QWEN if qwen else _FUSED_DEEPSEEK).items()}
+    before = "mtp." if qwen else f"model.layers.{text['num_hidden_layers']}."
+    stem, _, leaf = place.rpartition(".")
+    if stem in parts:
+        return f"{before}{parts[stem]}.{leaf}"
+    return f"{before}{'layers.0.' if qwen else ''}{place.removeprefix('layer.')}"
+
+
 def _fused(rest: str, parts: Mapping[str, str]) -> str:
     stem, _, leaf = rest.rpartition(".")
     return f"{parts[stem]}.{leaf}" if stem in parts else ""

@@ -14,6 +14,7 @@ from ..errors import ModelNotFoundError, ModelUnsupportedError, OptionError, Tok
 from ..model.adapters import Adapter
 from ..model.config import context_length, read_config
 from ..model.safetensors import INDEX, PICKLES
+from ..model.stored_heads import StoredHeads, find_heads
 from ..options import KVSpec
 from . import config_cost, memory
 from .catalogue import CatalogueEntry, Repository, find
@@ -131,6 +132,7 @@ class Inspection:
     a plain CPU what is not packed is float32. kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and
     kv_reason why not; KV bytes are then counted from the config alone. prediction: both phases on the roofline.
     draft: the draft model beside it, whose weights, keys and values are in ``memory``, too.
+    heads: the model's own for further tokens, those that can't be used included; the weights of the others are in ``memory``.
     """
 
     model: str
@@ -159,6 +161,7 @@ class Inspection:
     kv_table: KVTable | None = None
     kv_reason: str | None = None
     draft: "Inspection | None" = None
+    heads: tuple[StoredHeads, ...] = ()
 
     @property
     def draft_step(self) -> float | None:
@@ -209,6 +212,16 @@ class Inspection:
             "context": self.case.context,
             "prompt": self.case.prompt,
             "context_length": self.context_length,
+            "heads": [
+                {
+                    "kind": each.kind,
+                    "count": each.count,
+                    "bytes": each.nbytes,
+                    "trouble": each.trouble or None,
+                    "gain": None,
+                }
+                for each in self.heads
+            ],
             "bandwidth_source": chip.source,
             "bandwidth_condition": chip.condition or None,
             "reason": self.reason,
@@ -255,6 +268,14 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
         prediction=outcome.prediction,
         kv_table=table,
     )
+
+
+def with_heads(found: Inspection, folder: Path, config: Mapping[str, Any]) -> Inspection:
+    """Return what a model costs with its own heads for further tokens, if its folder has any. What they gain only a reply tells."""
+    heads, own = find_heads(folder, config), found.memory
+    more = sum(each.held_bytes(floats=found.form == "float32") for each in heads if not each.trouble)
+    fit = own if not more else found.place.fit(weights=own.weights + more, kv=own.kv, working=own.working)
+    return replace(found, memory=fit, heads=heads)
 
 
 def with_draft(found: Inspection, draft: Inspection) -> Inspection:

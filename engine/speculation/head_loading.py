@@ -20,7 +20,6 @@ from ..perf.cost import cost_of_model
 from ..perf.mitigation import gb
 from .head_drafters import LONGEST, LayerDrafter, LayerDrafts, LoadedHeads, MedusaDrafter
 from .ledger import SHORT, DraftingCosts
-from .shared import rows_in_steps
 
 if TYPE_CHECKING:
     from ..model.extra_heads import MedusaHeads
@@ -43,12 +42,14 @@ def load_heads(
     *,
     dtype: str | None,
     device: DeviceKind,
+    reading: Callable[[int], float],
     budget: Callable[[], int | None],
     progress: Callable[[int, int], None],
 ) -> tuple[tuple[LoadedHeads, ...], tuple[str, ...]]:
     """Return the heads that can be used, ready to guess, and what the user should know of each. Opens the model's door to them.
 
-    kv: of the model, whose bits their caches take where they can. budget: bytes that arrays may take in all.
+    kv: of the model, whose bits their caches take where they can. reading: steps that a pass over so many rows takes. budget: bytes
+    that arrays may take in all.
     """
     loaded: list[LoadedHeads] = []
     notes: list[str] = []
@@ -56,7 +57,7 @@ def load_heads(
         if stored.trouble:
             continue
         try:
-            heads = _load(stored, model, kv, dtype, device, budget, progress)
+            heads = _load(stored, model, kv, dtype, device, reading, budget, progress)
         except (ModelError, OptionError) as error:
             notes.append(NOT_USED.format(stored.named, error.message))
             continue
@@ -73,6 +74,7 @@ def _load(  # noqa: PLR0917
     kv: KVSpec,
     dtype: str | None,
     device: DeviceKind,
+    reading: Callable[[int], float],
     budget: Callable[[], int | None],
     progress: Callable[[int, int], None],
 ) -> LoadedHeads:
@@ -91,7 +93,7 @@ def _load(  # noqa: PLR0917
     layer = LayerDrafts(PredictionHead(module, ends), plan, fits=fits)
     if device != "cpu":
         _warm_up(layer, ends.width)
-    costs = DraftingCosts(lambda rows: rows_in_steps(device, rows))
+    costs = DraftingCosts(reading)
     return LoadedHeads(
         stored.named,
         cost.weight_bytes,

@@ -129,7 +129,6 @@ class SharedSpeculation:
                     runtime.work, machine.pace, machine.chip, context, rows, device=runtime.device
                 )
             )
-        computing = []
         computing: list[ComputingDrafter] = []
         hidden = HiddenStates() if heads else None
         for each in heads:

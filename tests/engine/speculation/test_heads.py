@@ -220,7 +220,7 @@ def test_heads_that_are_right_are_asked_and_save_passes(
     engines: tuple[Engine, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "Speculator", Timed)
-    monkeypatch.setattr(shared, "predicted_steps", lambda *_: 1.5)
+    monkeypatch.setattr(shared, "pass_steps", lambda *_, **__: 1.5)
     right, wrong = engines
     for engine in engines:
         monkeypatch.setattr(engine._runner._speculation, "_heads", [replace(heads_of(engine), step_bytes=1)])
