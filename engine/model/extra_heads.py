@@ -277,8 +277,8 @@ class PredictionHead:
         self._backbone = backbone_of(module)
         self._ends = ends
 
-    def __call__(self, ids: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
-        """ids (1, N), the hidden states (1, N, D) before them → hidden states (1, N, D)."""
+    def __call__(self, ids: mx.array, hidden: mx.array | None, caches: list[Any]) -> mx.array:
+        """ids (1, N), the hidden states (1, N, D) before them, None for zeros → hidden states (1, N, D)."""
         self._backbone.embed_tokens.reading(hidden)
         try:
             found: mx.array = self._backbone(ids, caches)

@@ -92,7 +92,7 @@ def _load(  # noqa: PLR0917
 
     layer = LayerDrafts(PredictionHead(module, ends), plan, fits=fits)
     if device != "cpu":
-        _warm_up(layer, ends.width)
+        _warm_up(layer)
     costs = DraftingCosts(reading)
     return LoadedHeads(
         stored.named,
@@ -128,9 +128,9 @@ def _plan(module: Any, config: dict[str, Any], kv: KVSpec) -> CachePlan:
     return plan
 
 
-def _warm_up(layer: LayerDrafts, width: int) -> None:
+def _warm_up(layer: LayerDrafts) -> None:
     caches = layer.plan.make()
     for rows in (8, 2, 1):
-        hidden = layer.head(mx.zeros((1, rows), mx.uint32), mx.zeros((1, rows, width)), caches)
+        hidden = layer.head(mx.zeros((1, rows), mx.uint32), None, caches)
         mx.eval(layer.head.logits(hidden))
     mx.clear_cache()

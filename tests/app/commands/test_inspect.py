@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.app.commands.conftest import Run
+from tests.engine.helpers import write_model
+from tests.engine.speculation.checkpoints import write_mtp
 from tests.tiny import make_tiny
 from tokamac.engine.perf import footprint
 
@@ -58,6 +60,22 @@ def test_a_config_alone_is_enough_and_agrees_with_the_files(tokamac: Run, tiny: 
     files, alone = found(tokamac, tiny, *M4_MAX), found(tokamac, tmp_path, *M4_MAX)
     assert {**files, "model": ""} == {**alone, "model": ""}
     assert "no weights in this folder" in tokamac("inspect", tmp_path, *M4_MAX).out
+
+
+def test_heads_for_further_tokens_are_named_counted_and_of_unknown_gain(tokamac: Run, tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path / "model", "glm4_moe")
+    heads = found(tokamac, folder)["heads"]
+    assert [(each["kind"], each["count"], each["trouble"], each["gain"]) for each in heads] == [("mtp", 1, None, None)]
+    without = found(tokamac, write_model(tmp_path / "other"))
+    assert "heads" not in without
+    shown = tokamac("inspect", folder)
+    assert "its own heads guess ahead: a layer for multi-token prediction" in shown.err
+    assert "unknown until a reply measures it" in shown.err
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "config.json").write_text(json.dumps(config))
+    with_them = found(tokamac, folder)["memory"]["weights"]
+    assert with_them - found(tokamac, tmp_path / "named")["memory"]["weights"] == heads[0]["bytes"]
 
 
 def test_other_bits_change_what_is_read(tokamac: Run, tiny: Path) -> None:

@@ -98,6 +98,12 @@ def test_a_whole_download_brings_the_model_and_nothing_else(hub: Hub, client: Cl
     assert not outcome["imported_early"]
 
 
+def test_heads_beside_a_model_come_along_and_are_no_model_alone(hub: Hub, client: Client) -> None:
+    hub.files |= dict.fromkeys(("medusa_lm_head.safetensors", "mtp.safetensors"), hub.files[SECOND])
+    folder = Path(client("resolve", "org/tiny")["result"])
+    assert {"medusa_lm_head.safetensors", "mtp.safetensors"} <= {path.name for path in folder.iterdir()}
+
+
 def test_what_is_whole_on_disk_needs_no_network(hub: Hub, client: Client) -> None:
     first = client("resolve", "org/tiny")
     asked = len(hub.requests)

@@ -19,7 +19,7 @@ from tokamac.engine.model.head import backbone_of, keeping_hidden_states
 from tokamac.engine.model.stored_heads import MEDUSA_FILE, find_heads
 from tokamac.engine.speculation import shared
 from tokamac.engine.speculation.head_drafters import KEPT, LONGEST, NO_MEMORY, HiddenStates, LayerDrafter, LoadedHeads
-from tokamac.engine.speculation.speculator import Speculator
+from tokamac.engine.speculation.speculator import HEADS_TOO_DEAR, Speculator
 
 GREEDY = Sampling(temperature=0, max_tokens=NEW)
 SEEDED = Sampling(temperature=1, seed=3, max_tokens=NEW)
@@ -235,6 +235,38 @@ def test_heads_that_are_right_are_asked_and_save_passes(
     assert lost.drafted_tokens
     assert lost.saved_s is not None
     assert lost.saved_s >= -5.0
+
+
+def test_heads_that_cost_more_than_they_gain_are_never_called(
+    engines: tuple[Engine, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "Speculator", Timed)
+    for engine in engines:
+        plain, own = engine.ask(PROMPT, GREEDY), engine._runner._speculation
+        drafter = StandsStill()
+        heads = replace(heads_of(engine), step_bytes=1 << 40, drafter=lambda *_, drafter=drafter: drafter)
+        monkeypatch.setattr(own, "_heads", [heads])
+        monkeypatch.setattr(own, "_costs", {})
+        found = engine.ask(PROMPT, GREEDY)
+        assert (found.ids, found.metrics.drafted_tokens) == (plain.ids, None)
+        assert found.metrics.undrafted == HEADS_TOO_DEAR
+
+
+class StandsStill:
+    """Takes longer than it could gain, and fails where it is asked."""
+
+    source, most, rests = "mtp", 7, ""
+
+    def reading(self, ids: Sequence[int], most: float) -> float:
+        """Return nothing to read."""
+        return 0.0
+
+    def drafting(self, width: int) -> float:
+        """Return more than any draft is worth."""
+        return 10.0 * width
+
+    def rested(self) -> None:
+        """Nothing is learned."""
 
 
 # What a head computes.
