@@ -120,7 +120,7 @@ def _read_for_kernels(
     from .cpu.dense import logits_width
     from .cpu.packed import Compiling, keep_packed, use_kernels
 
-    kernels = Compiling(module)
+    kernels = Compiling(module, rounded=False)
     restore = keep_packed(module)
     module.set_dtype(mx.float32)
     restore()

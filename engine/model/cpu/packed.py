@@ -14,9 +14,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..head import are_asked_for
+from .byte_tiles import can_round
 from .dense import replace_plain
-from .products import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, PackedMatrix, prepare
-from .tiles import AFFINE, FORMATS, FP4, FP8, LANES, WeightFormat
+from .products import PackedMatrix, prepare
+from .tiles import AFFINE, BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, FORMATS, FP4, FP8, LANES, WeightFormat
 
 MODES = {"affine": (AFFINE, None), "mxfp4": (FP4, E8M0), "nvfp4": (FP4, E4M3), "mxfp8": (FP8, E8M0)}
 """By MLX's name: the kind of numbers, and how their scales are stored; None: as floating numbers."""
@@ -91,19 +92,23 @@ def packable(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Compiling:
-    """Compiles the kernels that the packable layers of ``model`` need, in a thread of its own, while the weights are read."""
+    """Compiles the kernels that the packable layers of ``model`` need, in a thread of its own, while the weights are read.
 
-    def __init__(self, model: nn.Module) -> None:
-        formats = {_format(module) for _, module in packable(model)}
-        self._thread = threading.Thread(target=self._compile, args=(formats,), name="tokamac-compile", daemon=True)
+    rounded: also those for rounded rows, where there are such.
+    """
+
+    def __init__(self, model: nn.Module, *, rounded: bool) -> None:
+        formats = {(_format(module), _stored(module)) for _, module in packable(model)}
+        arguments = (formats, rounded)
+        self._thread = threading.Thread(target=self._compile, args=arguments, name="tokamac-compile", daemon=True)
         self._error: Exception | None = None
         self._thread.start()
 
-    def _compile(self, formats: set[WeightFormat | None]) -> None:
+    def _compile(self, formats: set[tuple[WeightFormat | None, int]], rounded: bool) -> None:
         try:
-            for each in formats:
+            for each, stored in formats:
                 if each is not None:
-                    prepare(each)
+                    prepare(each, stored, rounded=rounded and can_round(each))
         except Exception as error:
             self._error = error
 
@@ -130,11 +135,20 @@ def matrix_of(module: Any) -> PackedMatrix:
     found = _format(module)
     assert found is not None
     scales, biases = module.scales, module.get("biases")
-    stored = MODES[module.mode][1]
-    stored = STORED[scales.dtype] if stored is None else stored
     return PackedMatrix(
-        _seen(module.weight), _seen(scales), None if biases is None else _seen(biases), found, module.group_size, stored
+        _seen(module.weight),
+        _seen(scales),
+        None if biases is None else _seen(biases),
+        found,
+        module.group_size,
+        _stored(module),
     )
+
+
+def _stored(module: Any) -> int:
+    """Return how the scales of a packable layer are stored."""
+    how = MODES[module.mode][1]
+    return STORED[module.scales.dtype] if how is None else how
 
 
 def _seen(array: mx.array) -> Any:

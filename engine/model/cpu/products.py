@@ -1,11 +1,12 @@
 """Products with packed weights: y (N, out) = x (N, in) Wᵀ, with W as MLX packs it, read once from memory by all cores.
 
 One kernel for each way of packing goes through the tiles (tiles.py) of some rows of W. Scales and biases stay as they are stored,
-and become float32 a few rows at a time.
+and become float32 a few rows at a time. Rows of x may be rounded to whole numbers first (byte_tiles.py): twice as fast, where a
+model bears it (rounding.py).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -14,9 +15,10 @@ import numpy.typing as npt
 from numba import carray, literally, types
 from numba.extending import intrinsic
 
+from .byte_tiles import byte_tile, can_round, round_row, rounded_bytes
 from .compiling import compile_kernel, compiled
 from .pool import POOL, run
-from .tiles import FORMATS, LANES, WeightFormat, tile
+from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat, tile
 
 OUTS = 4
 """Rows of W in a tile, and in a piece of work."""
@@ -32,17 +34,18 @@ MOST_PIECES = 16
 
 MANY_ROWS = 16
 
+ROWS_AT_ONCE = 8
+"""Rows of x that a thread prepares at once."""
+
 SHARES = 4
 """How many times a thread takes pieces, at least, where there are enough: so none waits long for the last."""
 
 Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.int64]
 
 # Words of a kernel's arguments.
 WEIGHTS, ROW_BYTES, SCALES, BIASES, STORED, GROUPS, BLOCKS, X, X_BYTES, Y, Y_BYTES, COUNT, WIDTH = range(13)
 """Addresses, and: bytes of a row of W, x and y; how scales are stored; groups in a row; sixteens in a group; rows of x; of W."""
-
-FLOAT32, BFLOAT16, FLOAT16, E8M0, E4M3 = range(5)
-"""How scales and biases are stored."""
 
 
 def _pointer(kind: Any) -> Callable[[int], Any]:
@@ -152,67 +155,148 @@ def multiply_pieces(arguments: int, first: int, last: int, form: int) -> None:
     wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address
 
 
-def _affine_2(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 0)
+@compiled
+def multiply_rounded_pieces(arguments: int, first: int, last: int, form: int, stored: int) -> None:
+    """Multiply as ``multiply_pieces`` does, where the rows of x are rounded. stored: how scales are, a literal, too."""
+    literally(form)
+    literally(stored)
+    given = carray(words_at(arguments), 13)
+    groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
+    begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
+    scale_bytes = 4 if stored == FLOAT32 else 2
+    row = 0
+    while row < count:
+        rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
+        x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
+        for out in range(begin, stop, OUTS):
+            weights, at = given[WEIGHTS] + out * given[ROW_BYTES], out * groups * scale_bytes
+            scales, biases = given[SCALES] + at, given[BIASES] + at
+            if stop - out < OUTS:
+                for one in range(stop - out):
+                    at = one * groups * scale_bytes
+                    for each in range(rows):
+                        byte_tile(
+                            form, stored, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at, biases + at,
+                            groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
+                            y + each * given[Y_BYTES] + 4 * (out + one), given[Y_BYTES],
+                        )  # fmt: skip
+            elif rows == 4:
+                byte_tile(
+                    form, stored, 4, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                )  # fmt: skip
+            elif rows == 2:
+                byte_tile(
+                    form, stored, 4, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                )  # fmt: skip
+            else:
+                byte_tile(
+                    form, stored, 4, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                )  # fmt: skip
+        row += rows
 
 
-def _affine_3(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 1)
+Kernel = Callable[[int, int, int], None]
+"""See compiling.KERNEL."""
 
 
-def _affine_4(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 2)
+def _exact_kernel(form: int) -> Kernel:
+    def kernel(arguments: int, first: int, last: int) -> None:
+        multiply_pieces(arguments, first, last, form)
+
+    return kernel
 
 
-def _affine_5(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 3)
+def _rounded_kernel(form: int, stored: int) -> Kernel:
+    def kernel(arguments: int, first: int, last: int) -> None:
+        multiply_rounded_pieces(arguments, first, last, form, stored)
+
+    return kernel
 
 
-def _affine_6(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 4)
+def _rounding_kernel(form: int) -> Kernel:
+    def kernel(arguments: int, first: int, last: int) -> None:
+        given = carray(words_at(arguments), 6)
+        size, group_size = given[2], given[5]
+        for row in range(first, last):
+            x, out = given[0] + row * given[1], given[3] + row * given[4]
+            round_row(form, x, size // group_size, group_size // LANES, out)
+
+    return kernel
 
 
-def _affine_8(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 5)
-
-
-def _fp4(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 6)
-
-
-def _fp8(arguments: int, first: int, last: int) -> None:
-    multiply_pieces(arguments, first, last, 7)
-
-
-KERNELS = (_affine_2, _affine_3, _affine_4, _affine_5, _affine_6, _affine_8, _fp4, _fp8)
-"""One for each of FORMATS: each is compiled when a model needs it."""
+def _swap(arguments: int, first: int, last: int) -> None:
+    given = carray(words_at(arguments), 6)
+    size = given[2]
+    for row in range(first, last):
+        x = carray(floats_at(given[0] + row * given[1]), size)
+        out = carray(floats_at(given[3] + row * given[4]), size)
+        for begin in range(0, size, LANES):
+            for i in range(LANES // 2):
+                out[begin + 2 * i] = x[begin + i]
+                out[begin + 2 * i + 1] = x[begin + LANES // 2 + i]
 
 
 @cache
-def kernel_of(format: WeightFormat) -> int:
-    """Return the address of the kernel for a format, compiled now if it was not."""
-    return compile_kernel(KERNELS[FORMATS.index(format)])
+def kernel_of(format: WeightFormat, rounded: int | None = None) -> int:
+    """Return the address of the kernel for a format, compiled now if it was not.
+
+    rounded: for rounded rows of x, how the scales are stored; None: for exact ones.
+    """
+    form = FORMATS.index(format)
+    if rounded is None:
+        return compile_kernel(_exact_kernel(form))
+    return compile_kernel(_rounded_kernel(form, rounded))
 
 
-def prepare(format: WeightFormat) -> None:
-    """Compile all that products of this format run: with one matrix of a few weights, one row of which is multiplied."""
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """How rows of x must be before they are multiplied: two matrices with equal ones share them.
+
+    A kernel makes them, whose pieces are rows. Its arguments are the six words of ``arguments``.
+    format: of the weights; rounded: whether to whole numbers, else in the order in which words of 4 bits unpack: 0 8 1 9 … 7 15
+    within each sixteen.
+    """
+
+    format: WeightFormat
+    columns: int
+    group_size: int
+    rounded: bool
+
+    @property
+    def kernel(self) -> int:
+        """The kernel's address, compiled now if it was not."""
+        return _preparing(self.format, rounded=self.rounded)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that is prepared. Rows lie in zeros before they are written."""
+        return rounded_bytes(self.format, self.columns, self.group_size) if self.rounded else 4 * self.columns
+
+    def arguments(self, x: npt.NDArray[Any], out: npt.NDArray[Any]) -> Words:
+        """Return the kernel's arguments for rows x (N, columns) and where they go, (N, row_bytes) of bytes."""
+        words = (x.ctypes.data, x.strides[0], self.columns, out.ctypes.data, out.strides[0], self.group_size)
+        return np.array(words, np.int64)
+
+
+@cache
+def _preparing(format: WeightFormat, *, rounded: bool) -> int:
+    return compile_kernel(_rounding_kernel(FORMATS.index(format)) if rounded else _swap)
+
+
+def prepare(format: WeightFormat, stored: int, *, rounded: bool) -> None:
+    """Compile all that products of this format run: with one matrix of a few weights, one row of which is multiplied.
+
+    stored: how scales are; rounded: what rounded rows need, too.
+    """
     columns, outs = LANES, SHARES * OUTS
-    groups = 1
-    none = np.zeros((outs, groups), np.float32)
     words = np.zeros((outs, columns * format.bits // 32), np.uint32)
-    PackedMatrix(words, none, none, format, columns, FLOAT32).multiply(np.zeros((1, columns), np.float32))
-
-
-@compiled
-def swap(x: Floats) -> Floats:
-    """Return x (N, in) in the order in which words of 4 bits unpack: 0 8 1 9 … 7 15 within each sixteen."""
-    out = np.empty_like(x)
-    for row in range(x.shape[0]):
-        for begin in range(0, x.shape[1], LANES):
-            for i in range(LANES // 2):
-                out[row, begin + 2 * i] = x[row, begin + i]
-                out[row, begin + 2 * i + 1] = x[row, begin + LANES // 2 + i]
-    return out
+    none = np.zeros((outs, 1), np.float32)  # large enough, however they are stored
+    matrix = PackedMatrix(words, none, none, format, columns, stored)
+    for each in (matrix, replace(matrix, rounds=True)) if rounded else (matrix,):
+        each.multiply(np.zeros((1, columns), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +304,7 @@ class PackedMatrix:
     """W (out, in), as MLX packs it. The arrays are the model's own, seen by NumPy.
 
     scales, biases: (out, groups) of float32, of the bits of halves (``stored``), or of bytes; biases: None but for affine weights.
+    rounds: whether rows of x are rounded, see byte_tiles.py; only where that ``can_round``.
     """
 
     weight: npt.NDArray[np.uint32]
@@ -228,9 +313,11 @@ class PackedMatrix:
     format: WeightFormat
     group_size: int
     stored: int
+    rounds: bool = False
     _arguments: npt.NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        assert not self.rounds or can_round(self.format)
         words = np.zeros(13, np.int64)
         words[WEIGHTS], words[ROW_BYTES] = self.weight.ctypes.data, self.weight.strides[0]
         words[SCALES] = self.scales.ctypes.data
@@ -239,18 +326,34 @@ class PackedMatrix:
         words[WIDTH] = len(self.weight)
         object.__setattr__(self, "_arguments", words)
 
+    @property
+    def kernel(self) -> int:
+        """The kernel's address, compiled now if it was not."""
+        return kernel_of(self.format, self.stored if self.rounds else None)
+
+    @property
+    def preparation(self) -> Preparation | None:
+        """What rows of x need before they are multiplied; None: nothing."""
+        if not self.rounds and not self.format.swaps:
+            return None
+        return Preparation(self.format, self.scales.shape[1] * self.group_size, self.group_size, self.rounds)
+
     def multiply(self, x: Floats) -> Floats:
         """Return x (N, in) Wᵀ: (N, out). x is contiguous."""
-        if self.format.swaps:
-            x = swap(x)
-        y = np.empty((len(x), len(self.weight)), np.float32)
-        words = self._arguments.copy()
-        words[X], words[X_BYTES], words[COUNT] = x.ctypes.data, x.strides[0], len(x)
-        words[Y], words[Y_BYTES] = y.ctypes.data, y.strides[0]
+        count, columns = x.shape
+        y = np.empty((count, len(self.weight)), np.float32)
         pool = POOL.acquire()
         try:
-            pieces, size = shares(len(x), len(self.weight), x.shape[1], POOL.threads)
-            run(pool, kernel_of(self.format), words.ctypes.data, pieces, size)
+            rows: npt.NDArray[Any] = x
+            if (preparation := self.preparation) is not None:
+                rows = np.zeros((count, preparation.row_bytes), np.uint8)
+                before = preparation.arguments(x, rows)
+                run(pool, preparation.kernel, before.ctypes.data, count, ROWS_AT_ONCE)
+            words = self._arguments.copy()
+            words[X], words[X_BYTES], words[COUNT] = rows.ctypes.data, rows.strides[0], count
+            words[Y], words[Y_BYTES] = y.ctypes.data, y.strides[0]
+            pieces, size = shares(count, len(self.weight), columns, POOL.threads)
+            run(pool, self.kernel, words.ctypes.data, pieces, size)
         finally:
             POOL.release(pool)
         return y

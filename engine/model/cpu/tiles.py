@@ -11,6 +11,7 @@ four bits cost a shift and a look-up; elsewhere a shift, a mask, a conversion an
 """
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,9 @@ class WeightFormat:
         return self.bits * LANES // 8
 
 
+FLOAT32, BFLOAT16, FLOAT16, E8M0, E4M3 = range(5)
+"""How scales and biases are stored."""
+
 FORMATS = (*(WeightFormat(bits) for bits in (2, 3, 4, 5, 6, 8)), WeightFormat(4, FP4), WeightFormat(8, FP8))
 
 
@@ -62,12 +66,12 @@ FUSES = platform.machine() not in ("x86_64", "AMD64") or "fma" in FEATURES
 """Whether a product and a sum are one instruction; without it LLVM would call a function for every number."""
 
 
-class _TileWriter:
+class TileWriter:
     """Writes instructions on vectors of sixteen."""
 
     def __init__(self, builder: Any, format: WeightFormat) -> None:
         self.builder, self.format = builder, format
-        self._module = builder.module
+        self.module = builder.module
 
     def load(self, address: Any, kind: Any) -> Any:
         """Return what lies at an address that need not be aligned."""
@@ -75,6 +79,7 @@ class _TileWriter:
         return self.builder.load(pointer, align=1)
 
     def at(self, address: Any, offset: Any) -> Any:
+        """Return an address so many bytes further on."""
         return self.builder.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
 
     def all_alike(self, value: Any, count: int = LANES) -> Any:
@@ -88,16 +93,16 @@ class _TileWriter:
         if not FUSES:
             return self.builder.fadd(self.builder.fmul(a, b), c)
         kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-        return self.builder.call(cgutils.get_or_insert_function(self._module, kind, "llvm.fma.v16f32"), [a, b, c])
+        return self.builder.call(cgutils.get_or_insert_function(self.module, kind, "llvm.fma.v16f32"), [a, b, c])
 
     def look_up(self, table: Any, indices: Any) -> Any:
         """Return table[i & 15] for sixteen indices."""
         kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
         name = "llvm.x86.avx512.permvar.sf.512"
-        return self.builder.call(cgutils.get_or_insert_function(self._module, kind, name), [table, indices])
+        return self.builder.call(cgutils.get_or_insert_function(self.module, kind, name), [table, indices])
 
-    def sum(self, vector: Any) -> Any:
-        """Return the sum of a vector, halves added until one is left."""
+    def reduce(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Return one number of a vector, whose halves are combined until one is left."""
         count = LANES
         while count > 1:
             count //= 2
@@ -106,8 +111,25 @@ class _TileWriter:
                 self.builder.shuffle_vector(vector, vector, ir.Constant(mask, [*range(begin, begin + count)]))
                 for begin in (0, count)
             )
-            vector = self.builder.fadd(low, high)
+            vector = combine(low, high)
         return self.builder.extract_element(vector, I32(0))
+
+    def zeros(self, outs: int, rows: int) -> list[list[Any]]:
+        """Return addresses of zeros, sixteen in each: by out, then by row."""
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        sums = [[cgutils.alloca_once_value(self.builder, zero) for _ in range(rows)] for _ in range(outs)]
+        for each in (sum for row in sums for sum in row):
+            self.builder.store(zero, each)
+        return sums
+
+    def write_sums(self, sums: list[list[Any]], given: dict[str, Any]) -> None:
+        """Add up each of the vectors at ``sums[out][row]``, and write it where it belongs in y."""
+        for row in range(len(sums[0])):
+            y = self.at(given["y"], self.builder.mul(given["y_bytes"], I64(row)))
+            for out in range(len(sums)):
+                pointer = self.builder.inttoptr(self.at(y, 4 * out), F32.as_pointer())
+                total = self.reduce(self.builder.load(sums[out][row]), self.builder.fadd)
+                self.builder.store(total, pointer, align=4)
 
     def group(self, scale: Any, bias: Any) -> tuple[Any, ...]:
         """Return what the weights of a group are made from, given its numbers."""
@@ -128,6 +150,7 @@ class _TileWriter:
 
     @property
     def looks_up(self) -> bool:
+        """Whether weights are looked up in a table."""
         return LOOKS_UP and self.format.bits <= 4
 
     def weights(self, address: Any, group: tuple[Any, ...]) -> Any:
@@ -138,12 +161,13 @@ class _TileWriter:
         if self.format.kind == FP8:
             return self.builder.fmul(self._e4m3(words), group[0])
         if self.format.bits < 8:
-            words = self.builder.and_(words, self._words([2**self.format.bits - 1] * LANES))
+            words = self.builder.and_(words, self.words([2**self.format.bits - 1] * LANES))
         if self.format.kind == FP4:
             return self.builder.fmul(self._e2m1(words), group[0])
         return self.multiply_add(self.builder.sitofp(words, FLOATS), *group)
 
-    def _words(self, values: list[int]) -> Any:
+    def words(self, values: list[int]) -> Any:
+        """Return sixteen whole numbers."""
         return ir.Constant(WORDS, values)
 
     def _shifted(self, address: Any) -> Any:
@@ -153,30 +177,30 @@ class _TileWriter:
             return build.zext(self.load(address, ir.VectorType(I8, LANES)), WORDS)
         if bits == 4:  # two words, each in every second lane
             pair = self.all_alike(self.load(address, I64), LANES // 2)
-            return build.lshr(build.bitcast(pair, WORDS), self._words([4 * (lane // 2) for lane in range(LANES)]))
+            return build.lshr(build.bitcast(pair, WORDS), self.words([4 * (lane // 2) for lane in range(LANES)]))
         if bits == 2:
             word = self.all_alike(self.load(address, I32))
-            return build.lshr(word, self._words([2 * lane for lane in range(LANES)]))
+            return build.lshr(word, self.words([2 * lane for lane in range(LANES)]))
         # Four words at whole bytes, each with four weights in it; none reaches beyond the sixteen.
         offsets = [min(bits * 4 * part // 8, 2 * bits - 4) for part in range(4)]
         four = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
         for part, offset in enumerate(offsets):
             four = build.insert_element(four, self.load(self.at(address, offset), I32), I32(part))
-        spread = build.shuffle_vector(four, four, self._words([lane // 4 for lane in range(LANES)]))
-        return build.lshr(spread, self._words([bits * lane - 8 * offsets[lane // 4] for lane in range(LANES)]))
+        spread = build.shuffle_vector(four, four, self.words([lane // 4 for lane in range(LANES)]))
+        return build.lshr(spread, self.words([bits * lane - 8 * offsets[lane // 4] for lane in range(LANES)]))
 
     def _e4m3(self, words: Any) -> Any:
         """Return numbers of 8 bits: the exponent's bits are moved to float32's place, whose range a product then mends."""
         build = self.builder
-        size = build.shl(build.and_(words, self._words([0x7F] * LANES)), self._words([20] * LANES))
-        sign = build.shl(build.and_(words, self._words([0x80] * LANES)), self._words([24] * LANES))
+        size = build.shl(build.and_(words, self.words([0x7F] * LANES)), self.words([20] * LANES))
+        sign = build.shl(build.and_(words, self.words([0x80] * LANES)), self.words([24] * LANES))
         number = build.bitcast(build.or_(size, sign), FLOATS)
         return build.fmul(number, ir.Constant(FLOATS, [2.0**120] * LANES))
 
     def _e2m1(self, words: Any) -> Any:
         build = self.builder
-        size = build.shl(build.and_(words, self._words([7] * LANES)), self._words([22] * LANES))
-        sign = build.shl(build.and_(words, self._words([8] * LANES)), self._words([28] * LANES))
+        size = build.shl(build.and_(words, self.words([7] * LANES)), self.words([22] * LANES))
+        sign = build.shl(build.and_(words, self.words([8] * LANES)), self.words([28] * LANES))
         number = build.bitcast(build.or_(size, sign), FLOATS)
         return build.fmul(number, ir.Constant(FLOATS, [2.0**126] * LANES))
 
@@ -187,12 +211,9 @@ and y; the bytes from one row to the next; how many times sixteen weights a grou
 
 
 def _write_tile(builder: Any, format: WeightFormat, outs: int, rows: int, arguments: Any) -> None:
-    write = _TileWriter(builder, format)
+    write = TileWriter(builder, format)
     given = dict(zip(ARGUMENTS, arguments, strict=True))
-    zero = ir.Constant(FLOATS, [0.0] * LANES)
-    sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(rows)] for _ in range(outs)]
-    for each in (sum for row in sums for sum in row):
-        builder.store(zero, each)
+    sums = write.zeros(outs, rows)
     weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
     x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
     numbers = [
@@ -214,11 +235,7 @@ def _write_tile(builder: Any, format: WeightFormat, outs: int, rows: int, argume
                 weights = write.weights(write.at(weight_rows[out], packed_at), made[out])
                 for row in range(rows):
                     builder.store(write.multiply_add(weights, xs[row], builder.load(sums[out][row])), sums[out][row])
-    for row in range(rows):
-        y = write.at(given["y"], builder.mul(given["y_bytes"], I64(row)))
-        for out in range(outs):
-            pointer = builder.inttoptr(write.at(y, 4 * out), F32.as_pointer())
-            builder.store(write.sum(builder.load(sums[out][row])), pointer, align=4)
+    write.write_sums(sums, given)
 
 
 @intrinsic(prefer_literal=True)

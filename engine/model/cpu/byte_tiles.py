@@ -1,0 +1,266 @@
+"""Tiles whose rows of x are rounded to whole numbers: weights are multiplied as bytes, four products to a lane.
+
+The numbers of a group of x become whole ones from -127 to 127 with one scale. Packed weights are whole numbers without a sign
+already, so a group's sum is exact, and only then multiplied by both scales. What a weight's bias adds is the bias times the sum of
+the group's x. So an output has the same bits whatever tile it was computed in, as in tiles.py.
+
+    chunk of a row of W    64 bytes of weights of 2, 4 or 8 bits; 64 weights of other widths
+    rounded row of x       for each chunk: bytes in the order in which its weights unpack, then the scale of each of sixteen lanes
+                           at the end: the sum of each group (float32), padded with zeros to sixteens
+
+The instruction is AVX-512's ``vpdpbusd``. Where a CPU lacks it, rows are not rounded.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .tiles import (
+    AFFINE,
+    ARGUMENTS,
+    BFLOAT16,
+    F32,
+    FEATURES,
+    FLOAT16,
+    FLOAT32,
+    FLOATS,
+    FORMATS,
+    I8,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    TileWriter,
+    WeightFormat,
+)
+
+ADDS_PRODUCTS = {"avx512f", "avx512bw", "avx512vl", "avx512vnni"} <= FEATURES
+"""Whether four products of bytes are added to a sum by one instruction."""
+
+SHIFTS_BYTES = "avx512vbmi" in FEATURES
+"""Whether weights of odd widths are spread to bytes by two."""
+
+VECTOR = 64
+BYTES, BITS = ir.VectorType(I8, VECTOR), ir.VectorType(ir.IntType(1), VECTOR)
+MOST = 127.0
+TINY = 2.0**-126
+"""Groups whose scale would be smaller than the smallest normal number are zeros."""
+
+STORED_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+"""Of a scale or a bias."""
+
+
+def can_round(format: WeightFormat) -> bool:
+    """Whether this machine multiplies weights of this format with rounded rows."""
+    return ADDS_PRODUCTS and format.kind == AFFINE and (SHIFTS_BYTES or format.bits in (2, 4, 8))
+
+
+def vectors_of(format: WeightFormat) -> int:
+    """Return how many vectors of bytes the weights of a chunk become."""
+    return 8 // format.bits if format.bits in (2, 4) else 1
+
+
+def rounded_bytes(format: WeightFormat, columns: int, group_size: int) -> int:
+    """Return the bytes of a rounded row."""
+    count = vectors_of(format)
+    return -(-columns // (VECTOR * count)) * VECTOR * (count + 1) + -(-columns // group_size // LANES) * LANES * 4
+
+
+def _chunk_bytes(format: WeightFormat) -> int:
+    return VECTOR if format.bits in (2, 4, 8) else 8 * format.bits
+
+
+class _ByteWriter(TileWriter):
+    """Writes instructions on vectors of 64 bytes."""
+
+    def chunk(self, address: Any, there: Any | None) -> list[Any]:
+        """Return the weights of a chunk, one in a byte. there: which bytes of it there are; None: all."""
+        bits, build = self.format.bits, self.builder
+        if there is None and _chunk_bytes(self.format) < VECTOR:
+            there = ir.Constant(BITS, [int(at < _chunk_bytes(self.format)) for at in range(VECTOR)])
+        raw = self.load(address, BYTES) if there is None else self.load_some(address, BYTES, there)
+        if bits == 8:
+            return [raw]
+        mask = ir.Constant(BYTES, [2**bits - 1] * VECTOR)
+        if bits in (2, 4):
+            words = build.bitcast(raw, WORDS)
+            shifted = (build.lshr(words, self.words([shift] * LANES)) for shift in range(0, 8, bits))
+            return [build.and_(build.bitcast(each, BYTES), mask) for each in shifted]
+        # Eight weights are as many bytes as one has bits: they go to eight bytes, of which each then takes its own bits.
+        places = ir.Constant(BYTES, [lane // 8 * bits + min(lane % 8, bits - 1) for lane in range(VECTOR)])
+        eights = self._bytewise("llvm.x86.avx512.permvar.qi.512", raw, places)
+        shifts = ir.Constant(BYTES, [lane % 8 * bits for lane in range(VECTOR)])
+        return [build.and_(self._bytewise("llvm.x86.avx512.pmultishift.qb.512", shifts, eights), mask)]
+
+    def _bytewise(self, name: str, *operands: Any) -> Any:
+        kind = ir.FunctionType(BYTES, [BYTES, BYTES])
+        return self.builder.call(cgutils.get_or_insert_function(self.module, kind, name), operands)
+
+    def load_some(self, address: Any, kind: Any, there: Any) -> Any:
+        """Return a vector, of which only what is there is read; the rest are zeros."""
+        element = kind.element
+        name = f"llvm.masked.load.v{kind.count}{'f32' if element == F32 else f'i{element.width}'}.p0"
+        pointer = self.builder.inttoptr(address, kind.as_pointer())
+        function = ir.FunctionType(kind, [pointer.type, I32, there.type, kind])
+        called = cgutils.get_or_insert_function(self.module, function, name)
+        return self.builder.call(called, [pointer, I32(1), there, ir.Constant(kind, [0] * kind.count)])
+
+    def stored(self, address: Any, stored: int, left: Any) -> Any:
+        """Return sixteen scales or biases as float32, or the ``left`` ones of a row and then zeros."""
+        build = self.builder
+        few = build.select(build.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
+        there = build.icmp_signed("<", self.words([*range(LANES)]), self.all_alike(build.trunc(few, I32)))
+        if stored == FLOAT32:
+            return self.load_some(address, FLOATS, there)
+        halves = self.load_some(address, ir.VectorType(ir.IntType(16), LANES), there)
+        if stored == FLOAT16:
+            return build.fpext(build.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+        return build.bitcast(build.shl(build.zext(halves, WORDS), self.words([16] * LANES)), FLOATS)
+
+    def add_products(self, sums: Any, weights: Any, x: Any) -> Any:
+        """Return sixteen sums, each with four products more."""
+        kind = ir.FunctionType(WORDS, [WORDS] * 3)
+        called = cgutils.get_or_insert_function(self.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        return self.builder.call(called, [sums, self.builder.bitcast(weights, WORDS), x])
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """Return the larger numbers of two vectors; what is no number stays so."""
+        takes_b = self.builder.fcmp_unordered(">", b, a)
+        return self.builder.select(self.builder.and_(takes_b, self.builder.fcmp_ordered("ord", a, a)), b, a)
+
+
+def _write_byte_tile(write: _ByteWriter, stored: int, outs: int, rows: int, arguments: Any) -> None:
+    builder, format, count = write.builder, write.format, vectors_of(write.format)
+    given = dict(zip(ARGUMENTS, arguments, strict=True))
+    sums = write.zeros(outs, rows)
+    scale_row = builder.mul(given["groups"], I64(STORED_BYTES[stored]))
+    weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
+    x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
+    scales, biases = (
+        [write.at(given[name], builder.mul(scale_row, I64(out))) for out in range(outs)]
+        for name in ("scales", "biases")
+    )
+    # A lane sums 4 · count weights, all of one group; the groups of a chunk are looked up in the scales from its first one on.
+    log = builder.add(builder.cttz(given["blocks"], ir.Constant(ir.IntType(1), 0)), I64(4))
+    lanes = ir.Constant(WORDS, [4 * count * lane for lane in range(LANES)])
+    lane_group = builder.lshr(lanes, write.all_alike(builder.trunc(log, I32)))
+    packed = builder.mul(given["groups"], builder.mul(given["blocks"], I64(format.block_bytes)))
+    chunk_bytes, record = _chunk_bytes(format), VECTOR * (count + 1)
+    chunks, left = builder.udiv(packed, I64(chunk_bytes)), builder.urem(packed, I64(chunk_bytes))
+
+    def chunk(index: Any, there: Any | None) -> None:
+        place = builder.mul(index, I64(chunk_bytes))
+        first = builder.lshr(builder.mul(index, I64(VECTOR * count)), log)
+        scales_at = builder.mul(first, I64(STORED_BYTES[stored]))
+        x_at = builder.mul(index, I64(record))
+        xs = [
+            [write.load(write.at(write.at(row, x_at), VECTOR * part), WORDS) for part in range(count)]
+            + [write.load(write.at(write.at(row, x_at), VECTOR * count), FLOATS)]
+            for row in x_rows
+        ]
+        for out in range(outs):
+            weights = write.chunk(write.at(weight_rows[out], place), there)
+            near = write.stored(write.at(scales[out], scales_at), stored, builder.sub(given["groups"], first))
+            scale = write.look_up(near, lane_group)
+            for row in range(rows):
+                found = write.words([0] * LANES)
+                for part in range(count):
+                    found = write.add_products(found, weights[part], xs[row][part])
+                scaled = builder.fmul(builder.sitofp(found, FLOATS), xs[row][count])
+                builder.store(write.multiply_add(scaled, scale, builder.load(sums[out][row])), sums[out][row])
+
+    with cgutils.for_range(builder, chunks, intp=I64) as loop:
+        chunk(loop.index, None)
+    whole = builder.icmp_unsigned("!=", left, I64(0))
+    with cgutils.if_unlikely(builder, whole):
+        places = ir.Constant(BYTES, [*range(VECTOR)])
+        chunk(chunks, builder.icmp_unsigned("<", places, write.all_alike(builder.trunc(left, I8), VECTOR)))
+    sums_at = builder.mul(builder.add(chunks, builder.zext(whole, I64)), I64(record))
+    turns = builder.lshr(builder.add(given["groups"], I64(LANES - 1)), I64(4))
+    with cgutils.for_range(builder, turns, intp=I64) as loop:
+        first = builder.mul(loop.index, I64(LANES))
+        place = builder.add(sums_at, builder.mul(first, I64(4)))
+        totals = [write.load(write.at(row, place), FLOATS) for row in x_rows]
+        at = builder.mul(first, I64(STORED_BYTES[stored]))
+        for out in range(outs):
+            bias = write.stored(write.at(biases[out], at), stored, builder.sub(given["groups"], first))
+            for row in range(rows):
+                builder.store(write.multiply_add(bias, totals[row], builder.load(sums[out][row])), sums[out][row])
+    write.write_sums(sums, given)
+
+
+def _write_rounded_row(write: _ByteWriter, x: Any, groups: Any, blocks: Any, out: Any) -> None:
+    build, count = write.builder, vectors_of(write.format)
+    kind = ir.FunctionType(FLOATS, [FLOATS])
+    absolute, nearest = (
+        cgutils.get_or_insert_function(build.module, kind, f"llvm.{name}.v16f32") for name in ("fabs", "rint")
+    )
+    most, total = cgutils.alloca_once(build, FLOATS), cgutils.alloca_once(build, WORDS)
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    in_chunk, record = I64(4 * count), VECTOR * (count + 1)  # sixteens, bytes
+    step = LANES // count  # bytes of a sixteen in each vector
+    chunks = build.udiv(build.add(build.mul(groups, blocks), I64(4 * count - 1)), in_chunk)
+    totals = write.at(out, build.mul(chunks, I64(record)))
+
+    def put(values: Any, address: Any) -> None:
+        build.store(values, build.inttoptr(address, values.type.as_pointer()), align=1)
+
+    def sixteen(at: Any) -> Any:
+        return write.load(write.at(x, build.mul(at, I64(4 * LANES))), FLOATS)
+
+    with cgutils.for_range(build, groups, intp=I64) as group:
+        first = build.mul(group.index, blocks)
+        build.store(zero, most)
+        build.store(write.words([0] * LANES), total)
+        with cgutils.for_range(build, blocks, intp=I64) as block:
+            size = build.call(absolute, [sixteen(build.add(first, block.index))])
+            build.store(write.larger(build.load(most), size), most)
+        largest = write.reduce(build.load(most), write.larger)
+        scale = build.fmul(largest, F32(1 / MOST))
+        lost = build.fcmp_unordered(">=", largest, F32(float("inf")))  # a group with one that is no number has none
+        usable = build.and_(build.fcmp_ordered(">=", scale, F32(TINY)), build.not_(lost))
+        factor = write.all_alike(build.select(usable, build.fdiv(F32(MOST), largest), F32(0.0)))
+        scale = build.select(lost, F32(float("nan")), build.select(usable, scale, F32(0.0)))
+        with cgutils.for_range(build, blocks, intp=I64) as block:
+            at = build.add(first, block.index)
+            scaled = build.fmul(sixteen(at), factor)
+            scaled = build.select(build.fcmp_ordered("ord", scaled, scaled), scaled, zero)
+            whole = build.fptosi(build.call(nearest, [scaled]), WORDS)
+            build.store(build.add(build.load(total), whole), total)
+            small = build.trunc(whole, ir.VectorType(I8, LANES))
+            place = write.at(out, build.mul(build.udiv(at, in_chunk), I64(record)))
+            place = write.at(place, build.mul(build.urem(at, in_chunk), I64(step)))
+            for vector in range(count):
+                chosen = ir.Constant(ir.VectorType(I32, step), [*range(vector, LANES, count)])
+                put(build.shuffle_vector(small, small, chosen), write.at(place, VECTOR * vector))
+            put(write.all_alike(scale, step // 4), write.at(place, VECTOR * count))
+        sum = build.sitofp(write.reduce(build.load(total), build.add), F32)
+        put(build.fmul(sum, scale), write.at(totals, build.mul(group.index, I64(4))))
+
+
+@intrinsic(prefer_literal=True)
+def round_row(typingctx, form, x, groups, blocks, out):  # type: ignore[no-untyped-def]  # noqa
+    """Write a row of x, rounded, to ``out``, which holds zeros. form: a literal place in FORMATS."""
+    chosen = FORMATS[form.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
+        _write_rounded_row(_ByteWriter(builder, chosen), *values[1:])
+        return context.get_dummy_value()
+
+    return types.void(form, *[types.intp] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def byte_tile(typingctx, form, stored, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa  # fmt: skip
+    """Compute a tile of rounded rows of x. stored: how scales are; the scales and biases are as they are stored."""
+    format, how = FORMATS[form.literal_value], stored.literal_value
+    size = outs.literal_value, rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
+        _write_byte_tile(_ByteWriter(builder, format), how, *size, values[4:])
+        return context.get_dummy_value()
+
+    return types.void(form, stored, outs, rows, *[types.intp] * len(ARGUMENTS)), generate
