@@ -270,6 +270,17 @@ def limit_of_settings() -> int | None:
     return settings.load(settings.default_path()).settings.memory_bytes
 
 
+def add_cpu_exact_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cpu-exact``."""
+    does = "on a CPU, never round what packed weights are multiplied with to 8 bits (cpu_exact of the settings, at first off)"
+    parser.add_argument("--cpu-exact", action="store_true", help=does)
+
+
+def is_cpu_exact(options: argparse.Namespace | None = None) -> bool:
+    """Return whether a CPU may round nothing, by the flag or the settings."""
+    return getattr(options, "cpu_exact", False) or settings.load(settings.default_path()).settings.cpu_exact
+
+
 def add_unchecked_flag(
     parser: argparse.ArgumentParser,
     does: str = "load a model although something in its config would be computed otherwise; every reply says what",
@@ -368,6 +379,7 @@ def add_reply_flags(parser: argparse.ArgumentParser, *, cache: bool = True) -> N
     """Add every flag of a command that loads a model and makes replies; cache: whether they may be read from the prompt cache."""
     add_adapter_flag(parser)
     add_unchecked_flag(parser)
+    add_cpu_exact_flag(parser)
     add_sampling_flags(parser)
     add_template_flags(parser)
     add_kv_flags(parser, cache=cache)

@@ -44,7 +44,7 @@ TITLES = ("model", "words")
 """Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
 VALUES = (
     "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel",
-    "speculation", "tint_guesses", "models_folder", "keep_awake", "titles", "toured",
+    "speculation", "tint_guesses", "cpu_exact", "models_folder", "keep_awake", "titles", "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
 OPTIONS = ("sampling", "template", "kv", "tools")
@@ -88,7 +88,8 @@ class Settings:
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
     (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. parallel: replies
     that an engine makes at once, at most. speculation: whether tokens are guessed, and several verified at once. tint_guesses:
-    whether text that was guessed is tinted in the chat. keep_awake: whether a Mac may not sleep while a model works.
+    whether text that was guessed is tinted in the chat. cpu_exact: whether a CPU rounds nothing that packed weights are multiplied
+    with. keep_awake: whether a Mac may not sleep while a model works.
     models_folder: where the chat puts models that it converts; empty is ``default_models_folder``. titles: who gives a chat its
     title, one of ``TITLES``.
     panel, all_figures: whether the side panel is shown, and with every figure. toured: whether the tour of the first start was
@@ -108,6 +109,7 @@ class Settings:
     parallel: int = PARALLEL
     speculation: bool = True
     tint_guesses: bool = False
+    cpu_exact: bool = False
     models_folder: str = ""
     keep_awake: bool = True
     titles: str = "model"

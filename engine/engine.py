@@ -115,6 +115,7 @@ class Engine:
         adapter: str | Path | None = None,
         parallel: int = PARALLEL,
         speculation: Speculation | None = Speculation(),  # noqa: B008  # frozen
+        cpu_exact: bool = False,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
@@ -131,8 +132,9 @@ class Engine:
         ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
         PEFT) that are added to what the model's own weights compute. parallel: replies that are made at once at most; those in the
         background count apart. speculation: what guesses tokens, of which several are verified at a time while a reply is made
-        alone; the text stays the same; a draft model is loaded beside; None guesses nothing. progress is called from another
-        thread.
+        alone; the text stays the same; a draft model is loaded beside; None guesses nothing. cpu_exact: on a CPU, nothing that
+        packed weights are multiplied with is rounded, though it would cost the model little (``spec.rounding``). progress is
+        called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         _check_load(model, kv, prompt_cache, adapter, speculation)
@@ -168,6 +170,7 @@ class Engine:
                 adapter=adapter,
                 parallel=width,
                 speculation=speculation,
+                cpu_exact=cpu_exact,
             )
 
         try:

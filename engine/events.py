@@ -215,10 +215,11 @@ class Live:
 class LoadProgress:
     """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``.
 
-    Of two stages there are no bytes: "warm-up", and "compile", in which a CPU's kernels are compiled, once on a machine.
+    Of three stages there are no bytes: "warm-up"; "compile", in which a CPU's kernels are compiled, once on a machine; "rounding",
+    in which is measured what rounding costs a model there, once for each.
     """
 
-    stage: Literal["download", "weights", "compile", "warm-up"]
+    stage: Literal["download", "weights", "compile", "rounding", "warm-up"]
     done: int
     total: int | None
 

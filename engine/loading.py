@@ -23,7 +23,8 @@ from .kv.rows import why_alone
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from .model.config import context_length, pretraining_length, read_config
 from .model.corrections import use_short_factors
-from .model.loader import DTYPES, LoadedModel, load_model, position_rows
+from .model.loader import BUILD_ERRORS, DTYPES, LoadedModel, load_model, position_rows
+from .model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost
 from .model.stored_heads import StoredHeads, find_heads
 from .options import KVSpec, PromptCacheSpec, Sampling, Speculation
 from .perf.bandwidth import with_bandwidth
@@ -39,6 +40,7 @@ from .perf.peak_memory import shape_of
 from .perf.roofline import Fitted, HostLimited, fitted, measure_host
 from .perf.timing import LatencyProfiler, TimedModel, can_measure
 from .prompt_cache.cache import open_cache
+from .prompt_cache.folder import default_root, digest
 from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
 from .runtime import MachineSpeed, Runtime
 from .sampling import Sampler
@@ -69,12 +71,13 @@ def load(
     adapter: str | Path | None = None,
     parallel: int = 1,
     speculation: Speculation | None = None,
+    cpu_exact: bool = False,
 ) -> Runner:
     """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
     adapter: a folder or a Hugging Face id of low-rank changes to the model.
     memory: bytes that arrays may take; None is the system's limit. parallel: replies at once at most.
-    speculation: what guesses tokens; its draft model is loaded, too.
+    speculation: what guesses tokens; its draft model is loaded, too. cpu_exact: a CPU's kernels never round rows.
     """
     report = progress or (lambda _: None)
     folder = download.resolve(model, progress=report)
@@ -100,9 +103,12 @@ def load(
         progress=lambda d, t: report(LoadProgress("weights", d, t)),
         compiling=lambda: report(LoadProgress("compile", 0, None)),
         unchecked=unchecked,
+        rounded=not cpu_exact,
     )
-    changes = {} if added is None else _adapt(loaded, added, dtype, device)
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
+    rounding = None if cpu_exact or not loaded.by_kernels else _rounding(loaded, tokenizer, report)
+    rounded = rounding is not None and rounding.is_small
+    changes = {} if added is None else _adapt(loaded, added, dtype, device)
     install_seam()
     positions = position_rows(loaded.module)
     longest = longest_of(loaded.config, positions)
@@ -177,6 +183,7 @@ def load(
         draft_bytes=None if draft is None else draft.weight_bytes,
         heads=" and ".join(each.named for each in heads) or None,
         heads_bytes=head_bytes or None,
+        rounding=rounding,
     )
     runtime = Runtime(
         model=loaded.module,
@@ -213,13 +220,14 @@ def load(
         unpacked=loaded.eager,
         short_factors=short_factors,
         **({} if added is None else {"adapter": added.digest}),
+        **({"rounded": True} if rounded else {}),
     )
     width = 1 if alone else parallel
     return Runner(
         runtime,
         spec,
         store,
-        IdleProfiler(machine, _profiler(runtime, by_kernels=loaded.by_kernels)),
+        IdleProfiler(machine, _profiler(runtime, by_kernels=loaded.by_kernels, rounded=rounded)),
         on_close,
         parallel=width,
         speculation=speculation,
@@ -273,12 +281,35 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
-def _profiler(runtime: Runtime, *, by_kernels: bool) -> LatencyProfiler | None:
+def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadProgress], None]) -> RoundingCost | None:
+    """Have a CPU's kernels round rows if that costs the model little; return what it costs, or None where nothing can be rounded.
+
+    It is measured when the model is first loaded. Where a file can't be read or kept, every load measures it: the same.
+    """
+    from .model.cpu.rounding import TEXT, TOKENS, measure_cost, round_rows
+
+    if not round_rows(loaded.module, rounds=False):
+        return None
+    key, cost = None, None
+    with contextlib.suppress(OSError):
+        key = cost_key(loaded.folder, digest(sorted(loaded.folder.glob("*.safetensors")), default_root()))
+        cost = known_cost(key)
+    if cost is None:
+        report(LoadProgress("rounding", 0, None))
+        with contextlib.suppress(*BUILD_ERRORS):  # planning its caches then says why its forward pass fails
+            cost = measure_cost(loaded.module, tokenizer.encode(TEXT)[:TOKENS])
+        if cost is not None and key is not None:
+            keep_cost(key, cost)
+    round_rows(loaded.module, rounds=cost is not None and cost.is_small)
+    return cost
+
+
+def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:
     """What measures the model's speed here where nothing published knows it."""
     if runtime.machine.pace is not None or not can_measure(runtime.plan):
         return None
     key = machine_key(runtime.machine.chip, runtime.device)
-    return LatencyProfiler(TimedModel(runtime.work, runtime.plan, by_kernels, runtime.device, key))
+    return LatencyProfiler(TimedModel(runtime.work, runtime.plan, by_kernels, runtime.device, key, rounded))
 
 
 def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:

@@ -27,6 +27,7 @@ from .files import FLUSH_S
 from .generation import STAGE_S, Generation, PrefillChunker
 from .kv.divergence import Trial, TrialProgress
 from .metrics import Recorder
+from .model.rounding_cost import RoundingCost
 from .options import NOTHING_TOLD, KVBits, KVSpec, Sampling, Speculation, TemplateOptions, Thinking
 from .passes.likely import ReplyQuestion, look_again
 from .passes.tokens import PromptText, StepTokens
@@ -176,6 +177,7 @@ class ModelSpec:
     heads: its own heads that guess further tokens, in words; heads_bytes: of their weights, and at most of their keys and values.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     takes_tools: whether tools can be defined in it, and the model's calls be read.
+    rounding: what rounding rows on a CPU costs it, by which they are rounded or not; None where none can be, or none may.
     """
 
     name: str
@@ -205,6 +207,7 @@ class ModelSpec:
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False
+    rounding: RoundingCost | None = None
 
 
 class Runner:

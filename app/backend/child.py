@@ -100,6 +100,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             adapter=request.adapter,
             parallel=request.parallel,
             speculation=Speculation(draft=request.draft) if request.speculation else None,
+            cpu_exact=request.cpu_exact,
             progress=progress,
         )
 
@@ -124,6 +125,7 @@ def _model_info(engine: "Engine", *notes: str) -> ModelInfo:
         later_system=tokenizer.has_chat_template and tokenizer.takes_later_system(),
         recommended=Sampling().resolved(spec.recommended),
         notes=(*notes, *spec.notes),
+        rounded="" if spec.rounding is None else str(spec.rounding),
     )
 
 

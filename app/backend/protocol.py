@@ -295,7 +295,8 @@ class Load:
 
     memory: bytes that it may take; None is the system's limit. unchecked: although something of its config is computed otherwise.
     adapter: a folder or a Hugging Face id of what is added to it. parallel: replies at once at most. speculation: whether tokens
-    are guessed, and several verified at once; draft: a smaller model that guesses. text_every_s: how long text of a reply may
+    are guessed, and several verified at once; draft: a smaller model that guesses. cpu_exact: a CPU rounds nothing.
+    text_every_s: how long text of a reply may
     wait for more of it; None is as suits a screen.
     """
 
@@ -308,6 +309,7 @@ class Load:
     parallel: int = PARALLEL
     speculation: bool = True
     draft: str | None = None
+    cpu_exact: bool = False
     text_every_s: float | None = None
 
     def of(self, model: str, adapter: str | None, draft: str | None) -> "Load":
@@ -501,6 +503,7 @@ class ModelInfo:
     heads: its own heads that guess further tokens, in words; heads_bytes: of their weights, and at most of their keys and values.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     takes_tools: whether it can call tools; else calls of earlier replies are given to it as text.
+    rounded: what rounding on a CPU costs it, in words, and so whether it is done; "" where none can be, or none may.
     """
 
     name: str
@@ -529,6 +532,7 @@ class ModelInfo:
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False
+    rounded: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,11 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-WITHOUT_BYTES = {"warm-up": "warming up", "compile": "compiling kernels for this processor, once, for"}
+WITHOUT_BYTES = {
+    "warm-up": "warming up",
+    "compile": "compiling kernels for this processor, once, for",
+    "rounding": "measuring, once, what rounding costs",
+}
 """What is said of stages of loading that have no size."""
 
 

@@ -357,11 +357,19 @@ def _model(reply: Measured) -> Explained:
             Input("parameters", units.short(parameters), "counted in the model's files"),
             Input("bits per weight", units.UNKNOWN if bits is None else f"{bits:.2f}", "stored bits ÷ weights"),
             Input("model", sanitise_line(reply.engine.load.model if info is None else info.name), "your choice"),
+            *_rounding(info),
         ),
         "counted from the loaded tensors",
         "The memory that the model takes before it reads a word. Nearly all of it is read for each token it writes.",
         "" if info is not None else "no model is loaded",
     )
+
+
+def _rounding(info: ModelInfo | None) -> tuple[Input, ...]:
+    """Return what a CPU rounds, and what that costs the model."""
+    if info is None or not info.rounded:
+        return ()
+    return (Input("what they multiply", info.rounded, "measured when it was first loaded"),)
 
 
 def _ttft(reply: Measured) -> Explained:

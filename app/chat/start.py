@@ -26,7 +26,7 @@ class ChatOptions:
         memory: bytes that a model may take.
         adapter: is added to the model; "" is none, whatever the settings have for it.
         parallel: replies at once at most; None is what the settings say. speculation: whether tokens are guessed; the same.
-        draft: the draft model; "" is none, whatever the settings have for the model.
+        draft: the draft model; "" is none, whatever the settings have for the model. cpu_exact: a CPU rounds nothing.
         engine: the command that starts the engine's process, where it is not the usual one.
         profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
         chat: the stored conversation to open, or the beginning of its ID.
@@ -46,6 +46,7 @@ class ChatOptions:
     parallel: int | None = None
     speculation: bool | None = None
     draft: str | None = None
+    cpu_exact: bool = False
     system: str | None = None
     profile: str | None = None
     engine: Sequence[str] | None = None
@@ -99,7 +100,18 @@ def begin(options: ChatOptions) -> ChatStart:
     parallel = known.parallel if options.parallel is None else options.parallel
     draft = known.drafts.get(model) if options.draft is None else options.draft or None
     guesses = known.speculation or bool(options.draft) if options.speculation is None else options.speculation
-    load = Load(model, kv, options.prompt_cache, limit, options.unchecked, adapter, parallel, guesses, draft)
+    load = Load(
+        model,
+        kv,
+        options.prompt_cache,
+        limit,
+        options.unchecked,
+        adapter,
+        parallel,
+        guesses,
+        draft,
+        cpu_exact=options.cpu_exact or known.cpu_exact,
+    )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()
     preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))

@@ -39,6 +39,7 @@ from ..keep_awake import awake
 from ..options import (
     adapter_of,
     add_adapter_flag,
+    add_cpu_exact_flag,
     add_kv_flags,
     add_logprobs_flag,
     add_memory_flag,
@@ -53,6 +54,7 @@ from ..options import (
     check_speculation_flags,
     default_model,
     given_profile,
+    is_cpu_exact,
     kv_spec,
     memory_limit,
     over,
@@ -140,6 +142,7 @@ def parser() -> Parser:
     )
     add_adapter_flag(made)
     add_unchecked_flag(made)
+    add_cpu_exact_flag(made)
     add_sampling_flags(made)
     add_template_flags(made)
     add_kv_flags(made)
@@ -234,6 +237,7 @@ def _answer(
             memory=memory_limit(options),
             on_interrupt=writer.interrupted,
             unchecked=options.unchecked,
+            cpu_exact=is_cpu_exact(options),
             adapter=adapter_of(options, model),
             speculation=speculation_of(options, model),
         )
@@ -275,6 +279,7 @@ def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
         or (PromptCacheSpec(disk=False) if options.n else None),  # the answers share it
         memory=memory_limit(options),
         unchecked=options.unchecked,
+        cpu_exact=is_cpu_exact(options),
         adapter=adapter_of(options, model),
         parallel=parallel_of(options),
         speculation=speculation_of(options, model),

@@ -87,6 +87,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),
             unchecked=options.unchecked,
+            cpu_exact=options.cpu_exact,
             adapter=None if options.adapter is None else given_adapter(options.adapter),
             parallel=options.parallel,
             speculation=None if options.speculation is None else options.speculation == AUTO,

@@ -500,6 +500,7 @@ def _figures(found: "Inspection") -> list[list[str]]:
     return [
         ["KV cache", kept],
         ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
+        *([] if found.rounding is None else [["what weights multiply", str(found.rounding)]]),
         ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {speed}"],
         *([["", chip.condition]] if chip.condition else []),
         ["ceiling", f"{rate(found.ceiling_tps)}{'' if found.ceiling_tps is None else ': the hardware limit'}"],

@@ -27,7 +27,7 @@ from tokamac.engine.kv.divergence import (
 )
 from tokamac.engine.options import KVSpec
 
-from ..options import SAMPLING_FLAGS, adapter_of, default_model, kv_spec, memory_limit, positive
+from ..options import SAMPLING_FLAGS, adapter_of, default_model, is_cpu_exact, kv_spec, memory_limit, positive
 from ..output import Progress, json_line, note, table
 from ..parser import Parser
 from ..prompts import LONGEST_INPUT, InputError
@@ -85,6 +85,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         prompt_cache=None,
         memory=memory_limit(options),
         unchecked=options.unchecked,
+        cpu_exact=is_cpu_exact(options),
         adapter=adapter_of(options, model),
     ) as engine:
         ids = _within(engine.tokenizer.encode(text), engine.spec.context_length)

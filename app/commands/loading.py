@@ -15,7 +15,7 @@ from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation
 
 from .. import INTERRUPTED, settings
-from ..options import adapter_of, memory_limit
+from ..options import adapter_of, is_cpu_exact, memory_limit
 from ..output import Progress, note
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 COMPILING = "compiling kernels for this processor: some seconds, once"
+MEASURING = "measuring what rounding would cost this model, once"
 """Told where loading waits for that."""
 
 ONE_BY_ONE = "replies are made one after another"
@@ -42,10 +43,12 @@ def load(
     adapter: str | None = None,
     parallel: int = 1,
     speculation: Speculation | None = None,
+    cpu_exact: bool = False,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
-    parallel: replies that will be asked for at once. speculation: what guesses tokens; None is nothing.
+    parallel: replies that will be asked for at once. speculation: what guesses tokens; None is nothing. cpu_exact: a CPU rounds
+    nothing.
 
     Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
@@ -77,6 +80,7 @@ def load(
                 adapter=adapter,
                 parallel=parallel,
                 speculation=speculation,
+                cpu_exact=cpu_exact,
                 progress=lambda at: tell_loading(at, bar),
             )
         finally:
@@ -120,6 +124,7 @@ def load_for(
         adapter=added,
         parallel=parallel,
         speculation=speculation,
+        cpu_exact=is_cpu_exact(options),
     )
 
 
@@ -154,6 +159,9 @@ def tell_loading(at: LoadProgress, bar: Progress) -> None:
     if at.stage == "compile":
         bar.clear()
         note(COMPILING)
+    elif at.stage == "rounding":
+        bar.clear()
+        note(MEASURING)
     elif at.stage != "warm-up":
         bar.update(at.done, at.total)
 

@@ -134,7 +134,7 @@ def _perplexity(options: argparse.Namespace, text: str) -> int:
     from tokamac.quant.calibration import first_ids
 
     bar = Progress("reading", unit="tokens")
-    with loading.load(options.a, kv=KVSpec(), prompt_cache=None, memory=limit_of_settings()) as engine:
+    with loading.load(options.a, kv=KVSpec(), prompt_cache=None, memory=limit_of_settings(), cpu_exact=True) as engine:
         ids = engine.between(lambda: first_ids(engine.tokenizer, text, options.tokens))
         try:
             found = engine.perplexity(ids, window=options.window, stride=options.stride, progress=bar.update)

@@ -66,13 +66,14 @@ def load_model(
     progress: BytesProgress,
     compiling: Callable[[], None] = lambda: None,
     unchecked: bool = False,
+    rounded: bool = False,
 ) -> LoadedModel:
     """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all; ``compiling`` is called where a CPU's
     kernels are compiled, as at their first use, and are waited for.
 
     dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
     CPU backend runs half precision by slow scalar code; packed matrices stay as they are stored, scales and all. unchecked: load
-    what the rule for configs doubts, too.
+    what the rule for configs doubts, too. rounded: compile what rounds rows, too (cpu/rounding.py); none is rounded yet.
     Raises ModelError (missing, damaged, unsupported) and OptionError.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -84,7 +85,9 @@ def load_model(
     if device == "cpu":
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
-    eager, by_kernels = fill(module, folder, dtype=dtype, device=device, progress=progress, compiling=compiling)
+    eager, by_kernels = fill(
+        module, folder, dtype=dtype, device=device, progress=progress, compiling=compiling, rounded=rounded
+    )
     bound_positions(module)
     mx.clear_cache()
     return LoadedModel(module, config, folder, stored, eager, by_kernels, doubts)
@@ -98,6 +101,7 @@ def fill(
     device: DeviceKind,
     progress: BytesProgress,
     compiling: Callable[[], None] = lambda: None,
+    rounded: bool = False,
 ) -> tuple[bool, bool]:
     """Read the lazy weights of a module in the types for the device, as ``load_model`` says.
 
@@ -106,7 +110,10 @@ def fill(
     """
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if device == "cpu" and wanted == mx.float32:
-        return _read_for_kernels(module, folder, dtype, progress, compiling), True
+        from .cpu.packed import Compiling
+
+        kernels = Compiling(module, rounded=rounded)
+        return _read_for_kernels(module, folder, dtype, progress, lambda: kernels.wait(compiling)), True
     if wanted is not None:
         module.set_dtype(wanted)
     _read(module, folder, dtype, progress)
@@ -114,18 +121,20 @@ def fill(
 
 
 def _read_for_kernels(
-    module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, compiling: Callable[[], None]
+    module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, compiled: Callable[[], None]
 ) -> bool:
-    """Read weights that a CPU's own kernels will multiply. Returns whether decoding waits for the device between layers."""
-    from .cpu.dense import logits_width
-    from .cpu.packed import Compiling, keep_packed, use_kernels
+    """Read weights that a CPU's own kernels will multiply, once these are ``compiled``, which waits for it.
 
-    kernels = Compiling(module, rounded=False)
+    Returns whether decoding waits for the device between layers.
+    """
+    from .cpu.dense import logits_width
+    from .cpu.packed import keep_packed, use_kernels
+
     restore = keep_packed(module)
     module.set_dtype(mx.float32)
     restore()
     _read(module, folder, dtype, progress)
-    kernels.wait(compiling)
+    compiled()
     try:
         logits = logits_width(module)
     except BUILD_ERRORS:  # planning its caches then says why its forward pass fails

@@ -4,6 +4,7 @@ The model may have its files here, only its config, or only a row in the catalog
 values are counted by the config, and the ceiling by the bytes alone.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..device import device_kind
 from ..errors import ModelNotFoundError, ModelUnsupportedError, OptionError, TokamacError
 from ..model.adapters import Adapter
 from ..model.config import context_length, read_config
+from ..model.rounding_cost import RoundingCost, cost_key, known_cost
 from ..model.safetensors import INDEX, PICKLES
 from ..model.stored_heads import StoredHeads, find_heads
 from ..options import KVSpec
@@ -133,6 +135,7 @@ class Inspection:
     kv_reason why not; KV bytes are then counted from the config alone. prediction: both phases on the roofline.
     draft: the draft model beside it, whose weights, keys and values are in ``memory``, too.
     heads: the model's own for further tokens, those that can't be used included; the weights of the others are in ``memory``.
+    rounding: what rounding costs it on a plain CPU, once it was loaded here; None where that is unknown, or nothing is rounded.
     """
 
     model: str
@@ -162,6 +165,7 @@ class Inspection:
     kv_reason: str | None = None
     draft: "Inspection | None" = None
     heads: tuple[StoredHeads, ...] = ()
+    rounding: RoundingCost | None = None
 
     @property
     def draft_step(self) -> float | None:
@@ -225,6 +229,7 @@ class Inspection:
             "bandwidth_source": chip.source,
             "bandwidth_condition": chip.condition or None,
             "reason": self.reason,
+            "rounding": None if self.rounding is None else {**asdict(self.rounding), "rounded": self.rounding.is_small},
         }
 
 
@@ -267,6 +272,7 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
         reason=outcome.reason,
         prediction=outcome.prediction,
         kv_table=table,
+        rounding=_rounding(ref, case, loaded.place),
     )
 
 
@@ -276,6 +282,17 @@ def with_heads(found: Inspection, folder: Path, config: Mapping[str, Any]) -> In
     more = sum(each.held_bytes(floats=found.form == "float32") for each in heads if not each.trouble)
     fit = own if not more else found.place.fit(weights=own.weights + more, kv=own.kv, working=own.working)
     return replace(found, memory=fit, heads=heads)
+
+
+def _rounding(ref: ModelRef, case: WhatIfCase, place: Machine) -> RoundingCost | None:
+    if ref.folder is None or case.bits is not None or not place.local or place.device != "cpu":
+        return None
+    from ..prompt_cache.folder import default_root, known_digest
+
+    with contextlib.suppress(OSError):
+        weights = known_digest(sorted(ref.folder.glob("*.safetensors")), default_root())
+        return None if weights is None else known_cost(cost_key(ref.folder, weights))
+    return None
 
 
 def with_draft(found: Inspection, draft: Inspection) -> Inspection:

@@ -61,16 +61,19 @@ class Machine:
         return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
 
     def latency_of(self, work: "Workload", plan: "CachePlan", *, by_kernels: bool) -> LatencyModel | None:
-        """Return the latency of a model: as published, else as measured here and kept. Measures nothing."""
+        """Return the latency of a model: as published, else as measured here and kept. Measures nothing.
+
+        Of a CPU's own kernels it is with rounded rows where such were timed.
+        """
         from .timing import LatencyProfiler, TimedModel
 
         if isinstance(self.latency, Fitted):
             return HostLimited(self.latency)
         if self.latency is not None or not self.local:
             return self.latency
-        return LatencyProfiler(
-            TimedModel(work, plan, by_kernels, self.device, machine_key(self.chip, self.device))
-        ).latency()
+        exact = TimedModel(work, plan, by_kernels, self.device, machine_key(self.chip, self.device))
+        forms = (replace(exact, rounded=True), exact) if by_kernels else (exact,)
+        return next(filter(None, (LatencyProfiler(each).latency() for each in forms)), None)
 
     def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:
         """Return whether these bytes fit. Between what is sure and all of a Mac's memory, it is unknown."""

@@ -183,12 +183,15 @@ def waits(kind: Product, *, by_kernels: bool) -> bool:
     return kind.bits is not None or not stays_lazy(kind.rows * kind.columns)
 
 
-def time_product(kind: Product, rows: int, weight_bytes: int, *, by_kernels: bool) -> float:
-    """Time ``rows`` rows (1: a decode step) times a matrix, copies of which come to ``weight_bytes``, and the kernel before it."""
+def time_product(kind: Product, rows: int, weight_bytes: int, *, by_kernels: bool, rounded: bool = False) -> float:
+    """Time ``rows`` rows (1: a decode step) times a matrix, copies of which come to ``weight_bytes``, and the kernel before it.
+
+    by_kernels, rounded: see ``TimedModel``.
+    """
     copies = (
         max(1, min(weight_bytes // max(_row_bytes(kind, by_kernels=by_kernels), 1), MOST_COPIES)) if rows == 1 else 1
     )
-    products = [_multiplier(kind, by_kernels=by_kernels) for _ in range(copies)]
+    products = [_multiplier(kind, by_kernels=by_kernels, rounded=rounded) for _ in range(copies)]
     x = _ones(1, rows, kind.columns)
     return typical_s(lambda: mx.eval([multiply(x * 0.5) for multiply in products])) / copies
 
@@ -314,7 +317,7 @@ def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], 
     hidden, kinds = model.work.hidden or 0, model.layer_products
     kernels, attend = _small_kernels(hidden, 1), _attention(layer, model.work.query_heads or 0, 1)
     inputs = {columns: _ones(1, 1, columns) for columns in {hidden, *(kind.columns for kind in kinds)}}
-    made = [(kind, _multiplier(kind, by_kernels=model.by_kernels)) for kind in kinds]
+    made = [(kind, _multiplier(kind, by_kernels=model.by_kernels, rounded=model.rounded)) for kind in kinds]
     lazy = [(kind.columns, run) for kind, run in made if not waits(kind, by_kernels=model.by_kernels)]
     eager = [(kind.columns, run) for kind, run in made if waits(kind, by_kernels=model.by_kernels)]
     # Products with the same columns share their input, which is evaluated once: gate and up, queries, keys and values.
@@ -332,10 +335,10 @@ def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], 
     return run_layer
 
 
-def _multiplier(kind: Product, *, by_kernels: bool) -> Callable[[mx.array], mx.array]:
+def _multiplier(kind: Product, *, by_kernels: bool, rounded: bool) -> Callable[[mx.array], mx.array]:
     """What multiplies rows (1, N, columns) with a new matrix of this kind, or with a router's choice of its stack."""
     if by_kernels and kind.stack == 1:
-        return _kernel(kind)
+        return _kernel(kind, rounded=rounded)
     operands: list[mx.array | None] = []
     options: dict[str, Any] = {}
     plain: Callable[..., mx.array] = mx.matmul if kind.bits is None else mx.quantized_matmul
@@ -360,7 +363,7 @@ def _multiplier(kind: Product, *, by_kernels: bool) -> Callable[[mx.array], mx.a
     return multiply
 
 
-def _kernel(kind: Product) -> Callable[[mx.array], mx.array]:
+def _kernel(kind: Product, *, rounded: bool) -> Callable[[mx.array], mx.array]:
     """What multiplies with a new matrix as a CPU's own kernels do."""
     from mlx import nn
 
@@ -369,6 +372,7 @@ def _kernel(kind: Product) -> Callable[[mx.array], mx.array]:
     if kind.bits is None:
         return DenseLinear(_ones(kind.columns, kind.rows, dtype=mx.float32).T, None).__call__
     from ..model.cpu.packed import use_kernels
+    from ..model.cpu.rounding import round_rows
 
     layer = nn.QuantizedLinear(
         kind.group_size, 1, bias=False, group_size=kind.group_size, bits=kind.bits, mode=kind.mode
@@ -381,6 +385,7 @@ def _kernel(kind: Product) -> Callable[[mx.array], mx.array]:
             layer[name] = _ones(kind.rows, groups, dtype=dtype)
     holder = nn.Sequential(layer)
     use_kernels(holder, logits=None)
+    round_rows(holder, rounds=rounded)
     multiply: Callable[[mx.array], mx.array] = holder.__call__
     return multiply
 
@@ -410,7 +415,8 @@ PartTimer = Callable[[str, Callable[[], float]], float]
 class TimedModel:
     """A model as the parts of its steps.
 
-    by_kernels: a CPU's own kernels multiply (engine/model/cpu). machine: its ``measurement_store.machine_key``.
+    by_kernels: a CPU's own kernels multiply (engine/model/cpu); rounded: rows that are rounded, where they can be.
+    machine: its ``measurement_store.machine_key``.
     """
 
     work: Workload
@@ -418,6 +424,7 @@ class TimedModel:
     by_kernels: bool
     device: DeviceKind
     machine: str
+    rounded: bool = False
 
     @property
     def layer_products(self) -> tuple[Product, ...]:
@@ -463,7 +470,8 @@ class TimedModel:
     def _product(self, part_s: PartTimer, kind: Product, nbytes: int) -> PartLatency:
         def seconds(rows: int) -> float:
             label = f"product {kind.key} x {rows} of {nbytes} bytes"
-            return part_s(label, partial(time_product, kind, rows, nbytes, by_kernels=self.by_kernels))
+            time_it = partial(time_product, kind, rows, nbytes, by_kernels=self.by_kernels, rounded=self.rounded)
+            return part_s(label, time_it)
 
         row_s = seconds(1)
         return PartLatency(row_s, row_s if kind.head else max(row_s, seconds(ROWS)))
@@ -586,6 +594,7 @@ class LatencyProfiler:
 
     def _key(self, label: str) -> str:
         form = "by kernels" if self._model.by_kernels else "as stored"
+        form = f"{form}, rounded" if self._model.rounded else form
         return f"{self._model.machine} | recipe {RECIPE} | {form} | {label}"
 
 

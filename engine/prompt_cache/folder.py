@@ -402,6 +402,12 @@ def digest(files: list[Path], root: Path) -> str:
     return whole.hexdigest()
 
 
+def known_digest(files: list[Path], root: Path) -> str | None:
+    """Return the ``digest`` of files that were read before and have not changed since; None where one was not. Raises OSError."""
+    remembered = _remembered(root)
+    return digest(files, root) if all(_known(file, remembered) for file in files) else None
+
+
 def _known(file: Path, remembered: dict[str, str]) -> str | None:
     blob = Path(os.path.realpath(file))
     if blob.parent.name == "blobs" and BLOB.fullmatch(blob.name):

@@ -1,8 +1,12 @@
 """Rows rounded to whole numbers: products against float64, bit by bit across rows and threads, and when a model is computed so."""
 
 import itertools
+import json
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,17 +14,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx import nn
 
 if sys.platform != "linux":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
+from tests.engine.helpers import write_model
 from tests.engine.model.test_cpu import packed, rows_of, unpacked
+from tokamac.engine import Engine, PromptCacheSpec, Sampling
+from tokamac.engine.device import device_kind
 from tokamac.engine.model.cpu import products
 from tokamac.engine.model.cpu.byte_tiles import can_round
-from tokamac.engine.model.cpu.packed import matrix_of
+from tokamac.engine.model.cpu.packed import PackedLinear, matrix_of, use_kernels
 from tokamac.engine.model.cpu.pool import Pool
 from tokamac.engine.model.cpu.products import PackedMatrix
+from tokamac.engine.model.cpu.rounding import measure_cost, round_rows
 from tokamac.engine.model.cpu.tiles import FORMATS, FP8, WeightFormat
+from tokamac.engine.model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost
+from tokamac.engine.perf import measurement_store
+from tokamac.engine.perf.inspection import inspect_model
+from tokamac.engine.prompt_cache.folder import default_root, digest
 
 if not can_round(WeightFormat(4)):
     pytest.skip("this CPU does not multiply bytes", allow_module_level=True)
@@ -131,3 +144,132 @@ def test_other_numbers_are_not_rounded() -> None:
     assert not can_round(WeightFormat(8, FP8))
     with pytest.raises(AssertionError):
         rounding_matrix(packed(8, 64, (8, 32, "mxfp8")))
+
+
+# Whether a model's rows are rounded.
+
+on_a_cpu = pytest.mark.skipif(device_kind() != "cpu", reason="a GPU multiplies by itself")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+IDS = [(7 * i) % 50 for i in range(24)]
+
+
+def llama(bits: int | None) -> Any:
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    from tests.engine.helpers import CONFIG
+
+    mx.random.seed(3)
+    model = Model(ModelArgs.from_dict({**CONFIG, **SIZES}))
+    model.update(nn.utils.tree_map(lambda a: mx.random.normal(a.shape) * 0.05 if a.ndim > 1 else a, model.parameters()))
+    if bits is not None:
+        nn.quantize(model, 64, bits)
+    mx.eval(model.parameters())
+    return model
+
+
+def log_probabilities(model: Any, ids: Sequence[int] = IDS) -> np.ndarray:
+    logits = np.asarray(model(mx.array([list(ids)]))[0].astype(mx.float32), np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)))
+
+
+@on_a_cpu
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_the_packing_is_said_to_cost_about_what_it_did(bits: int) -> None:
+    exact, model = log_probabilities(llama(None)), llama(bits)
+    cost_of_it = float((np.exp(exact) * (exact - log_probabilities(model))).sum(axis=-1).mean())
+    use_kernels(model, logits=None)
+    cost = measure_cost(model, IDS)
+    assert cost is not None
+    assert cost_of_it / 3 < cost.packing < 3 * cost_of_it
+
+
+@on_a_cpu
+def test_the_same_model_costs_the_same_and_stays_exact() -> None:
+    model = llama(4)
+    use_kernels(model, logits=None)
+    before, costs = log_probabilities(model), [measure_cost(model, IDS) for _ in range(2)]
+    assert costs[0] == costs[1] is not None
+    assert np.array_equal(log_probabilities(model), before)
+    assert all(type(each._matrix) is PackedMatrix for each in model.modules() if isinstance(each, PackedLinear))
+    assert round_rows(model, rounds=True)
+    assert not np.array_equal(log_probabilities(model), before)
+
+
+@contextmanager
+def loaded(folder: Path, **options: Any) -> Iterator[tuple[Engine, list[str]]]:
+    stages: list[str] = []
+    with Engine.load(folder, progress=lambda at: stages.append(at.stage), **options) as engine:
+        yield engine, stages
+
+
+def logprobs(engine: Engine) -> np.ndarray:
+    return np.asarray(engine.logprobs(IDS))
+
+
+@pytest.fixture(autouse=True)
+def own_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What other tests kept of models is not there."""
+    file = tmp_path / "rounding.json"
+    monkeypatch.setattr(measurement_store, "store_file", lambda _: file)
+    return file
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("bits", "rounds"), [(4, True), (8, False)])
+def test_rows_are_rounded_where_that_costs_little(bits: int, rounds: bool, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", bits=bits, **SIZES)
+    assert inspect_model(folder, context=128).rounding is None
+    with loaded(folder, prompt_cache=None) as (engine, stages), loaded(folder, prompt_cache=None) as (again, later):
+        cost = engine.spec.rounding
+        assert cost is not None
+        assert cost.is_small is rounds
+        assert ("rounded to 8 bits (adds" in str(cost)) is rounds
+        assert ("rounding" in stages, "rounding" in later) == (True, False)
+        assert again.spec.rounding == cost == inspect_model(folder, context=128).rounding
+        found = logprobs(engine)
+        assert np.array_equal(logprobs(again), found)
+    with loaded(folder, prompt_cache=None, cpu_exact=True) as (engine, stages):
+        assert engine.spec.rounding is None
+        assert "rounding" not in stages
+        assert np.array_equal(logprobs(engine), found) is not rounds
+
+
+@on_a_cpu
+def test_the_decision_is_the_kept_one_until_the_model_changes(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", bits=4, **SIZES)
+    key = cost_key(folder, digest([folder / "model.safetensors"], default_root()))
+    keep_cost(key, RoundingCost(1.0, 9.9))
+    with loaded(folder, prompt_cache=None) as (engine, _):
+        assert engine.spec.rounding == RoundingCost(1.0, 9.9)
+        assert not engine.spec.rounding.is_small
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2e-5}))
+    with loaded(folder, prompt_cache=None) as (engine, stages):
+        assert "rounding" in stages
+        assert engine.spec.rounding is not None
+        assert engine.spec.rounding.is_small
+
+
+@pytest.mark.parametrize(
+    "kept", [1, "x", [], [1, 2, 3], [-1, 2], [1, "2"], [True, 1], [float("nan"), 1], [1, float("inf")]]
+)
+def test_what_can_not_be_right_is_as_good_as_none(kept: Any) -> None:
+    measurement_store.keep(measurement_store.store_file(""), {"key": kept})
+    assert known_cost("key") is None
+
+
+@on_a_cpu
+def test_prompts_of_rounded_rows_are_not_those_of_exact_ones(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", bits=4, **SIZES)
+    ids = [(11 * i) % 50 for i in range(300)]
+
+    def cached(**options: Any) -> int:
+        with loaded(folder, prompt_cache=PromptCacheSpec(), **options) as (engine, _):
+            *_, end = engine.generate(ids, Sampling(temperature=0, max_tokens=2))
+            return int(end.metrics.cached_tokens)
+
+    assert cached() == 0
+    assert cached(cpu_exact=True) == 0
+    assert cached() > 0
+    assert cached(cpu_exact=True) > 0
