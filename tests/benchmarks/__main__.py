@@ -22,6 +22,7 @@ SECTIONS = {  # section: its module
     "decode": "decode",
     "live_cost": "decode",
     "peer": "decode",
+    "cpu": "cpu",
     "together": "many",
     "each": "many",
     "load": "load",

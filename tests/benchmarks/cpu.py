@@ -1,0 +1,123 @@
+"""Section cpu: packed weights on a plain CPU, rounded and exact, beside float32 through NumPy's BLAS, on a free and a busy machine."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.benchmarks.limits import LARGER
+from tests.benchmarks.plan import EngineServer, Plan, Remote, Timing
+from tests.benchmarks.report import Row, Section, Series, alternate, at_most, plain, ratios, series
+from tokamac.engine.options import Sampling
+
+PROMPT, NEW = 256, 64
+BUSY = (2, 8)
+"""Programs that compute without end beside a reply."""
+FORMS = ("rounded", "exact", "float32")
+MOST_MEMORY = 1.3
+
+
+class CPULab(EngineServer):
+    """A model whose products are made in one of FORMS. float32: its weights are unpacked, and NumPy's BLAS multiplies."""
+
+    def __init__(self, model: str, form: str) -> None:
+        from tokamac.engine import Engine
+        from tokamac.engine.model.cpu import dense, packed
+
+        def unpacked(module: object, **_: object) -> bool:
+            dense.unpack(module)
+            return True
+
+        if form == "float32":
+            packed.use_kernels = unpacked
+        self.engine = Engine.load(model, prompt_cache=None, speculation=None, cpu_exact=form == "exact")
+        self.engine.tokenizer.eos_ids = frozenset()
+
+    def rounding(self) -> str:
+        """Return what rounding costs the model, and so whether it is done."""
+        return str(self.engine.spec.rounding)
+
+    def memory_share(self) -> float:
+        """Return what MLX holds at the end of a reply, over packed weights, keys and values."""
+        *_, end = self.engine.generate(self.prompt(PROMPT, 1), Sampling(temperature=0, max_tokens=NEW))
+        return self.engine.memory().active / (self.engine.spec.weight_bytes + (end.metrics.kv_bytes or 0))
+
+
+def measure_cpu(plan: Plan) -> Section:
+    """Measure decode and prefill of the embedded model and a seeded one."""
+    rows: list[Row] = []
+    with TemporaryDirectory(prefix="tokamac-seeded-") as folder:
+        if plan.device == "cpu":
+            from tests.engine.helpers import write_model
+
+            larger = write_model(Path(folder) / "larger", bits=4, **LARGER)
+            for name, model in (("guide", plan.model), ("88 M weights", str(larger))):
+                rows += _measured(name, model, plan)
+    how = (
+        f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as the "
+        "engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute without "
+        f"end, on {_cores()} cores. MLX's memory counts weights, keys and values, and what it keeps of temporaries. llama.cpp was "
+        "not measured."
+    )
+    return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
+
+
+def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
+    with ExitStack() as stack:
+        labs = {form: stack.enter_context(Remote(CPULab, model, form)) for form in FORMS}
+        yield Row(f"{name}: products", labs["rounded"].call("rounding"))
+        for lab in labs.values():
+            lab.call("reply", lab.call("prompt", PROMPT, 0), 4)
+        found = {0: _in_turn(labs, plan)}
+        for form in FORMS:
+            yield plain(f"{name}: decode, {form}", _decode(found[0][form]), "tok/s")
+            yield plain(f"{name}: prefill, {form}", _prefill(found[0][form]), "tok/s")
+        for form in FORMS[:2]:
+            for what, rates in (("decode", _decode), ("prefill", _prefill)):
+                over = ratios(rates(found[0][form]), rates(found[0]["float32"]))
+                yield plain(f"{name}: {what}, {form} ÷ float32", over)
+        share = series([labs["rounded"].call("memory_share")])
+        yield at_most(f"{name}: memory ÷ packed weights, keys and values", share, MOST_MEMORY)
+        for programs in BUSY:
+            with _busy(programs):
+                found[programs] = _in_turn(labs, plan)
+            for form in FORMS:
+                for what, rates in (("decode", _decode), ("prefill", _prefill)):
+                    left = rates(found[programs][form]).median / rates(found[0][form]).median
+                    yield Row(f"{name}: {what}, {form}, beside {programs} ÷ free", f"{left:.2f}")
+
+
+def _in_turn(labs: dict[str, Remote], plan: Plan) -> dict[str, list[Timing]]:
+    return dict(zip(labs, alternate(plan.rounds, *(partial(_reply, lab) for lab in labs.values())), strict=True))
+
+
+def _reply(lab: Remote, number: int) -> Timing:
+    timing: Timing = lab.call("reply", lab.call("prompt", PROMPT, number), NEW)
+    return timing
+
+
+def _decode(timings: list[Timing]) -> Series:
+    return series([each.decode_tps for each in timings])
+
+
+def _prefill(timings: list[Timing]) -> Series:
+    return series([each.prefill_tps for each in timings])
+
+
+@contextmanager
+def _busy(programs: int) -> Iterator[None]:
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+    try:
+        yield
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
