@@ -1,4 +1,4 @@
-"""Section cpu: packed weights on a plain CPU, rounded and exact, beside float32 through NumPy's BLAS, on a free and a busy machine."""
+"""Section cpu: packed weights on a plain CPU, rounded and exact, beside float32 through NumPy, on a free and a busy machine."""
 
 import os
 import subprocess
@@ -58,9 +58,9 @@ def measure_cpu(plan: Plan) -> Section:
             for name, model in (("guide", plan.model), ("88 M weights", str(larger))):
                 rows += _measured(name, model, plan)
     how = (
-        f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as the "
-        "engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute without "
-        f"end, on {_cores()} cores. MLX's memory counts weights, keys and values, and what it keeps of temporaries. llama.cpp was "
+        f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
+        "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
+        f"without end, on {_cores()} cores. MLX's memory counts weights, keys and values, and what it keeps of temporaries. llama.cpp was "
         "not measured."
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
