@@ -47,7 +47,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """Tokens that one drafter guessed, and those of them that were right. source: lookup, branches or draft."""
+    """Tokens that one drafter guessed, and those of them that were right. source: lookup, branches, draft, mtp or medusa."""
 
     source: str
     drafted: int

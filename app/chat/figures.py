@@ -541,8 +541,11 @@ def _expected(reply: Measured) -> Explained:
 
 
 DRAFTERS = {
-    **{"lookup": "from the chat", "branches": "from other versions", "draft": "by the draft model"},
-    **{"mtp": "by its own layer for that", "medusa": "by its Medusa heads"},
+    "lookup": "from the chat",
+    "branches": "from other versions",
+    "draft": "by the draft model",
+    "mtp": "by the model's extra layer",
+    "medusa": "by Medusa heads",
 }
 """Who guessed, by the name of the source."""
 

@@ -13,7 +13,7 @@ from tokamac.app import units, verdict
 from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo, ReplyEvent
 from tokamac.app.chat import figures
 from tokamac.app.chat.conversation import Reply, Tree, Turn, messages
-from tokamac.app.chat.figures import FIGURES, Explained, Figure, explain
+from tokamac.app.chat.figures import DRAFTERS, FIGURES, Explained, Figure, explain
 from tokamac.app.chat.session import Session
 from tokamac.app.tui.markdown.turns import FIGURES as FIGURES_FRAME
 from tokamac.app.tui.markdown.turns import ReplyMessage
@@ -25,6 +25,8 @@ from tokamac.engine.events import Finished, Live, Message, PrefillProgress, Text
 from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import Sampling
 from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Waits, diagnose
+from tokamac.engine.speculation.ledger import COMPUTED
+from tokamac.engine.speculation.lookup import Branches, Lookup
 
 # Every figure of the side panel explains itself: formula, inputs, source, meaning; what is unknown says why.
 
@@ -527,6 +529,10 @@ def test_guesses_that_came_true_are_in_the_verdict_with_what_they_saved(saved_s:
     guessed = replace(VERDICT_METRICS, drafted_tokens=10, accepted_tokens=8, saved_s=saved_s)
     assert said in sentence(guessed, found("decode", 3.0))
     assert "guessed" not in sentence(VERDICT_METRICS, found("decode", 3.0))
+
+
+def test_whoever_guesses_has_a_name_that_people_read() -> None:
+    assert {Lookup.source, Branches.source, *COMPUTED} <= set(DRAFTERS)
 
 
 def test_without_a_token_every_form_says_so() -> None:
