@@ -300,6 +300,9 @@ class Child:
 
     def _next(self) -> Request:
         """Wait for a request, and look now and then whether the prompt cache is well."""
+        with self._replies_lock:
+            if self._requests.empty():  # a reply is asked for before it is cancelled: these have ended
+                self._cancelled.clear()
         while True:
             watched = self._engine is not None and not self._told_trouble
             try:

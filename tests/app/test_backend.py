@@ -20,10 +20,11 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.helpers import until, within
 from tests.scripted_engine import SCRIPTED
 from tests.tiny import make_tiny
 from tokamac.app.backend import protocol, shell
-from tokamac.app.backend.child import load_engine
+from tokamac.app.backend.child import Child, load_engine
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess, Garbled
 from tokamac.app.backend.command_process import LineProcess
 from tokamac.app.backend.outbox import FLUSH_S as OUTBOX_FLUSH_S
@@ -53,6 +54,7 @@ from tokamac.app.backend.protocol import (
     Priced,
     PromptTokens,
     Question,
+    Quit,
     ReplyEvent,
     RequestFailed,
     Roof,
@@ -502,6 +504,16 @@ async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_ho
     transports = [each for each in gc.get_objects() if isinstance(each, asyncio.SubprocessTransport)]
     assert transports
     assert all(each.is_closing() for each in transports)
+
+
+def test_a_cancel_that_came_too_late_is_forgotten() -> None:
+    child = Child(load_engine, Outbox(os.open(os.devnull, os.O_WRONLY)))
+    child._cancel(7)
+    waiting = threading.Thread(target=child._next, daemon=True)
+    waiting.start()
+    until(lambda: not child._cancelled)
+    child._requests.put(Quit())
+    within(waiting.join)
 
 
 def test_close_reaps(tmp_path: Path) -> None:
