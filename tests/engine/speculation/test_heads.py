@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, PromptCac
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.head import backbone_of, keeping_hidden_states
 from tokamac.engine.model.stored_heads import MEDUSA_FILE, find_heads
-from tokamac.engine.speculation import shared
+from tokamac.engine.speculation import head_drafters, shared
 from tokamac.engine.speculation.head_drafters import KEPT, LONGEST, NO_MEMORY, HiddenStates, LayerDrafter, LoadedHeads
 from tokamac.engine.speculation.speculator import HEADS_TOO_DEAR, Speculator
 
@@ -337,14 +338,16 @@ def test_hidden_states_are_kept_by_place_and_no_more_than_are_needed() -> None:
     assert held(190, 200) == list(range(190, 200))
 
 
-def test_caches_that_would_grow_long_begin_anew(tmp_path: Path) -> None:
-    with loaded(write_mtp(tmp_path / "model", "glm4_moe", knowing=True), kv=KVSpec()) as engine:
+def test_caches_that_would_grow_long_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_drafters, "LONGEST", 2 * KEPT)
+    with loaded(write_mtp(tmp_path / "model", "glm4_moe", knowing=True)) as engine:
         held: list[int] = []
-        plain, found = both(
-            engine, replace(GREEDY, max_tokens=300), lambda drafter, *_: held.append(drafter._layer.held)
-        )
+        longer = replace(GREEDY, max_tokens=300)
+        plain, found = both(engine, longer, lambda drafter, *_: held.append(drafter._layer.held))
         assert found.ids == plain.ids
-        assert max(held) > KEPT
+        assert found.metrics.accepted_tokens == found.metrics.drafted_tokens
+        assert KEPT < max(held) <= 2 * KEPT
+        assert any(later < before for before, later in pairwise(held))
 
 
 def test_without_memory_for_its_caches_a_layer_guesses_no_more_and_says_so(tmp_path: Path) -> None:
