@@ -60,8 +60,8 @@ def measure_cpu(plan: Plan) -> Section:
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
-        f"without end, on {_cores()} cores. MLX's memory counts weights, keys and values, and what it keeps of temporaries. llama.cpp was "
-        "not measured."
+        f"without end, on {_cores()} cores. MLX's memory counts weights, keys and values, and what it keeps of temporaries. "
+        "llama.cpp was not measured."
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
 
