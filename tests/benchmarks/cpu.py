@@ -42,9 +42,10 @@ class CPULab(EngineServer):
         return str(self.engine.spec.rounding)
 
     def memory_share(self) -> float:
-        """Return what MLX holds at the end of a reply, over packed weights, keys and values."""
+        """Return the most that MLX held during a reply, over packed weights, keys and values."""
         *_, end = self.engine.generate(self.prompt(PROMPT, 1), Sampling(temperature=0, max_tokens=NEW))
-        return self.engine.memory().active / (self.engine.spec.weight_bytes + (end.metrics.kv_bytes or 0))
+        most = end.metrics.peak_memory_bytes or 0
+        return most / (self.engine.spec.weight_bytes + (end.metrics.kv_bytes or 0))
 
 
 def measure_cpu(plan: Plan) -> Section:
@@ -60,7 +61,7 @@ def measure_cpu(plan: Plan) -> Section:
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
-        f"without end, on {_cores()} cores. MLX's memory counts weights, keys and values, and what it keeps of temporaries. "
+        f"without end, on {_cores()} cores. Memory is MLX's peak over a reply. "
         "llama.cpp was not measured."
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
@@ -81,7 +82,7 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
                 over = ratios(rates(found[0][form]), rates(found[0]["float32"]))
                 yield plain(f"{name}: {what}, {form} ÷ float32", over)
         share = series([labs["rounded"].call("memory_share")])
-        yield at_most(f"{name}: memory ÷ packed weights, keys and values", share, MOST_MEMORY)
+        yield at_most(f"{name}: peak memory ÷ packed weights, keys and values", share, MOST_MEMORY)
         for programs in BUSY:
             with _busy(programs):
                 found[programs] = _in_turn(labs, plan)
