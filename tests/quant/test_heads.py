@@ -23,6 +23,7 @@ def options(bits: int | None) -> dict[str, Any]:
     return {"dequantize": True} if bits is None else {"bits": bits, "group_size": 32, "method": "round"}
 
 
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")  # the key that mlx-lm reads
 @pytest.mark.parametrize("kind", ["medusa", *FAMILIES])
 def test_what_heads_know_they_know_once_converted(kind: str, tmp_path: Path) -> None:
     source = written(tmp_path / "source", kind, knowing=True)
