@@ -14,12 +14,16 @@ from tokamac.engine.hub.cache import GUIDE, nearest
 from tokamac.engine.options import (
     GROUP_SIZES,
     KV_BITS,
+    MOST_NODES,
+    NODE_BACKENDS,
     ON_FULL,
     PARALLEL,
+    SPLITS,
     STAGES,
     THINKING,
     KVBits,
     KVSpec,
+    Nodes,
     PromptCacheSpec,
     Sampling,
     Speculation,
@@ -202,6 +206,47 @@ def add_speculation_flags(
         help="a smaller model with the same tokenizer that guesses, too, where it gains time (what the settings have for the "
         f"model); {NO_DRAFT} is without",
     )
+
+
+def add_nodes_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which processes hold the model together."""
+    group = parser.add_argument_group("one model on several machines (tokamac help nodes)")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
+        "--nodes", type=nodes_count, metavar="N", help="N processes of this machine hold the model together"
+    )
+    which.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="the machines that hold it, as mlx.distributed_config writes them, this one first",
+    )
+    group.add_argument("--backend", choices=NODE_BACKENDS, help="how they speak (what the hostfile says, else ring)")
+    group.add_argument(
+        "--split", choices=SPLITS, help="give each a part of every layer (tensor, the default), or some of the layers"
+    )
+
+
+def nodes_count(text: str) -> int:
+    """Return a number of processes that hold a model together."""
+    if not text.isdecimal() or len(text) > 2 or not 2 <= int(text) <= MOST_NODES:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of nodes, 2 to {MOST_NODES}")
+    return int(text)
+
+
+def nodes_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Nodes | None:
+    """Return which processes hold the model together; None is this one alone. Ends with a usage error at an idle flag."""
+    if options.nodes is None and options.hostfile is None:
+        for flag, given in (("--backend", options.backend), ("--split", options.split)):
+            if given is not None:
+                parser.error(f"{flag} has no effect without --nodes or --hostfile")
+        return None
+    hostfile = None if options.hostfile is None else str(Path(options.hostfile).expanduser().absolute())
+    if options.adapter is not None and given_adapter(options.adapter):
+        parser.error("--adapter: an adapter can't be added to a model that several nodes hold")
+    try:
+        return Nodes(options.nodes, hostfile, options.backend, options.split or "tensor")
+    except OptionError as error:
+        parser.error(error.one_line().rstrip("."))
 
 
 def check_speculation_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     )
     from .kv.divergence import Trial, TrialProgress
     from .metrics import Gaps, Metrics
-    from .options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions, ToolSpec
+    from .options import KVSpec, Nodes, PromptCacheSpec, Sampling, Speculation, TemplateOptions, ToolSpec
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
@@ -101,6 +101,7 @@ __all__ = [
     "ModelNotFoundError",
     "ModelSpec",
     "ModelUnsupportedError",
+    "Nodes",
     "OptionError",
     "Perplexity",
     "Prediction",
@@ -135,7 +136,7 @@ _NAMES = {
     "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall Truncated",
     "kv.divergence": "Trial TrialProgress",
     "metrics": "Gaps Metrics",
-    "options": "KVSpec PromptCacheSpec Sampling Speculation TemplateOptions ToolSpec",
+    "options": "KVSpec Nodes PromptCacheSpec Sampling Speculation TemplateOptions ToolSpec",
     "perf.memory": "Memory",
     "perf.roofline": "Limits Prediction",
     "prompt_cache.cache": "Check",

@@ -25,7 +25,7 @@ from .chat import (
     given_template,
 )
 from .device import cannot_import, check_backends, installed_backends, leave_thread
-from .errors import EngineClosedError, OptionError
+from .errors import EngineClosedError, OptionError, TokamacError
 from .events import (
     Event,
     Failed,
@@ -44,6 +44,7 @@ from .options import (
     PARALLEL,
     KVBits,
     KVSpec,
+    Nodes,
     PromptCacheSpec,
     Sampling,
     Speculation,
@@ -59,6 +60,7 @@ from .worker import ReplyScheduler, TextlessReply, Worker
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from .distributed.team import Team
     from .kv.divergence import Trial, TrialProgress
     from .passes.log import PassLog
     from .passes.tokens import PromptText, StepTokens
@@ -93,6 +95,7 @@ class Engine:
         self._worker = worker
         self._runner = runner
         worker.when_idle = runner.idle
+        self._team: Team | None = None
         self._replies = ReplyScheduler(worker)
         self._replies.schedule.decode = runner.decode
         self._replies.schedule.width = runner.parallel
@@ -116,6 +119,7 @@ class Engine:
         parallel: int = PARALLEL,
         speculation: Speculation | None = Speculation(),  # noqa: B008  # frozen
         cpu_exact: bool = False,
+        nodes: Nodes | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
@@ -133,13 +137,20 @@ class Engine:
         PEFT) that are added to what the model's own weights compute. parallel: replies that are made at once at most; those in the
         background count apart. speculation: what guesses tokens, of which several are verified at a time while a reply is made
         alone; the text stays the same; a draft model is loaded beside; None guesses nothing. cpu_exact: on a CPU, nothing that
-        packed weights are multiplied with is rounded, though it would cost the model little (``spec.rounding``). progress is
-        called from another thread.
+        packed weights are multiplied with is rounded, though it would cost the model little (``spec.rounding``). nodes: the
+        processes, here or on other machines, that hold the model together; this one decides. Once one of them is gone, replies
+        raise DeviceError, and this process can load nothing with nodes again. progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
-        _check_load(model, kv, prompt_cache, adapter, speculation)
+        _check_load(model, kv, prompt_cache, adapter, speculation, nodes)
         limit = None if memory is None else given_limit(memory)
         width = given_count(parallel, "replies at once", least=1)
+        if nodes is None:
+            team = None
+        else:
+            from .distributed.team import join
+
+            team = join(nodes)
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
         given_up = threading.Event()
 
@@ -158,8 +169,13 @@ class Engine:
                 if (explained := cannot_import(error)) is None:
                     raise
                 raise explained from error
+            if team is not None and nodes is not None:
+                from .distributed.leading import load_together
 
-            return load(
+                make: Callable[..., Runner] = partial(load_together, team, nodes.split)
+            else:
+                make = load
+            return make(
                 model,
                 kv=kv,
                 prompt_cache=prompt_cache,
@@ -174,7 +190,12 @@ class Engine:
             )
 
         try:
-            return cls(worker, worker.call(work))
+            if team is None:
+                return cls(worker, worker.call(work))
+            engine = cls(worker, team.guarding(worker.submit(work)))
+            engine._team = team
+            team.when_lost = [engine._replies.fail]
+            return engine
         except BaseException:
             # An interrupted load ends at its next tensor. The process must not exit before: MLX would abort it.
             given_up.set()
@@ -571,6 +592,11 @@ class Engine:
         """Have ``act`` called on the engine's thread whenever idle time has told more of the machine; it must return at once."""
         self._runner.call_when_measured(act)
 
+    def call_when_lost(self, act: Callable[[TokamacError], None]) -> None:
+        """Have ``act`` called by some thread, with the reason, once one of the nodes is gone; without nodes it never is."""
+        if self._team is not None:
+            self._team.when_lost.append(act)
+
     def between(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, run on the engine's thread, which alone may touch MLX, between two requests.
 
@@ -606,7 +632,9 @@ class Engine:
         self.close()
 
 
-def _check_load(model: object, kv: object, prompt_cache: object, adapter: object, speculation: object) -> None:
+def _check_load(  # noqa: PLR0917
+    model: object, kv: object, prompt_cache: object, adapter: object, speculation: object, nodes: object
+) -> None:
     """Raise OptionError for arguments of the wrong kind, before anything is read."""
     if not isinstance(model, str | Path):
         raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
@@ -618,3 +646,5 @@ def _check_load(model: object, kv: object, prompt_cache: object, adapter: object
         raise OptionError(f"prompt_cache is a {type(prompt_cache).__name__}", "Use PromptCacheSpec(), or None for off.")
     if not isinstance(speculation, Speculation | None):
         raise OptionError(f"speculation is a {type(speculation).__name__}", "Use Speculation(), or None for off.")
+    if not isinstance(nodes, Nodes | None):
+        raise OptionError(f"nodes is a {type(nodes).__name__}", "Use Nodes(), or None for this process alone.")

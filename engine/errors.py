@@ -191,6 +191,7 @@ _MEMORY = (
     "failed to map segment",
 )
 _TIMES = ("impactinginteractivity", "impacting interactivity", "timeout", "timed out")
+_LINKS = ("[ring]", "[jaccl]")
 _SHORTER = "Shorten the prompt, pack keys and values (--kv-bits 8), take a smaller model, or close other programs."
 
 
@@ -202,6 +203,9 @@ def engine_error(error: BaseException) -> TokamacError | None:
     known = said.lower()
     if isinstance(error, MemoryError) or any(text in known for text in _MEMORY):
         return MemoryLimitError(f"there was not enough memory to go on ({said or 'allocation failed'})", _SHORTER)
+    if any(text in known for text in _LINKS):
+        hint = "Check the other machines and the links to them, then start again."
+        return DeviceError(f"the connection to another node was lost ({said})", hint)
     if any(text in known for text in _TIMES):
         hint = "Close other programs that use the GPU, or load the model with a shorter context; then try again."
         return DeviceError(f"the system stopped the GPU's work, because it took too long ({said})", hint)

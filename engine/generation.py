@@ -177,6 +177,8 @@ class PrefillChunker:
 
     def _stages(self, tokens: int) -> int:
         """Return in how many stages to compute a chunk: so that each takes as long as it may, as far as the speed is known."""
+        if self._chunking.whole:
+            return 1
         within_s = math.inf if self._pace is None else self._pace.within_s
         if self._token_s is None:
             return 1 if within_s >= self._stage_s else UNKNOWN_STAGES

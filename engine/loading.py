@@ -8,17 +8,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from .device import DeviceKind, device_kind
+from .distributed.mirror import Mirror, SharedModel, SharedOperations, SharedPlan
+from .distributed.split import Share
+from .distributed.team import Team, check_same, versions
 from .errors import MemoryLimitError, OptionError, TokamacError
 from .events import LoadProgress
 from .generation import Generation
 from .hub import download
-from .kv import install_seam, plan_caches
+from .kv import CachePlan, install_seam, plan_caches
+from .kv.operations import LOCAL, CacheOperations
 from .kv.rows import why_alone
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from .model.config import context_length, pretraining_length, read_config
@@ -30,11 +35,11 @@ from .options import KVSpec, PromptCacheSpec, Sampling, Speculation
 from .perf.bandwidth import with_bandwidth
 from .perf.cost import cost_of_model, text_config
 from .perf.diagnosis import packed_layers
-from .perf.footprint import context_notes, order_of, planned_bytes, value_bytes
+from .perf.footprint import context_notes, form_on, order_of, planned_bytes, value_bytes, weigh
 from .perf.hardware import advice, attention_device, detect
 from .perf.measurement_store import machine_key
 from .perf.memory import array_budget, wired
-from .perf.mitigation import Chunking
+from .perf.mitigation import Chunking, told_apart
 from .perf.model_work import leaves_out_senses, work_of
 from .perf.peak_memory import shape_of
 from .perf.roofline import Fitted, HostLimited, fitted, measure_host
@@ -72,12 +77,15 @@ def load(
     parallel: int = 1,
     speculation: Speculation | None = None,
     cpu_exact: bool = False,
+    share: Share | None = None,
+    team: Team | None = None,
 ) -> Runner:
     """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
     adapter: a folder or a Hugging Face id of low-rank changes to the model.
     memory: bytes that arrays may take; None is the system's limit. parallel: replies at once at most.
-    speculation: what guesses tokens; its draft model is loaded, too. cpu_exact: a CPU's kernels never round rows.
+    speculation: what guesses tokens; its draft model is loaded, too. cpu_exact: a CPU's kernels never round rows. share: this
+    process's part of the model; team: the others, which are loading theirs, where this one is rank 0.
     """
     report = progress or (lambda _: None)
     folder = download.resolve(model, progress=report)
@@ -88,11 +96,14 @@ def load(
         found = find_draft(download.resolve(wanted, progress=report), str(wanted), folder, str(model), device)
     added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), str(adapter))
     more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
+    own_heads = find_heads(folder, read_config(folder)) if speculation is not None and speculation.heads else ()
     stored_heads, costs = _heads_that_fit(
-        find_heads(folder, read_config(folder)) if speculation is not None and speculation.heads else (),
+        own_heads if share is None else (),
         # Of another type, weights take other memory than the files say.
         lambda more: (
-            check_both_fit(folder, kv, device, memory, more=more_bytes + more, draft=found) if dtype is None else ()
+            check_both_fit(folder, kv, device, memory, more=more_bytes + more, draft=found)
+            if dtype is None and share is None
+            else ()
         ),
         device,
     )
@@ -104,6 +115,7 @@ def load(
         compiling=lambda: report(LoadProgress("compile", 0, None)),
         unchecked=unchecked,
         rounded=not cpu_exact,
+        divide=None if share is None else partial(_divide, share, device, memory),
     )
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     rounding = None if cpu_exact or not loaded.by_kernels else _rounding(loaded, tokenizer, report)
@@ -128,11 +140,14 @@ def load(
         device=attention_device(device, chip),
     )
     work = work_of(loaded.module, loaded.config, cost, plan)
+    if share is not None and share.split == "pipeline":  # the others' layers take their time, too
+        whole_model = weigh(read_config(folder), device, folder=folder)
+        work = work if isinstance(whole_model, str) else whole_model.planned(kv)[1]
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
     machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
     machine.refresh()
-    machine.pace = fitted(machine.chip)
-    capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace)
+    machine.pace = fitted(machine.chip) if share is None else None  # which knows no links
+    capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace, whole=share is not None)
     rotation = _rotation_notes(loaded.config, short=short_factors)
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
     draft, on_draft = None, tuple[str, ...]()
@@ -164,6 +179,8 @@ def load(
     alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
     one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
     notes = (
+        *(() if share is None else (share.note,)),
+        *(("its heads for further tokens are not used: several nodes hold it",) if share and own_heads else ()),
         *senses,
         *adapted,
         *on_draft,
@@ -185,11 +202,20 @@ def load(
         heads_bytes=head_bytes or None,
         rounding=rounding,
     )
+    model_here: Any = loaded.module
+    plan_here: CachePlan = plan
+    operations: CacheOperations = LOCAL
+    if share is not None:
+        share.connect(loaded.module)
+    if team is not None and share is not None:
+        mirror = Mirror(team, share.group, spec.vocabulary_size)
+        model_here, operations = SharedModel(loaded.module, mirror), SharedOperations(mirror)
+        plan_here = SharedPlan(plan.spec, plan.layers, plan.notes, loaded.module, mirror=mirror)
     runtime = Runtime(
-        model=loaded.module,
+        model=model_here,
         config=loaded.config,
         tokenizer=tokenizer,
-        plan=plan,
+        plan=plan_here,
         kv=kv,
         device=device,
         ahead=not loaded.eager,
@@ -198,15 +224,20 @@ def load(
         machine=machine,
         shape=shape,
         chunking=chunking,
-        packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
+        packed_kv=packed_layers(plan.layers, kv.group_size, work.kv) if len(work.kv) == len(plan.layers) else None,
         bits_per_weight=spec.bits_per_weight,
         memory_limit=memory,
         doubts=loaded.doubts,
         positions=positions,
+        operations=operations,
     )
     on_close = ExitStack()
+    if team is not None:
+        on_close.callback(team.unload)
     on_close.enter_context(wired(planned_bytes(both, capacity, chunking=chunking)))
-    if device != "cpu":
+    if team is not None:
+        check_same(described(spec, plan), team.await_loaded(), team.hosts)
+    if device != "cpu" and (share is None or team is not None):
         report(LoadProgress("warm-up", 0, None))
         warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
     if isinstance(kernels := machine.pace, Fitted):
@@ -227,7 +258,10 @@ def load(
         runtime,
         spec,
         store,
-        IdleProfiler(machine, _profiler(runtime, by_kernels=loaded.by_kernels, rounded=rounded)),
+        IdleProfiler(
+            machine,
+            _profiler(runtime, by_kernels=loaded.by_kernels, rounded=rounded) if share is None else None,
+        ),
         on_close,
         parallel=width,
         speculation=speculation,
@@ -266,10 +300,32 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
         caches = runtime.new_caches(None)
         for _ in Generation(runtime.model, caches, ids).prefill([0] * tokens, tokens):
             pass
-        for _ in decode_alone(runtime.model, Lane(caches, ids, 0, Sampler(sampling, [0]), STEPS), ahead=runtime.ahead):
+        lane = Lane(caches, ids, 0, Sampler(sampling, [0]), STEPS)
+        for _ in decode_alone(runtime.model, lane, ahead=runtime.ahead, operations=runtime.operations):
             pass
     mx.clear_cache()
     mx.reset_peak_memory()
+
+
+def _divide(
+    share: Share, device: DeviceKind, memory: int | None, module: Any, config: dict[str, Any]
+) -> dict[str, Any]:
+    """Leave a module this process's part of it; return the part's config. Raises MemoryLimitError where that does not fit."""
+    own = share.divide(module, config)
+    held = cost_of_model(module, own, form=form_on(device)).weight_bytes
+    budget = array_budget() if memory is None else memory
+    if budget is not None and held > budget:
+        needed, most = told_apart(held, budget)
+        raise MemoryLimitError(
+            f"this node's part of the weights takes {needed}, and {most} may be used", "Use more nodes, or fewer bits."
+        )
+    return own
+
+
+def described(spec: ModelSpec, plan: CachePlan) -> dict[str, Any]:
+    """Return what must be the same on all nodes that hold a model."""
+    kinds = sorted({f"{layer.kind} {layer.window} {layer.keep}" for layer in plan.layers})
+    return {**versions(), "parameters": spec.parameters, "weight_bytes": spec.weight_bytes, "kinds": kinds}
 
 
 def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: DeviceKind) -> dict[str, Change]:

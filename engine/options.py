@@ -449,6 +449,42 @@ class Speculation:
         )
 
 
+Backend = Literal["ring", "jaccl"]
+NODE_BACKENDS: tuple[Backend, ...] = get_args(Backend)
+Split = Literal["tensor", "pipeline"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+MOST_NODES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The processes that hold one model together, on this machine or on several.
+
+    count: processes on this machine; hostfile: the machines, as ``mlx.distributed_config`` writes them, this one first: one of the
+    two. backend: how they speak; None is what the hostfile says, else ring. split: "tensor" gives each a part of every layer,
+    "pipeline" some of the layers.
+    """
+
+    count: int | None = None
+    hostfile: str | None = None
+    backend: Backend | None = None
+    split: Split = "tensor"
+
+    def __post_init__(self) -> None:
+        both = (self.count is None) == (self.hostfile is None)
+        _require(not both, "nodes need a count or a hostfile, and not both", "Give one of them.")
+        if self.count is not None:
+            object.__setattr__(self, "count", whole(self.count, "a number of nodes"))
+            in_range = 2 <= (self.count or 0) <= MOST_NODES
+            _require(in_range, f"{self.count} nodes are none to share a model", f"Use 2 to {MOST_NODES}.")
+        _require(
+            self.backend in (None, *NODE_BACKENDS),
+            f"{self.backend!r:.40} is no backend",
+            f"Use {' or '.join(NODE_BACKENDS)}.",
+        )
+        _require(self.split in SPLITS, f"{self.split!r:.40} is no way to split a model", f"Use {' or '.join(SPLITS)}.")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A function that a model may call.

@@ -233,7 +233,7 @@ class Runner:
             else SharedSpeculation(speculation, remembers=store.keeps, draft=draft, heads=heads)
         )
         self.parallel = parallel
-        self._decoder: Decoder | None = Decoder(runtime.model, ahead=runtime.ahead)
+        self._decoder: Decoder | None = Decoder(runtime.model, ahead=runtime.ahead, operations=runtime.operations)
         self._runtime: Runtime | None = runtime
         self._store: CacheStore = store
         self._with_bits: dict[KVBits, Runtime] = {}

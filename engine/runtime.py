@@ -6,6 +6,7 @@ from typing import Any
 
 from .device import DeviceKind
 from .kv import CachePlan, plan_caches
+from .kv.operations import LOCAL, CacheOperations
 from .metrics import Metrics, StepCost, rate
 from .options import KVSpec
 from .perf import memory
@@ -95,6 +96,7 @@ class Runtime:
         memory_limit: bytes that the user lets arrays take; None is the system's limit.
         doubts: see ``ModelSpec``.
         positions: how many positions the model has learned one by one: no token is ever beyond them. None where they are computed.
+        operations: what is done to the model and to caches.
     """
 
     model: Any
@@ -114,6 +116,7 @@ class Runtime:
     memory_limit: int | None = None
     doubts: tuple[str, ...] = ()
     positions: int | None = None
+    operations: CacheOperations = LOCAL
 
     def with_kv_bits(self, key_bits: int, value_bits: int) -> "Runtime":
         """Return the same with caches of other bits, on the same weights. Raises OptionError where the model can't have them."""

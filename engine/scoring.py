@@ -26,6 +26,7 @@ from .generation import Generation
 from .kv import CachePlan, plan_caches
 from .kv.divergence import KVDivergence, Speed, Tally, Trial, TrialProgress, differences, fit_depths
 from .metrics import decode_rate
+from .model.head import asking_for_logits
 from .options import KVBits, KVSpec, Sampling
 from .perf import memory
 from .perf.mitigation import gb, override, told_apart
@@ -77,7 +78,8 @@ class PerplexityProgress:
 
 def log_probabilities(model: Any, caches: list[Any], ids: Sequence[int]) -> mx.array:
     """Return (T, V) float32: log-probabilities after each of ``ids`` (T,), which are added to ``caches``. Evaluated."""
-    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)  # (1, T) ids → (T, V)
+    with asking_for_logits():
+        logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)  # (1, T) ids → (T, V)
     found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(found, [cache.state for cache in caches])
     return found

@@ -8,6 +8,7 @@ its reader; then it rests, and goes on once the reader has caught up. So nobody 
 - Cancelling, closing, and dropping the iterator end a rest.
 """
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -17,7 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .errors import EngineClosedError, OptionError, engine_error
+from .device import end_without_mlx
+from .errors import EngineClosedError, OptionError, TokamacError, engine_error
 from .events import Event, Live
 from .schedule.policy import Pace
 from .schedule.schedule import EventSource, ReplyEvents, Schedule, Seat
@@ -27,6 +29,10 @@ T = TypeVar("T")
 
 
 log = logging.getLogger(__name__)
+
+
+STUCK_S = 2.0
+"""Given to a thread whose device has failed."""
 
 
 class _Job:
@@ -102,11 +108,12 @@ class Worker:
                 self.closed = True
                 self._jobs.put(None)
 
-    def close(self) -> None:
-        """Let what is queued finish, then end the thread. Safe to call again."""
+    def close(self, within_s: float | None = None) -> bool:
+        """Let what is queued finish, then end the thread; return whether it has, ``within_s``. Safe to call again."""
         self.leave()
         if not self.is_here:
-            self._thread.join()
+            self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _idle(self) -> float | None:
         """Do idle work. Whatever it raises must not end the thread: everybody who asks for something waits for it."""
@@ -170,6 +177,7 @@ class ReplyScheduler:
         self.schedule = Schedule(self._again)
         self._worker = worker
         worker.turn = self.schedule.turn
+        self._broken = False
         self._ahead = threading.Event()  # ends what is being computed ahead
         self._ahead_lock = threading.Lock()
 
@@ -250,6 +258,13 @@ class ReplyScheduler:
         for stream in list(self.open):
             stream.cancel()
 
+    def fail(self, error: TokamacError) -> None:
+        """End all replies, whose readers get ``error``: the thread may wait for ever for what does not come."""
+        self._broken = True
+        self._ahead.set()
+        for stream in list(self.open):
+            stream.close(error)
+
     def close(self, last: Callable[[], None], *, wait: bool = True) -> None:
         """End all replies (their readers get EngineClosedError), then run ``last``, and stop the thread. Safe to call again."""
         self._ahead.set()
@@ -263,8 +278,8 @@ class ReplyScheduler:
             self._worker.submit(ended)
         self._worker.leave()
         self._end_all()  # those that were begun meanwhile
-        if wait:
-            self._worker.close()
+        if wait and not self._worker.close(STUCK_S if self._broken else None):
+            atexit.register(end_without_mlx)
 
     def _end_all(self) -> None:
         for stream in list(self.open):

@@ -75,6 +75,8 @@ Loader = Callable[[Load, Callable[[LoadProgress], None]], "tuple[Engine, ModelIn
 
 CLOSE_S = FLUSH_S + 2.0
 """How long the engine gets to end its reply and close once the screen is gone."""
+TELLING_S = 0.5
+"""How long replies get to tell that a node is gone."""
 TROUBLE_S = 2.0
 """The prompt cache is written in idle time: how often an idle process asks whether that went well."""
 
@@ -101,6 +103,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             parallel=request.parallel,
             speculation=Speculation(draft=request.draft) if request.speculation else None,
             cpu_exact=request.cpu_exact,
+            nodes=request.nodes,
             progress=progress,
         )
 
@@ -365,8 +368,15 @@ class Child:
         told = (limits.ceiling_tps, limits.bandwidth_gbs, memory, limits.bandwidth_condition)
         self._outbox.put(Loaded(info, *told))
         engine.call_when_measured(lambda: self._tell_limits(engine))
+        engine.call_when_lost(self._lost)
         if info.advice is not None and settings.is_new(info.advice):
             self._outbox.put(EngineNotice(info.advice))
+
+    def _lost(self, error: TokamacError) -> None:
+        """A node is gone, and MLX joins a group once: have replies tell it, and end, to be started again."""
+        print(error.message, file=sys.stderr, flush=True)
+        threading.Event().wait(TELLING_S)
+        os._exit(1)
 
     def _tell_limits(self, engine: "Engine") -> None:
         """Tell what the machine allows, after it was measured in idle time. Called on the engine's thread."""

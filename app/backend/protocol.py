@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
-from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Sampling, TemplateOptions, Thinking, ToolSpec
+from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Nodes, Sampling, TemplateOptions, Thinking, ToolSpec
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.passes.tokens import PromptText, StepTokens
 from tokamac.engine.passes.without_cache import CacheWorth
@@ -296,8 +296,8 @@ class Load:
     memory: bytes that it may take; None is the system's limit. unchecked: although something of its config is computed otherwise.
     adapter: a folder or a Hugging Face id of what is added to it. parallel: replies at once at most. speculation: whether tokens
     are guessed, and several verified at once; draft: a smaller model that guesses. cpu_exact: a CPU rounds nothing.
-    text_every_s: how long text of a reply may
-    wait for more of it; None is as suits a screen.
+    text_every_s: how long text of a reply may wait for more of it; None is as suits a screen. nodes: the processes that hold the
+    model together; None is the engine's alone.
     """
 
     model: str
@@ -311,6 +311,7 @@ class Load:
     draft: str | None = None
     cpu_exact: bool = False
     text_every_s: float | None = None
+    nodes: Nodes | None = None
 
     def of(self, model: str, adapter: str | None, draft: str | None) -> "Load":
         """Return the request for another model with the same settings; for the same one, this.

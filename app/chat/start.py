@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import KVSpec, Nodes, Sampling, TemplateOptions
 
 from .. import keep_awake, settings
 from ..keep_awake import KeepAwake
@@ -27,6 +27,7 @@ class ChatOptions:
         adapter: is added to the model; "" is none, whatever the settings have for it.
         parallel: replies at once at most; None is what the settings say. speculation: whether tokens are guessed; the same.
         draft: the draft model; "" is none, whatever the settings have for the model. cpu_exact: a CPU rounds nothing.
+        nodes: the processes that hold the model together; None is one alone.
         engine: the command that starts the engine's process, where it is not the usual one.
         profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
         chat: the stored conversation to open, or the beginning of its ID.
@@ -47,6 +48,7 @@ class ChatOptions:
     speculation: bool | None = None
     draft: str | None = None
     cpu_exact: bool = False
+    nodes: Nodes | None = None
     system: str | None = None
     profile: str | None = None
     engine: Sequence[str] | None = None
@@ -100,6 +102,8 @@ def begin(options: ChatOptions) -> ChatStart:
     parallel = known.parallel if options.parallel is None else options.parallel
     draft = known.drafts.get(model) if options.draft is None else options.draft or None
     guesses = known.speculation or bool(options.draft) if options.speculation is None else options.speculation
+    if options.nodes is not None:
+        adapter = None
     load = Load(
         model,
         kv,
@@ -111,6 +115,7 @@ def begin(options: ChatOptions) -> ChatStart:
         guesses,
         draft,
         cpu_exact=options.cpu_exact or known.cpu_exact,
+        nodes=options.nodes,
     )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()

@@ -44,6 +44,7 @@ from ..options import (
     add_logprobs_flag,
     add_memory_flag,
     add_model_flag,
+    add_nodes_flags,
     add_parallel_flag,
     add_profile_flag,
     add_sampling_flags,
@@ -57,6 +58,7 @@ from ..options import (
     is_cpu_exact,
     kv_spec,
     memory_limit,
+    nodes_of,
     over,
     parallel_of,
     prompt_cache,
@@ -126,6 +128,7 @@ def parser() -> Parser:
     )
     add_parallel_flag(made)
     add_speculation_flags(made)
+    add_nodes_flags(made)
     add_logprobs_flag(made)
     add_schema_flag(made)
     made.add_argument(
@@ -162,6 +165,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     _refuse_flags(parser, options)
     check_speculation_flags(parser, options)
+    options.sharing = nodes_of(parser, options)
     profile = _profile(parser, options)
     wanted = with_logprobs(parser, options, sampling(parser, options, over(parser, profile, Sampling())))
     wanted = with_schema(parser, options, wanted, read_schema)
@@ -238,8 +242,9 @@ def _answer(
             on_interrupt=writer.interrupted,
             unchecked=options.unchecked,
             cpu_exact=is_cpu_exact(options),
-            adapter=adapter_of(options, model),
+            adapter=None if options.sharing is not None else adapter_of(options, model),
             speculation=speculation_of(options, model),
+            nodes=options.sharing,
         )
         with engine:
             told, near_to = replace(template, tools=tools.specs), messages[-1].content if model == GUIDE else ""
@@ -280,9 +285,10 @@ def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
         memory=memory_limit(options),
         unchecked=options.unchecked,
         cpu_exact=is_cpu_exact(options),
-        adapter=adapter_of(options, model),
+        adapter=None if options.sharing is not None else adapter_of(options, model),
         parallel=parallel_of(options),
         speculation=speculation_of(options, model),
+        nodes=options.sharing,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.options import KVSpec, Sampling, Speculation, TemplateOptions
+from tokamac.engine.options import KVSpec, Nodes, Sampling, Speculation, TemplateOptions
 
 from .. import settings
 from ..keep_awake import awake
@@ -22,11 +22,13 @@ from ..options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
     adapter_of,
+    add_nodes_flags,
     add_reply_flags,
     add_speculation_flags,
     check_speculation_flags,
     default_model,
     kv_spec,
+    nodes_of,
     positive,
     sampling,
     speculation_of,
@@ -96,6 +98,7 @@ def parser() -> Parser:
     add("--json", action="store_true", help="one JSON object")
     kv_quality.add_flags(made)
     add_reply_flags(made, cache=False)
+    add_nodes_flags(made)
     add_speculation_flags(made, "off: a decode rate is that of steps; --draft turns it on")
     add("--no-prompt-cache", action="store_true", help="the default here: every prompt is computed afresh")
     return made
@@ -115,16 +118,33 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.no_prompt_cache:
         note("note: --no-prompt-cache changes nothing here: every prompt is computed afresh anyway")
     check_speculation_flags(parser, options)
+    sharing = nodes_of(parser, options)
+    if sharing is not None and options.compare:
+        parser.error("--compare runs mlx-lm on this machine alone; leave out --nodes and --hostfile")
+    alone = {"--nodes": "nodes", "--hostfile": "hostfile"}
     own = {f"--{name}": name for name in ("depth", "parallel", "compare", "plot")}
     if options.kv_quality:
-        _refuse(parser, options, {**own, "--machine": "machine", "--draft": "draft", **TEMPLATE_FLAGS}, "--kv-quality")
+        _refuse(
+            parser,
+            options,
+            {**own, **alone, "--machine": "machine", "--draft": "draft", **TEMPLATE_FLAGS},
+            "--kv-quality",
+        )
         return kv_quality.run(parser, options)
     kv_quality.refuse_flags(parser, options)
     if options.machine:
         _refuse(
             parser,
             options,
-            {"--prompt": "prompt", "--runs": "runs", "--draft": "draft", **own, **SAMPLING_FLAGS, **TEMPLATE_FLAGS},
+            {
+                "--prompt": "prompt",
+                "--runs": "runs",
+                "--draft": "draft",
+                **own,
+                **alone,
+                **SAMPLING_FLAGS,
+                **TEMPLATE_FLAGS,
+            },
             "--machine",
         )
         return _run_machine(options, options.model or default_model(), kv_spec(parser, options))
@@ -135,10 +155,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         )
         if len(plan.points) > 1:
             parser.error("--parallel measures prompts of one length; give --prompt one")
-        return _run_parallel(plan, options)
+        return _run_parallel(plan, options, sharing)
     if options.plot is not None:
         bench_report.check_writable(options.plot)  # now, not after minutes of measuring
-    with loading.load_for(options, plan.model, plan.kv, speculation=_speculation(options, plan.model)) as engine:
+    guesses = _speculation(options, plan.model)
+    with loading.load_for(options, plan.model, plan.kv, speculation=guesses, nodes=sharing) as engine:
         measured, version = _measured(engine, plan)
         record = bench_report.of_model(engine.spec)
         chart = None if options.plot is None else bench_report.chart(engine, measured, version)
@@ -164,12 +185,12 @@ def _speculation(options: argparse.Namespace, model: str) -> Speculation | None:
     return None if found is None else replace(found, branches=False)
 
 
-def _run_parallel(plan: BenchPlan, options: argparse.Namespace) -> int:
+def _run_parallel(plan: BenchPlan, options: argparse.Namespace, nodes: Nodes | None) -> int:
     """Measure replies that are made at once, and return the exit status."""
     wanted = bench_parallel.Replies(plan.points[0].tokens, plan.sampling)
     with ExitStack() as stack:
         most = max(options.parallel)
-        engine = stack.enter_context(loading.load_for(options, plan.model, plan.kv, parallel=most))
+        engine = stack.enter_context(loading.load_for(options, plan.model, plan.kv, parallel=most, nodes=nodes))
         check_room(engine.spec, plan.points, wanted.new)
         beside = stack.enter_context(_start_peer(engine, plan.kv)) if plan.compare else None
         runs = "one run" if plan.runs == 1 else f"{plan.runs} runs"

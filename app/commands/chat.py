@@ -13,6 +13,7 @@ from ..options import (
     AUTO,
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
+    add_nodes_flags,
     add_parallel_flag,
     add_profile_flag,
     add_reply_flags,
@@ -23,6 +24,7 @@ from ..options import (
     given_draft,
     given_profile,
     kv_spec,
+    nodes_of,
     over,
     sampling,
     template_options,
@@ -56,6 +58,7 @@ def parser() -> Parser:
     add_reply_flags(made)
     add_parallel_flag(made)
     add_speculation_flags(made)
+    add_nodes_flags(made)
     return made
 
 
@@ -92,6 +95,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             parallel=options.parallel,
             speculation=None if options.speculation is None else options.speculation == AUTO,
             draft=None if options.draft is None else given_draft(options.draft),
+            nodes=nodes_of(parser, options),
             chat=options.chat,
             resume=options.resume,
             read=read,

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine import metrics
-from tokamac.engine.options import GROUP_SIZES, KVSpec
+from tokamac.engine.options import GROUP_SIZES, SPLITS, KVSpec
 
 from ..at_once import at_once_json, at_once_text
 from ..options import (
@@ -26,6 +26,7 @@ from ..options import (
     given_draft,
     kv_spec,
     memory_limit,
+    nodes_count,
     positive,
     shares,
     widths,
@@ -42,6 +43,7 @@ from . import loading
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tokamac.engine.distributed.speed import NodesOutcome
     from tokamac.engine.passes.without_cache import CacheWorth
     from tokamac.engine.perf.footprint import KVRow, KVTable
     from tokamac.engine.perf.hardware import Chip
@@ -93,6 +95,7 @@ def measure_it(model: str, *, here: bool) -> str:
     return f"; measure it: {pull}tokamac bench {name} --machine"
 
 
+LINK_NAMES = ("thunderbolt5", "ethernet")
 CONTEXT = 4096
 BITS = (2, 3, 4, 5, 6, 8, 16)
 POINTS = 64
@@ -116,6 +119,7 @@ def parser() -> Parser:
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --table\n'
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 128 --parallel 1,2,4,8\n'
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --acceptance 0.5,0.7,0.9\n'
+        '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --nodes 2 --link thunderbolt5\n'
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
     made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
@@ -145,6 +149,18 @@ def parser() -> Parser:
     shown.add_argument("--parallel", type=widths, metavar="N[,N…]", help=several)
     guesses = "also what guessing ahead gains where such a share of guesses comes true, such as 0.7; with --draft, by a draft model"
     shown.add_argument("--acceptance", type=shares, metavar="P[,P…]", help=guesses)
+    nodes = made.add_argument_group("several machines like this one, or like the one named")
+    nodes.add_argument("--nodes", type=nodes_count, metavar="N", help="also N of them that hold the model together")
+    nodes.add_argument(
+        "--split", choices=SPLITS, help="each has a part of every layer (tensor, the default), or some layers"
+    )
+    nodes.add_argument("--link", choices=LINK_NAMES, help="what joins them (thunderbolt5)")
+    nodes.add_argument(
+        "--link-latency", type=float, metavar="US", help="microseconds of a short message, in place of the link's"
+    )
+    nodes.add_argument(
+        "--link-rate", type=float, metavar="GBITS", help="its 10^9 bits a second, in place of the link's"
+    )
     plot = "draw decode over context, and the roofline with both phases"
     shown.add_argument("--plot", action="store_true", help=plot)
     made.add_argument("--json", action="store_true", help="one JSON object")
@@ -218,6 +234,14 @@ def _with_draft(found: "Inspection", subject: "ModelRef", name: str) -> "Inspect
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
+    for flag in ("split", "link", "link_latency", "link_rate"):
+        if options.nodes is None and getattr(options, flag) is not None:
+            parser.error(f"--{flag.replace('_', '-')} has no effect without --nodes")
+    for flag in ("link_latency", "link_rate"):
+        if (given := getattr(options, flag)) is not None and not 0 < given < math.inf:
+            parser.error(f"--{flag.replace('_', '-')} is a number above 0")
+    if options.nodes is not None and options.adapter is not None:
+        parser.error("--adapter: an adapter can't be added to a model that several nodes hold")
     if options.group_size is not None and options.bits in (None, 16):
         parser.error("--group-size has no effect without --bits below 16")
     if options.json and options.plot:
@@ -242,7 +266,13 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCas
 def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
     everything = {**found.to_json(), "quality": _quality(subject)}
-    if not (options.table or options.chips or options.no_cache or options.parallel or options.acceptance):
+    if options.nodes is not None:
+        told = _on_nodes(options, subject, found)
+        at = {"reason": told} if isinstance(told, str) else {**asdict(told), "expected_tps": told.expected_tps}
+        everything["nodes"] = at
+    if not (
+        options.table or options.chips or options.no_cache or options.parallel or options.acceptance or options.nodes
+    ):
         return {key: everything[key] for key in _FIELDS}
     if options.table:
         everything["table"] = [_row(each) for each in _table(subject, found)]
@@ -304,8 +334,63 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
         several = _capacity(options, subject, found)
         unknown = f"how many replies fit at once is unknown: {several}"
         print(f"\n{unknown if isinstance(several, str) else at_once_text(several, columns())}")
+    if options.nodes is not None:
+        together = _on_nodes(options, subject, found)
+        unknown = f"several machines: {together}"
+        print(f"\n{unknown if isinstance(together, str) else nodes_text(together, found.place)}")
     if options.plot:
         _plot(subject, found)
+
+
+def _on_nodes(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "NodesOutcome | str":
+    """Return what several such machines make of the model, or why that is not known."""
+    from tokamac.engine.distributed.speed import LINKS, on_nodes
+    from tokamac.engine.errors import OptionError
+
+    link = LINKS[options.link or LINK_NAMES[0]]
+    if options.link_latency is not None:
+        link = replace(link, latency_s=options.link_latency / 1e6, source=f"{link.source}; latency as given")
+    if options.link_rate is not None:
+        link = replace(link, gbits=options.link_rate, source=f"{link.source}; rate as given")
+    try:
+        return on_nodes(subject, found.case, found.place, options.nodes, split=options.split or SPLITS[0], link=link)
+    except OptionError as error:
+        return error.message
+
+
+def nodes_text(found: "NodesOutcome", place: "Machine") -> str:
+    """Return what several machines make of a model, with the formula and the numbers put in."""
+    link, hops = found.link, found.nodes - 1 if found.split == "tensor" else 1
+    told = "a part of every layer each" if found.split == "tensor" else "some of the layers each, one after another"
+    speed = ", ".join(
+        [
+            UNKNOWN if link.gbits is None else f"{link.gbits:g} Gb/s",
+            f"latency {UNKNOWN}" if link.latency_s is None else f"{link.latency_s * 1e6:g} µs a message",
+        ]
+    )
+    read = f"{size(found.read_bytes)} read{' on each' if found.split == 'tensor' else ' in all'}"
+    sent = f"{found.messages} messages of {size(found.message_bytes)}"
+    formula = f"{UNKNOWN}: {found.reason}"
+    if found.expected_tps is not None:
+        own, between = (found.reading_s or 0.0) * 1e3, (found.linking_s or 0.0) * 1e3
+        hopping = f"{hops} × " if hops > 1 else ""
+        formula = (
+            f"{rate(found.expected_tps)} = 1 s ÷ ({own:.2f} ms reading + {between:.2f} ms for {found.messages} × "
+            f"({hopping}latency + bytes ÷ link rate))"
+        )
+    rows = [
+        ["nodes", f"{found.nodes} like this, {told}"],
+        [
+            "memory of each",
+            f"{size(found.memory.total)} of {size(found.memory.budget)}: {_verdict(found.memory, place)}",
+        ],
+        ["one decoded token", f"{read}; {sent}"],
+        ["link", f"{link.name}: {speed}"],
+        ["", link.source],
+        ["ceiling", f"{rate(found.ceiling_tps)}{'' if found.ceiling_tps is None else ', without the link'}"],
+        ["expected", formula],
+    ]
+    return table(rows)
 
 
 def _worth(subject: "ModelRef", found: "Inspection") -> "CacheWorth | str":

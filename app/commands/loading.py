@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation
+from tokamac.engine.options import KVSpec, Nodes, PromptCacheSpec, Speculation
 
 from .. import INTERRUPTED, settings
 from ..options import adapter_of, is_cpu_exact, memory_limit
@@ -44,11 +44,12 @@ def load(
     parallel: int = 1,
     speculation: Speculation | None = None,
     cpu_exact: bool = False,
+    nodes: Nodes | None = None,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
     parallel: replies that will be asked for at once. speculation: what guesses tokens; None is nothing. cpu_exact: a CPU rounds
-    nothing.
+    nothing. nodes: the processes that hold it together; None is this one alone.
 
     Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
@@ -81,6 +82,7 @@ def load(
                 parallel=parallel,
                 speculation=speculation,
                 cpu_exact=cpu_exact,
+                nodes=nodes,
                 progress=lambda at: tell_loading(at, bar),
             )
         finally:
@@ -89,12 +91,14 @@ def load(
         note(f"note: {remark}")
     for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
         note(remark)
-    for remark in engine.spec.notes if kv == KVSpec() and parallel > 1 else ():
+    for remark in engine.spec.notes if kv == KVSpec() and parallel > 1 and nodes is None else ():
         if remark.startswith(ONE_BY_ONE):
             note(f"note: {remark}")
-    for remark in engine.spec.notes if kv == KVSpec() else ():
+    for remark in engine.spec.notes if kv == KVSpec() and nodes is None else ():
         if remark.startswith(BESIDE):
             note(f"note: {remark}")
+    for remark in engine.spec.notes if nodes is not None and kv == KVSpec() else ():
+        note(f"note: {remark}")
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine
@@ -108,12 +112,13 @@ def load_for(
     *,
     parallel: int = 1,
     speculation: Speculation | None = None,
+    nodes: Nodes | None = None,
 ) -> "Engine":
-    """Return the engine for ``model`` as the command's flags have it. parallel, speculation: as for ``load``.
+    """Return the engine for ``model`` as the command's flags have it. parallel, speculation, nodes: as for ``load``.
 
     Raises TokamacError.
     """
-    added, unchecked = adapter_of(options, model), getattr(options, "unchecked", False)
+    added, unchecked = None if nodes is not None else adapter_of(options, model), getattr(options, "unchecked", False)
     limit = memory_limit(options)
     return load(
         model,
@@ -125,6 +130,7 @@ def load_for(
         parallel=parallel,
         speculation=speculation,
         cpu_exact=is_cpu_exact(options),
+        nodes=nodes,
     )
 
 

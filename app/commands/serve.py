@@ -13,6 +13,7 @@ from ..backend.protocol import Load
 from ..keep_awake import KeepAwake, program
 from ..options import (
     adapter_of,
+    add_nodes_flags,
     add_parallel_flag,
     add_reply_flags,
     add_speculation_flags,
@@ -21,6 +22,7 @@ from ..options import (
     is_cpu_exact,
     kv_spec,
     memory_limit,
+    nodes_of,
     parallel_of,
     sampling,
     speculation_of,
@@ -89,6 +91,7 @@ def parser() -> Parser:
     add_reply_flags(made)
     add_parallel_flag(made)
     add_speculation_flags(made)
+    add_nodes_flags(made)
     return made
 
 
@@ -147,7 +150,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
     from ..serve.security import token_of
     from ..serve.server import ServerOptions
 
-    guesses = speculation_of(options, model)
+    guesses, nodes = speculation_of(options, model), nodes_of(parser, options)
     return ServerOptions(
         load=Load(
             model,
@@ -155,12 +158,13 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
             prompt_cache=not options.no_prompt_cache,
             memory=memory_limit(options),
             unchecked=options.unchecked,
-            adapter=adapter_of(options, model),
+            adapter=None if nodes is not None else adapter_of(options, model),
             parallel=parallel_of(options),
             speculation=guesses is not None,
             draft=None if guesses is None or guesses.draft is None else str(guesses.draft),
             cpu_exact=is_cpu_exact(options),
             text_every_s=TEXT_EVERY_S,
+            nodes=nodes,
         ),
         id=model,
         aliases=tuple(options.alias),

@@ -14,6 +14,7 @@ OTHER_NAMES = {
     "config": "settings",
     "env": "environment",
     "exit-codes": "exit",
+    "hostfile": "nodes",
     "lora": "adapters",
     "persona": "profiles",
     "pipes": "json",

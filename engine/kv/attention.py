@@ -61,7 +61,22 @@ class Scoring(NamedTuple):
 
 
 class AttendingCache(ABC):
-    """A cache that attends by itself."""
+    """A cache that attends by itself.
+
+    Attributes:
+        sent: in a part of a pipeline, what stands for its result being sent on, which is to be computed with the cache.
+    """
+
+    sent: mx.array | None = None
+
+    @property
+    def keys(self) -> mx.array:
+        """What mlx-lm's pipelines make depend on having sent a result: it is kept apart, whatever the keys are."""
+        return mx.array(0)
+
+    @keys.setter
+    def keys(self, sent: mx.array) -> None:
+        self.sent = sent
 
     @property
     @abstractmethod
@@ -183,6 +198,11 @@ def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
         yield
     finally:
         _forced.reset(before)
+
+
+def forced() -> AttentionDevice | None:
+    """Return for what device a fused kernel is asked for; None where none is."""
+    return _forced.get()
 
 
 def fused(queries: mx.array, keys: mx.array, values: mx.array, by: Scoring, *, packed: bool = False) -> mx.array:

@@ -67,13 +67,16 @@ def load_model(
     compiling: Callable[[], None] = lambda: None,
     unchecked: bool = False,
     rounded: bool = False,
+    divide: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> LoadedModel:
     """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all; ``compiling`` is called where a CPU's
     kernels are compiled, as at their first use, and are waited for.
 
     dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
     CPU backend runs half precision by slow scalar code; packed matrices stay as they are stored, scales and all. unchecked: load
-    what the rule for configs doubts, too. rounded: compile what rounds rows, too (cpu/rounding.py); none is rounded yet.
+    what the rule for configs doubts, too. rounded: compile what rounds rows, too (cpu/rounding.py); none is rounded yet. divide:
+    leaves this process a part of the module before anything is read, and returns the part's config; on a CPU its layers stay MLX's
+    own, whose passes can be built without being computed.
     Raises ModelError (missing, damaged, unsupported) and OptionError.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -85,8 +88,17 @@ def load_model(
     if device == "cpu":
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
+    if divide is not None:
+        config = divide(module, config)
     eager, by_kernels = fill(
-        module, folder, dtype=dtype, device=device, progress=progress, compiling=compiling, rounded=rounded
+        module,
+        folder,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        compiling=compiling,
+        kernels=divide is None,
+        rounded=rounded,
     )
     bound_positions(module)
     mx.clear_cache()
@@ -102,18 +114,19 @@ def fill(
     progress: BytesProgress,
     compiling: Callable[[], None] = lambda: None,
     rounded: bool = False,
+    kernels: bool = True,
 ) -> tuple[bool, bool]:
-    """Read the lazy weights of a module in the types for the device, as ``load_model`` says.
+    """Read the lazy weights of a module in the types for the device, as ``load_model`` says. kernels: a CPU's own may be used.
 
     Returns whether decoding waits for the device between layers, and whether a CPU's own kernels multiply. Raises ModelDamagedError
     and OptionError.
     """
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
-    if device == "cpu" and wanted == mx.float32:
+    if device == "cpu" and wanted == mx.float32 and kernels:
         from .cpu.packed import Compiling
 
-        kernels = Compiling(module, rounded=rounded)
-        return _read_for_kernels(module, folder, dtype, progress, lambda: kernels.wait(compiling)), True
+        compiled = Compiling(module, rounded=rounded)
+        return _read_for_kernels(module, folder, dtype, progress, lambda: compiled.wait(compiling)), True
     if wanted is not None:
         module.set_dtype(wanted)
     _read(module, folder, dtype, progress)

@@ -253,12 +253,14 @@ def _token_bytes(shape: ModelShape) -> int:
 class Chunking:
     """The chunks of a model's prompts on a device.
 
-    latency: as published for the chip, the same in every process; None where there is none.
+    latency: as published for the chip, the same in every process; None where there is none. whole: a chunk is computed at once,
+    however long it takes.
     """
 
     work: Workload
     device: DeviceKind
     latency: LatencyModel | None
+    whole: bool = False
 
     def at(self, depth: int) -> int:
         """Return the tokens to compute at once after ``depth``: a power of two, never more than at a lesser depth."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..kv import snapshot
+from ..kv.operations import LOCAL, CacheOperations
 from ..options import PromptCacheSpec
 from ..perf import memory
 from ..perf.peak_memory import predict_peak
@@ -60,8 +61,9 @@ class PromptCache(MemoryStore):
         *,
         all_grow: bool,
         beside: Callable[[int], int] = lambda _: 0,
+        operations: CacheOperations = LOCAL,
     ) -> None:
-        super().__init__(make, budget, all_grow=all_grow, beside=beside)
+        super().__init__(make, budget, all_grow=all_grow, beside=beside, operations=operations)
         self.identifying: Thread | None = None
         self._disk: DiskStore | None = None
         self._replaced: tuple[str, list[int]] | None = None
@@ -287,7 +289,7 @@ def open_cache(
         return 0 if most is not None else _free_beside(runtime, cache, held)
 
     grow = snapshot.all_grow(runtime.new_caches(0))
-    cache = PromptCache(runtime.new_caches, budget, all_grow=grow, beside=beside)
+    cache = PromptCache(runtime.new_caches, budget, all_grow=grow, beside=beside, operations=runtime.operations)
     if spec.disk:
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import kv
 from ..kv import snapshot
+from ..kv.operations import LOCAL, CacheOperations
 from ..kv.snapshot import KVSlice, States
 from .disk import DiskStore, Rates
 from .portable import Packet
@@ -235,6 +236,7 @@ class MemoryStore(CacheStore):
         all_grow: Whether every cache can be sliced.
         beside: Returns the bytes that memory has for another conversation beside a live one of the given tokens. Up to that, the
             one used before stays even beyond the budget: else two larger ones would be computed anew at every switch.
+        operations: What is done to caches.
     """
 
     keeps = True
@@ -246,8 +248,10 @@ class MemoryStore(CacheStore):
         *,
         all_grow: bool,
         beside: Callable[[int], int] = lambda _: 0,
+        operations: CacheOperations = LOCAL,
     ) -> None:
         super().__init__(make)
+        self._operations = operations
         self.needs_checkpoints = not all_grow
         self._beside = beside
         self._budget = budget
@@ -369,7 +373,13 @@ class MemoryStore(CacheStore):
 
     def anew(self) -> CacheStore:
         """Return an empty store of the same kind."""
-        return type(self)(self._make, self._budget, all_grow=not self.needs_checkpoints, beside=self._beside)
+        return type(self)(
+            self._make,
+            self._budget,
+            all_grow=not self.needs_checkpoints,
+            beside=self._beside,
+            operations=self._operations,
+        )
 
     def _root(self, keep: int | None) -> Node[CachedRun]:
         return self._roots.setdefault(keep, Node([], None, 0, CachedRun()))
@@ -436,10 +446,10 @@ class MemoryStore(CacheStore):
             if low >= high:
                 continue
             if each.value.piece is not None:
-                parts.append(snapshot.part(each.value.piece, low - each.start, high - each.start))
+                parts.append(self._operations.part(each.value.piece, low - each.start, high - each.start))
             elif (held := self._holder(each)) is not None:
-                parts.append(snapshot.cut(held.lease.caches, low, high))
-        return snapshot.join(parts)
+                parts.append(self._operations.cut(held.lease.caches, low, high))
+        return self._operations.join(parts)
 
     def _holder(self, node: Node[CachedRun]) -> Held | None:
         return next((held for held in self._held if any(each is node for each in held.end.path())), None)
@@ -465,10 +475,10 @@ class MemoryStore(CacheStore):
         node = self._node_at(root, ids)
         shared = common_prefix(live.ids, ids)
         surplus = len(live.ids) - shared
-        snapshot.own_prefixes(live.caches)
+        self._operations.own_prefixes(live.caches)
         in_place = shared == len(ids) and surplus == 0
         if shared == len(ids) and 0 < surplus <= kv.rewindable(live.caches) and node.value.states is None:
-            snapshot.rewind(live.caches, surplus)
+            self._operations.rewind(live.caches, surplus)
             in_place = True
         self._cut_back(held, self._node_at(root, ids[:shared]))
         if not shared and (begun := self._share(held, ids)):
@@ -479,16 +489,16 @@ class MemoryStore(CacheStore):
             if each.start < shared:
                 continue
             if each.value.piece is None:  # other live caches hold it
-                snapshot.extend(live.caches, self._cut(each, each.start, each.stop), reserve=node.stop)
+                self._operations.extend(live.caches, self._cut(each, each.start, each.stop), reserve=node.stop)
             else:
-                snapshot.extend(live.caches, each.value.piece, reserve=node.stop)
+                self._operations.extend(live.caches, each.value.piece, reserve=node.stop)
                 each.value.piece = None
         if not in_place and self.needs_checkpoints:
             if node.parent is None:
                 live.caches[:] = self._make(live.keep)
             else:
                 assert node.value.states is not None
-                snapshot.thaw(live.caches, node.value.states)
+                self._operations.thaw(live.caches, node.value.states)
         live.ids[:] = ids
         held.end = node
 
@@ -499,7 +509,7 @@ class MemoryStore(CacheStore):
         most = max(common, default=0)
         if most < WORTH_SHARING:
             return 0
-        return snapshot.share(donors[common.index(most)].lease.caches, held.lease.caches, most)
+        return self._operations.share(donors[common.index(most)].lease.caches, held.lease.caches, most)
 
     def _node_at(self, root: Node[CachedRun], ids: list[int]) -> Node[CachedRun]:
         """Return the node that ends where ``ids``, which the tree knows, end; splits one where there is none."""
@@ -509,7 +519,7 @@ class MemoryStore(CacheStore):
 
     def _split(self, node: Node[CachedRun], at: int) -> Node[CachedRun]:
         run = node.value
-        upper, lower = (None, None) if run.piece is None else snapshot.split(run.piece, at - node.start)
+        upper, lower = (None, None) if run.piece is None else self._operations.split(run.piece, at - node.start)
         return split(node, at, CachedRun(upper), CachedRun(lower, run.states, stored=run.stored))
 
     def _follow(self, held: Held) -> Node[CachedRun]:
@@ -530,14 +540,14 @@ class MemoryStore(CacheStore):
     def _freeze_end(self, held: Held) -> States | None:
         """Freeze what can't be sliced of live caches; return the states at their end, None where all can be sliced."""
         if self.needs_checkpoints and held.end.parent is not None and held.end.value.states is None:
-            held.end.value.states = snapshot.freeze(held.lease.caches)
+            held.end.value.states = self._operations.freeze(held.lease.caches)
         return held.end.value.states
 
     def _cut_back(self, held: Held, start: Node[CachedRun]) -> None:
         """Cut live caches back to the end of ``start``; the tree keeps what they held beyond it, if that is of use."""
         leaf, elsewhere = held.end, self._live_nodes(held)
         beyond = [node for node in leaf.path() if node.start >= start.stop]
-        pieces = snapshot.cut_off(held.lease.caches, [start.stop, *(node.stop for node in beyond)])
+        pieces = self._operations.cut_off(held.lease.caches, [start.stop, *(node.stop for node in beyond)])
         for node, piece in zip(beyond, pieces, strict=True):
             if id(node) not in elsewhere:
                 node.value.piece = piece

@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ..errors import ModelDamagedError, TokamacError
 from ..kv.cache import GrowthWatcher
+from ..kv.operations import LOCAL, CacheOperations
 from ..kv.rewind import most_taken_back
-from ..kv.rows import forward
 from ..model.head import asking_for_logits, keeping_hidden_states
 from ..sampling import Sampler
 from ..speculation.speculator import Speculator
@@ -235,10 +235,11 @@ class Decoder:
     Args:
         model: called with (B, 1) ids and the caches of all lanes.
         ahead: launch the next step before a token is read, so that the device works while the host does.
+        operations: what is done to the model and to caches.
     """
 
-    def __init__(self, model: Any, *, ahead: bool) -> None:
-        self._model, self._ahead = model, ahead
+    def __init__(self, model: Any, *, ahead: bool, operations: CacheOperations = LOCAL) -> None:
+        self._model, self._ahead, self._operations = model, ahead, operations
         self._steps = 0
 
     def step(self, lanes: Sequence[Lane]) -> list[Decoded]:
@@ -296,7 +297,7 @@ class Decoder:
             return []
         rows = len(lane.behind) + 1 + len(draft.tokens)
         try:
-            tokens = verify(self._model, lane, draft.tokens)
+            tokens = verify(self._model, lane, draft.tokens, self._operations)
         except TokamacError as error:
             lane.ended = True
             return [Decoded(lane, failure=error)]
@@ -348,7 +349,7 @@ class Decoder:
                 lane.behind = []
         tokens = [_some_token(lane.token) for lane in lanes]
         ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
-        return forward(self._model, ids, [lane.caches for lane in lanes])
+        return self._operations.forward(self._model, ids, [lane.caches for lane in lanes])
 
     def _read(self, lane: Lane, *, launched: bool, last: bool = False, shared: bool = False) -> Decoded:
         """Read a lane's token. launched: so was the step that takes it. last: none may. shared: its pass, with other lanes."""
@@ -382,9 +383,9 @@ def _chosen(lanes: Sequence[Lane]) -> tuple[list[Lane], list[Decoded]]:
     return able, failed
 
 
-def decode_alone(model: Any, lane: Lane, *, ahead: bool) -> Iterator[int]:
+def decode_alone(model: Any, lane: Lane, *, ahead: bool, operations: CacheOperations = LOCAL) -> Iterator[int]:
     """Yield the tokens of one lane. Stop iterating to cancel. Raises ModelDamagedError."""
-    decoder = Decoder(model, ahead=ahead)
+    decoder = Decoder(model, ahead=ahead, operations=operations)
     while not lane.ended:
         for each in decoder.step([lane]):
             if each.failure is not None:

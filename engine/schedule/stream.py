@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
-from ..errors import EngineClosedError
+from ..errors import EngineClosedError, TokamacError
 from ..events import Event, Live, TextChunk
 
 LOOK_AHEAD = 128
@@ -62,10 +62,10 @@ class EventStream:
         self.cancel()
         self._over()
 
-    def close(self) -> None:
-        """The engine goes away: end the reply, and tell its reader so."""
+    def close(self, why: TokamacError | None = None) -> None:
+        """The engine goes away: end the reply, and tell its reader so, or why."""
         # Before the thread hears of it, and ends the reply for good: its reader is to learn why.
-        self._put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
+        self._put(why or EngineClosedError("the engine was closed", "Load it again with Engine.load."))
         self.abandon()
 
     @property

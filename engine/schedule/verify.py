@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..errors import ModelDamagedError
-from ..kv.rewind import BeforePass
+from ..kv.operations import LOCAL, CacheOperations
 from ..model.head import asking_for_logits, keeping_hidden_states
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOT_NUMBERS = "the model computed values that are not numbers", "Load it with dtype float32, or download it again."
 
 
-def verify(model: Any, lane: "Lane", drafted: Sequence[int]) -> list[int]:
+def verify(model: Any, lane: "Lane", drafted: Sequence[int], operations: CacheOperations = LOCAL) -> list[int]:
     """Return the tokens that plain decoding would choose next: those of ``drafted`` that it would, and one more.
 
     None follows one that ends the reply. The lane holds all but the last of them then, in its caches or behind them. Raises
@@ -29,7 +29,7 @@ def verify(model: Any, lane: "Lane", drafted: Sequence[int]) -> list[int]:
     allowed = None if lane.constraint is None else lane.constraint.allowed_along(drafted)
     behind = [*lane.behind, lane.last]
     read = [*behind, *drafted]
-    before = BeforePass(lane.caches)
+    before = operations.before_pass(lane.caches)
     with asking_for_logits(), keeping_hidden_states() as kept:
         logits = model(mx.array([read], mx.uint32), cache=lane.caches)[0, len(behind) - 1 :]  # (1 + k, V)
     chosen, states = lane.sampler.choose_rows(logits, allowed)  # (1 + k,)
