@@ -177,6 +177,7 @@ def load(
     too_long = context_notes(both, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
     alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
+    by_layers = step_notes(loaded)
     one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
     notes = (
         *(() if share is None else (share.note,)),
@@ -186,6 +187,7 @@ def load(
         *on_draft,
         *on_heads,
         *one_by_one,
+        *by_layers,
         *rotation,
         *_position_notes(kv, positions),
         *plan.notes,
@@ -358,6 +360,16 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
             keep_cost(key, cost)
     round_rows(loaded.module, rounds=cost is not None and cost.is_small)
     return cost
+
+
+def step_notes(loaded: LoadedModel) -> tuple[str, ...]:
+    """Have decode steps on a CPU computed at once, where the model's class allows it; return why not. Weights are as they stay."""
+    if not loaded.by_kernels:
+        return ()
+    from .model.cpu.stepping import take_steps
+
+    why = take_steps(loaded.module, plan_caches(loaded.module, loaded.config, KVSpec()).make)
+    return (f"decoding goes through MLX layer by layer: {why}",) if why else ()
 
 
 def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:

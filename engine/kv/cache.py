@@ -66,6 +66,19 @@ class SharedPrefix:
         return sum(array.nbytes for array in (*self.keys, *self.values))
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Held:
+    """Where a cache's arrays lie: for one who reads and writes slots itself, until they move.
+
+    keys, values: addresses of the arrays of its codecs, (1, H, capacity, …) each. prefix: what stands before the slots.
+    """
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    capacity: int
+    prefix: tuple[SharedPrefix, ...]
+
+
 class Cache(AttendingCache):
     """Keys and values of one layer, under the names that mlx-lm's models call. A plan finds all options out.
 
@@ -100,6 +113,7 @@ class Cache(AttendingCache):
         self._keys, self._values = Slots(layout.limit), Slots(layout.limit)
         self._prefix: tuple[SharedPrefix, ...] = ()
         self._prefix_tokens = 0
+        self._held: Held | None = None
         self._pinned: Pinned | None = None
         if rotation is not None and isinstance(layout, Ring) and layout.keep:
             self._pinned = Pinned(layout, rotation)
@@ -197,6 +211,29 @@ class Cache(AttendingCache):
             for part in self._parts
         ]
         return mx.concatenate(out, axis=2)
+
+    def takes_in_place(self, count: int) -> bool:
+        """Whether the next ``count`` tokens can be written, and attended to, by one who knows only layout and codecs."""
+        if not self._keys.capacity or not self._direct or self._shared or not self.layout.fits(self._offset, count):
+            return False
+        if self._pinned is None:
+            return True
+        ring, start = self._pinned.ring, self._offset
+        return start >= ring.keep and ring.shift(start) == ring.shift(start + count - 1) == self._pinned.shift
+
+    def hold(self, count: int) -> Held:
+        """Count the next ``count`` tokens as held, and return where the caller writes them. ``takes_in_place`` must allow it."""
+        start = self._offset
+        (_, slot, _), *_ = self.layout.spans(start - self._prefix_tokens, 1)
+        used = self.layout.used(start + count) - self._prefix_tokens
+        keys, values = self._keys.in_place(used, slot), self._values.in_place(used, slot)
+        self._offset = start + count
+        self._high = max(self._high, self._offset)
+        self._fetched = None
+        held = self._held
+        if held is None or held.keys is not keys or held.values is not values or held.prefix is not self._prefix:
+            held = self._held = Held(keys, values, self._keys.capacity, self._prefix)
+        return held
 
     @property
     def rewindable(self) -> int:
@@ -340,7 +377,7 @@ class Cache(AttendingCache):
 
     def empty(self) -> bool:
         """Whether nothing was ever written (mlx-lm's name)."""
-        return not self._keys.arrays and not self._prefix
+        return not self._keys.capacity and not self._prefix
 
     def _spans(self, start: int, count: int) -> tuple[list[Span], int]:
         """Return where in the slots ``count`` tokens after ``start`` go, and how many slots are in use then."""

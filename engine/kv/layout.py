@@ -249,35 +249,63 @@ class Slots:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self.step = STEP
-        self.arrays: Encoded = ()
+        self._arrays: Encoded = ()
+        self._addresses: tuple[int, ...] = ()  # where the arrays lie, while nobody else can hold them
+
+    @property
+    def arrays(self) -> Encoded:
+        """The arrays. Whoever has them may keep them."""
+        self._addresses = ()
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, arrays: Encoded) -> None:
+        self._arrays, self._addresses = arrays, ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays, unused slots included."""
-        return sum(array.nbytes for array in self.arrays)
+        return sum(array.nbytes for array in self._arrays)
 
     @property
     def capacity(self) -> int:
         """Number of slots."""
-        return self.arrays[0].shape[2] if self.arrays else 0
+        return self._arrays[0].shape[2] if self._arrays else 0
 
     def write(self, encoded: Encoded, spans: list[Span], used: int, reserve: int = 0) -> None:
         """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use, and ``reserve`` soon.
 
         In place where nobody else holds the arrays: nothing else is copied, however much is held.
         """
+        self._addresses = ()
         if used > self.capacity:
             self._grow(encoded, max(used, reserve))
         count = encoded[0].shape[2]
         for token, slot, length in spans:
-            for array, new in zip(self.arrays, encoded, strict=True):
+            for array, new in zip(self._arrays, encoded, strict=True):
                 array[..., slot : slot + length, :] = new if length == count else new[..., token : token + length, :]
 
     def read(self, count: int) -> Encoded:
         """Return views of the first ``count`` slots."""
+        arrays = self.arrays
         if count == self.capacity:
-            return self.arrays
-        return tuple([array[..., :count, :] for array in self.arrays])  # a list: this runs in every step of every layer
+            return arrays
+        return tuple([array[..., :count, :] for array in arrays])  # a list: this runs in every step of every layer
+
+    def in_place(self, used: int, slot: int) -> tuple[int, ...]:
+        """Return the addresses of the arrays for one who writes to slots itself, of which ``used`` will then be in use.
+
+        slot: the first that will be written. On a CPU, for stores that hold something. What MLX writes in place is held by nobody
+        else; so something is written first, unless nobody asked for the arrays since.
+        """
+        if used > self.capacity:
+            self._grow(self._arrays, used)
+        if not self._addresses:
+            for array in self._arrays:
+                array[..., slot : slot + 1, :] = mx.zeros((*array.shape[:2], 1, array.shape[3]), array.dtype)
+            mx.eval(self._arrays)
+            self._addresses = tuple(np.asarray(array).ctypes.data for array in self._arrays)
+        return self._addresses
 
     def copy(self) -> "Slots":
         """Return a store of the same arrays; whichever of the two writes first makes its own copy then."""
@@ -288,16 +316,17 @@ class Slots:
 
     def split(self, at: int, used: int) -> Encoded:
         """Move the first ``at`` slots out, and return them; the rest of the ``used`` ones are the first then. Evaluates."""
-        front = tuple(mx.contiguous(array[..., :at, :]) for array in self.arrays)
-        self.arrays = tuple(mx.contiguous(array[..., at:used, :]) for array in self.arrays) if used > at else ()
-        mx.eval(front, self.arrays)
+        arrays = self.arrays
+        front = tuple(mx.contiguous(array[..., :at, :]) for array in arrays)
+        self.arrays = tuple(mx.contiguous(array[..., at:used, :]) for array in arrays) if used > at else ()
+        mx.eval(front, self._arrays)
         return front
 
     def shrink(self, used: int) -> None:
         """Free all but the first ``used`` slots, where at least half are unused; evaluates."""
-        if self.arrays and used <= self.capacity // 2:
-            self.arrays = tuple(mx.contiguous(array[..., :used, :]) for array in self.arrays) if used else ()
-            mx.eval(self.arrays)
+        if self._arrays and used <= self.capacity // 2:
+            self.arrays = tuple(mx.contiguous(array[..., :used, :]) for array in self._arrays) if used else ()
+            mx.eval(self._arrays)
 
     def _grow(self, like: Encoded, stop: int) -> None:
         wanted = max(stop, self.capacity + self.capacity // GROWTH)
@@ -305,6 +334,6 @@ class Slots:
         if self._limit is not None:
             capacity = min(capacity, self._limit)
         fresh = [mx.zeros((*x.shape[:2], capacity - self.capacity, x.shape[3]), x.dtype) for x in like]
-        if self.arrays:
-            fresh = [mx.concatenate(list(pair), axis=2) for pair in zip(self.arrays, fresh, strict=True)]
+        if self._arrays:
+            fresh = [mx.concatenate(list(pair), axis=2) for pair in zip(self._arrays, fresh, strict=True)]
         self.arrays = tuple(fresh)

@@ -1,0 +1,302 @@
+"""Attention of single rows over caches as they lie: new keys and values are written to their slots, then scores, softmax, values.
+
+A piece of work is one row of one key-value head, with all the query heads that share it. It walks the slots that the row sees in
+the order of their tokens, BLOCK at a time, under one running softmax: nothing is copied, and scores take no memory. The order is the
+row's own, so its bits are the same in a batch.
+
+A row's cache is told by words (``CacheWords``), made anew when its arrays move; what a step adds is the position alone.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from . import attention_tiles as tiles
+from .attention_tiles import FORMS, PLAIN_FORM, mixing_of, scoring_of
+from .compiling import compile_kernel, compiled
+from .pool import call
+from .products import bytes_at, floats_at, words_at
+
+BLOCK = 256
+"""Tokens whose scores are held at once."""
+
+# Words of a cache. A side is keys or values; its words stand from KEYS or VALUES on.
+WINDOW, KEEP, SPARE, CAPACITY, PREFIX_TOKENS, PREFIXES, KEYS = range(7)
+"""Of its layout (a window of 0 grows); slots of its own; tokens of the prefixes that it shares, and how many those are."""
+NUMBERS, SCALES, BIASES, KERNEL, BITS, ROTATED, TOKEN_BYTES, GROUPS, BLOCKS, SWAPS, SIDE = range(11)
+"""Addresses of its arrays and of the kernel that reads them; bits (32: plain); channels rotated together, or 0; bytes of a token; its
+groups; sixteens in a group; whether the order is that of words of 4 bits."""
+VALUES = KEYS + SIDE
+PARTS = VALUES + SIDE
+PART = 7
+"""From PARTS on, for each prefix: tokens, and three addresses of its keys and of its values."""
+
+# Words of one pass's attention.
+HEADS, REPEATS, SIZE, ROWS, LAYER, LAYERS, TABLE, QUERIES, NEW_BYTES, NEW_KEYS, NEW_VALUES, OUT, OUT_BYTES, TUNING, ALL = range(15)
+"""Key-value heads, query heads that share one, a head's numbers; rows; which layer of how many; the table of (cache's words, position)
+by row and layer; addresses and row bytes of queries, new keys and values, and of what comes out; address of scale and soft cap."""
+
+Words = npt.NDArray[np.int64]
+
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+ROUNDER = np.float32(12582912.0)
+"""1.5 · 2^23: adding it leaves a whole number in the low bits."""
+ONE, HALF = np.float32(1), np.float32(0.5)
+C5, C4, C3, C2, C1, C0 = (
+    np.float32(each)
+    for each in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+)
+"""Of the polynomial for e^x within half of ln 2 around 0 (Cephes, expf)."""
+LEAST, MOST = np.float32(-87), np.float32(88)
+
+
+@compiled
+def exponential(x: float) -> float:
+    """Return e^x of a float32, within two units of the last place, as instructions that go into vectors."""
+    x = min(max(x, LEAST), MOST)
+    moved = np.float32(x * LOG2_E) + ROUNDER
+    whole = moved - ROUNDER
+    x = (x - whole * LN2_HIGH) - whole * LN2_LOW
+    y = ((((C5 * x + C4) * x + C3) * x + C2) * x + C1) * x + C0
+    y = y * (x * x) + x + ONE
+    bits = np.uint32(np.float32(moved).view(np.uint32) << np.uint32(23)) + np.uint32(0x3F800000)
+    return y * np.uint32(bits).view(np.float32)
+
+
+@compiled
+def rotate(x: Any, block: int) -> None:
+    """Rotate x (D,) in place by Hadamard matrices of ``block`` channels."""
+    length = np.float32(1.0 / np.sqrt(np.float64(block)))
+    width = 1
+    while width < block:
+        for begin in range(0, len(x), 2 * width):
+            for i in range(begin, begin + width):
+                a, b = x[i], x[i + width]
+                x[i], x[i + width] = a + b, a - b
+        width *= 2
+    for i in range(len(x)):
+        x[i] *= length
+
+
+@compiled
+def _pack(x: Any, side: Any, numbers: int, place: int) -> None:
+    """Pack x (D,) as ``mx.quantize`` does, to the numbers, scales and biases of the token at ``place`` of its arrays."""
+    bits, groups = side[BITS], side[GROUPS]
+    size = len(x) // groups
+    most = np.float32((1 << bits) - 1)
+    out = carray(bytes_at(numbers), side[TOKEN_BYTES])
+    scales = carray(floats_at(side[SCALES] + 4 * groups * place), groups)
+    biases = carray(floats_at(side[BIASES] + 4 * groups * place), groups)
+    waiting, filled, at = np.uint64(0), 0, 0
+    for group in range(groups):
+        low = high = x[group * size]
+        for i in range(group * size, (group + 1) * size):
+            low, high = min(low, x[i]), max(high, x[i])
+        from_low = abs(low) > abs(high)
+        scale = max((high - low) / most, np.float32(1e-7))
+        scale = scale if from_low else -scale
+        edge = low if from_low else high
+        steps = np.rint(edge / scale)
+        bias = np.float32(0)
+        if steps != 0:
+            scale, bias = edge / steps, edge
+        scales[group], biases[group] = scale, bias
+        for i in range(group * size, (group + 1) * size):
+            number = min(max(np.rint((x[i] - bias) / scale), np.float32(0)), most)
+            waiting |= np.uint64(number) << np.uint64(filled)
+            filled += bits
+            while filled >= 8:
+                out[at] = waiting & np.uint64(255)
+                waiting >>= np.uint64(8)
+                filled -= 8
+                at += 1
+
+
+@compiled
+def _slot(cache: Any, position: int) -> int:
+    """Return the slot of the token at a position."""
+    if cache[WINDOW] == 0:
+        return position - cache[PREFIX_TOKENS]
+    keep = cache[KEEP]
+    return position if position < keep else keep + (position - keep) % (cache[WINDOW] + cache[SPARE] - keep)
+
+
+@compiled
+def _store(x: Any, cache: Any, first: int, head: int, slot: int) -> None:
+    """Write x (D,), which may change, to a slot of a head. first: KEYS or VALUES."""
+    side = cache[first : first + SIDE]
+    place = head * cache[CAPACITY] + slot
+    numbers = side[NUMBERS] + place * side[TOKEN_BYTES]
+    if side[BITS] == 32:
+        out = carray(floats_at(numbers), len(x))
+        for i in range(len(x)):
+            out[i] = x[i]
+        return
+    if side[ROTATED]:
+        rotate(x, side[ROTATED])
+    _pack(x, side, numbers, place)
+
+
+@compiled
+def write_tokens(given: Any) -> None:
+    """Write the new keys and values of all rows of a layer to their caches."""
+    size, heads = given[SIZE], given[HEADS]
+    own = np.empty(size, np.float32)
+    table = carray(words_at(given[TABLE]), (given[ROWS], given[LAYERS], 2))
+    for row in range(given[ROWS]):
+        words, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
+        cache = carray(words_at(words), PARTS)
+        slot = _slot(cache, position)
+        for head in range(heads):
+            for side in range(2):
+                new = given[NEW_KEYS] if side == 0 else given[NEW_VALUES]
+                x = carray(floats_at(new + row * given[NEW_BYTES] + 4 * size * head), size)
+                for i in range(size):
+                    own[i] = x[i]
+                _store(own, cache, KEYS if side == 0 else VALUES, head, slot)
+
+
+@compiled
+def _softmax(scores: Any, count: int, state: Any, softcap: float) -> float:
+    """Turn scores (count,) into weights, on the scale of ``state`` (largest score, sum of weights); return what earlier sums shrink by."""
+    if softcap > 0:
+        for i in range(count):
+            scores[i] = softcap * (ONE - np.float32(2) / (ONE + exponential(np.float32(2) * (scores[i] / softcap))))
+    largest = state[0]
+    for i in range(count):
+        largest = max(largest, scores[i])
+    shrunk = exponential(state[0] - largest)
+    for i in range(count):
+        scores[i] = exponential(scores[i] - largest)
+    a = b = c = d = np.float32(0)
+    for i in range(0, count - 3, 4):
+        a += scores[i]
+        b += scores[i + 1]
+        c += scores[i + 2]
+        d += scores[i + 3]
+    for i in range(count - count % 4, count):
+        a += scores[i]
+    state[0], state[1] = largest, state[1] * shrunk + ((a + b) + (c + d))
+    return shrunk
+
+
+@compiled
+def _read(cache: Any, addresses: Any, at: Any, slots: Any, work: Any, scores: Any, states: Any, sums: Any, softcap: float) -> None:
+    """Attend to some slots in a row. addresses: of the arrays, three of keys and three of values; at: their head, slots a head.
+
+    slots: from, to before. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2) and sums (R, D) go on.
+    """
+    head, capacity = at
+    for begin in range(slots[0], slots[1], BLOCK):
+        count = min(BLOCK, slots[1] - begin)
+        place = head * capacity + begin
+        for side in range(2):
+            first = KEYS if side == 0 else VALUES
+            words = work[side]
+            words[tiles.FIRST] = addresses[3 * side] + place * cache[first + TOKEN_BYTES]
+            words[tiles.SCALES] = addresses[3 * side + 1] + 4 * place * cache[first + GROUPS]
+            words[tiles.BIASES] = addresses[3 * side + 2] + 4 * place * cache[first + GROUPS]
+        call(cache[KEYS + KERNEL], work[0].ctypes.data, 0, count)
+        for row in range(len(scores)):
+            shrunk = _softmax(scores[row], count, states[row], softcap)
+            if shrunk != ONE:
+                for i in range(sums.shape[1]):
+                    sums[row, i] *= shrunk
+        call(cache[VALUES + KERNEL], work[1].ctypes.data, 0, count)
+
+
+@compiled
+def _attend(given: Any, row: int, head: int, scores: Any, sums: Any, states: Any, queries: Any, work: Any) -> None:
+    size, repeats = given[SIZE], given[REPEATS]
+    table = carray(words_at(given[TABLE]), (given[ROWS], given[LAYERS], 2))
+    address, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
+    cache = carray(words_at(address), PARTS)
+    tuning = carray(floats_at(given[TUNING]), 2)
+    key_bits_swapped, rotated = cache[KEYS + SWAPS], cache[KEYS + ROTATED]
+    asked = carray(
+        floats_at(given[QUERIES] + row * given[NEW_BYTES] + 4 * size * repeats * head), (repeats, size)
+    )
+    own = np.empty(size, np.float32)
+    for each in range(repeats):
+        for i in range(size):
+            own[i] = asked[each, i] * tuning[0]
+        if rotated:
+            rotate(own, rotated)
+        for begin in range(0, size, 16):
+            for i in range(16):
+                source = 8 * (i % 2) + i // 2 if key_bits_swapped else i
+                queries[each, begin + i] = own[begin + source]
+        states[each, 0], states[each, 1] = np.float32(-np.inf), np.float32(0)
+    sums[:, :] = np.float32(0)
+    for side in range(2):
+        first, words = KEYS if side == 0 else VALUES, work[side]
+        words[tiles.ROW_BYTES], words[tiles.GROUPS] = cache[first + TOKEN_BYTES], cache[first + GROUPS]
+        words[tiles.BLOCKS], words[tiles.COUNT] = cache[first + BLOCKS], repeats
+    work[0][tiles.ROWS], work[0][tiles.ROWS_BYTES] = queries.ctypes.data, 4 * size
+    work[0][tiles.OUT], work[0][tiles.OUT_BYTES] = scores.ctypes.data, 4 * BLOCK
+    work[1][tiles.ROWS], work[1][tiles.ROWS_BYTES] = scores.ctypes.data, 4 * BLOCK
+    work[1][tiles.OUT], work[1][tiles.OUT_BYTES] = sums.ctypes.data, 4 * size
+    softcap = tuning[1]
+    prefixes = carray(words_at(address + 8 * PARTS), (cache[PREFIXES], PART))
+    seen = 0
+    for part in range(cache[PREFIXES]):
+        tokens = min(prefixes[part, 0], position + 1 - seen)
+        _read(
+            cache, prefixes[part, 1:], (head, prefixes[part, 0]), (0, tokens), work, scores, states, sums, softcap
+        )
+        seen += tokens
+    arrays = np.empty(6, np.int64)
+    for i in range(3):
+        arrays[i], arrays[3 + i] = cache[KEYS + i], cache[VALUES + i]
+    window, keep, capacity = cache[WINDOW], cache[KEEP], cache[CAPACITY]
+    if window == 0:
+        _read(cache, arrays, (head, capacity), (0, position + 1 - seen), work, scores, states, sums, softcap)
+    elif position < window:
+        _read(cache, arrays, (head, capacity), (0, position + 1), work, scores, states, sums, softcap)
+    else:
+        _read(cache, arrays, (head, capacity), (0, keep), work, scores, states, sums, softcap)
+        oldest, newest = _slot(cache, position - (window - keep) + 1), _slot(cache, position)
+        if oldest > newest:
+            _read(cache, arrays, (head, capacity), (oldest, window + cache[SPARE]), work, scores, states, sums, softcap)
+            oldest = keep
+        _read(cache, arrays, (head, capacity), (oldest, newest + 1), work, scores, states, sums, softcap)
+    out = carray(floats_at(given[OUT] + row * given[OUT_BYTES] + 4 * size * repeats * head), (repeats, size))
+    for each in range(repeats):
+        total = states[each, 1]
+        for i in range(size):
+            out[each, i] = sums[each, i] / total
+        if cache[VALUES + ROTATED]:
+            rotate(out[each], cache[VALUES + ROTATED])
+
+
+def _attend_pieces(arguments: int, first: int, last: int) -> None:
+    _attend_rows(arguments, first, last)
+
+
+@compiled
+def _attend_rows(arguments: int, first: int, last: int) -> None:
+    given = carray(words_at(arguments), ALL)
+    size, repeats = given[SIZE], given[REPEATS]
+    scores, states = np.empty((repeats, BLOCK), np.float32), np.empty((repeats, 2), np.float32)
+    sums, queries = np.empty((repeats, size), np.float32), np.empty((repeats, size), np.float32)
+    work = np.empty((2, tiles.COUNT + 1), np.int64)
+    for piece in range(first, last):
+        row, head = piece // given[HEADS], piece % given[HEADS]
+        _attend(given, row, head, scores, sums, states, queries, work)
+    # numba lets go of an array after it was last named, whoever still has its address
+    scores[0, 0] = sums[0, 0] = queries[0, 0] = 0
+    work[0, 0] = 0
+
+
+def attending() -> int:
+    """Return the address of the kernel whose pieces are rows times key-value heads."""
+    global _address  # noqa: PLW0603
+    if _address == 0:
+        _address = compile_kernel(_attend_pieces)
+    return _address
+
+
+_address = 0

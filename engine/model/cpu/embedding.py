@@ -1,0 +1,68 @@
+"""Packed token vectors, unpacked row by row."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from .attention_tiles import FORMS, unpack
+from .compiling import compile_kernel
+from .products import (
+    BIASES,
+    BLOCKS,
+    FLOAT32,
+    GROUPS,
+    ROW_BYTES,
+    SCALES,
+    STORED,
+    WEIGHTS,
+    PackedMatrix,
+    _widen,
+    words_at,
+)
+from .tiles import FORMATS, WeightFormat
+
+IDS, OUT, OUT_BYTES = range(13, 16)
+"""Beyond the words of a product's arguments: addresses of ids and of the rows that are written, and their bytes."""
+
+
+@cache
+def _kernel_of(format: WeightFormat) -> int:
+    form = FORMATS.index(format)
+
+    def kernel(arguments: int, first: int, last: int) -> None:
+        given = carray(words_at(arguments), OUT_BYTES + 1)
+        groups = given[GROUPS]
+        ids = carray(words_at(given[IDS]), last)
+        wide = np.zeros((2, groups), np.float32)
+        for row in range(first, last):
+            token = ids[row]
+            scales, biases = wide[0].ctypes.data, wide[1].ctypes.data
+            if given[STORED] == FLOAT32:
+                scales = given[SCALES] + 4 * groups * token
+                biases = given[BIASES] + 4 * groups * token if given[BIASES] != 0 else scales
+            else:
+                _widen(given[STORED], given[SCALES], groups * token, wide[0])
+                if given[BIASES] != 0:
+                    _widen(given[STORED], given[BIASES], groups * token, wide[1])
+            first_at = given[WEIGHTS] + token * given[ROW_BYTES]
+            unpack(form, first_at, scales, biases, groups, given[BLOCKS], given[OUT] + row * given[OUT_BYTES])
+        wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address
+
+    return compile_kernel(kernel)
+
+
+def embedding_of(matrix: PackedMatrix, ids: Any, out: Any, keep: Callable[[Any], Any]) -> tuple[int, int]:
+    """Return a kernel and its arguments, whose pieces are rows: of ``ids`` (N,) it writes the vectors to ``out`` (N, D).
+
+    keep: keeps an array as long as the kernel may be called.
+    """
+    words = keep(np.zeros(OUT_BYTES + 1, np.int64))
+    words[: len(matrix._arguments)] = matrix._arguments
+    words[IDS], words[OUT], words[OUT_BYTES] = ids.ctypes.data, out.ctypes.data, out.strides[0]
+    return _kernel_of(matrix.format), words.ctypes.data
+
+
+assert FORMS[: len(FORMATS)] == FORMATS

@@ -1,0 +1,252 @@
+"""A decode step of a common decoder, from token ids to logits, as one sequence of kernels over buffers that are made once.
+
+    embedding → layers (norm, queries keys values, rotation, attention, output, sum, norm, gated feed-forward, sum) → norm → head
+
+One call does all of it: the interpreter and MLX are met again when there are logits. Products and attention are shared out to the
+pool; what lies between them takes a microsecond or less a row, so the caller does it. Each row is computed by itself, in the same
+order wherever it stands, so its bits are the same alone and among others.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from .attention import ALL, HEADS, NEW_BYTES, NEW_KEYS, QUERIES, REPEATS, SIZE, exponential, write_tokens
+from .attention_tiles import dot
+from .compiling import compile_kernel, compiled
+from .pool import call, run
+from .products import floats_at, words_at
+from .tiles import LANES
+
+SILU, GELU, GELU_TANH = range(3)
+
+# Words of a model, and of a layer.
+COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORMED, ADDED, JOINED, MIXED, GATED, ACTED = range(15)
+"""Rows; a row's numbers, and those between the products of a feed-forward block; of a head, those that are rotated, and whether pairs
+stand side by side; how many rotations, and the address of their cosines and sines; then addresses of buffers: the sum of what
+layers add, what is normed of it, what one adds, queries keys and values, what attention gives, gates and what they gate, both in one."""
+MODEL = 15
+BEFORE, BETWEEN, AFTER_ATTENTION, AFTER_ALL, QUERY_NORM, KEY_NORM = range(6)
+"""Norms: of a layer's input, of its feed-forward block's, of what each adds, of the heads. Their words are the addresses of weights;
+0: none."""
+JOINED_BIAS, ADDED_BIAS, GATED_BIAS, DOWN_BIAS, ROPE, FIRST_RUN = range(6, 12)
+"""Addresses of biases, or 0; which rotation."""
+RUNS = 4
+RUN = 6
+"""Words of products that share their rows: kernel, arguments, pieces, pieces at once; what prepares the rows, and how many such."""
+LAYER = FIRST_RUN + RUNS * RUN
+PREPARATION = 2
+"""Words of what prepares rows: kernel and arguments; its pieces are rows."""
+
+# Numbers of a model.
+EMBEDDED, RESIDUAL, LOGITS, SOFTCAP, EPS = range(5)
+"""What embeddings, what layers add and logits are multiplied by; what bounds logits, or 0; what is added to the mean of squares."""
+
+PER_MATRIX = 3
+"""Words of one of several matrices: its first piece, kernel and arguments."""
+
+
+def _several(arguments: int, first: int, last: int) -> None:
+    """Do pieces of several matrices in a row. arguments: how many, then PER_MATRIX words each, and where the last one ends."""
+    count = carray(words_at(arguments), 1)[0]
+    given = carray(words_at(arguments + 8), PER_MATRIX * count + 1)
+    for each in range(count):
+        words = given[PER_MATRIX * each : PER_MATRIX * each + PER_MATRIX + 1]
+        begin, stop = max(first, words[0]), min(last, words[PER_MATRIX])
+        if begin < stop:
+            call(words[1], words[2], begin - words[0], stop - words[0])
+
+
+def _swap(arguments: int, first: int, last: int) -> None:
+    """Write rows in the order in which words of 4 bits unpack. arguments: address, bytes and numbers of a row, where to, bytes."""
+    given = carray(words_at(arguments), 5)
+    size = given[2]
+    for row in range(first, last):
+        x = carray(floats_at(given[0] + row * given[1]), size)
+        out = carray(floats_at(given[3] + row * given[4]), size)
+        for begin in range(0, size, LANES):
+            for i in range(LANES // 2):
+                out[begin + 2 * i] = x[begin + i]
+                out[begin + 2 * i + 1] = x[begin + LANES // 2 + i]
+
+
+@compiled
+def _norm(x: int, weight: int, size: int, eps: float, out: int) -> None:
+    """Write x ÷ √(mean of squares + eps) · weight, all at addresses."""
+    mean = dot(x, x, size // LANES) / np.float32(size)
+    factor = np.float32(1) / np.sqrt(mean + eps)
+    given, weights, into = carray(floats_at(x), size), carray(floats_at(weight), size), carray(floats_at(out), size)
+    for i in range(size):
+        into[i] = given[i] * factor * weights[i]
+
+
+@compiled
+def _add_bias(x: int, bias: int, size: int) -> None:
+    if bias != 0:
+        into, added = carray(floats_at(x), size), carray(floats_at(bias), size)
+        for i in range(size):
+            into[i] += added[i]
+
+
+@compiled
+def _turn(x: int, dims: int, paired: bool, turns: Any) -> None:
+    """Rotate a head in place. turns (2, dims / 2): cosines and sines."""
+    head = carray(floats_at(x), dims)
+    half = dims // 2
+    if paired:
+        for i in range(half):
+            a, b, c, s = head[2 * i], head[2 * i + 1], turns[0, i], turns[1, i]
+            head[2 * i], head[2 * i + 1] = a * c - b * s, b * c + a * s
+    else:
+        for i in range(half):
+            a, b, c, s = head[i], head[half + i], turns[0, i], turns[1, i]
+            head[i], head[half + i] = a * c - b * s, b * c + a * s
+
+
+@compiled
+def _gate(x: int, size: int, kind: int, out: int) -> None:
+    """Write activation(x) · y, for x and y of ``size`` numbers one after another."""
+    gates, values, into = carray(floats_at(x), size), carray(floats_at(x + 4 * size), size), carray(floats_at(out), size)
+    one, half = np.float32(1), np.float32(0.5)
+    if kind == SILU:
+        for i in range(size):
+            into[i] = gates[i] / (one + exponential(-gates[i])) * values[i]
+    elif kind == GELU_TANH:
+        inner, cubed = np.float32(0.7978845608028654), np.float32(0.044715)
+        for i in range(size):
+            g = gates[i]
+            e = exponential(np.float32(2) * inner * (g + cubed * g * g * g))
+            into[i] = half * g * (np.float32(2) - np.float32(2) / (one + e)) * values[i]
+    else:
+        for i in range(size):
+            g = gates[i]
+            into[i] = half * g * (one + np.float32(math.erf(g * np.float32(0.7071067811865476)))) * values[i]
+
+
+@compiled
+def _multiply(pool: int, words: Any, rows: int) -> None:
+    """Prepare rows and multiply them by matrices that share them."""
+    preparations = carray(words_at(words[4]), (words[5], PREPARATION))
+    for each in range(words[5]):
+        call(preparations[each, 0], preparations[each, 1], 0, rows)
+    run(pool, words[0], words[1], words[2], words[3])
+
+
+@compiled
+def _rotate_heads(model: Any, layer: Any, attention: Any, turns: Any, eps: float) -> None:
+    """Norm and rotate queries and keys of all rows."""
+    size, keys = attention[SIZE], attention[HEADS]
+    queries = keys * attention[REPEATS]
+    for row in range(model[COUNT]):
+        joined = attention[QUERIES] + row * attention[NEW_BYTES]
+        _add_bias(joined, layer[JOINED_BIAS], size * (queries + 2 * keys))
+        for head in range(queries + keys):
+            x = joined + 4 * size * head
+            weight = layer[QUERY_NORM] if head < queries else layer[KEY_NORM]
+            if weight != 0:
+                _norm(x, weight, size, eps, x)
+            if model[ROPE_DIMS] > 0:
+                _turn(x, model[ROPE_DIMS], model[PAIRED] != 0, turns[row, layer[ROPE]])
+
+
+@compiled
+def _sum(model: Any, bias: int, norm: int, numbers: Any) -> None:
+    """Add what a block gives to the sum of all."""
+    dims = model[DIMS]
+    for row in range(model[COUNT]):
+        place = 4 * dims * row
+        added = model[ADDED] + place
+        _add_bias(added, bias, dims)
+        if norm != 0:
+            _norm(added, norm, dims, numbers[EPS], added)
+        hidden, more = carray(floats_at(model[HIDDEN] + place), dims), carray(floats_at(added), dims)
+        if numbers[RESIDUAL] == np.float32(1):
+            for i in range(dims):
+                hidden[i] += more[i]
+        else:
+            for i in range(dims):
+                hidden[i] += more[i] * numbers[RESIDUAL]
+
+
+@compiled
+def _norm_rows(model: Any, weight: int, eps: float) -> None:
+    for row in range(model[COUNT]):
+        place = 4 * model[DIMS] * row
+        _norm(model[HIDDEN] + place, weight, model[DIMS], eps, model[NORMED] + place)
+
+
+@compiled
+def run_step(pool: int, model: Any, layers: Any, attentions: Any, attend: int, head: Any, numbers: Any, logits: Any) -> None:
+    """Compute logits (rows, vocabulary) of one step.
+
+    model: MODEL words; layers (L, LAYER); attentions (L, ALL of attention.py); attend: its kernel. head: words of the embedding's
+    kernel and arguments, the last norm's weights, and the head's RUN. numbers: EMBEDDED … EPS.
+    """
+    rows, dims, eps = model[COUNT], model[DIMS], numbers[EPS]
+    call(head[0], head[1], 0, rows)
+    if numbers[EMBEDDED] != np.float32(1):
+        hidden = carray(floats_at(model[HIDDEN]), rows * dims)
+        for i in range(rows * dims):
+            hidden[i] *= numbers[EMBEDDED]
+    turns = carray(floats_at(model[ROPES_AT]), (rows, model[ROPES], 2, model[ROPE_DIMS] // 2))
+    for index in range(len(layers)):
+        layer, attention = layers[index], attentions[index]
+        _norm_rows(model, layer[BEFORE], eps)
+        _multiply(pool, layer[FIRST_RUN : FIRST_RUN + RUN], rows)
+        _rotate_heads(model, layer, attention, turns, eps)
+        write_tokens(attention)
+        run(pool, attend, attention.ctypes.data, rows * attention[HEADS], 1)
+        _multiply(pool, layer[FIRST_RUN + RUN : FIRST_RUN + 2 * RUN], rows)
+        _sum(model, layer[ADDED_BIAS], layer[AFTER_ATTENTION], numbers)
+        _norm_rows(model, layer[BETWEEN], eps)
+        _multiply(pool, layer[FIRST_RUN + 2 * RUN : FIRST_RUN + 3 * RUN], rows)
+        inner = model[INNER]
+        for row in range(rows):
+            gated = model[GATED] + 8 * inner * row
+            _add_bias(gated, layer[GATED_BIAS], 2 * inner)
+            _gate(gated, inner, model[ACTIVATION], model[ACTED] + 4 * inner * row)
+        _multiply(pool, layer[FIRST_RUN + 3 * RUN : FIRST_RUN + 4 * RUN], rows)
+        _sum(model, layer[DOWN_BIAS], layer[AFTER_ALL], numbers)
+    _norm_rows(model, head[2], eps)
+    _multiply(pool, head[3:], rows)
+    _finish(logits, numbers)
+
+
+@compiled
+def _finish(logits: Any, numbers: Any) -> None:
+    factor, softcap = numbers[LOGITS], numbers[SOFTCAP]
+    if factor != np.float32(1):
+        for row in range(logits.shape[0]):
+            for i in range(logits.shape[1]):
+                logits[row, i] *= factor
+    if softcap > 0:
+        one, two = np.float32(1), np.float32(2)
+        for row in range(logits.shape[0]):
+            for i in range(logits.shape[1]):
+                logits[row, i] = softcap * (one - two / (one + exponential(two * (logits[row, i] / softcap))))
+
+
+_addresses: dict[str, int] = {}
+
+
+def several() -> int:
+    """Return the address of the kernel that does pieces of several matrices."""
+    return _made("several", _several)
+
+
+def swapping() -> int:
+    """Return the address of the kernel that brings rows into the order in which words of 4 bits unpack."""
+    return _made("swap", _swap)
+
+
+def _made(name: str, function: Any) -> int:
+    if name not in _addresses:
+        _addresses[name] = compile_kernel(function)
+    return _addresses[name]
+
+
+Floats = npt.NDArray[np.float32]
+assert ALL > NEW_KEYS

@@ -1,0 +1,331 @@
+"""Decode steps of a whole model by step.py, where its class computes that way: instead of the class's own forward pass.
+
+``take_steps`` reads the model's parts, computes a few tokens both ways, and from then on the model's calls that are decode steps go to
+the kernels: one token of one or several sequences, or a few tokens of one whose logits are all asked for (guesses). They read and
+write the engine's own caches (engine/kv/cache.py) where these lie. Any other call, and any other cache, stays with the class.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx import nn
+
+from ...kv.cache import Cache, Held
+from ...kv.codec import Affine, Codec
+from ...kv.layout import Growing, Ring
+from ...kv.rows import AttendingRows
+from ..head import are_asked_for
+from . import attention, products, step
+from .attention_tiles import FORMS, PLAIN_FORM, mixing_of, scoring_of
+from .embedding import embedding_of
+from .fitting import LayerParts, ModelParts, Rotations, UnfitError, parts_of
+from .pool import POOL
+from .products import PackedMatrix, kernel_of, shares
+from .step import Floats
+from .tiles import WeightFormat
+
+Words = npt.NDArray[np.int64]
+
+MOST_GUESSED = 16
+"""Tokens of one sequence that a step takes at most. More are a piece of a prompt: for those MLX's graph and larger tiles are faster."""
+
+TOLERANCE = 1e-3
+"""How far logits may lie from the class's own, over the largest of them: the order of sums differs."""
+
+CHECKED = ((3, 1, 4), (1, 5, 9))
+"""Tokens read by the class, and tokens that are then decoded both ways."""
+
+
+class Steps:
+    """The steps of one model."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        self._parts = parts
+        self._spaces: dict[int, _Space] = {}
+        self._words: WeakKeyDictionary[Held, Words] = WeakKeyDictionary()
+
+    def logits(self, inputs: mx.array, caches: Sequence[Any]) -> mx.array | None:
+        """Return the logits (B, N, V) of ids (B, N) where that is a step that fits, and the caches hold the tokens then; else None."""
+        batch, count = inputs.shape
+        if count != 1 and (batch != 1 or count > MOST_GUESSED or not are_asked_for()):
+            return None
+        lanes = _lanes(caches)
+        if not lanes or not all(cache.takes_in_place(count) for lane in lanes for cache in lane):
+            return None
+        ids = np.asarray(inputs.astype(mx.int64)).reshape(-1)
+        rows = len(ids)
+        space = self._spaces.get(rows)
+        if space is None:
+            space = self._spaces[rows] = _Space(self._parts, rows)
+        table: list[int] = []
+        positions: list[int] = []
+        for lane in lanes:
+            start = lane[0].offset
+            addresses = [self._address(cache, cache.hold(count)) for cache in lane]
+            for position in range(start, start + count):
+                positions.append(position)
+                for address in addresses:
+                    table += (address, position)
+        found = mx.array(space.run(ids, table, positions))
+        return found.reshape(batch, count, -1)
+
+    def _address(self, cache: Cache, held: Held) -> int:
+        words = self._words.get(held)
+        if words is None:
+            words = self._words[held] = _cache_words(cache, held, self._parts.size)
+        return int(words.ctypes.data)
+
+
+def _lanes(caches: Sequence[Any]) -> list[list[Cache]]:
+    """Return each sequence's caches; [] where some are not the engine's own."""
+    if all(type(cache) is Cache for cache in caches):
+        return [list(caches)]
+    if all(type(cache) is AttendingRows for cache in caches):
+        lanes = [list(lane) for lane in zip(*(cache.rows for cache in caches), strict=True)]
+        if all(type(cache) is Cache for lane in lanes for cache in lane):
+            return lanes
+    return []
+
+
+def _cache_words(cache: Cache, held: Held, size: int) -> Words:
+    layout = cache.layout
+    words = np.zeros(attention.PARTS + attention.PART * len(held.prefix), np.int64)
+    words[attention.CAPACITY], words[attention.PREFIXES] = held.capacity, len(held.prefix)
+    words[attention.PREFIX_TOKENS] = sum(each.tokens for each in held.prefix)
+    if isinstance(layout, Ring):
+        words[attention.WINDOW], words[attention.KEEP], words[attention.SPARE] = layout.window, layout.keep, layout.spare
+    for first, codec, addresses in (
+        (attention.KEYS, cache.key_codec, held.keys),
+        (attention.VALUES, cache.value_codec, held.values),
+    ):
+        words[first : first + len(addresses)] = addresses
+        form, group, bits, rotated = _form(codec, size)
+        kernel = scoring_of(form) if first == attention.KEYS else mixing_of(form)
+        words[first + attention.KERNEL : first + attention.SIDE] = (
+            *(kernel, bits, rotated, size * bits // 8, size // group, group // 16),
+            int(FORMS[form].swaps),
+        )
+    at = attention.PARTS
+    for each in held.prefix:
+        words[at] = each.tokens
+        for place, arrays in ((at + 1, each.keys), (at + 4, each.values)):
+            words[place : place + len(arrays)] = [np.asarray(array).ctypes.data for array in arrays]
+        at += attention.PART
+    return words
+
+
+def _form(codec: Codec, size: int) -> tuple[int, int, int, int]:
+    """Return a codec's place in FORMS, its group, bits of a number, and channels rotated together."""
+    if isinstance(codec, Affine):
+        return FORMS.index(WeightFormat(codec.bits)), codec.group_size, codec.bits, codec.block or 0
+    return PLAIN_FORM, size, 32, 0
+
+
+class _Space:
+    """Buffers for so many rows, and the words that tell kernels where they are."""
+
+    def __init__(self, parts: ModelParts, rows: int) -> None:
+        self._parts, self._rows = parts, rows
+        self._kept: list[Any] = []  # whatever words hold the addresses of
+        query_width, key_width = parts.heads * parts.repeats * parts.size, parts.heads * parts.size
+        dims, inner = len(parts.last_norm), _columns(parts.layers[0].down)
+        self._ids = self._keep(np.zeros(rows, np.int64))
+        self._hidden, self._normed, self._added = (self._buffer(dims) for _ in range(3))
+        self._joined, self._mixed = self._buffer(query_width + 2 * key_width), self._buffer(query_width)
+        self._gated, self._acted = self._buffer(2 * inner), self._buffer(inner)
+        dims_turned = parts.ropes[0].dims
+        self._turns = self._keep(np.zeros((rows, len(parts.ropes), 2, dims_turned // 2), np.float32))
+        self._table = self._keep(np.zeros((rows, len(parts.layers), 2), np.int64))
+        self._logits = self._buffer(len(parts.head.weight))
+        self._prepared: dict[tuple[int, Any], tuple[Floats, Words]] = {}
+        self._model = np.zeros(step.MODEL, np.int64)
+        self._model[:] = (
+            *(rows, dims, inner, dims_turned, parts.ropes[0].paired, len(parts.ropes), self._turns.ctypes.data),
+            parts.activation,
+            *(
+                each.ctypes.data
+                for each in (self._hidden, self._normed, self._added, self._joined, self._mixed, self._gated, self._acted)
+            ),
+        )
+        self._numbers = np.array(
+            (parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32
+        )
+        self._layers = np.array([self._layer_words(each) for each in parts.layers])
+        self._attentions = np.array([self._attention_words(index, each) for index, each in enumerate(parts.layers)])
+        self._head = np.array([
+            *embedding_of(parts.embedding._matrix, self._ids, self._hidden, self._keep),
+            self._keep(parts.last_norm).ctypes.data,
+            *self._product((parts.head,), self._normed, self._logits),
+        ])
+
+    def run(self, ids: npt.NDArray[np.int64], table: Sequence[int], positions: Sequence[int]) -> Floats:
+        """Compute a step, and return logits (rows, V), which stand until the next one."""
+        self._ids[:] = ids
+        self._table.reshape(-1)[:] = table
+        for row, position in enumerate(positions):
+            for index, rope in enumerate(self._parts.ropes):
+                self._turns[row, index] = rope.at(position)
+        pool = POOL.acquire()
+        try:
+            step.run_step(
+                pool,
+                self._model,
+                self._layers,
+                self._attentions,
+                attention.attending(),
+                self._head,
+                self._numbers,
+                self._logits,
+            )
+        finally:
+            POOL.release(pool)
+        return self._logits
+
+    def _keep(self, array: Any) -> Any:
+        self._kept.append(array)
+        return array
+
+    def _buffer(self, width: int) -> Floats:
+        made: Floats = self._keep(np.zeros((self._rows, width), np.float32))
+        return made
+
+    def _address(self, array: Any) -> int:
+        return 0 if array is None else int(self._keep(array).ctypes.data)
+
+    def _layer_words(self, layer: LayerParts) -> list[int]:
+        return [
+            *(self._address(each) for each in layer.norms),
+            self._bias(layer.joined),
+            self._bias((layer.added,)),
+            self._bias(layer.gated),
+            self._bias((layer.down,)),
+            self._parts.ropes.index(layer.rope),
+            *self._product(layer.joined, self._normed, self._joined),
+            *self._product((layer.added,), self._mixed, self._added),
+            *self._product(layer.gated, self._normed, self._gated),
+            *self._product((layer.down,), self._acted, self._added),
+        ]
+
+    def _bias(self, layers: Sequence[Any]) -> int:
+        if not any("bias" in each for each in layers):
+            return 0
+        parts = [
+            np.array(each.bias.astype(mx.float32)) if "bias" in each else np.zeros(len(each.weight), np.float32)
+            for each in layers
+        ]
+        return self._address(np.concatenate(parts))
+
+    def _attention_words(self, index: int, layer: LayerParts) -> Words:
+        parts, words = self._parts, np.zeros(attention.ALL, np.int64)
+        queries = 4 * parts.heads * parts.repeats * parts.size
+        joined = self._joined.ctypes.data
+        words[:] = (
+            *(parts.heads, parts.repeats, parts.size, self._rows, index, len(parts.layers), self._table.ctypes.data),
+            *(joined, self._joined.strides[0], joined + queries, joined + queries + 4 * parts.heads * parts.size),
+            *(self._mixed.ctypes.data, self._mixed.strides[0]),
+            self._address(np.array((layer.scale, layer.softcap), np.float32)),
+        )
+        return words
+
+    def _product(self, layers: Sequence[Any], x: Floats, y: Floats) -> tuple[int, ...]:
+        """Return the RUN words of products of rows x with matrices, whose outputs stand one after another in y."""
+        matrices = [each._matrix for each in layers]
+        preparations: dict[int, tuple[int, int]] = {}
+        several: list[int] = []
+        begin = 0
+        for index, matrix in enumerate(matrices):
+            rows, preparation = self._prepare(matrix, x)
+            if preparation is not None:
+                preparations[preparation[1]] = preparation
+            words = self._keep(matrix._arguments.copy())
+            words[products.X], words[products.X_BYTES], words[products.COUNT] = rows.ctypes.data, rows.strides[0], self._rows
+            words[products.Y], words[products.Y_BYTES] = y.ctypes.data + 4 * begin, y.strides[0]
+            several += (sum_of_pieces(matrices[:index]), kernel_of(matrix.format), words.ctypes.data)
+            begin += len(matrix.weight)
+        all_pieces, at_once = shares(self._rows, begin, x.shape[1], POOL.threads)
+        all_pieces = sum_of_pieces(matrices)
+        before = self._keep(np.array([each for pair in preparations.values() for each in pair], np.int64))
+        if len(matrices) == 1:
+            _, kernel, arguments = several
+        else:
+            made = self._keep(np.array([len(matrices), *several, all_pieces], np.int64))
+            kernel, arguments = step.several(), made.ctypes.data
+        return kernel, arguments, all_pieces, at_once, before.ctypes.data, len(preparations)
+
+    def _prepare(self, matrix: PackedMatrix, x: Floats) -> tuple[Floats, tuple[int, int] | None]:
+        """Return rows as a matrix takes them, and the kernel and arguments that make them of x; None where they are x."""
+        if not matrix.format.swaps:
+            return x, None
+        key = x.ctypes.data, "swapped"
+        if key not in self._prepared:
+            out = self._buffer(x.shape[1])
+            words = np.array((x.ctypes.data, x.strides[0], x.shape[1], out.ctypes.data, out.strides[0]), np.int64)
+            self._prepared[key] = out, self._keep(words)
+        out, words = self._prepared[key]
+        return out, (step.swapping(), words.ctypes.data)
+
+
+def sum_of_pieces(matrices: Sequence[PackedMatrix]) -> int:
+    """Return how many pieces products with these matrices have."""
+    return sum(-(-len(each.weight) // products.OUTS) for each in matrices)
+
+
+def _columns(layer: Any) -> int:
+    return int(layer.scales.shape[1]) * int(layer.group_size)
+
+
+def take_steps(model: nn.Module, make: Callable[[], list[Any]]) -> str:
+    """Have decode steps of ``model`` computed at once from now on; return why not, or "".
+
+    make: makes the caches of one sequence, at 16 bits. Weights must not change afterwards.
+    """
+    try:
+        steps = Steps(parts_of(model))
+    except UnfitError as error:
+        return str(error)
+    off = _difference(model, steps, make)
+    if not off <= TOLERANCE:
+        return f"what was compiled for its class lies {off:.1e} of the largest logit off"
+    model._steps = steps
+    model.__class__ = _stepping(type(model))
+    return ""
+
+
+def _difference(model: nn.Module, steps: Steps, make: Callable[[], list[Any]]) -> float:
+    """Return the largest difference of logits of a few tokens, over the largest logit."""
+    read, decoded = CHECKED
+    both = make(), make()
+    for caches in both:
+        model(mx.array([read]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    off = 0.0
+    for token in decoded:
+        ids = mx.array([[token]])
+        found = steps.logits(ids, both[0])
+        if found is None:
+            return float("nan")
+        expected = model(ids, cache=both[1])
+        off = max(off, float(mx.max(mx.abs(found - expected)) / mx.max(mx.abs(expected))))  # type: ignore[arg-type]
+    return off
+
+
+def _stepping(kind: type[Any]) -> type[Any]:
+    class Stepping(kind):
+        """A model whose decode steps are kernels."""
+
+        _steps: Steps
+
+        def __call__(self, inputs: mx.array, cache: Any = None, *others: Any, **named: Any) -> mx.array:
+            if cache is not None and not others and not named and inputs.ndim == 2:  # noqa: PLR2004
+                found = self._steps.logits(inputs, cache)
+                if found is not None:
+                    return found
+            own: mx.array = super().__call__(inputs, cache, *others, **named)
+            return own
+
+    Stepping.__name__, Stepping.__qualname__, Stepping.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Stepping
