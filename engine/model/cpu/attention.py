@@ -184,28 +184,29 @@ def _softmax(scores: Any, count: int, state: Any, softcap: float) -> float:
 
 
 @compiled
-def _read(cache: Any, addresses: Any, at: Any, slots: Any, work: Any, scores: Any, states: Any, sums: Any, softcap: float) -> None:
-    """Attend to some slots in a row. addresses: of the arrays, three of keys and three of values; at: their head, slots a head.
-
-    slots: from, to before. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2) and sums (R, D) go on.
+def _read(  # noqa: PLR0913, PLR0917
+    address: int, prefix: int, place: int, begin: int, stop: int, work: Any, scores: Any, states: Any, sums: Any, softcap: float
+) -> None:
+    """Attend to the slots from ``begin`` to before ``stop``. address: of the cache's words; prefix: which, or -1 for its own slots;
+    place: where the head's slots begin. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
     """
-    head, capacity = at
-    for begin in range(slots[0], slots[1], BLOCK):
-        count = min(BLOCK, slots[1] - begin)
-        place = head * capacity + begin
+    cache = carray(words_at(address), PARTS)
+    while begin < stop:
+        count = min(BLOCK, stop - begin)
         for side in range(2):
-            first = KEYS if side == 0 else VALUES
-            words = work[side]
-            words[tiles.FIRST] = addresses[3 * side] + place * cache[first + TOKEN_BYTES]
-            words[tiles.SCALES] = addresses[3 * side + 1] + 4 * place * cache[first + GROUPS]
-            words[tiles.BIASES] = addresses[3 * side + 2] + 4 * place * cache[first + GROUPS]
+            first = VALUES if side else KEYS
+            arrays = carray(words_at(address + 8 * (first if prefix < 0 else PARTS + PART * prefix + 1 + 3 * side)), 3)
+            words, moved = work[side], place + begin
+            words[tiles.FIRST] = arrays[0] + moved * cache[first + TOKEN_BYTES]
+            words[tiles.SCALES] = arrays[1] + 4 * moved * cache[first + GROUPS]
+            words[tiles.BIASES] = arrays[2] + 4 * moved * cache[first + GROUPS]
         call(cache[KEYS + KERNEL], work[0].ctypes.data, 0, count)
         for row in range(len(scores)):
             shrunk = _softmax(scores[row], count, states[row], softcap)
-            if shrunk != ONE:
-                for i in range(sums.shape[1]):
-                    sums[row, i] *= shrunk
+            for i in range(sums.shape[1]):
+                sums[row, i] *= shrunk
         call(cache[VALUES + KERNEL], work[1].ctypes.data, 0, count)
+        begin += count
 
 
 @compiled
@@ -229,8 +230,9 @@ def _attend(given: Any, row: int, head: int, scores: Any, sums: Any, states: Any
             for i in range(16):
                 source = 8 * (i % 2) + i // 2 if key_bits_swapped else i
                 queries[each, begin + i] = own[begin + source]
+        for i in range(size):
+            sums[each, i] = np.float32(0)
         states[each, 0], states[each, 1] = np.float32(-np.inf), np.float32(0)
-    sums[:, :] = np.float32(0)
     for side in range(2):
         first, words = KEYS if side == 0 else VALUES, work[side]
         words[tiles.ROW_BYTES], words[tiles.GROUPS] = cache[first + TOKEN_BYTES], cache[first + GROUPS]
@@ -239,30 +241,26 @@ def _attend(given: Any, row: int, head: int, scores: Any, sums: Any, states: Any
     work[0][tiles.OUT], work[0][tiles.OUT_BYTES] = scores.ctypes.data, 4 * BLOCK
     work[1][tiles.ROWS], work[1][tiles.ROWS_BYTES] = scores.ctypes.data, 4 * BLOCK
     work[1][tiles.OUT], work[1][tiles.OUT_BYTES] = sums.ctypes.data, 4 * size
-    softcap = tuning[1]
+    # What it sees: of each prefix, then of its own slots, up to three runs in the order of their tokens.
     prefixes = carray(words_at(address + 8 * PARTS), (cache[PREFIXES], PART))
-    seen = 0
-    for part in range(cache[PREFIXES]):
-        tokens = min(prefixes[part, 0], position + 1 - seen)
-        _read(
-            cache, prefixes[part, 1:], (head, prefixes[part, 0]), (0, tokens), work, scores, states, sums, softcap
-        )
-        seen += tokens
-    arrays = np.empty(6, np.int64)
-    for i in range(3):
-        arrays[i], arrays[3 + i] = cache[KEYS + i], cache[VALUES + i]
-    window, keep, capacity = cache[WINDOW], cache[KEEP], cache[CAPACITY]
+    window, keep = cache[WINDOW], cache[KEEP]
+    runs = np.zeros((3, 2), np.int64)
     if window == 0:
-        _read(cache, arrays, (head, capacity), (0, position + 1 - seen), work, scores, states, sums, softcap)
+        runs[0, 1] = position + 1 - cache[PREFIX_TOKENS]
     elif position < window:
-        _read(cache, arrays, (head, capacity), (0, position + 1), work, scores, states, sums, softcap)
+        runs[0, 1] = position + 1
     else:
-        _read(cache, arrays, (head, capacity), (0, keep), work, scores, states, sums, softcap)
+        runs[0, 1] = keep
         oldest, newest = _slot(cache, position - (window - keep) + 1), _slot(cache, position)
         if oldest > newest:
-            _read(cache, arrays, (head, capacity), (oldest, window + cache[SPARE]), work, scores, states, sums, softcap)
+            runs[1, 0], runs[1, 1] = oldest, window + cache[SPARE]
             oldest = keep
-        _read(cache, arrays, (head, capacity), (oldest, newest + 1), work, scores, states, sums, softcap)
+        runs[2, 0], runs[2, 1] = oldest, newest + 1
+    for part in range(len(prefixes) + 3):
+        turn = part - len(prefixes)
+        capacity = prefixes[part, 0] if turn < 0 else cache[CAPACITY]
+        begin, stop = (0, capacity) if turn < 0 else (runs[turn, 0], runs[turn, 1])
+        _read(address, part if turn < 0 else -1, head * capacity, begin, stop, work, scores, states, sums, tuning[1])
     out = carray(floats_at(given[OUT] + row * given[OUT_BYTES] + 4 * size * repeats * head), (repeats, size))
     for each in range(repeats):
         total = states[each, 1]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from .attention import ALL, HEADS, NEW_BYTES, NEW_KEYS, QUERIES, REPEATS, SIZE, exponential, write_tokens
+from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, write_tokens
 from .attention_tiles import dot
 from .compiling import compile_kernel, compiled
 from .pool import call, run
@@ -24,20 +24,21 @@ from .tiles import LANES
 SILU, GELU, GELU_TANH = range(3)
 
 # Words of a model, and of a layer.
-COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORMED, ADDED, JOINED, MIXED, GATED, ACTED = range(15)
+COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORMED, ADDED, GATED, ACTED, LAST_NORM = range(14)
 """Rows; a row's numbers, and those between the products of a feed-forward block; of a head, those that are rotated, and whether pairs
 stand side by side; how many rotations, and the address of their cosines and sines; then addresses of buffers: the sum of what
-layers add, what is normed of it, what one adds, queries keys and values, what attention gives, gates and what they gate, both in one."""
-MODEL = 15
-BEFORE, BETWEEN, AFTER_ATTENTION, AFTER_ALL, QUERY_NORM, KEY_NORM = range(6)
-"""Norms: of a layer's input, of its feed-forward block's, of what each adds, of the heads. Their words are the addresses of weights;
-0: none."""
-JOINED_BIAS, ADDED_BIAS, GATED_BIAS, DOWN_BIAS, ROPE, FIRST_RUN = range(6, 12)
-"""Addresses of biases, or 0; which rotation."""
+layers add, what is normed of it, what one adds, gates and what they gate, both in one; and of the last norm's weights."""
+EMBEDDING, ATTEND, MODEL = 14, 16, 17
+"""Where the embedding's kernel and its arguments stand, and the kernel of attention; how many words in all."""
+
+BEFORE, AFTER, ADDED_BIAS, QUERY_NORM, KEY_NORM, JOINED_BIAS, GATED_BIAS, ROPE, LAYER = 0, 2, 4, 6, 7, 8, 9, 10, 11
+"""Addresses: weights of the norms before attention and before feed-forward, and of those of what either adds, and the biases of what
+either adds; weights of the heads' norms; biases of what the first products give. 0: none. Which rotation. How many words in all."""
+
 RUNS = 4
+"""Groups of products in a layer, each with rows of its own. The head's stands after those of all layers."""
 RUN = 6
 """Words of products that share their rows: kernel, arguments, pieces, pieces at once; what prepares the rows, and how many such."""
-LAYER = FIRST_RUN + RUNS * RUN
 PREPARATION = 2
 """Words of what prepares rows: kernel and arguments; its pieces are rows."""
 
@@ -153,7 +154,7 @@ def _rotate_heads(model: Any, layer: Any, attention: Any, turns: Any, eps: float
 
 
 @compiled
-def _sum(model: Any, bias: int, norm: int, numbers: Any) -> None:
+def _add(model: Any, bias: int, norm: int, numbers: Any) -> None:
     """Add what a block gives to the sum of all."""
     dims = model[DIMS]
     for row in range(model[COUNT]):
@@ -163,69 +164,54 @@ def _sum(model: Any, bias: int, norm: int, numbers: Any) -> None:
         if norm != 0:
             _norm(added, norm, dims, numbers[EPS], added)
         hidden, more = carray(floats_at(model[HIDDEN] + place), dims), carray(floats_at(added), dims)
-        if numbers[RESIDUAL] == np.float32(1):
-            for i in range(dims):
-                hidden[i] += more[i]
-        else:
-            for i in range(dims):
-                hidden[i] += more[i] * numbers[RESIDUAL]
+        for i in range(dims):
+            hidden[i] += more[i] * numbers[RESIDUAL]
 
 
 @compiled
-def _norm_rows(model: Any, weight: int, eps: float) -> None:
-    for row in range(model[COUNT]):
-        place = 4 * model[DIMS] * row
-        _norm(model[HIDDEN] + place, weight, model[DIMS], eps, model[NORMED] + place)
-
-
-@compiled
-def run_step(pool: int, model: Any, layers: Any, attentions: Any, attend: int, head: Any, numbers: Any, logits: Any) -> None:
+def run_step(pool: int, model: Any, layers: Any, runs: Any, attentions: Any, numbers: Any, logits: Any) -> None:
     """Compute logits (rows, vocabulary) of one step.
 
-    model: MODEL words; layers (L, LAYER); attentions (L, ALL of attention.py); attend: its kernel. head: words of the embedding's
-    kernel and arguments, the last norm's weights, and the head's RUN. numbers: EMBEDDED … EPS.
+    model: MODEL words; layers (L, LAYER); runs (RUNS · L + 1, RUN); attentions (L, ALL of attention.py); numbers: EMBEDDED … EPS.
     """
-    rows, dims, eps = model[COUNT], model[DIMS], numbers[EPS]
-    call(head[0], head[1], 0, rows)
-    if numbers[EMBEDDED] != np.float32(1):
-        hidden = carray(floats_at(model[HIDDEN]), rows * dims)
-        for i in range(rows * dims):
-            hidden[i] *= numbers[EMBEDDED]
+    rows, inner, eps = model[COUNT], model[INNER], numbers[EPS]
+    call(model[EMBEDDING], model[EMBEDDING + 1], 0, rows)
+    hidden = carray(floats_at(model[HIDDEN]), rows * model[DIMS])
+    for i in range(len(hidden)):
+        hidden[i] *= numbers[EMBEDDED]
     turns = carray(floats_at(model[ROPES_AT]), (rows, model[ROPES], 2, model[ROPE_DIMS] // 2))
-    for index in range(len(layers)):
-        layer, attention = layers[index], attentions[index]
-        _norm_rows(model, layer[BEFORE], eps)
-        _multiply(pool, layer[FIRST_RUN : FIRST_RUN + RUN], rows)
-        _rotate_heads(model, layer, attention, turns, eps)
-        write_tokens(attention)
-        run(pool, attend, attention.ctypes.data, rows * attention[HEADS], 1)
-        _multiply(pool, layer[FIRST_RUN + RUN : FIRST_RUN + 2 * RUN], rows)
-        _sum(model, layer[ADDED_BIAS], layer[AFTER_ATTENTION], numbers)
-        _norm_rows(model, layer[BETWEEN], eps)
-        _multiply(pool, layer[FIRST_RUN + 2 * RUN : FIRST_RUN + 3 * RUN], rows)
-        inner = model[INNER]
-        for row in range(rows):
-            gated = model[GATED] + 8 * inner * row
-            _add_bias(gated, layer[GATED_BIAS], 2 * inner)
-            _gate(gated, inner, model[ACTIVATION], model[ACTED] + 4 * inner * row)
-        _multiply(pool, layer[FIRST_RUN + 3 * RUN : FIRST_RUN + 4 * RUN], rows)
-        _sum(model, layer[DOWN_BIAS], layer[AFTER_ALL], numbers)
-    _norm_rows(model, head[2], eps)
-    _multiply(pool, head[3:], rows)
+    for index in range(len(runs)):
+        at, phase = min(index // RUNS, len(layers) - 1), index % RUNS
+        layer, attention = layers[at], attentions[at]
+        block = phase // 2  # attention, feed-forward
+        if phase % 2 == 0:
+            weight = layer[BEFORE + block] if index < len(runs) - 1 else model[LAST_NORM]
+            for row in range(rows):
+                place = 4 * model[DIMS] * row
+                _norm(model[HIDDEN] + place, weight, model[DIMS], eps, model[NORMED] + place)
+        _multiply(pool, runs[index], rows)
+        if phase % 2 == 1:
+            _add(model, layer[ADDED_BIAS + block], layer[AFTER + block], numbers)
+        elif block == 1:
+            for row in range(rows):
+                gated = model[GATED] + 8 * inner * row
+                _add_bias(gated, layer[GATED_BIAS], 2 * inner)
+                _gate(gated, inner, model[ACTIVATION], model[ACTED] + 4 * inner * row)
+        elif index < len(runs) - 1:
+            _rotate_heads(model, layer, attention, turns, eps)
+            write_tokens(attention)
+            run(pool, model[ATTEND], attention.ctypes.data, rows * attention[HEADS], 1)
     _finish(logits, numbers)
 
 
 @compiled
 def _finish(logits: Any, numbers: Any) -> None:
     factor, softcap = numbers[LOGITS], numbers[SOFTCAP]
-    if factor != np.float32(1):
-        for row in range(logits.shape[0]):
-            for i in range(logits.shape[1]):
-                logits[row, i] *= factor
-    if softcap > 0:
-        one, two = np.float32(1), np.float32(2)
-        for row in range(logits.shape[0]):
-            for i in range(logits.shape[1]):
+    one, two = np.float32(1), np.float32(2)
+    for row in range(logits.shape[0]):
+        for i in range(logits.shape[1]):
+            logits[row, i] *= factor
+            if softcap > 0:
                 logits[row, i] = softcap * (one - two / (one + exponential(two * (logits[row, i] / softcap))))
 
 
@@ -249,4 +235,3 @@ def _made(name: str, function: Any) -> int:
 
 
 Floats = npt.NDArray[np.float32]
-assert ALL > NEW_KEYS

@@ -29,6 +29,7 @@ from .step import Floats
 from .tiles import WeightFormat
 
 Words = npt.NDArray[np.int64]
+Forward = Callable[[mx.array, Any], mx.array]
 
 MOST_GUESSED = 16
 """Tokens of one sequence that a step takes at most. More are a piece of a prompt: for those MLX's graph and larger tiles are faster."""
@@ -48,19 +49,32 @@ class Steps:
         self._spaces: dict[int, _Space] = {}
         self._words: WeakKeyDictionary[Held, Words] = WeakKeyDictionary()
 
-    def logits(self, inputs: mx.array, caches: Sequence[Any]) -> mx.array | None:
-        """Return the logits (B, N, V) of ids (B, N) where that is a step that fits, and the caches hold the tokens then; else None."""
+    def logits(self, inputs: mx.array, caches: Sequence[Any], own: Forward) -> mx.array | None:
+        """Return the logits (B, N, V) of ids (B, N) where that is a step that fits, and the caches hold the tokens then; else None.
+
+        own: the class's forward pass, which takes the sequences whose caches need it now, one by one: so none sees its neighbours.
+        """
         batch, count = inputs.shape
         if count != 1 and (batch != 1 or count > MOST_GUESSED or not are_asked_for()):
             return None
         lanes = _lanes(caches)
-        if not lanes or not all(cache.takes_in_place(count) for lane in lanes for cache in lane):
+        fitting = [all(cache.takes_in_place(count) for cache in lane) for lane in lanes]
+        if not any(fitting):
             return None
+        if all(fitting):
+            return self._step(inputs, lanes)
+        found = [own(inputs[row : row + 1], lane) for row, lane in enumerate(lanes) if not fitting[row]]
+        chosen = [row for row, fits in enumerate(fitting) if fits]
+        together = self._step(inputs[mx.array(chosen)], [lanes[row] for row in chosen])
+        parts = iter(found), iter(mx.split(together, len(chosen)))
+        return mx.concatenate([next(parts[fits]) for fits in fitting])
+
+    def _step(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]]) -> mx.array:
+        batch, count = inputs.shape
         ids = np.asarray(inputs.astype(mx.int64)).reshape(-1)
         rows = len(ids)
-        space = self._spaces.get(rows)
-        if space is None:
-            space = self._spaces[rows] = _Space(self._parts, rows)
+        if rows not in self._spaces:
+            self._spaces[rows] = _Space(self._parts, rows)
         table: list[int] = []
         positions: list[int] = []
         for lane in lanes:
@@ -70,8 +84,7 @@ class Steps:
                 positions.append(position)
                 for address in addresses:
                     table += (address, position)
-        found = mx.array(space.run(ids, table, positions))
-        return found.reshape(batch, count, -1)
+        return mx.array(self._spaces[rows].run(ids, table, positions)).reshape(batch, count, -1)
 
     def _address(self, cache: Cache, held: Held) -> int:
         words = self._words.get(held)
@@ -148,19 +161,19 @@ class _Space:
             parts.activation,
             *(
                 each.ctypes.data
-                for each in (self._hidden, self._normed, self._added, self._joined, self._mixed, self._gated, self._acted)
+                for each in (self._hidden, self._normed, self._added, self._gated, self._acted, parts.last_norm)
             ),
+            *embedding_of(parts.embedding._matrix, self._ids, self._hidden, self._keep),
+            attention.attending(),
         )
         self._numbers = np.array(
             (parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32
         )
         self._layers = np.array([self._layer_words(each) for each in parts.layers])
         self._attentions = np.array([self._attention_words(index, each) for index, each in enumerate(parts.layers)])
-        self._head = np.array([
-            *embedding_of(parts.embedding._matrix, self._ids, self._hidden, self._keep),
-            self._keep(parts.last_norm).ctypes.data,
-            *self._product((parts.head,), self._normed, self._logits),
-        ])
+        products = [self._products(each) for each in parts.layers]
+        head = self._product((parts.head,), self._normed, self._logits)
+        self._runs = np.array([*(each for layer in products for each in layer), head])
 
     def run(self, ids: npt.NDArray[np.int64], table: Sequence[int], positions: Sequence[int]) -> Floats:
         """Compute a step, and return logits (rows, V), which stand until the next one."""
@@ -175,9 +188,8 @@ class _Space:
                 pool,
                 self._model,
                 self._layers,
+                self._runs,
                 self._attentions,
-                attention.attending(),
-                self._head,
                 self._numbers,
                 self._logits,
             )
@@ -198,16 +210,19 @@ class _Space:
 
     def _layer_words(self, layer: LayerParts) -> list[int]:
         return [
-            *(self._address(each) for each in layer.norms),
-            self._bias(layer.joined),
-            self._bias((layer.added,)),
-            self._bias(layer.gated),
-            self._bias((layer.down,)),
+            *(self._address(each) for each in layer.norms[:4]),
+            *(self._bias((each,)) for each in (layer.added, layer.down)),
+            *(self._address(each) for each in layer.norms[4:]),
+            *(self._bias(each) for each in (layer.joined, layer.gated)),
             self._parts.ropes.index(layer.rope),
-            *self._product(layer.joined, self._normed, self._joined),
-            *self._product((layer.added,), self._mixed, self._added),
-            *self._product(layer.gated, self._normed, self._gated),
-            *self._product((layer.down,), self._acted, self._added),
+        ]
+
+    def _products(self, layer: LayerParts) -> list[tuple[int, ...]]:
+        return [
+            self._product(layer.joined, self._normed, self._joined),
+            self._product((layer.added,), self._mixed, self._added),
+            self._product(layer.gated, self._normed, self._gated),
+            self._product((layer.down,), self._acted, self._added),
         ]
 
     def _bias(self, layers: Sequence[Any]) -> int:
@@ -305,7 +320,7 @@ def _difference(model: nn.Module, steps: Steps, make: Callable[[], list[Any]]) -
     off = 0.0
     for token in decoded:
         ids = mx.array([[token]])
-        found = steps.logits(ids, both[0])
+        found = steps.logits(ids, both[0], model)
         if found is None:
             return float("nan")
         expected = model(ids, cache=both[1])
@@ -321,7 +336,7 @@ def _stepping(kind: type[Any]) -> type[Any]:
 
         def __call__(self, inputs: mx.array, cache: Any = None, *others: Any, **named: Any) -> mx.array:
             if cache is not None and not others and not named and inputs.ndim == 2:  # noqa: PLR2004
-                found = self._steps.logits(inputs, cache)
+                found = self._steps.logits(inputs, cache, super().__call__)
                 if found is not None:
                     return found
             own: mx.array = super().__call__(inputs, cache, *others, **named)
