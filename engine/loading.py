@@ -177,7 +177,7 @@ def load(
     too_long = context_notes(both, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
     alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
-    by_layers = step_notes(loaded)
+    by_layers = step_notes(loaded, plan, lambda: report(LoadProgress("compile", 0, None)))
     one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
     notes = (
         *(() if share is None else (share.note,)),
@@ -362,13 +362,17 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
     return cost
 
 
-def step_notes(loaded: LoadedModel) -> tuple[str, ...]:
-    """Have decode steps on a CPU computed at once, where the model's class allows it; return why not. Weights are as they stay."""
+def step_notes(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None]) -> tuple[str, ...]:
+    """Have decode steps on a CPU computed at once, where the model's class allows it; return why not. Weights are as they stay.
+
+    compiling: called where kernels are compiled, and waited for.
+    """
     if not loaded.by_kernels:
         return ()
     from .model.cpu.stepping import take_steps
 
-    why = take_steps(loaded.module, plan_caches(loaded.module, loaded.config, KVSpec()).make)
+    plain = plan_caches(loaded.module, loaded.config, KVSpec())
+    why = take_steps(loaded.module, plan, plain.make, compiling)
     return (f"decoding goes through MLX layer by layer: {why}",) if why else ()
 
 

@@ -1,8 +1,8 @@
 """Attention of single rows over caches as they lie: new keys and values are written to their slots, then scores, softmax, values.
 
-A piece of work is one row of one key-value head, with all the query heads that share it. It walks the slots that the row sees in
-the order of their tokens, BLOCK at a time, under one running softmax: nothing is copied, and scores take no memory. The order is the
-row's own, so its bits are the same in a batch.
+A piece of work is one row of one key-value head, with all the query heads that share it. It walks the slots that the row sees
+in the order of their tokens, BLOCK at a time, under one running softmax: nothing is copied, and scores take no memory. The order
+is the row's own, so its bits are the same in a batch.
 
 A row's cache is told by words (``CacheWords``), made anew when its arrays move; what a step adds is the position alone.
 """
@@ -14,7 +14,6 @@ import numpy.typing as npt
 from numba import carray
 
 from . import attention_tiles as tiles
-from .attention_tiles import FORMS, PLAIN_FORM, mixing_of, scoring_of
 from .compiling import compile_kernel, compiled
 from .pool import call
 from .products import bytes_at, floats_at, words_at
@@ -26,17 +25,34 @@ BLOCK = 256
 WINDOW, KEEP, SPARE, CAPACITY, PREFIX_TOKENS, PREFIXES, KEYS = range(7)
 """Of its layout (a window of 0 grows); slots of its own; tokens of the prefixes that it shares, and how many those are."""
 NUMBERS, SCALES, BIASES, KERNEL, BITS, ROTATED, TOKEN_BYTES, GROUPS, BLOCKS, SWAPS, SIDE = range(11)
-"""Addresses of its arrays and of the kernel that reads them; bits (32: plain); channels rotated together, or 0; bytes of a token; its
-groups; sixteens in a group; whether the order is that of words of 4 bits."""
+"""Addresses of its arrays and of the kernel that reads them; bits (32: plain); channels rotated together, or 0; bytes of a token;
+its groups; sixteens in a group; whether the order is that of words of 4 bits."""
 VALUES = KEYS + SIDE
 PARTS = VALUES + SIDE
 PART = 7
 """From PARTS on, for each prefix: tokens, and three addresses of its keys and of its values."""
 
 # Words of one pass's attention.
-HEADS, REPEATS, SIZE, ROWS, LAYER, LAYERS, TABLE, QUERIES, NEW_BYTES, NEW_KEYS, NEW_VALUES, OUT, OUT_BYTES, TUNING, ALL = range(15)
-"""Key-value heads, query heads that share one, a head's numbers; rows; which layer of how many; the table of (cache's words, position)
-by row and layer; addresses and row bytes of queries, new keys and values, and of what comes out; address of scale and soft cap."""
+(
+    HEADS,
+    REPEATS,
+    SIZE,
+    ROWS,
+    LAYER,
+    LAYERS,
+    TABLE,
+    QUERIES,
+    NEW_BYTES,
+    NEW_KEYS,
+    NEW_VALUES,
+    OUT,
+    OUT_BYTES,
+    TUNING,
+    ALL,
+) = range(15)
+"""Key-value heads, query heads that share one, a head's numbers; rows; which layer of how many; the table of (cache's words,
+position) by row and layer; addresses and row bytes of queries, new keys and values, and of what comes out; address of scale and
+soft cap."""
 
 Words = npt.NDArray[np.int64]
 
@@ -54,7 +70,7 @@ LEAST, MOST = np.float32(-87), np.float32(88)
 
 
 @compiled
-def exponential(x: float) -> float:
+def exponential(x: Any) -> Any:
     """Return e^x of a float32, within two units of the last place, as instructions that go into vectors."""
     x = min(max(x, LEAST), MOST)
     moved = np.float32(x * LOG2_E) + ROUNDER
@@ -116,7 +132,7 @@ def _pack(x: Any, side: Any, numbers: int, place: int) -> None:
 
 
 @compiled
-def _slot(cache: Any, position: int) -> int:
+def _slot(cache: Any, position: Any) -> Any:
     """Return the slot of the token at a position."""
     if cache[WINDOW] == 0:
         return position - cache[PREFIX_TOKENS]
@@ -160,8 +176,11 @@ def write_tokens(given: Any) -> None:
 
 
 @compiled
-def _softmax(scores: Any, count: int, state: Any, softcap: float) -> float:
-    """Turn scores (count,) into weights, on the scale of ``state`` (largest score, sum of weights); return what earlier sums shrink by."""
+def _softmax(scores: Any, count: int, state: Any, softcap: float) -> Any:
+    """Turn scores (count,) into weights on the scale of ``state`` (largest score, sum of weights).
+
+    Return what the sums before them shrink by.
+    """
     if softcap > 0:
         for i in range(count):
             scores[i] = softcap * (ONE - np.float32(2) / (ONE + exponential(np.float32(2) * (scores[i] / softcap))))
@@ -184,8 +203,17 @@ def _softmax(scores: Any, count: int, state: Any, softcap: float) -> float:
 
 
 @compiled
-def _read(  # noqa: PLR0913, PLR0917
-    address: int, prefix: int, place: int, begin: int, stop: int, work: Any, scores: Any, states: Any, sums: Any, softcap: float
+def _read(  # noqa: PLR0917
+    address: int,
+    prefix: int,
+    place: int,
+    begin: int,
+    stop: int,
+    work: Any,
+    scores: Any,
+    states: Any,
+    sums: Any,
+    softcap: float,
 ) -> None:
     """Attend to the slots from ``begin`` to before ``stop``. address: of the cache's words; prefix: which, or -1 for its own slots;
     place: where the head's slots begin. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
@@ -210,16 +238,16 @@ def _read(  # noqa: PLR0913, PLR0917
 
 
 @compiled
-def _attend(given: Any, row: int, head: int, scores: Any, sums: Any, states: Any, queries: Any, work: Any) -> None:
+def _attend(  # noqa: PLR0917
+    given: Any, row: int, head: int, scores: Any, sums: Any, states: Any, queries: Any, work: Any
+) -> None:
     size, repeats = given[SIZE], given[REPEATS]
     table = carray(words_at(given[TABLE]), (given[ROWS], given[LAYERS], 2))
     address, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
     cache = carray(words_at(address), PARTS)
     tuning = carray(floats_at(given[TUNING]), 2)
     key_bits_swapped, rotated = cache[KEYS + SWAPS], cache[KEYS + ROTATED]
-    asked = carray(
-        floats_at(given[QUERIES] + row * given[NEW_BYTES] + 4 * size * repeats * head), (repeats, size)
-    )
+    asked = carray(floats_at(given[QUERIES] + row * given[NEW_BYTES] + 4 * size * repeats * head), (repeats, size))
     own = np.empty(size, np.float32)
     for each in range(repeats):
         for i in range(size):

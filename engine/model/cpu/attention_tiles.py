@@ -12,12 +12,11 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, literally, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compiling import compile_kernel, compiled
-from .products import words_at
+from .compiling import compile_kernel
 from .tiles import F32, FLOATS, FORMATS, I32, I64, LANES, WeightFormat, _TileWriter
 
 PLAIN = WeightFormat(32, "plain")
@@ -67,8 +66,20 @@ class _Writer(_TileWriter):
         self.builder.store(vector, self.builder.inttoptr(address, FLOATS.as_pointer()), align=4)
 
 
-NAMES = ("first", "row_bytes", "scales", "biases", "groups", "blocks", "rows", "rows_bytes", "out", "out_bytes", "count", "tokens")
-"""What an intrinsic is given, all intp: as the words of a kernel's arguments, and how many tokens."""
+NAMES = (
+    "first",
+    "row_bytes",
+    "scales",
+    "biases",
+    "groups",
+    "blocks",
+    "rows",
+    "rows_bytes",
+    "out",
+    "out_bytes",
+    "count",
+)
+"""Of the words of a kernel's arguments, in order."""
 
 
 def _parts(builder: Any, total: Any, sizes: tuple[int, ...] = (4, 2, 1)) -> Iterator[tuple[int, Any]]:
@@ -134,7 +145,10 @@ def _write_sums(builder: Any, format: WeightFormat, given: dict[str, Any]) -> No
     write = _Writer(builder, format)
     for rows, row in _parts(builder, given["count"]):
         weights_at, out_at = (
-            [write.at(given[name], builder.mul(given[f"{name}_bytes"], builder.add(row, I64(each)))) for each in range(rows)]
+            [
+                write.at(given[name], builder.mul(given[f"{name}_bytes"], builder.add(row, I64(each))))
+                for each in range(rows)
+            ]
             for name in ("rows", "out")
         )
         with cgutils.for_range(builder, given["groups"], intp=I64) as group:
@@ -144,7 +158,11 @@ def _write_sums(builder: Any, format: WeightFormat, given: dict[str, Any]) -> No
 
 
 def _write_mix(
-    write: _Writer, size: tuple[int, int], at: tuple[Any, Any], rows_at: tuple[list[Any], list[Any]], given: dict[str, Any]
+    write: _Writer,
+    size: tuple[int, int],
+    at: tuple[Any, Any],
+    rows_at: tuple[list[Any], list[Any]],
+    given: dict[str, Any],
 ) -> None:
     """Write what adds all tokens' numbers in some sixteens of a group to as many sums of some rows. at: the group, the sixteen."""
     builder, format, (rows, blocks), (group, first) = write.builder, write.format, size, at
@@ -175,21 +193,21 @@ Writing = Callable[[Any, WeightFormat, dict[str, Any]], None]
 
 
 def _intrinsic(write: Writing) -> Any:
-    def typed(  # noqa: PLR0913, PLR0917
-        typingctx, form, first, row_bytes, scales, biases, groups, blocks, rows, rows_bytes, out, out_bytes, count, tokens  # type: ignore[no-untyped-def] # noqa
-    ):
+    def typed(typingctx: Any, form: Any, arguments: Any, tokens: Any) -> Any:  # noqa: ARG001
         format = FORMS[form.literal_value]
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-            write(builder, format, dict(zip(NAMES, values[1:], strict=True)))
+            words = builder.inttoptr(values[1], I64.as_pointer())
+            given = {name: builder.load(builder.gep(words, [I64(index)])) for index, name in enumerate(NAMES)}
+            write(builder, format, given | {"tokens": values[2]})
             return context.get_dummy_value()
 
-        return types.void(form, *[types.intp] * len(NAMES)), generate
+        return types.void(form, types.intp, types.intp), generate
 
     return intrinsic(prefer_literal=True)(typed)
 
 
-_scores, _sums = _intrinsic(_write_scores), _intrinsic(_write_sums)
+_write_all_scores, _write_all_sums = _intrinsic(_write_scores), _intrinsic(_write_sums)
 
 
 @intrinsic(prefer_literal=True)
@@ -222,33 +240,11 @@ def dot(typingctx, a, b, blocks):  # type: ignore[no-untyped-def]  # noqa
         a, b, blocks = values
         with cgutils.for_range(builder, blocks, intp=I64) as block:
             place = builder.mul(block.index, I64(4 * LANES))
-            pair = (write.load(write.at(each, place), FLOATS) for each in (a, b))
-            builder.store(write.multiply_add(*pair, builder.load(total)), total)
+            x, y = (write.load(write.at(each, place), FLOATS) for each in (a, b))
+            builder.store(write.multiply_add(x, y, builder.load(total)), total)
         return write.sum(builder.load(total))
 
     return types.float32(types.intp, types.intp, types.intp), generate
-
-
-@compiled
-def score(arguments: int, tokens: int, form: int) -> None:
-    """Write scores (rows, tokens). form: a literal, a place in FORMS."""
-    literally(form)
-    given = carray(words_at(arguments), COUNT + 1)
-    _scores(
-        form, given[FIRST], given[ROW_BYTES], given[SCALES], given[BIASES], given[GROUPS], given[BLOCKS], given[ROWS],
-        given[ROWS_BYTES], given[OUT], given[OUT_BYTES], given[COUNT], tokens,
-    )  # fmt: skip
-
-
-@compiled
-def mix(arguments: int, tokens: int, form: int) -> None:
-    """Add to sums (rows, D). form: a literal, a place in FORMS."""
-    literally(form)
-    given = carray(words_at(arguments), COUNT + 1)
-    _sums(
-        form, given[FIRST], given[ROW_BYTES], given[SCALES], given[BIASES], given[GROUPS], given[BLOCKS], given[ROWS],
-        given[ROWS_BYTES], given[OUT], given[OUT_BYTES], given[COUNT], tokens,
-    )  # fmt: skip
 
 
 @cache
@@ -256,7 +252,7 @@ def scoring_of(form: int) -> int:
     """Return the address of the kernel that multiplies rows of queries by keys in this form: f(arguments, 0, tokens)."""
 
     def kernel(arguments: int, first: int, last: int) -> None:
-        score(arguments, last - first, form)
+        _write_all_scores(form, arguments, last - first)
 
     return compile_kernel(kernel)
 
@@ -266,6 +262,6 @@ def mixing_of(form: int) -> int:
     """Return the address of the kernel that adds weighted values in this form: f(arguments, 0, tokens)."""
 
     def kernel(arguments: int, first: int, last: int) -> None:
-        mix(arguments, last - first, form)
+        _write_all_sums(form, arguments, last - first)
 
     return compile_kernel(kernel)

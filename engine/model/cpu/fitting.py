@@ -115,9 +115,9 @@ class Rotations:
         one = np.zeros((1, 1, 1, size), np.float32)
         one[..., 0] = 1
         turned = np.flatnonzero(np.asarray(rope(mx.array(one), offset=1)))
-        if len(turned) != 2 or turned[0] != 0:  # noqa: PLR2004, its cosine and its sine
+        if len(turned) != 2 or turned[0] != 0:
             raise UnfitError("its rotary embedding is not understood")
-        self.paired = turned[1] == 1 and size > 2  # noqa: PLR2004
+        self.paired = turned[1] == 1 and size > 2
         self.dims = self._all_paired() if self.paired else 2 * int(turned[1])
         self._known: dict[int, Floats] = {}
 
@@ -238,9 +238,9 @@ class _LayerReader:
         return LayerParts(
             norms,
             joined,
-            *self._linear(attention, ("o_proj",)),
+            self._linear(attention, ("o_proj",))[0],
             self._linear(block, ("gate_up_proj",) if "gate_up_proj" in block else ("gate_proj", "up_proj")),
-            *self._linear(block, ("down_proj",)),
+            self._linear(block, ("down_proj",))[0],
             rope=self._rope(attention.rope, size),
             scale=float(attention.scale),
             softcap=float(attention.attn_logit_softcapping) if self._name == "gemma2" else 0.0,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
+from numba import carray, types
 
 from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, write_tokens
 from .attention_tiles import dot
@@ -24,16 +24,19 @@ from .tiles import LANES
 SILU, GELU, GELU_TANH = range(3)
 
 # Words of a model, and of a layer.
-COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORMED, ADDED, GATED, ACTED, LAST_NORM = range(14)
-"""Rows; a row's numbers, and those between the products of a feed-forward block; of a head, those that are rotated, and whether pairs
-stand side by side; how many rotations, and the address of their cosines and sines; then addresses of buffers: the sum of what
+COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORMED, ADDED, GATED, ACTED, LAST_NORM = (
+    range(14)
+)
+"""Rows; a row's numbers, and those between the products of a feed-forward block; of a head, those that are rotated, and whether
+pairs stand side by side; how many rotations, and the address of their cosines and sines; then addresses of buffers: the sum of what
 layers add, what is normed of it, what one adds, gates and what they gate, both in one; and of the last norm's weights."""
 EMBEDDING, ATTEND, MODEL = 14, 16, 17
 """Where the embedding's kernel and its arguments stand, and the kernel of attention; how many words in all."""
 
 BEFORE, AFTER, ADDED_BIAS, QUERY_NORM, KEY_NORM, JOINED_BIAS, GATED_BIAS, ROPE, LAYER = 0, 2, 4, 6, 7, 8, 9, 10, 11
-"""Addresses: weights of the norms before attention and before feed-forward, and of those of what either adds, and the biases of what
-either adds; weights of the heads' norms; biases of what the first products give. 0: none. Which rotation. How many words in all."""
+"""Addresses: weights of the norms before attention and before feed-forward, and of those of what either adds, and the biases of
+what either adds; weights of the heads' norms; biases of what the first products give. 0: none. Then which rotation, and how many
+words in all."""
 
 RUNS = 4
 """Groups of products in a layer, each with rows of its own. The head's stands after those of all layers."""
@@ -110,7 +113,11 @@ def _turn(x: int, dims: int, paired: bool, turns: Any) -> None:
 @compiled
 def _gate(x: int, size: int, kind: int, out: int) -> None:
     """Write activation(x) · y, for x and y of ``size`` numbers one after another."""
-    gates, values, into = carray(floats_at(x), size), carray(floats_at(x + 4 * size), size), carray(floats_at(out), size)
+    gates, values, into = (
+        carray(floats_at(x), size),
+        carray(floats_at(x + 4 * size), size),
+        carray(floats_at(out), size),
+    )
     one, half = np.float32(1), np.float32(0.5)
     if kind == SILU:
         for i in range(size):
@@ -169,7 +176,9 @@ def _add(model: Any, bias: int, norm: int, numbers: Any) -> None:
 
 
 @compiled
-def run_step(pool: int, model: Any, layers: Any, runs: Any, attentions: Any, numbers: Any, logits: Any) -> None:
+def run_step(  # noqa: PLR0917
+    pool: int, model: Any, layers: Any, runs: Any, attentions: Any, numbers: Any, logits: Any
+) -> None:
     """Compute logits (rows, vocabulary) of one step.
 
     model: MODEL words; layers (L, LAYER); runs (RUNS · L + 1, RUN); attentions (L, ALL of attention.py); numbers: EMBEDDED … EPS.
@@ -216,6 +225,14 @@ def _finish(logits: Any, numbers: Any) -> None:
 
 
 _addresses: dict[str, int] = {}
+
+
+def prepare() -> None:
+    """Compile what every step runs, if it was not."""
+    words, table, numbers = types.int64[::1], types.int64[:, ::1], types.float32[::1]
+    run_step.compile((types.intp, words, table, table, table, numbers, types.float32[:, ::1]))  # type: ignore[attr-defined]
+    several()
+    swapping()
 
 
 def several() -> int:

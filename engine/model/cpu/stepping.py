@@ -1,11 +1,12 @@
 """Decode steps of a whole model by step.py, where its class computes that way: instead of the class's own forward pass.
 
-``take_steps`` reads the model's parts, computes a few tokens both ways, and from then on the model's calls that are decode steps go to
-the kernels: one token of one or several sequences, or a few tokens of one whose logits are all asked for (guesses). They read and
-write the engine's own caches (engine/kv/cache.py) where these lie. Any other call, and any other cache, stays with the class.
+``take_steps`` reads the model's parts, computes a few tokens both ways, and from then on the model's calls that are decode steps go
+to the kernels: one token of one or several sequences, or a few tokens of one whose logits are all asked for (guesses). They read
+and write the engine's own caches (engine/kv/cache.py) where these lie. Any other call, and any other cache, stays with the class.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,24 +16,27 @@ import numpy.typing as npt
 from mlx import nn
 
 from ...kv.cache import Cache, Held
-from ...kv.codec import Affine, Codec
-from ...kv.layout import Growing, Ring
+from ...kv.codec import Affine, Codec, Plain
+from ...kv.layout import Ring
+from ...kv.plan import CachePlan
 from ...kv.rows import AttendingRows
 from ..head import are_asked_for
 from . import attention, products, step
 from .attention_tiles import FORMS, PLAIN_FORM, mixing_of, scoring_of
 from .embedding import embedding_of
-from .fitting import LayerParts, ModelParts, Rotations, UnfitError, parts_of
+from .fitting import LayerParts, ModelParts, UnfitError, parts_of
+from .packed import NOTICEABLE_S
 from .pool import POOL
 from .products import PackedMatrix, kernel_of, shares
 from .step import Floats
-from .tiles import WeightFormat
+from .tiles import LANES, WeightFormat
 
 Words = npt.NDArray[np.int64]
 Forward = Callable[[mx.array, Any], mx.array]
+Caching = Callable[[], list[Any]]
 
 MOST_GUESSED = 16
-"""Tokens of one sequence that a step takes at most. More are a piece of a prompt: for those MLX's graph and larger tiles are faster."""
+"""Tokens of one sequence that a step takes at most: guesses are never more. Others are a piece of a prompt."""
 
 TOLERANCE = 1e-3
 """How far logits may lie from the class's own, over the largest of them: the order of sums differs."""
@@ -110,7 +114,11 @@ def _cache_words(cache: Cache, held: Held, size: int) -> Words:
     words[attention.CAPACITY], words[attention.PREFIXES] = held.capacity, len(held.prefix)
     words[attention.PREFIX_TOKENS] = sum(each.tokens for each in held.prefix)
     if isinstance(layout, Ring):
-        words[attention.WINDOW], words[attention.KEEP], words[attention.SPARE] = layout.window, layout.keep, layout.spare
+        words[attention.WINDOW], words[attention.KEEP], words[attention.SPARE] = (
+            layout.window,
+            layout.keep,
+            layout.spare,
+        )
     for first, codec, addresses in (
         (attention.KEYS, cache.key_codec, held.keys),
         (attention.VALUES, cache.value_codec, held.values),
@@ -166,9 +174,7 @@ class _Space:
             *embedding_of(parts.embedding._matrix, self._ids, self._hidden, self._keep),
             attention.attending(),
         )
-        self._numbers = np.array(
-            (parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32
-        )
+        self._numbers = np.array((parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32)
         self._layers = np.array([self._layer_words(each) for each in parts.layers])
         self._attentions = np.array([self._attention_words(index, each) for index, each in enumerate(parts.layers)])
         products = [self._products(each) for each in parts.layers]
@@ -257,7 +263,11 @@ class _Space:
             if preparation is not None:
                 preparations[preparation[1]] = preparation
             words = self._keep(matrix._arguments.copy())
-            words[products.X], words[products.X_BYTES], words[products.COUNT] = rows.ctypes.data, rows.strides[0], self._rows
+            words[products.X], words[products.X_BYTES], words[products.COUNT] = (
+                rows.ctypes.data,
+                rows.strides[0],
+                self._rows,
+            )
             words[products.Y], words[products.Y_BYTES] = y.ctypes.data + 4 * begin, y.strides[0]
             several += (sum_of_pieces(matrices[:index]), kernel_of(matrix.format), words.ctypes.data)
             begin += len(matrix.weight)
@@ -293,15 +303,24 @@ def _columns(layer: Any) -> int:
     return int(layer.scales.shape[1]) * int(layer.group_size)
 
 
-def take_steps(model: nn.Module, make: Callable[[], list[Any]]) -> str:
+def take_steps(model: nn.Module, plan: CachePlan, make: Caching, compiling: Callable[[], None] = lambda: None) -> str:
     """Have decode steps of ``model`` computed at once from now on; return why not, or "".
 
-    make: makes the caches of one sequence, at 16 bits. Weights must not change afterwards.
+    plan: of the caches that it will have, whose kernels are compiled, too. make: makes the caches of one sequence, at 16 bits.
+    compiling is called where compiling takes noticeable time. Weights must not change afterwards.
     """
     try:
         steps = Steps(parts_of(model))
     except UnfitError as error:
         return str(error)
+    codecs = {(each.ours.key_codec, each.ours.value_codec) for each in plan.layers if each.ours is not None}
+    with ThreadPoolExecutor(1, "tokamac-compile") as threads:
+        compiled = threads.submit(_prepare, codecs | {(Plain(), Plain())})
+        try:
+            compiled.result(NOTICEABLE_S)
+        except TimeoutError:
+            compiling()
+            compiled.result()
     off = _difference(model, steps, make)
     if not off <= TOLERANCE:
         return f"what was compiled for its class lies {off:.1e} of the largest logit off"
@@ -310,7 +329,15 @@ def take_steps(model: nn.Module, make: Callable[[], list[Any]]) -> str:
     return ""
 
 
-def _difference(model: nn.Module, steps: Steps, make: Callable[[], list[Any]]) -> float:
+def _prepare(codecs: Iterable[tuple[Codec, Codec]]) -> None:
+    step.prepare()
+    attention.attending()
+    for keys, values in codecs:
+        scoring_of(_form(keys, LANES)[0])
+        mixing_of(_form(values, LANES)[0])
+
+
+def _difference(model: nn.Module, steps: Steps, make: Caching) -> float:
     """Return the largest difference of logits of a few tokens, over the largest logit."""
     read, decoded = CHECKED
     both = make(), make()
@@ -324,7 +351,7 @@ def _difference(model: nn.Module, steps: Steps, make: Callable[[], list[Any]]) -
         if found is None:
             return float("nan")
         expected = model(ids, cache=both[1])
-        off = max(off, float(mx.max(mx.abs(found - expected)) / mx.max(mx.abs(expected))))  # type: ignore[arg-type]
+        off = max(off, float(mx.max(mx.abs(found - expected)) / mx.max(mx.abs(expected))))
     return off
 
 
@@ -335,7 +362,7 @@ def _stepping(kind: type[Any]) -> type[Any]:
         _steps: Steps
 
         def __call__(self, inputs: mx.array, cache: Any = None, *others: Any, **named: Any) -> mx.array:
-            if cache is not None and not others and not named and inputs.ndim == 2:  # noqa: PLR2004
+            if cache is not None and not others and not named and inputs.ndim == 2:
                 found = self._steps.logits(inputs, cache, super().__call__)
                 if found is not None:
                     return found

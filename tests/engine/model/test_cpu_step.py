@@ -73,7 +73,7 @@ def built(name: str, *, bits: int = 4, mode: str = "affine") -> tuple[Any, dict[
     """A packed model, whose steps are its class's own, and its config."""
     kind, changes = MODELS[name]
     config = config_of(kind)
-    (config["text_config"] if "text_config" in config else config).update(changes)
+    config.get("text_config", config).update(changes)
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     model = seeded(module.Model(module.ModelArgs.from_dict(config)))
     correct(model, config)
@@ -87,7 +87,8 @@ def stepping_model(name: str, bits: int = 4, mode: str = "affine") -> tuple[Any,
     """A model that takes steps, its config, and its own class."""
     model, config = built(name, bits=bits, mode=mode)
     own = type(model)
-    assert not stepping.take_steps(model, plan_caches(model, config, KVSpec()).make)
+    plan = plan_caches(model, config, KVSpec())
+    assert not stepping.take_steps(model, plan, plan.make)
     return model, config, own
 
 
@@ -134,14 +135,18 @@ def test_steps_are_what_the_class_computes(name: str, spec: str, monkeypatch: py
         mx.eval(found, expected)
         off = float(mx.max(mx.abs(found - expected)) / mx.max(mx.abs(expected)))  # type: ignore[arg-type]
         rounding, flipped = max(rounding, off) if at < 1 else rounding, max(flipped, off)
-    print(f"{name}, {spec}: {rounding:.1e} of the largest logit in the first step, {flipped:.1e} in all, {len(steps)} steps")
+    print(
+        f"{name}, {spec}: {rounding:.1e} of the largest logit in the first step, {flipped:.1e} in all, {len(steps)} steps"
+    )
     assert len(steps) >= 2 * WINDOW  # where pinned keys move, the class goes on
     assert [each.offset for each in ours] == [each.offset for each in its]
     # A packed number may fall on the other side of a half, and stays in the cache.
     assert flipped < (1e-4 if SPECS[spec].key_bits == 16 else 0.05)
 
 
-@pytest.mark.parametrize(("bits", "mode"), [(2, "affine"), (3, "affine"), (6, "affine"), (8, "affine"), (4, "mxfp4"), (8, "mxfp8")])
+@pytest.mark.parametrize(
+    ("bits", "mode"), [(2, "affine"), (3, "affine"), (6, "affine"), (8, "affine"), (4, "mxfp4"), (8, "mxfp8")]
+)
 def test_every_packing_of_weights_takes_steps(bits: int, mode: str) -> None:
     model, config, own = stepping_model("llama", bits, mode)
     make = plan_caches(model, config, KVSpec()).make
@@ -272,14 +277,16 @@ def test_a_prefix_that_others_share_is_read_where_it_lies(spec: str, monkeypatch
             assert np.abs(found - expected).max() < (1e-4 if spec == "growing" else 0.05) * np.abs(expected).max()
     assert len(steps) >= 59
     own_prefixes(second)
-    assert len(steps) == 60 and second[0].offset == 60
+    assert second[0].offset == len(steps) == 60
 
 
 def test_no_weight_is_held_twice() -> None:
     model, _, _ = stepping_model("llama")
     space = model._steps._spaces[1]
     matrices = {
-        id(module): module._matrix for _, module in model.named_modules() if getattr(module, "_matrix", None) is not None
+        id(module): module._matrix
+        for _, module in model.named_modules()
+        if getattr(module, "_matrix", None) is not None
     }
     held = {int(np.asarray(matrix.weight).ctypes.data) for matrix in matrices.values()}
     words = [each for each in space._kept if each.dtype == np.int64 and len(each) == 13]
@@ -290,7 +297,8 @@ def test_no_weight_is_held_twice() -> None:
 def test_a_model_that_does_not_fit_says_why_and_stays_as_it_was() -> None:
     def why(model: Any, config: dict[str, Any]) -> str:
         kind = type(model)
-        found = stepping.take_steps(model, plan_caches(model, config, KVSpec()).make)
+        plan = plan_caches(model, config, KVSpec())
+        found = stepping.take_steps(model, plan, plan.make)
         assert type(model) is kind
         return found
 
@@ -324,7 +332,8 @@ def test_a_step_that_computes_something_else_is_not_used(monkeypatch: pytest.Mon
         return parts
 
     monkeypatch.setattr(stepping, "parts_of", misread)
-    assert "of the largest logit off" in stepping.take_steps(model, plan_caches(model, config, KVSpec()).make)
+    plan = plan_caches(model, config, KVSpec())
+    assert "of the largest logit off" in stepping.take_steps(model, plan, plan.make)
     assert type(model) is kind
 
 
