@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compiling import compile_kernel
-from .tiles import F32, FLOATS, FORMATS, I32, I64, LANES, WeightFormat, _TileWriter
+from .tiles import F32, FLOATS, FORMATS, I32, I64, LANES, TileWriter, WeightFormat
 
 PLAIN = WeightFormat(32, "plain")
 """Numbers as they are. Not a way of packing, so it is not among FORMATS."""
@@ -34,7 +34,7 @@ FIRST, ROW_BYTES, SCALES, BIASES, GROUPS, BLOCKS, ROWS, ROWS_BYTES, OUT, OUT_BYT
 a group; addresses of rows of queries or weights, and of scores or sums, with the bytes from one to the next; how many rows."""
 
 
-class _Writer(_TileWriter):
+class _Writer(TileWriter):
     """Also writes what takes numbers as they are."""
 
     def group(self, scale: Any, bias: Any) -> tuple[Any, ...]:
@@ -42,6 +42,10 @@ class _Writer(_TileWriter):
 
     def weights(self, address: Any, group: tuple[Any, ...]) -> Any:
         return self.load(address, FLOATS) if self.format == PLAIN else super().weights(address, group)
+
+    def total(self, vector: Any) -> Any:
+        """Return the sum of a vector."""
+        return self.reduce(vector, self.builder.fadd)
 
     def numbers(self, scales: Any, biases: Any, place: Any) -> tuple[Any, ...]:
         """Return what the numbers of a group are made from, whose scale and bias lie at ``place``."""
@@ -119,7 +123,7 @@ def _write_dots(builder: Any, format: WeightFormat, tokens: int, rows: int, give
         out = write.at(given["out"], builder.mul(given["out_bytes"], I64(row)))
         for token in range(tokens):
             pointer = builder.inttoptr(write.at(out, 4 * token), F32.as_pointer())
-            builder.store(write.sum(builder.load(sums[token][row])), pointer, align=4)
+            builder.store(write.total(builder.load(sums[token][row])), pointer, align=4)
 
 
 def _write_scores(builder: Any, format: WeightFormat, given: dict[str, Any]) -> None:
@@ -242,7 +246,7 @@ def dot(typingctx, a, b, blocks):  # type: ignore[no-untyped-def]  # noqa
             place = builder.mul(block.index, I64(4 * LANES))
             x, y = (write.load(write.at(each, place), FLOATS) for each in (a, b))
             builder.store(write.multiply_add(x, y, builder.load(total)), total)
-        return write.sum(builder.load(total))
+        return write.total(builder.load(total))
 
     return types.float32(types.intp, types.intp, types.intp), generate
 

@@ -12,7 +12,6 @@ from .compiling import compile_kernel
 from .products import (
     BIASES,
     BLOCKS,
-    FLOAT32,
     GROUPS,
     ROW_BYTES,
     SCALES,
@@ -22,7 +21,7 @@ from .products import (
     _widen,
     words_at,
 )
-from .tiles import FORMATS, WeightFormat
+from .tiles import FLOAT32, FORMATS, WeightFormat
 
 IDS, OUT, OUT_BYTES = range(13, 16)
 """Beyond the words of a product's arguments: addresses of ids and of the rows that are written, and their bytes."""

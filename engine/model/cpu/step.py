@@ -64,19 +64,6 @@ def _several(arguments: int, first: int, last: int) -> None:
             call(words[1], words[2], begin - words[0], stop - words[0])
 
 
-def _swap(arguments: int, first: int, last: int) -> None:
-    """Write rows in the order in which words of 4 bits unpack. arguments: address, bytes and numbers of a row, where to, bytes."""
-    given = carray(words_at(arguments), 5)
-    size = given[2]
-    for row in range(first, last):
-        x = carray(floats_at(given[0] + row * given[1]), size)
-        out = carray(floats_at(given[3] + row * given[4]), size)
-        for begin in range(0, size, LANES):
-            for i in range(LANES // 2):
-                out[begin + 2 * i] = x[begin + i]
-                out[begin + 2 * i + 1] = x[begin + LANES // 2 + i]
-
-
 @compiled
 def _norm(x: int, weight: int, size: int, eps: float, out: int) -> None:
     """Write x ÷ √(mean of squares + eps) · weight, all at addresses."""
@@ -232,17 +219,11 @@ def prepare() -> None:
     words, table, numbers = types.int64[::1], types.int64[:, ::1], types.float32[::1]
     run_step.compile((types.intp, words, table, table, table, numbers, types.float32[:, ::1]))  # type: ignore[attr-defined]
     several()
-    swapping()
 
 
 def several() -> int:
     """Return the address of the kernel that does pieces of several matrices."""
     return _made("several", _several)
-
-
-def swapping() -> int:
-    """Return the address of the kernel that brings rows into the order in which words of 4 bits unpack."""
-    return _made("swap", _swap)
 
 
 def _made(name: str, function: Any) -> int:

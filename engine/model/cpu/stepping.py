@@ -27,7 +27,7 @@ from .embedding import embedding_of
 from .fitting import LayerParts, ModelParts, UnfitError, parts_of
 from .packed import NOTICEABLE_S
 from .pool import POOL
-from .products import PackedMatrix, kernel_of, shares
+from .products import PackedMatrix, Preparation, shares
 from .step import Floats
 from .tiles import LANES, WeightFormat
 
@@ -162,7 +162,7 @@ class _Space:
         self._turns = self._keep(np.zeros((rows, len(parts.ropes), 2, dims_turned // 2), np.float32))
         self._table = self._keep(np.zeros((rows, len(parts.layers), 2), np.int64))
         self._logits = self._buffer(len(parts.head.weight))
-        self._prepared: dict[tuple[int, Any], tuple[Floats, Words]] = {}
+        self._prepared: dict[tuple[int, Preparation], tuple[Any, Words]] = {}
         self._model = np.zeros(step.MODEL, np.int64)
         self._model[:] = (
             *(rows, dims, inner, dims_turned, parts.ropes[0].paired, len(parts.ropes), self._turns.ctypes.data),
@@ -259,9 +259,10 @@ class _Space:
         several: list[int] = []
         begin = 0
         for index, matrix in enumerate(matrices):
-            rows, preparation = self._prepare(matrix, x)
-            if preparation is not None:
-                preparations[preparation[1]] = preparation
+            rows: Any = x
+            if (preparation := matrix.preparation) is not None:
+                rows, arguments = self._prepare(preparation, x)
+                preparations[arguments.ctypes.data] = preparation.kernel, arguments.ctypes.data
             words = self._keep(matrix._arguments.copy())
             words[products.X], words[products.X_BYTES], words[products.COUNT] = (
                 rows.ctypes.data,
@@ -269,29 +270,25 @@ class _Space:
                 self._rows,
             )
             words[products.Y], words[products.Y_BYTES] = y.ctypes.data + 4 * begin, y.strides[0]
-            several += (sum_of_pieces(matrices[:index]), kernel_of(matrix.format), words.ctypes.data)
+            several += (sum_of_pieces(matrices[:index]), matrix.kernel, words.ctypes.data)
             begin += len(matrix.weight)
         all_pieces, at_once = shares(self._rows, begin, x.shape[1], POOL.threads)
         all_pieces = sum_of_pieces(matrices)
         before = self._keep(np.array([each for pair in preparations.values() for each in pair], np.int64))
         if len(matrices) == 1:
-            _, kernel, arguments = several
+            _, kernel, address = several
         else:
             made = self._keep(np.array([len(matrices), *several, all_pieces], np.int64))
-            kernel, arguments = step.several(), made.ctypes.data
-        return kernel, arguments, all_pieces, at_once, before.ctypes.data, len(preparations)
+            kernel, address = step.several(), made.ctypes.data
+        return kernel, address, all_pieces, at_once, before.ctypes.data, len(preparations)
 
-    def _prepare(self, matrix: PackedMatrix, x: Floats) -> tuple[Floats, tuple[int, int] | None]:
-        """Return rows as a matrix takes them, and the kernel and arguments that make them of x; None where they are x."""
-        if not matrix.format.swaps:
-            return x, None
-        key = x.ctypes.data, "swapped"
+    def _prepare(self, preparation: Preparation, x: Floats) -> tuple[Any, Words]:
+        """Return rows as matrices take them, and the arguments of the kernel that makes them of x."""
+        key = x.ctypes.data, preparation
         if key not in self._prepared:
-            out = self._buffer(x.shape[1])
-            words = np.array((x.ctypes.data, x.strides[0], x.shape[1], out.ctypes.data, out.strides[0]), np.int64)
-            self._prepared[key] = out, self._keep(words)
-        out, words = self._prepared[key]
-        return out, (step.swapping(), words.ctypes.data)
+            out = self._keep(np.zeros((self._rows, preparation.row_bytes), np.uint8))
+            self._prepared[key] = out, self._keep(preparation.arguments(x, out))
+        return self._prepared[key]
 
 
 def sum_of_pieces(matrices: Sequence[PackedMatrix]) -> int:
