@@ -67,7 +67,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Held:
+class HeldSlots:
     """Where a cache's arrays lie: for one who reads and writes slots itself, until they move.
 
     keys, values: addresses of the arrays of its codecs, (1, H, capacity, …) each. prefix: what stands before the slots.
@@ -113,7 +113,7 @@ class Cache(AttendingCache):
         self._keys, self._values = Slots(layout.limit), Slots(layout.limit)
         self._prefix: tuple[SharedPrefix, ...] = ()
         self._prefix_tokens = 0
-        self._held: Held | None = None
+        self._held: HeldSlots | None = None
         self._pinned: Pinned | None = None
         if rotation is not None and isinstance(layout, Ring) and layout.keep:
             self._pinned = Pinned(layout, rotation)
@@ -221,7 +221,7 @@ class Cache(AttendingCache):
         ring, start = self._pinned.ring, self._offset
         return start >= ring.keep and ring.shift(start) == ring.shift(start + count - 1) == self._pinned.shift
 
-    def hold(self, count: int) -> Held:
+    def hold(self, count: int) -> HeldSlots:
         """Count the next ``count`` tokens as held, and return where the caller writes them. ``takes_in_place`` must allow it."""
         start = self._offset
         (_, slot, _), *_ = self.layout.spans(start - self._prefix_tokens, 1)
@@ -232,7 +232,7 @@ class Cache(AttendingCache):
         self._fetched = None
         held = self._held
         if held is None or held.keys is not keys or held.values is not values or held.prefix is not self._prefix:
-            held = self._held = Held(keys, values, self._keys.capacity, self._prefix)
+            held = self._held = HeldSlots(keys, values, self._keys.capacity, self._prefix)
         return held
 
     @property

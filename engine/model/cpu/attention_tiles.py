@@ -34,7 +34,7 @@ FIRST, ROW_BYTES, SCALES, BIASES, GROUPS, BLOCKS, ROWS, ROWS_BYTES, OUT, OUT_BYT
 a group; addresses of rows of queries or weights, and of scores or sums, with the bytes from one to the next; how many rows."""
 
 
-class _Writer(TileWriter):
+class AttentionWriter(TileWriter):
     """Also writes what takes numbers as they are."""
 
     def group(self, scale: Any, bias: Any) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ def _parts(builder: Any, total: Any, sizes: tuple[int, ...] = (4, 2, 1)) -> Iter
 
 
 def _write_dots(builder: Any, format: WeightFormat, tokens: int, rows: int, given: dict[str, Any]) -> None:
-    write = _Writer(builder, format)
+    write = AttentionWriter(builder, format)
     zero = ir.Constant(FLOATS, [0.0] * LANES)
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(rows)] for _ in range(tokens)]
     for each in (sum for row in sums for sum in row):
@@ -146,7 +146,7 @@ def _write_scores(builder: Any, format: WeightFormat, given: dict[str, Any]) -> 
 
 
 def _write_sums(builder: Any, format: WeightFormat, given: dict[str, Any]) -> None:
-    write = _Writer(builder, format)
+    write = AttentionWriter(builder, format)
     for rows, row in _parts(builder, given["count"]):
         weights_at, out_at = (
             [
@@ -162,7 +162,7 @@ def _write_sums(builder: Any, format: WeightFormat, given: dict[str, Any]) -> No
 
 
 def _write_mix(
-    write: _Writer,
+    write: AttentionWriter,
     size: tuple[int, int],
     at: tuple[Any, Any],
     rows_at: tuple[list[Any], list[Any]],
@@ -220,7 +220,7 @@ def unpack(typingctx, form, first, scales, biases, groups, blocks, out):  # type
     format = FORMS[form.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        write = _Writer(builder, format)
+        write = AttentionWriter(builder, format)
         first, scales, biases, groups, blocks, out = values[1:]
         with cgutils.for_range(builder, groups, intp=I64) as group:
             made = write.numbers(scales, biases, builder.mul(group.index, I64(4)))
@@ -238,7 +238,7 @@ def dot(typingctx, a, b, blocks):  # type: ignore[no-untyped-def]  # noqa
     """Return the product of two rows of float32 at these addresses, of ``blocks`` sixteens."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        write = _Writer(builder, PLAIN)
+        write = AttentionWriter(builder, PLAIN)
         total = cgutils.alloca_once(builder, FLOATS)
         builder.store(ir.Constant(FLOATS, [0.0] * LANES), total)
         a, b, blocks = values

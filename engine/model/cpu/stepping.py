@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx import nn
 
-from ...kv.cache import Cache, Held
+from ...kv.cache import Cache, HeldSlots
 from ...kv.codec import Affine, Codec, Plain
 from ...kv.layout import Ring
 from ...kv.plan import CachePlan
@@ -51,7 +51,7 @@ class Steps:
     def __init__(self, parts: ModelParts) -> None:
         self._parts = parts
         self._spaces: dict[int, _Space] = {}
-        self._words: WeakKeyDictionary[Held, Words] = WeakKeyDictionary()
+        self._words: WeakKeyDictionary[HeldSlots, Words] = WeakKeyDictionary()
 
     def logits(self, inputs: mx.array, caches: Sequence[Any], own: Forward) -> mx.array | None:
         """Return the logits (B, N, V) of ids (B, N) where that is a step that fits, and the caches hold the tokens then; else None.
@@ -90,7 +90,7 @@ class Steps:
                     table += (address, position)
         return mx.array(self._spaces[rows].run(ids, table, positions)).reshape(batch, count, -1)
 
-    def _address(self, cache: Cache, held: Held) -> int:
+    def _address(self, cache: Cache, held: HeldSlots) -> int:
         words = self._words.get(held)
         if words is None:
             words = self._words[held] = _cache_words(cache, held, self._parts.size)
@@ -108,7 +108,7 @@ def _lanes(caches: Sequence[Any]) -> list[list[Cache]]:
     return []
 
 
-def _cache_words(cache: Cache, held: Held, size: int) -> Words:
+def _cache_words(cache: Cache, held: HeldSlots, size: int) -> Words:
     layout = cache.layout
     words = np.zeros(attention.PARTS + attention.PART * len(held.prefix), np.int64)
     words[attention.CAPACITY], words[attention.PREFIXES] = held.capacity, len(held.prefix)
