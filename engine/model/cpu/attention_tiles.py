@@ -38,9 +38,11 @@ class AttentionWriter(TileWriter):
     """Also writes what takes numbers as they are."""
 
     def group(self, scale: Any, bias: Any) -> tuple[Any, ...]:
+        """Return what the weights of a group are made from; nothing for plain ones."""
         return () if self.format == PLAIN else super().group(scale, bias)
 
     def weights(self, address: Any, group: tuple[Any, ...]) -> Any:
+        """Return sixteen numbers."""
         return self.load(address, FLOATS) if self.format == PLAIN else super().weights(address, group)
 
     def total(self, vector: Any) -> Any:
@@ -67,6 +69,7 @@ class AttentionWriter(TileWriter):
         return self.builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, LANES), SWAPPED))
 
     def store_at(self, vector: Any, address: Any) -> None:
+        """Write sixteen numbers to an address."""
         self.builder.store(vector, self.builder.inttoptr(address, FLOATS.as_pointer()), align=4)
 
 
