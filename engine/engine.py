@@ -612,6 +612,13 @@ class Engine:
         """
         return self._replies.call(self._runner.memory)
 
+    def limit_memory(self, memory: int | None) -> None:
+        """Set the bytes that MLX's arrays of this process may take from the next reply on; None: the system's limit.
+
+        For programs that hold several engines: what is loaded stays, and is not checked again. Waits for a reply in progress.
+        """
+        self._replies.call(lambda: self._runner.limit_memory(memory))
+
     def close(self) -> None:
         """End all replies (their readers get EngineClosedError), free the model and stop the thread. Safe to call again."""
         self._collected.detach()

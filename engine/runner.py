@@ -498,6 +498,10 @@ class Runner:
         """Return what is used and what there is."""
         return snapshot(self.runtime.memory_limit)
 
+    def limit_memory(self, memory: int | None) -> None:
+        """Set the bytes that arrays may take from the next reply on; None is the system's limit."""
+        self._runtime = replace(self.runtime, memory_limit=memory)
+
     def close(self) -> None:
         """Free what is held and put the device's limits back."""
         self._store.flush(FLUSH_S)

@@ -302,6 +302,11 @@ class Advisor:
         """Have ``request`` answered. Returns at once."""
         self._kinds[request.question.wanted].ask(between, request, self.limit)
 
+    def close(self) -> None:
+        """End the threads; nobody waits for an answer any more."""
+        for kind in self._kinds.values():
+            kind.close()
+
 
 class _Kind:
     """A thread that answers questions of one kind."""
@@ -309,16 +314,20 @@ class _Kind:
     def __init__(self, wanted: Wanted, outbox: Outbox) -> None:
         self._outbox = outbox
         self._latest: AskWhatIf | None = None
-        self._asked: queue.SimpleQueue[tuple[Between, AskWhatIf, int | None]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Between, AskWhatIf, int | None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"advisor-{wanted}", daemon=True).start()
 
     def ask(self, between: Between, request: AskWhatIf, limit: int | None) -> None:
         self._latest = request
         self._asked.put((between, request, limit))
 
+    def close(self) -> None:
+        self._latest = None
+        self._asked.put(None)
+
     def _run(self) -> None:
-        while True:
-            self._answer(*self._asked.get())
+        while (asked := self._asked.get()) is not None:
+            self._answer(*asked)
 
     def _answer(self, between: Between, request: AskWhatIf, limit: int | None) -> None:
         try:

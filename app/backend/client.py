@@ -68,19 +68,22 @@ CHILD_COMMAND = (sys.executable, "-m", "tokamac.app.backend.child")
 """Starts the engine's process."""
 
 
-class EngineProcess:
-    """One running engine process. A new one is made for a restart; this one is never reused."""
+class EngineLink:
+    """A connection to an engine's process: what is sent, and what is heard.
+
+    Args:
+        outgoing, incoming: lines to the process and from it; both are closed by threads of this.
+        on_event: told what the process says, on a thread of this.
+        silence_s: after how long without a word from a process at work it counts as hung.
+    """
 
     def __init__(
         self,
-        command: Sequence[str],
-        log: Path,
+        outgoing: IO[bytes],
+        incoming: IO[bytes],
         on_event: Callable[[BackendEvent], object],
-        *,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self._log, unkept = _opened(log)
-        self._log_start = os.fstat(self._log.fileno()).st_size
         self._on_event = on_event
         self._silence_s = silence_s
         self._heard = time.monotonic()
@@ -89,17 +92,8 @@ class EngineProcess:
         self._asked_to_end = False
         self._frozen = False
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
-            )
-        except BaseException:
-            self._log.close()
-            raise
-        if unkept:
-            on_event(EngineNotice(unkept))
-        for run in (self._read, self._write, self._watch):
-            threading.Thread(target=run, name=f"engine-{run.__name__}", daemon=True).start()
+        for run, given in ((self._read, (incoming,)), (self._write, (outgoing,)), (self._watch, ())):
+            threading.Thread(target=run, args=given, name=f"engine-{run.__name__}", daemon=True).start()
 
     def send(self, request: Request) -> None:
         """Queue ``request``; never blocks. To a dead process it is silently late: ``Died`` has been or will be reported."""
@@ -116,7 +110,7 @@ class EngineProcess:
     def kill(self) -> None:
         """End the process at once, whatever it does. ``Died`` is not reported."""
         self._asked_to_end = True
-        self._signal()
+        self._end()
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Ask the process to end, wait, and end it if it does not. For the way out of the app."""
@@ -124,66 +118,55 @@ class EngineProcess:
         self._outgoing.put(Quit())
         self._outgoing.put(None)
         if not self._ended.wait(grace_s):
-            self._signal()
+            self._end()
             self._ended.wait(grace_s)
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether there is somebody who hears."""
         return not self._ended.is_set()
 
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
+    def _end(self) -> None:
+        """End the process, or the connection to it."""
+        raise NotImplementedError
 
-    def _signal(self) -> None:
-        if self._process.poll() is not None:
-            return
-        try:
-            # Its own session: helpers that a library started go with it.
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            # A group of zombies: macOS refuses it (EPERM), Linux may not find it. poll() can't tell while another thread waits.
-            with suppress(ProcessLookupError, PermissionError):
-                self._process.kill()
+    def _ended_how(self) -> tuple[str, str]:
+        """Return, once nothing more comes, why it ended, and the end of its log; free what is held."""
+        raise NotImplementedError
 
-    def _write(self) -> None:
-        assert self._process.stdin is not None
+    def _write(self, outgoing: IO[bytes]) -> None:
         try:
-            with self._process.stdin as stdin:  # closing it writes what is left, and fails as well
+            with outgoing:  # closing it writes what is left, and fails as well
                 while (request := self._outgoing.get()) is not None:
                     line = encode(request)
                     if len(line) > LONGEST_LINE and (refused := _refused(request)) is not None:
                         self._on_event(refused)
                         continue
-                    stdin.write(line)
-                    stdin.flush()
-        except BrokenPipeError:
+                    outgoing.write(line)
+                    outgoing.flush()
+        except OSError:
             return  # the reader's thread reports the death
 
-    def _read(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        with stdout:
-            while line := stdout.readline(LONGEST_LINE + 1):
+    def _read(self, incoming: IO[bytes]) -> None:
+        with incoming, suppress(ConnectionError):
+            while line := incoming.readline(LONGEST_LINE + 1):
                 self._heard = time.monotonic()
-                self._on_event(self._decode(line, stdout))
-        code = self._process.wait()
+                self._on_event(self._decode(line, incoming))
+        why, last_line = self._ended_how()
         self._busy.set()
         self._ended.set()
         self._outgoing.put(None)
-        with self._log:
-            last_line = self._last_line()
+        if self._frozen:
+            why = f"it did not answer for {self._silence_s:g} s and was stopped"
         if not self._asked_to_end:
-            self._on_event(Died(self._why(code), last_line))
+            self._on_event(Died(why, last_line))
 
     @staticmethod
-    def _decode(line: bytes, stdout: IO[bytes]) -> BackendEvent:
+    def _decode(line: bytes, incoming: IO[bytes]) -> BackendEvent:
         """Return what ``line`` says; of a line that is too long, the rest is read past."""
         end = line
         while len(line) > LONGEST_LINE and end and not end.endswith(b"\n"):
-            end = stdout.readline(LONGEST_LINE)
+            end = incoming.readline(LONGEST_LINE)
         try:
             return decode_message(line)
         except WireError as error:
@@ -200,15 +183,57 @@ class EngineProcess:
                 self._heard = max(self._heard, now - self._silence_s / 2)
             if self._busy.is_set() and time.monotonic() - self._heard > self._silence_s:
                 self._frozen = True
-                self._signal()
+                self._end()
                 return
 
-    def _why(self, code: int) -> str:
-        if self._frozen:
-            return f"it did not answer for {self._silence_s:g} s and was stopped"
-        if code < 0:
-            return killed_by(-code)
-        return f"exit status {code}"
+
+class EngineProcess(EngineLink):
+    """One running engine process. A new one is made for a restart; this one is never reused."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        on_event: Callable[[BackendEvent], object],
+        *,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._log, unkept = _opened(log)
+        self._log_start = os.fstat(self._log.fileno()).st_size
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
+            )
+        except BaseException:
+            self._log.close()
+            raise
+        if unkept:
+            on_event(EngineNotice(unkept))
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        super().__init__(self._process.stdin, self._process.stdout, on_event, silence_s)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def _end(self) -> None:
+        if self._process.poll() is not None:
+            return
+        try:
+            # Its own session: helpers that a library started go with it.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # A group of zombies: macOS refuses it (EPERM), Linux may not find it. poll() can't tell while another thread waits.
+            with suppress(ProcessLookupError, PermissionError):
+                self._process.kill()
+
+    def _ended_how(self) -> tuple[str, str]:
+        code = self._process.wait()
+        with self._log:
+            last_line = self._last_line()
+        return killed_by(-code) if code < 0 else f"exit status {code}", last_line
 
     def _last_line(self) -> str:
         try:

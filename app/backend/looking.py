@@ -31,7 +31,7 @@ class Looker:
     ) -> None:
         self._outbox, self._accept, self._wait = outbox, accept, wait
         self._latest: LookAgain | None = None
-        self._asked: queue.SimpleQueue[tuple[Engine, LookAgain]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Engine, LookAgain] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="looker", daemon=True).start()
 
     def ask(self, engine: "Engine | None", question: LookAgain) -> None:
@@ -46,9 +46,14 @@ class Looker:
         """End what is being answered, within a piece."""
         self._latest = None
 
+    def close(self) -> None:
+        """End the thread."""
+        self.stop()
+        self._asked.put(None)
+
     def _run(self) -> None:
-        while True:
-            engine, question = self._asked.get()
+        while (asked := self._asked.get()) is not None:
+            engine, question = asked
             why = ""
             try:
                 self._wait()

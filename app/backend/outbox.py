@@ -105,6 +105,7 @@ class Pulse:
         self._measurements = measurements
         self._lock = threading.Lock()
         self._works = 0
+        self._closed = False
         self._busy = threading.Event()
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
@@ -121,9 +122,14 @@ class Pulse:
             if not self._works:
                 self._busy.clear()
 
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._busy.set()
+
     def _run(self) -> None:
         beat = stats = 0.0
-        while self._busy.wait():
+        while self._busy.wait() and not self._closed:
             now = time.monotonic()
             self._outbox.flush()
             if now - beat >= HEARTBEAT_S:

@@ -322,6 +322,15 @@ class Load:
             self if model == self.model else replace(self, model=model, unchecked=False, adapter=adapter, draft=draft)
         )
 
+    def same_engine(self, other: "Load") -> bool:
+        """Whether an engine that was loaded by the other would do for this: it computes the same, and keeps prompts alike."""
+        return self._computing == other._computing
+
+    @property
+    def _computing(self) -> "Load":
+        kv = self.kv if self.kv.rolls else replace(self.kv, keep=KVSpec().keep)
+        return replace(self, kv=kv, memory=None, parallel=PARALLEL, text_every_s=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Generate:
@@ -459,6 +468,32 @@ class StopLooking:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Let other programs of the user ask this process, as guests, over a socket at ``path``."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What a guest says first: tell what is loaded, now and later.
+
+    load: what it expects; where another model is loaded the guest is refused, or let go. None takes any. text_every_s: as of
+    ``Load``.
+    """
+
+    load: Load | None = None
+    text_every_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitMemory:
+    """Let the loaded model take so many bytes from the next reply on: others come or go beside it. None: the system's limit."""
+
+    memory: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Unload:
     """Give the model's memory back, once no reply runs."""
 
@@ -470,8 +505,12 @@ class Quit:
 
 Request = (
     Load | Generate | Cancel | Hold | GoOn | Warm | AskPrice | AskCount | AskTokens | AskWhatIf | LookAgain | StopLooking
-    | Unload | Quit
+    | Share | Join | LimitMemory | Unload | Quit
 )  # fmt: skip
+GuestRequest = (
+    Join | Generate | Cancel | Hold | GoOn | Warm | AskPrice | AskCount | AskTokens | AskWhatIf | LookAgain | StopLooking
+)  # fmt: skip
+"""What a guest may ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -642,6 +681,13 @@ class EngineNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class Guests:
+    """So many guests ask this process now."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The process is alive, and busy."""
 
@@ -661,7 +707,7 @@ class RequestFailed:
 
 EngineMessage = (
     LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | PromptTokens | WhatIf | LookedAt
-    | EngineNotice | Heartbeat | MachineMeasured | RequestFailed
+    | EngineNotice | Guests | Heartbeat | MachineMeasured | RequestFailed
 )  # fmt: skip
 
 

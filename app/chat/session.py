@@ -36,6 +36,7 @@ from ..backend.protocol import (
     Counted,
     EngineNotice,
     Generate,
+    Guests,
     Heartbeat,
     Load,
     Loaded,
@@ -810,7 +811,9 @@ class Session:
                 return self._died(event)
             case Garbled(error):
                 return [Notice(f"Ignored a line from the engine that is not a message: {error}", "warning")]
-            case Unloaded() | Heartbeat() | WhatIf() | LookedAt() | PromptTokens():  # answers go to who asked
+            case (
+                Unloaded() | Heartbeat() | Guests() | WhatIf() | LookedAt() | PromptTokens()
+            ):  # answers go to who asked
                 return []
 
     def _loaded(self, event: Loaded) -> list[Step]:

@@ -12,6 +12,7 @@ from .. import keep_awake, settings
 from ..keep_awake import KeepAwake
 
 if TYPE_CHECKING:
+    from ..backend.sharing import Finder
     from ..store.store import Store
     from .preferences import Preferences
     from .session import Session
@@ -29,6 +30,7 @@ class ChatOptions:
         draft: the draft model; "" is none, whatever the settings have for the model. cpu_exact: a CPU rounds nothing.
         nodes: the processes that hold the model together; None is one alone.
         engine: the command that starts the engine's process, where it is not the usual one.
+        server: whether the engine of a server of the same user is used, where one has the model.
         profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
         chat: the stored conversation to open, or the beginning of its ID.
         resume: open the last conversation.
@@ -52,6 +54,7 @@ class ChatOptions:
     system: str | None = None
     profile: str | None = None
     engine: Sequence[str] | None = None
+    server: bool = True
     chat: str | None = None
     resume: bool = False
     read: settings.LoadedSettings | None = None
@@ -68,6 +71,7 @@ class ChatStart:
         command: starts the engine's process, which writes to ``log``.
         keep_awake: keeps the machine from sleeping while the engine works.
         warnings: what was wrong with the settings.
+        find: finds an engine that may be used in place of one of the chat's own.
     """
 
     session: "Session"
@@ -76,12 +80,14 @@ class ChatStart:
     log: Path
     keep_awake: KeepAwake
     warnings: tuple[str, ...]
+    find: "Finder"
 
 
 def begin(options: ChatOptions) -> ChatStart:
     """Return what every chat starts with: its session, and the settings that apply to it."""
     from ..backend.client import CHILD_COMMAND
     from ..backend.protocol import Load
+    from ..backend.sharing import find_card, own_only
     from ..tools.toolbox import Toolbox
     from .models import lasting
     from .preferences import ChatOverrides, Preferences
@@ -125,7 +131,8 @@ def begin(options: ChatOptions) -> ChatStart:
     session.tints_guesses = known.tint_guesses
     command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)
-    return ChatStart(session, preferences, command, log, awake, tuple(read.warnings))
+    find = find_card if options.server and options.engine is None else own_only
+    return ChatStart(session, preferences, command, log, awake, tuple(read.warnings), find)
 
 
 def found(options: ChatOptions) -> ChatOptions:

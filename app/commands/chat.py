@@ -59,6 +59,10 @@ def parser() -> Parser:
     add_parallel_flag(made)
     add_speculation_flags(made)
     add_nodes_flags(made)
+    made.add_argument(
+        "--server", choices=("auto", "off"), default="auto",
+        help="auto uses the engine of a tokamac serve of yours that has this model, so that it is in memory once (auto)",
+    )  # fmt: skip
     return made
 
 
@@ -96,6 +100,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             speculation=None if options.speculation is None else options.speculation == AUTO,
             draft=None if options.draft is None else given_draft(options.draft),
             nodes=nodes_of(parser, options),
+            server=options.server == "auto",
             chat=options.chat,
             resume=options.resume,
             read=read,

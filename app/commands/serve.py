@@ -2,13 +2,15 @@
 
 import argparse
 import asyncio
+import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
 
-from .. import INTERRUPTED
+from .. import INTERRUPTED, settings
 from ..backend.protocol import Load
 from ..keep_awake import KeepAwake, program
 from ..options import (
@@ -31,9 +33,10 @@ from ..options import (
 from ..output import Progress, note
 from ..parser import Parser
 from ..sanitise import sanitise_line
-from .loading import fetch, tell_loading
+from .loading import fetch, on_disk, tell_loading
 
 if TYPE_CHECKING:
+    from ..serve.model_pool import CardMaker
     from ..serve.request import ServedModel
     from ..serve.server import ServerOptions
 
@@ -68,6 +71,15 @@ def parser() -> Parser:
         default=[],
         metavar="NAME",
         help="a name that the model answers to, too; may be repeated",
+    )
+    made.add_argument(
+        "--allow", action="append", default=[], metavar="MODEL",
+        help="another model that may be asked for by name, and is then loaded beside this one or in its place; may be repeated",
+    )  # fmt: skip
+    made.add_argument(
+        "--allow-downloaded",
+        action="store_true",
+        help="allow every model of the Hugging Face cache; tokamac models lists them",
     )
     made.add_argument(
         "--require-token",
@@ -117,14 +129,35 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     from ..serve.server import listen
 
     wanted = _server_options(parser, options, model)
+    load = wanted.offer.load
     listening = listen(options.host, options.port)
     with listening:
         fetch(model, download.resolve)
-        if wanted.load.adapter is not None:
-            fetch(wanted.load.adapter, download.resolve_adapter)
-        if wanted.load.draft is not None:
-            fetch(wanted.load.draft, download.resolve)
+        if load.adapter is not None:
+            fetch(load.adapter, download.resolve_adapter)
+        if load.draft is not None:
+            fetch(load.draft, download.resolve)
         return _serve(options.host, listening.getsockname()[1], listening, wanted)
+
+
+def _shared(host: str, port: int) -> "CardMaker | None":
+    """Return what makes the cards of engines, by which chats of the same user find them; None where they can't."""
+    from ..backend.sharing import EngineCard, SharingError, sharing_folder
+
+    try:
+        folder = sharing_folder()
+    except SharingError as error:
+        note(f"chats will not find this server's engine: {error.one_line()}")
+        return None
+
+    def card(number: int, load: Load) -> EngineCard:
+        return EngineCard(os.getpid(), _url(host, port), load, str(folder / f"serve-{os.getpid()}-{number}.sock"))
+
+    return card
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _needs_token(options: argparse.Namespace) -> bool:
@@ -146,28 +179,39 @@ def _print_config(options: argparse.Namespace, model: str) -> None:
 def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> "ServerOptions":
     from platformdirs import user_log_path
 
+    from ..chat.models import lasting
     from ..serve.engine import TEXT_EVERY_S
+    from ..serve.model_pool import Offer
     from ..serve.security import token_of
     from ..serve.server import ServerOptions
 
     guesses, nodes = speculation_of(options, model), nodes_of(parser, options)
+    if nodes is not None and (options.allow or options.allow_downloaded):
+        parser.error("other models can't be allowed with several nodes: they hold one")
+    load = Load(
+        lasting(model),
+        kv_spec(parser, options),
+        prompt_cache=not options.no_prompt_cache,
+        memory=memory_limit(options),
+        unchecked=options.unchecked,
+        adapter=None if nodes is not None else adapter_of(options, model),
+        parallel=parallel_of(options),
+        speculation=guesses is not None,
+        draft=None if guesses is None or guesses.draft is None else str(guesses.draft),
+        cpu_exact=is_cpu_exact(options),
+        text_every_s=TEXT_EVERY_S,
+        nodes=nodes,
+    )
+    known = settings.load(settings.default_path()).settings
+
+    def load_of(other: str) -> Load:
+        adapter, draft = known.beside(other)
+        return load.of(other, adapter, draft if load.speculation else None)
+
+    for other in options.allow:
+        on_disk(other)
     return ServerOptions(
-        load=Load(
-            model,
-            kv_spec(parser, options),
-            prompt_cache=not options.no_prompt_cache,
-            memory=memory_limit(options),
-            unchecked=options.unchecked,
-            adapter=None if nodes is not None else adapter_of(options, model),
-            parallel=parallel_of(options),
-            speculation=guesses is not None,
-            draft=None if guesses is None or guesses.draft is None else str(guesses.draft),
-            cpu_exact=is_cpu_exact(options),
-            text_every_s=TEXT_EVERY_S,
-            nodes=nodes,
-        ),
-        id=model,
-        aliases=tuple(options.alias),
+        Offer(load, model, tuple(options.alias), tuple(options.allow), options.allow_downloaded, load_of),
         sampling=sampling(parser, options),
         template=template_options(parser, options),
         hosts=tuple(options.allow_host),
@@ -190,6 +234,7 @@ def _serve(host: str, port: int, listening: "object", wanted: "ServerOptions") -
 
     bar = Progress("loading", plain=False)
     keeper = KeepAwake(program(), _in_settings)
+    wanted = replace(wanted, card=_shared(host, port))
 
     def say(line: str) -> None:
         bar.clear()
@@ -199,6 +244,9 @@ def _serve(host: str, port: int, listening: "object", wanted: "ServerOptions") -
         for remark in (*model.info.memory_notes, *model.info.notes):
             say(f"note: {remark}")
         shown = f"[{host}]" if ":" in host else host
+        if wanted.offer.several:
+            others = "any other that is downloaded" if wanted.offer.any_downloaded else ", ".join(wanted.offer.allowed)
+            say(f"also by name: {others}")
         say(
             f"serving {model.id} on http://{shown}:{port}; Ctrl-C stops it, tokamac serve --print-config says how to use it"
         )

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from tokamac.engine.events import ToolCall
 
 from .. import INTERRUPTED, units
-from ..backend.client import BackendEvent, Died, EngineProcess
+from ..backend.client import BackendEvent, EngineProcess
 from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
+from ..backend.sharing import ChatEngine
 from ..chat.actions import ACTIONS, Keymap
 from ..chat.attachments import Draft, apart, joined, unescaped
 from ..chat.commands import CodeCycle, LoadChoice, RefusedError, Severity, save_settings, use_asked_profile
@@ -97,7 +98,7 @@ class Driver:
         self.failed = False
         self._begun = begun
         self._console = console
-        self._process: EngineProcess | None = None
+        self._process: ChatEngine | None = None
         self._process_number = 0
         self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Later | _Interrupt] = queue.SimpleQueue()
         self._rarely = Rarely()
@@ -367,12 +368,12 @@ class Driver:
     def _start(self) -> None:
         self._end()
         number = self._process_number
-        try:
-            self._process = EngineProcess(
-                self._begun.command, self._begun.log, lambda event: self._events.put((number, event))
-            )
-        except OSError as error:
-            self._events.put((number, Died(f"it could not be started: {error}", "")))
+        self._process = ChatEngine(
+            self._begun.command,
+            self._begun.log,
+            lambda event: self._events.put((number, event)),
+            find=self._begun.find,
+        )
 
     def _end(self) -> None:
         process, self._process = self._process, None

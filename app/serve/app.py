@@ -4,6 +4,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,9 @@ from .. import units
 from ..sanitise import sanitise_line
 from .answering import Answering, RequestOutcome, Timed, read_body
 from .anthropic_messages import MessageExchange, anthropic_error, check_counted, count_of
-from .engine import ServedEngine
 from .errors import RequestError, unexpected
 from .fields import parsed
+from .model_pool import ModelPool
 from .openai_chat import ChatExchange
 from .openai_completions import CompletionExchange
 from .openai_responses import ResponseExchange
@@ -47,17 +48,14 @@ class ServerApp:
     """What the server answers.
 
     Args:
-        engine: makes the replies.
-        model: makes what is served of the engine's loaded model.
+        pool: the models, whose engines make the replies.
         gate: who may ask.
         log: told a line for each request.
     """
 
-    def __init__(
-        self, engine: ServedEngine, model: Callable[[], ServedModel], gate: Gate, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, pool: ModelPool, gate: Gate, log: Callable[[str], None]) -> None:
         self.stopping = asyncio.Event()
-        self._engine, self._model, self._gate, self._log = engine, model, gate, log
+        self._pool, self._gate, self._log = pool, gate, log
         asks = {
             "/v1/chat/completions": (ChatExchange, openai_error),
             "/v1/completions": (CompletionExchange, openai_error),
@@ -150,39 +148,53 @@ class ServerApp:
 
     async def _reply(self, reading: Reading, as_error: ErrorWriter, request: Request, outcome: RequestOutcome) -> Any:
         body = await self._read(request)
-        exchange = reading(body, self._model())
-        return Answering(self._engine, exchange, as_error, self.stopping, outcome)
+        async with AsyncExitStack() as held:
+            resident = await held.enter_async_context(self._pool.lease(_name(body)))
+            exchange = reading(body, resident.served)
+            answering = Answering(resident.engine, exchange, as_error, self.stopping, outcome)
+            lease = held.pop_all()
+
+        async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+            async with lease:
+                await answering(scope, receive, send)
+
+        return answered
 
     async def _read(self, request: Request) -> Mapping[str, Any]:
         body = await read_body(request)
         return parsed(body) if len(body) < LONG_BODY else await asyncio.to_thread(parsed, body)
 
     async def _count(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
-        exchange = MessageExchange(await self._read(request), self._model(), counting=True)
-        (prompt,) = exchange.request.prompts
-        told = await self._engine.tokens("", prompt, exchange.request.template)  # type: ignore[arg-type]
+        body = await self._read(request)
+        async with self._pool.lease(_name(body)) as resident:
+            exchange = MessageExchange(body, resident.served, counting=True)
+            (prompt,) = exchange.request.prompts
+            told = await resident.engine.tokens("", prompt, exchange.request.template)  # type: ignore[arg-type]
         check_counted(told.error)
         return JSONAnswer(count_of(len(told.tokens)))
 
     async def _models(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
-        return JSONAnswer(models_list(self._model()))
+        entries = [model_entry(each.served) for each in self._pool.loaded]
+        return JSONAnswer(models_list([*entries, *map(unloaded_entry, await self._pool.offered())]))
 
     async def _one_model(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
-        model = self._model()
-        model.check_name(request.path_params["name"])
-        return JSONAnswer(model_entry(model))
+        id = await self._pool.meant(request.path_params["name"])
+        found = next((each for each in self._pool.loaded if each.id == id), None)
+        return JSONAnswer(unloaded_entry(id) if found is None else model_entry(found.served))
 
     async def _health(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
-        engine = self._engine
-        well = engine.state == "ready"
-        told: dict[str, Any] = {"status": "ok" if well else engine.state, "model": self._model().id}
-        if engine.problem:
-            told["problem"] = engine.problem
-        admission = engine.admission
+        loaded = self._pool.loaded
+        engine = self._pool.first_engine
+        well = engine.state == "ready" or any(each.engine.state == "ready" for each in loaded)
+        told: dict[str, Any] = {"status": "ok" if well else engine.state, "model": self._pool.default.id}
+        told["loaded"] = [each.id for each in loaded]
+        if problem := next((each.engine.problem for each in loaded if each.engine.problem), ""):
+            told["problem"] = problem
+        admissions = [each.engine.admission for each in loaded]
         told |= {
-            "replies": min(admission.open, admission.places),
-            "waiting": admission.waiting,
-            "parallel": admission.parallel,
+            "replies": sum(min(each.open, each.places) for each in admissions),
+            "waiting": sum(each.waiting for each in admissions),
+            "parallel": engine.admission.parallel,
         }
         return JSONAnswer(told, 200 if well else 503)
 
@@ -220,21 +232,34 @@ def _refusal(error: RequestError, as_error: ErrorWriter) -> JSONAnswer:
     return JSONAnswer(as_error(error), error.status, headers)
 
 
+def _name(body: Mapping[str, Any]) -> str | None:
+    """Return the name of the model that a request asks for; what is no text is refused by who reads the request."""
+    name = body.get("model")
+    return name if isinstance(name, str) else None
+
+
 def model_entry(model: ServedModel) -> dict[str, Any]:
-    """Return the loaded model as both interfaces list it: each reads its own fields."""
+    """Return a loaded model as both interfaces list it: each reads its own fields."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created))
     return {
         "id": model.id, "object": "model", "created": model.created, "owned_by": "tokamac",
         "type": "model", "display_name": model.info.name, "created_at": created,
-        "max_model_len": model.info.capacity or model.info.context_length,
+        "max_model_len": model.info.capacity or model.info.context_length, "loaded": True,
     }  # fmt: skip
 
 
-def models_list(model: ServedModel) -> dict[str, Any]:
-    """Return the list of models: the one that is loaded."""
+def unloaded_entry(id: str) -> dict[str, Any]:
+    """Return a model that may be asked for and is not loaded."""
     return {
-        "object": "list", "data": [model_entry(model)], "has_more": False, "first_id": model.id, "last_id": model.id,
+        "id": id, "object": "model", "created": 0, "owned_by": "tokamac", "type": "model", "display_name": id,
+        "created_at": "1970-01-01T00:00:00Z", "max_model_len": None, "loaded": False,
     }  # fmt: skip
+
+
+def models_list(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the list of models, in the form of both interfaces."""
+    first, last = (entries[0]["id"], entries[-1]["id"]) if entries else (None, None)
+    return {"object": "list", "data": list(entries), "has_more": False, "first_id": first, "last_id": last}
 
 
 def _line(request: Request, status: int, outcome: RequestOutcome, seconds: float) -> str:

@@ -10,9 +10,9 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokamac.engine.events import Event, Finished, LoadProgress, Message, ToolCall
 from tokamac.engine.options import TemplateOptions
@@ -20,19 +20,26 @@ from tokamac.engine.options import TemplateOptions
 from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess
 from ..backend.protocol import (
     AskTokens,
+    AskWhatIf,
     Cancel,
     EngineNotice,
     Generate,
     GoOn,
+    Guests,
     Hold,
+    LimitMemory,
     Load,
     Loaded,
     MemoryUse,
     ModelInfo,
+    ModelLine,
     PromptTokens,
+    Question,
     ReplyEvent,
     Request,
     RequestFailed,
+    Share,
+    WhatIf,
 )
 from ..keep_awake import KeepAwake
 from .admission import Admission, ReplyCost
@@ -47,6 +54,14 @@ RETRY_S = 5
 """When to try again where nothing is known of how long loading takes."""
 LASTED_S = 10.0
 """An engine that dies sooner after it was loaded is not started again before somebody asks."""
+
+DIED = "Died"
+LOADING = {
+    "MemoryLimitError": (503, "out_of_memory"),
+    "DeviceError": (503, "device_failed"),
+    DIED: (503, "engine_unavailable"),
+}
+"""Why a model can't be loaded, by the class of the error: status and code; other reasons are the request's."""
 
 State = Literal["loading", "ready", "down"]
 Told = tuple[int, Event | RequestError]
@@ -75,10 +90,12 @@ class ServedEngine:
         log: the file of the process.
         note: told what a person at the terminal should know.
         command: starts the process.
+        keeper: keeps the machine awake while replies are made.
+        share: where other programs of the user may ask the same process; None: nowhere.
 
     Attributes:
         state: what the engine is doing. problem: why it is down.
-        info: the loaded model.
+        info, memory: the loaded model, and what it took when it was loaded.
         admission: how many replies are open.
     """
 
@@ -88,20 +105,25 @@ class ServedEngine:
         log: Path,
         note: Callable[[str], None],
         command: Sequence[str] = CHILD_COMMAND,
+        *,
         keeper: KeepAwake | None = None,
+        share: Path | None = None,
     ) -> None:
         self.state: State = "loading"
-        self.problem = ""
+        self.problem = self._problem_kind = ""
         self.info: ModelInfo | None = None
+        self.memory = MemoryUse()
         self.admission = Admission(load.parallel)
         self.on_progress: Callable[[LoadProgress], None] = lambda _: None
+        self.on_guests: Callable[[int], None] = lambda _: None
         self._load, self._log, self._note, self._command = load, log, note, command
-        self._keeper = keeper
+        self._keeper, self._share = keeper, share
         self._process: EngineProcess | None = None
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
         self._questions: dict[int, asyncio.Future[PromptTokens]] = {}
+        self._weighings: dict[int, asyncio.Future[tuple[ModelLine, ...]]] = {}
         self._changed = asyncio.Event()
         self._began_s = self._loaded_s = 0.0
         self._load_s: float | None = None
@@ -110,8 +132,17 @@ class ServedEngine:
     # Its life -------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a process and have the model loaded; ``ready`` waits for it."""
+        """Have the model loaded, in a new process unless one was begun; ``ready`` waits for it."""
+        self.begin()
+        self._ask(self._load)
+        self._tell_busy()
+
+    def begin(self) -> None:
+        """Start a process, unless one runs that has loaded nothing."""
+        if self._process is not None and self._process.alive and self.state == "loading":
+            return
         self.state, self.problem, self._began_s = "loading", "", time.monotonic()
+        self._problem_kind = ""
         self._changed.clear()
         loop = self._loop
 
@@ -120,15 +151,37 @@ class ServedEngine:
                 loop.call_soon_threadsafe(self._hear, process, event)
 
         process = self._process = EngineProcess(self._command, self._log, hear)
-        self._ask(self._load)
-        process.set_busy(True)
+        if self._share is not None:
+            process.send(Share(str(self._share)))
+
+    async def weigh(self, names: Sequence[str], context: int) -> tuple[ModelLine, ...]:
+        """Return what models on the disk would take here, with keys and values of such a context. Raises RequestError."""
+        self.begin()
+        id = next(self._ids)
+        answer: asyncio.Future[tuple[ModelLine, ...]] = self._loop.create_future()
+        self._weighings[id] = answer
+        question = Question("disk", "", kv=self._load.kv, context=context, prompt=context, names=tuple(names))
+        self._ask(AskWhatIf(id, question))
+        try:
+            return await answer
+        finally:
+            self._weighings.pop(id, None)
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Let the model take so many bytes from now on; None is the system's limit."""
+        if nbytes != self._load.memory:
+            self._load = replace(self._load, memory=nbytes)
+            if self.state == "ready":
+                self._ask(LimitMemory(nbytes))
+                self._reckon_room()
 
     async def ready(self) -> None:
         """Wait until the model is loaded. Raises RequestError where it is not going to be."""
         while self.state == "loading":
             await self._changed.wait()
         if self.state == "down":
-            raise RequestError(self.problem, status=503)
+            status, code = LOADING.get(self._problem_kind, (400, "model_not_loaded"))
+            raise RequestError(self.problem, status=status, code=code, retry_after_s=RETRY_S if status == 503 else None)
 
     async def close(self) -> None:
         """End the process; what it computed of prompts is written before."""
@@ -268,12 +321,17 @@ class ServedEngine:
             case PromptTokens(id):
                 if (answer := self._questions.get(id)) is not None and not answer.done():
                     answer.set_result(event)
+            case WhatIf(id, answer, error) if answer is not None or error:
+                if (weighed := self._weighings.get(id)) is not None and not weighed.done():
+                    weighed.set_result(() if answer is None else answer.models)
             case LoadProgress():
                 self.on_progress(event)
             case Loaded(info, memory=memory):
                 self._loaded(info, memory)
-            case RequestFailed(None, error, hint):
-                self._give_up(" ".join(f"{error}. {hint}".split()))
+            case RequestFailed(None, error, hint, kind):
+                self._give_up(" ".join(f"{error}. {hint}".split()), kind)
+            case Guests(count):
+                self.on_guests(count)
             case EngineNotice(text):
                 self._note(text)
             case Died(why, last_line):
@@ -298,13 +356,18 @@ class ServedEngine:
         self.problem = ""
         self._loaded_s = time.monotonic()
         self._load_s = self._loaded_s - self._began_s
-        if memory.budget_bytes is not None and memory.active_bytes is not None:
-            self.admission.room_bytes = max(0, memory.budget_bytes - memory.active_bytes)
+        self.memory = memory
+        self._reckon_room()
         self._tell_busy()
         self._changed.set()
 
-    def _give_up(self, problem: str) -> None:
-        self.state, self.problem = "down", problem
+    def _reckon_room(self) -> None:
+        most = self.memory.budget_bytes if self._load.memory is None else self._load.memory
+        if most is not None and self.memory.active_bytes is not None:
+            self.admission.room_bytes = max(0, most - self.memory.active_bytes)
+
+    def _give_up(self, problem: str, kind: str) -> None:
+        self.state, self.problem, self._problem_kind = "down", problem, kind
         if self._process is not None:
             self._process.kill()
         self._changed.set()
@@ -312,7 +375,8 @@ class ServedEngine:
 
     def _died(self, problem: str, last_line: str) -> None:
         lasted = self.state == "ready" and time.monotonic() - self._loaded_s > LASTED_S
-        self.state, self.problem = "down", problem
+        self.state, self.problem, self._problem_kind = "down", problem, DIED
+        self.on_guests(0)
         self._note(f"{problem}; {last_line}" if last_line else problem)
         self._fail_all()
         if lasted and not self._closing:
@@ -327,7 +391,8 @@ class ServedEngine:
             number = opened.replies[id]
             self._forget(opened, id)
             opened.came.put_nowait((number, error))
-        for answer in self._questions.values():
+        waiting: list[asyncio.Future[Any]] = [*self._questions.values(), *self._weighings.values()]
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(error)
 

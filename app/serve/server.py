@@ -27,6 +27,7 @@ from ..backend.protocol import Load
 from ..keep_awake import KeepAwake
 from .app import ServerApp
 from .engine import ServedEngine
+from .model_pool import CardMaker, ModelPool, Offer
 from .request import ServedModel
 from .security import LOOPBACK_NAMES, Gate, is_loopback
 
@@ -50,18 +51,18 @@ class ListenError(TokamacError):
 class ServerOptions:
     """What is served, where, and to whom.
 
-    load: the model, and how it is loaded. id, aliases: what it is called. sampling, template: what holds where a request says
-    nothing. hosts, origins: names and web pages beyond those of loopback. token: None where none is needed.
+    offer: the models, and how they are loaded. sampling, template: what holds where a request says nothing. hosts, origins: names
+    and web pages beyond those of loopback. token: None where none is needed. card: makes what tells other programs of the
+    user of an engine; None: they are not told.
     """
 
-    load: Load
-    id: str
-    aliases: tuple[str, ...] = ()
+    offer: Offer
     sampling: Sampling = Sampling()  # noqa: RUF009  # frozen
     template: TemplateOptions = TemplateOptions()  # noqa: RUF009
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     token: str | None = None
+    card: CardMaker | None = None
     log: Path = field(default_factory=Path)
     command: tuple[str, ...] = CHILD_COMMAND
 
@@ -171,9 +172,21 @@ async def serve(
 
     Raises RequestError where the model can't be loaded.
     """
-    engine = ServedEngine(options.load, options.log, note, options.command, keeper)
-    engine.on_progress = progress
-    made: list[ServedModel] = []
+
+    def make_engine(load: Load, log: Path, share: Path | None) -> ServedEngine:
+        engine = ServedEngine(load, log, note, options.command, keeper=keeper, share=share)
+        engine.on_progress = progress
+        return engine
+
+    pool = ModelPool(
+        options.offer,
+        make_engine,
+        options.log,
+        note,
+        sampling=options.sampling,
+        template=options.template,
+        card=options.card,
+    )
     interrupted = False
     stopping = stop or asyncio.Event()
     server: QuietServer | None = None
@@ -186,31 +199,21 @@ async def serve(
             server.force_exit = True
         stopping.set()
 
-    def model() -> ServedModel:
-        if not made:
-            import time
-
-            assert engine.info is not None
-            given = (options.id, engine.info, options.aliases, options.sampling, options.template, int(time.time()))
-            made.append(ServedModel(*given))
-        return made[0]
-
     main = threading.current_thread() is threading.main_thread()  # no other hears of signals
     heard = [each for each in SIGNALS if main and signal.getsignal(each) is not signal.SIG_IGN]
     for number in heard:  # a shell's job in the background ignores Ctrl-C
         loop.add_signal_handler(number, on_signal, number)
     try:
-        engine.start()
-        loaded, stopped = asyncio.ensure_future(engine.ready()), asyncio.ensure_future(stopping.wait())
+        loaded, stopped = asyncio.ensure_future(pool.start()), asyncio.ensure_future(stopping.wait())
         await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not loaded.done():
             loaded.cancel()
             return interrupted
-        loaded.result()
-        app = ServerApp(engine, model, gate_of(host, options), note)
+        model = loaded.result()
+        app = ServerApp(pool, gate_of(host, options), note)
         server = QuietServer(_config(app))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        ready(model())
+        ready(model)
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         app.stopping.set()
         server.should_exit = True
@@ -218,7 +221,7 @@ async def serve(
     finally:
         for number in heard:
             loop.remove_signal_handler(number)
-        await engine.close()
+        await pool.close()
     return interrupted
 
 

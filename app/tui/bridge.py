@@ -5,8 +5,9 @@ from pathlib import Path
 
 from textual.message import Message
 
-from ..backend.client import BackendEvent, Died, EngineProcess
+from ..backend.client import BackendEvent
 from ..backend.protocol import Request
+from ..backend.sharing import ChatEngine, Finder, own_only
 from ..keep_awake import KeepAwake
 
 
@@ -24,11 +25,12 @@ class Bridge:
 
     post: Callable[[EngineSaid], object]
 
-    def __init__(self, command: Sequence[str], log: Path, keep_awake: KeepAwake) -> None:
+    def __init__(self, command: Sequence[str], log: Path, keep_awake: KeepAwake, find: Finder = own_only) -> None:
         self._command = command
         self._log = log
         self._keep_awake = keep_awake
-        self._process: EngineProcess | None = None
+        self._find = find
+        self._process: ChatEngine | None = None
         self.process_number = 0
 
     @property
@@ -45,10 +47,9 @@ class Bridge:
         self.end()
         self.process_number += 1
         number = self.process_number
-        try:
-            self._process = EngineProcess(self._command, self._log, lambda event: self.post(EngineSaid(event, number)))
-        except OSError as error:
-            self.post(EngineSaid(Died(f"it could not be started: {error}", ""), number))
+        self._process = ChatEngine(
+            self._command, self._log, lambda event: self.post(EngineSaid(event, number)), find=self._find
+        )
 
     def end(self) -> None:
         """End the process at once."""

@@ -850,6 +850,9 @@ REQUESTS = st.one_of(
         protocol.LookAgain, NUMBERS, st.lists(MESSAGE, max_size=2).map(tuple), MESSAGE, PASSES, st.none() | NUMBERS
     ),
     st.just(protocol.StopLooking()),
+    st.builds(protocol.Share, TEXT),
+    st.builds(protocol.Join, st.none() | st.builds(protocol.Load, TEXT, KV), st.none() | FLOATS),
+    st.builds(protocol.LimitMemory, st.none() | NUMBERS),
     st.just(protocol.Unload()),
     st.just(protocol.Quit()),
 )
@@ -897,6 +900,7 @@ MESSAGES = st.one_of(
     st.builds(protocol.LookedAt, NUMBERS, st.none() | st.builds(PromptText, NUMBERS, st.just(("a",)))),
     st.builds(protocol.LookedAt, NUMBERS, st.none(), st.builds(StepTokens, NUMBERS, NUMBERS, STEP_TOKENS)),
     st.builds(protocol.EngineNotice, TEXT),
+    st.builds(protocol.Guests, NUMBERS),
     st.just(protocol.Heartbeat()),
     st.builds(protocol.RequestFailed, st.none() | NUMBERS, TEXT, TEXT, TEXT),
 )

@@ -18,7 +18,8 @@ from tests.engine.helpers import write_model
 from tests.engine.text.test_tools import QWEN, SUM, tokenizer
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tokamac.app import settings
-from tokamac.app.backend.child import Child, counter, pricer
+from tokamac.app.backend.child import Child
+from tokamac.app.backend.engine_client import counter, pricer
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import (
     AskCount,

@@ -13,7 +13,8 @@ from tests.app.chat.test_session import asked as session_asked
 from tests.app.conftest import Chat
 from tests.scripted_engine import SCENARIOS
 from tests.tiny import TEMPLATE, make_tiny
-from tokamac.app.backend.child import accepted, load_engine
+from tokamac.app.backend.child import load_engine
+from tokamac.app.backend.engine_client import accepted
 from tokamac.app.backend.protocol import (
     AskPrice,
     Cancel,

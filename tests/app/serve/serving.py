@@ -6,13 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.engine.helpers import within
 from tokamac.app.backend.protocol import Load
 from tokamac.app.serve.engine import TEXT_EVERY_S
+from tokamac.app.serve.model_pool import Offer
 from tokamac.app.serve.request import ServedModel
 from tokamac.app.serve.server import ServerOptions, listen, serve
 
@@ -62,13 +63,23 @@ class Served:
 
 
 @contextmanager
-def serving(model: str, log: Path, *, parallel: int = 8, **options: Any) -> Iterator[Served]:
-    """Serve ``model`` while entered. options: of ServerOptions."""
+def serving(
+    model: str,
+    log: Path,
+    *,
+    parallel: int = 8,
+    memory: int | None = None,
+    aliases: tuple[str, ...] = (),
+    allowed: tuple[str, ...] = (),
+    **options: Any,
+) -> Iterator[Served]:
+    """Serve ``model`` while entered. parallel, memory: of Load. aliases, allowed: of Offer. options: of ServerOptions."""
     listening = listen(HOST, 0)
     served = Served(listening.getsockname()[1])
     begun, stops = threading.Event(), []
     failed: list[BaseException] = []
-    wanted = ServerOptions(Load(model, parallel=parallel, text_every_s=TEXT_EVERY_S), model, log=log, **options)
+    load = Load(model, parallel=parallel, memory=memory, text_every_s=TEXT_EVERY_S)
+    wanted = ServerOptions(Offer(load, model, aliases, allowed), log=log, **options)
 
     async def run() -> None:
         stops.append((asyncio.get_running_loop(), asyncio.Event()))
@@ -102,10 +113,6 @@ def serving(model: str, log: Path, *, parallel: int = 8, **options: Any) -> Iter
         listening.close()
         if failed:
             raise failed[0]
-
-
-def with_load(options: ServerOptions, **changes: Any) -> ServerOptions:
-    return replace(options, load=replace(options.load, **changes))
 
 
 def user(text: str) -> list[dict[str, str]]:

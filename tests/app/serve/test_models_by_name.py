@@ -1,0 +1,209 @@
+"""Models by name: which may be asked for, which are in memory, and who leaves for whom. The arithmetic, and real processes."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.app.serve.serving import HOST, Served, serving, user
+from tests.engine.helpers import until
+from tests.tiny import make_tiny
+from tokamac.app.serve import model_pool
+from tokamac.app.serve.room import Eviction, InMemory, eviction, shares
+
+CHAT = "/v1/chat/completions"
+CONTEXT = 8192
+NAMES = ("a", "b", "c")
+ROOM_FOR_ONE, ROOM_FOR_TWO, ROOM_FOR_NONE = 30_000_000, 60_000_000, 20_000_000
+"""Bytes; each of the models takes 24.1 MB."""
+
+
+# Who leaves.
+
+OLD, NEW, BUSY = InMemory("old", 40, False, 1), InMemory("new", 40, False, 3), InMemory("busy", 40, True, 2)
+
+
+def test_the_least_recently_used_idle_model_leaves_first() -> None:
+    assert eviction(20, [NEW, OLD], 100) == Eviction()
+    assert eviction(30, [NEW, OLD], 100) == Eviction(idle=("old",))
+    assert eviction(70, [NEW, OLD], 100) == Eviction(idle=("old", "new"))
+
+
+def test_a_model_in_use_is_waited_for_only_where_no_idle_one_is_enough() -> None:
+    assert eviction(30, [BUSY, NEW], 100) == Eviction(idle=("new",))
+    assert eviction(90, [BUSY, NEW], 100) == Eviction(idle=("new",), busy=("busy",))
+
+
+def test_what_has_no_room_alone_makes_nobody_leave() -> None:
+    assert eviction(101, [NEW, BUSY], 100) == Eviction(fits=False)
+
+
+def test_what_is_unknown_is_alone_in_memory() -> None:
+    assert eviction(None, [NEW], 100) == Eviction(idle=("new",))
+    assert eviction(10, [NEW], None) == Eviction(idle=("new",))
+    assert eviction(10, [InMemory("x", None, in_use=False, used=1), NEW], 1000) == Eviction(idle=("x",))
+
+
+def test_shares_add_up_to_the_memory() -> None:
+    assert shares({"a": 20, "b": 40}, 100) == {"a": 40, "b": 60}
+    assert shares({"a": 70, "b": 40}, 100) == {"a": 70, "b": 40}
+    assert shares({"a": None, "b": 40}, 100) == {"a": None, "b": None}
+
+
+# Real models.
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Three models that answer differently, and take as much as each other."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(make_tiny(folder / name, seed=seed, context=200_000)) for seed, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that may have two of them in memory."""
+    log = tmp_path_factory.mktemp("log") / "log"
+    with serving(models["a"], log, memory=ROOM_FOR_TWO, allowed=(models["b"], models["c"])) as served:
+        yield served
+
+
+def asked(model: str) -> dict[str, Any]:
+    return {"model": model, "messages": user("Hi"), "max_tokens": 8, "temperature": 0}
+
+
+def text_of(served: Served, model: str) -> str:
+    status, told = served.ask(CHAT, asked(model))
+    assert status == 200, told
+    assert told["model"] == model
+    return str(told["choices"][0]["message"]["content"])
+
+
+def loaded(served: Served, models: dict[str, str]) -> set[str]:
+    here = served.health()["loaded"]
+    return {name for name, model in models.items() if model in here}
+
+
+def test_clients_of_two_models_are_each_answered_by_their_own(two: Served, models: dict[str, str]) -> None:
+    own = {name: text_of(two, models[name]) for name in ("a", "b")}
+    assert own["a"] != own["b"]
+    clients = (
+        openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0),
+        anthropic.Anthropic(base_url=two.url, api_key="none", max_retries=0),
+    )
+
+    def one(at: int) -> tuple[str, str]:
+        name = "ab"[at % 2]
+        if at % 4 < 2:
+            whole = clients[0].chat.completions.create(
+                model=models[name], messages=[{"role": "user", "content": "Hi"}], max_tokens=8, temperature=0
+            )
+            return name, whole.choices[0].message.content or ""
+        message = clients[1].messages.create(
+            model=models[name],
+            messages=[{"role": "user", "content": "Hi"}],
+            max_tokens=8,
+            extra_body={"temperature": 0},
+        )
+        return name, "".join(part.text for part in message.content if part.type == "text")
+
+    with clients[0], clients[1], ThreadPoolExecutor(8) as pool:
+        assert all(text == own[name] for name, text in pool.map(one, range(24)))
+    assert loaded(two, models) == {"a", "b"}
+    entries = {each["id"]: each["loaded"] for each in two.ask("/v1/models")[1]["data"]}
+    assert entries == {models["a"]: True, models["b"]: True, models["c"]: False}
+
+
+def test_the_one_used_least_recently_leaves_and_comes_again(two: Served, models: dict[str, str]) -> None:
+    first = text_of(two, models["b"])
+    text_of(two, models["a"])
+    text_of(two, models["c"])
+    assert loaded(two, models) == {"a", "c"}
+    assert two.ask("/v1/messages/count_tokens", {"model": models["c"], "messages": user("Hi")})[0] == 200
+    assert text_of(two, models["b"]) == first
+    assert loaded(two, models) == {"b", "c"}
+    status, told = two.ask(CHAT, {**asked(""), "model": None})
+    assert (status, told["model"]) == (
+        200,
+        models["a"],
+    )  # who names none means the one that the server was started with
+
+
+def test_a_model_in_use_never_leaves(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_pool, "WAIT_S", 0.2)
+    with serving(models["a"], tmp_path / "log", memory=ROOM_FOR_ONE, allowed=(models["b"],)) as served:
+        body = {"messages": user("Hi"), "max_tokens": 100_000, "temperature": 0, "stream": True, "logprobs": True}
+        with socket.create_connection((HOST, served.port), 60) as raw:  # reads a little, and then nothing for a while
+            data = json.dumps(body).encode()
+            raw.sendall(
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(data))
+            )
+            raw.sendall(data)
+            assert b"200 OK" in raw.recv(1 << 12)
+            for path, body in ((CHAT, asked(models["b"])), ("/v1/messages", asked(models["b"]))):
+                status, heads, told = served.told(path, body)
+                assert status == 503
+                assert int(heads["retry-after"]) >= 1
+                assert models["a"] in told["error"]["message"]
+            assert loaded(served, models) == {"a"}
+            assert served.health()["replies"] == 1
+        until(lambda: served.health()["replies"] == 0)
+        monkeypatch.setattr(model_pool, "WAIT_S", 60.0)
+        with ThreadPoolExecutor(6) as pool:  # with room for one, they take turns
+            assert len(set(pool.map(lambda at: text_of(served, models["ab"[at % 2]]), range(4)))) == 2
+
+
+def test_names_that_may_not_be_asked_for_are_a_404(models: dict[str, str], two: Served, tmp_path: Path) -> None:
+    for name in ("gpt-4o", str(make_tiny(tmp_path / "here")), "../a", ""):
+        with openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.NotFoundError, match="may not be asked for"):
+                client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+            with pytest.raises(openai.NotFoundError):
+                client.models.retrieve(name or "none")
+        with anthropic.Anthropic(base_url=two.url, api_key="none", max_retries=0) as other:
+            with pytest.raises(anthropic.NotFoundError) as refused:
+                other.messages.create(model=name, messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+            assert refused.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    near = two.ask(CHAT, asked(models["c"] + "c"))[1]["error"]["message"]
+    assert f"Did you mean {models['c']}?" in near
+    assert two.ask(CHAT, {**asked(""), "model": 5})[0] == 400
+
+
+def test_what_can_not_be_loaded_is_told_and_leaves_the_others(models: dict[str, str], tmp_path: Path) -> None:
+    broken = make_tiny(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    with serving(models["a"], tmp_path / "log", memory=ROOM_FOR_NONE, allowed=(models["b"], str(broken))) as served:
+        status, told = served.ask(CHAT, asked(models["b"]))
+        assert (status, told["error"]["code"]) == (400, "model_too_large")
+        assert "it takes 24.1 MB, and there are 20.0 MB" in told["error"]["message"]
+        assert served.ask(CHAT, asked(models["a"]))[0] == 200  # it was there, and stayed
+        status, told = served.ask(CHAT, asked(str(broken)))
+        assert (status, told["error"]["param"]) == (400, "model")
+
+
+def test_a_model_whose_size_is_unknown_is_alone_in_memory(tmp_path: Path) -> None:
+    from tests.scripted_engine import SCRIPTED
+
+    with serving("fast", tmp_path / "log", command=SCRIPTED, allowed=("guide", "missing")) as served:
+        assert served.ask(CHAT, {**asked("missing")})[0] == 400
+        assert served.ask(CHAT, asked("guide"))[0] == 200
+        assert served.health()["loaded"] == ["guide"]
+        assert served.ask(CHAT, asked("fast"))[0] == 200
+        assert served.health()["loaded"] == ["fast"]
+
+
+def test_what_is_allowed_must_be_on_the_disk(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tokamac.app.cli", "serve", "guide", "--port", "0", "--allow", str(tmp_path / "none")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "there is no folder" in done.stderr

@@ -1,0 +1,299 @@
+"""One engine for several programs: real processes over a real socket, by scripts and by a tiny model."""
+
+import json
+import queue
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import pytest
+
+from tests.engine.helpers import until
+from tests.scripted_engine import SCRIPTED
+from tokamac.app.backend.client import BackendEvent, Died, EngineLink, EngineProcess
+from tokamac.app.backend.protocol import (
+    AskCount,
+    Cancel,
+    Counted,
+    EngineNotice,
+    Generate,
+    Load,
+    Loaded,
+    ReplyEvent,
+    RequestFailed,
+    Share,
+    Unload,
+)
+from tokamac.app.backend.sharing import (
+    ChatEngine,
+    EngineCard,
+    EngineGuest,
+    SharingError,
+    cards,
+    connected,
+    find_card,
+    sharing_folder,
+)
+from tokamac.engine.events import Finished, Message
+from tokamac.engine.options import KVSpec, Sampling
+
+T = TypeVar("T")
+HI = (Message("user", "Hi"),)
+STEADY = Load("steady")
+
+
+class Heard:
+    """What an engine said."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[BackendEvent] = queue.SimpleQueue()
+
+    def next(self, kind: type[T]) -> T:
+        """Return the next of a kind; others are passed over."""
+        while True:
+            event = self.events.get(timeout=60)
+            if isinstance(event, kind):
+                return event
+            assert not isinstance(event, Died), event
+
+    def end_of(self, reply: int) -> Finished:
+        while True:
+            event = self.next(ReplyEvent)
+            assert event.id == reply
+            if isinstance(event.event, Finished):
+                return event.event
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the test's own for sockets and cards; pytest's would be too long for a socket."""
+    with TemporaryDirectory(prefix="t") as short:
+        monkeypatch.setattr("platformdirs.user_runtime_path", lambda name: Path(short) / name)
+        yield sharing_folder()
+
+
+@contextmanager
+def owned(folder: Path, load: Load = STEADY) -> Iterator[tuple[EngineProcess, Heard, Path]]:
+    """An engine's process with a model, and its socket."""
+    heard, path = Heard(), folder / "own.sock"
+    process = EngineProcess(SCRIPTED, folder / "log", heard.events.put)
+    try:
+        process.send(Share(str(path)))
+        process.send(load)
+        heard.next(Loaded)
+        yield process, heard, path
+    finally:
+        process.kill()
+
+
+def guest_of(path: Path, load: Load | None = STEADY) -> tuple[EngineGuest, Heard]:
+    heard = Heard()
+    guest = EngineGuest(path, heard.events.put, follows=load is None)
+    guest.send(load or Load(""))
+    return guest, heard
+
+
+def test_owner_and_guests_write_at_once_and_hear_their_own_replies_alone(folder: Path) -> None:
+    with owned(folder) as (process, heard, path):
+        one, of_one = guest_of(path)
+        two, of_two = guest_of(path, None)
+        assert of_one.next(Loaded).info.name == of_two.next(Loaded).info.name
+        for link in (process, one, two):  # the same id means another reply to each
+            link.send(Generate(1, HI, Sampling(max_tokens=20)))
+        texts = {each.end_of(1).text for each in (heard, of_one, of_two)}
+        assert len(texts) == 1
+        one.send(AskCount(1, "abcdefgh"))
+        assert of_one.next(Counted).tokens == 2
+        for link in (one, two):
+            link.close()
+
+
+def test_a_guest_cancels_its_own_reply_and_what_it_leaves_ends(folder: Path) -> None:
+    with owned(folder) as (process, heard, path):
+        guest, of_guest = guest_of(path)
+        of_guest.next(Loaded)
+        process.send(Generate(7, HI))
+        guest.send(Generate(7, HI))
+        guest.send(Generate(8, HI))
+        of_guest.next(ReplyEvent)
+        guest.send(Cancel(7))
+        while (event := of_guest.next(ReplyEvent)).id != 7 or not isinstance(event.event, Finished):
+            pass
+        assert event.event.reason == "cancelled"
+        guest.kill()  # reply 8 ends with it
+        assert heard.end_of(7).reason == "stop"
+        process.send(Unload())  # once no reply runs
+
+
+def test_a_guest_can_not_take_the_model_away(folder: Path) -> None:
+    with owned(folder) as (process, heard, path):
+        guest, of_guest = guest_of(path)
+        of_guest.next(Loaded)
+        EngineLink.send(guest, Unload())
+        EngineLink.send(guest, Load("fast"))
+        EngineLink.send(guest, Share(str(folder / "other.sock")))
+        guest.send(Generate(1, HI, Sampling(max_tokens=5)))
+        assert of_guest.end_of(1).text
+        process.send(Generate(2, HI, Sampling(max_tokens=5)))
+        assert heard.end_of(2).text
+        assert not (folder / "other.sock").exists()
+        guest.close()
+
+
+def test_a_guest_that_expects_another_model_is_refused_and_one_that_lost_it_is_let_go(folder: Path) -> None:
+    with owned(folder) as (process, heard, path):
+        other, of_other = guest_of(path, Load("fast"))
+        assert "this engine has steady now" in of_other.next(RequestFailed).error
+        packed, of_packed = guest_of(path, replace(STEADY, kv=KVSpec(key_bits=8)))
+        of_packed.next(RequestFailed)
+        strict, of_strict = guest_of(path)
+        server, of_server = guest_of(path, None)
+        of_strict.next(Loaded)
+        assert of_server.next(Loaded).info.name == "steady"
+        process.send(Load("fast"))
+        heard.next(Loaded)
+        assert of_server.next(Loaded).info.name == "fast"  # who takes any hears of it
+        assert "took another model" in of_strict_end(of_strict).why
+        server.send(Generate(1, HI))
+        assert of_server.end_of(1).reason == "stop"
+        for link in (other, packed, strict, server):
+            link.close()
+
+
+def of_strict_end(heard: Heard) -> Died:
+    while not isinstance(event := heard.events.get(timeout=60), Died):
+        pass
+    return event
+
+
+def test_guests_hear_that_the_engine_died(folder: Path) -> None:
+    with owned(folder) as (process, _, path):
+        guest, heard = guest_of(path)
+        heard.next(Loaded)
+        guest.send(Generate(1, HI))
+        heard.next(ReplyEvent)
+        process.kill()
+        assert of_strict_end(heard)
+        assert not guest.alive
+
+
+def test_a_guest_that_reads_nothing_holds_up_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with owned(folder, Load("list")) as (process, heard, path):
+        raw = connected(path)
+        raw.sendall(b'{"type":"join"}\n' + b"".join(
+            b'{"type":"generate","id":%d,"messages":[{"role":"user","content":"Hi"}]}\n' % id for id in range(40)
+        ))  # fmt: skip
+        process.send(Generate(1, HI))
+        assert heard.end_of(1).reason == "stop"
+        raw.close()
+
+
+def test_foreign_bytes_are_answered_and_end_nothing(folder: Path) -> None:
+    with owned(folder) as (process, heard, path):
+        with connected(path) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + b'{"type":"nonsense"}\n{"type":"generate","id":"x"}\n\xff\n')
+            assert b"requestfailed" in raw.recv(1 << 16)
+        process.send(Generate(1, HI, Sampling(max_tokens=3)))
+        assert heard.end_of(1).text
+
+
+# Cards.
+
+
+def card_of(path: Path, load: Load = STEADY, pid: int = 1) -> EngineCard:
+    return EngineCard(pid, "http://127.0.0.1:11435", load, str(path))
+
+
+def test_cards_are_the_users_alone_and_stale_ones_go(folder: Path) -> None:
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with owned(folder) as (_, _, path):
+        card = card_of(path)
+        card.write()
+        assert stat.S_IMODE(card.path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert list(cards()) == [card]
+        assert find_card(STEADY) == card
+        assert find_card(replace(STEADY, memory=5, parallel=3, text_every_s=1.0)) == card  # it computes the same
+        assert find_card(Load("other")) is None
+        assert find_card(replace(STEADY, kv=KVSpec(key_bits=8))) is None
+    until(lambda: not list(cards()))
+    assert not card.path.exists()
+
+
+def test_a_card_that_is_no_card_is_passed_over(folder: Path, tmp_path: Path) -> None:
+    (folder / "a.json").write_text("{")
+    (folder / "b.json").write_text(json.dumps({"pid": 1}))
+    (folder / "c.json").write_bytes(b"[" * 200_000)
+    elsewhere = tmp_path / "elsewhere.sock"
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(elsewhere))
+        made.listen()
+        (folder / "d.json").write_text(
+            json.dumps({"pid": 1, "url": "", "load": {"model": "x"}, "socket": str(elsewhere)})
+        )
+        assert not list(cards())
+    (folder / "e.sock").write_text("no socket")
+    with pytest.raises(SharingError, match="no socket of yours"):
+        connected(folder / "e.sock")
+
+
+def test_a_folder_that_others_could_enter_is_closed_or_refused(folder: Path, tmp_path: Path) -> None:
+    folder.chmod(0o755)
+    assert stat.S_IMODE(sharing_folder().stat().st_mode) == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(SharingError, match="is not yours"):
+        sharing_folder()
+    folder.unlink()
+
+
+# The engine of a chat.
+
+
+def test_a_chat_takes_the_engine_of_a_server_and_its_own_for_another_model(folder: Path) -> None:
+    with owned(folder) as (_, _, path):
+        card_of(path).write()
+        heard = Heard()
+        chat = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, find=find_card)
+        chat.send(STEADY)
+        assert "uses the engine of the server at http://127.0.0.1:11435" in heard.next(EngineNotice).text
+        assert heard.next(Loaded).info.name == "steady"
+        assert not (folder / "chat.log").exists()  # no process was started
+        chat.send(Load("fast"))
+        assert heard.next(Loaded).info.name == "fast"
+        assert (folder / "chat.log").exists()
+        chat.send(Generate(1, HI, Sampling(max_tokens=5)))
+        assert heard.end_of(1).text
+        chat.close()
+
+
+def test_a_chat_whose_server_ends_hears_of_it_and_starts_its_own(folder: Path) -> None:
+    with owned(folder) as (process, _, path):
+        card_of(path).write()
+        heard = Heard()
+        chat = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, find=find_card)
+        chat.send(STEADY)
+        heard.next(Loaded)
+        process.kill()
+        assert of_strict_end(heard)
+        assert not chat.alive
+        again = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, find=find_card)
+        again.send(STEADY)
+        assert heard.next(Loaded).info.name == "steady"
+        assert (folder / "chat.log").exists()
+        again.close()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_told(folder: Path) -> None:
+    heard = Heard()
+    process = EngineProcess(SCRIPTED, folder / "log", heard.events.put)
+    process.send(Share(str(folder / ("x" * 120))))
+    assert "too long for a socket" in heard.next(EngineNotice).text
+    process.send(STEADY)
+    heard.next(Loaded)
+    process.kill()
