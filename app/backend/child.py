@@ -198,8 +198,6 @@ class Child:
                     self._load_model(request, client)
                 case Join():
                     self._join(client, request)
-                case Share(path):
-                    self._share(Path(path))
                 case Generate():
                     self._begin_reply(client, request)
                 case Warm():
@@ -335,7 +333,7 @@ class Child:
         guest.joined, guest.text_every_s = request.load, request.text_every_s
         wanted = self._wanted
         if wanted is None:
-            raise TokamacError("nothing is loaded yet", "Try again in a moment.")
+            return  # it hears of the first that is
         if request.load is not None and not request.load.same_engine(wanted):
             raise TokamacError(f"this engine has {wanted.model} now, or loads it otherwise", "Start another engine.")
         if self._engine is None:
@@ -527,6 +525,8 @@ class Child:
                 client.cancel(id)
             case Hold(id) | GoOn(id):
                 client.hold(id, held=isinstance(request, Hold))
+            case Share(path):
+                self._share(Path(path))  # guests wait in the line, for a load that may take long
             case _:
                 self._requests.put((client, request))
 

@@ -392,3 +392,37 @@ def understood(line: bytes) -> PullLine:
         return _decoded(_PULL_KINDS, line, "the download")
     except LineError as error:
         return PullRefused(error.message, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server answers at ``url``: so many replies are being made, and wait."""
+
+    url: str
+    replies: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServingRefused:
+    """It failed: why, and what to do."""
+
+    error: str
+    hint: str
+
+
+ServeLine = Serving | ServingRefused
+_SERVE_KINDS: dict[object, type[ServeLine]] = {"serving": Serving, "error": ServingRefused}
+
+
+def serve_command() -> list[str]:
+    """Return the command that serves; flags are to be added."""
+    return [sys.executable, "-m", "tokamac.app.cli", "serve"]
+
+
+def serve_line(line: bytes) -> ServeLine:
+    """Return what a line of ``serve --json`` says; a ServingRefused where it says nothing."""
+    try:
+        return _decoded(_SERVE_KINDS, line, "the server")
+    except LineError as error:
+        return ServingRefused(error.message, "")

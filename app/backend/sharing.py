@@ -23,7 +23,7 @@ from tokamac.engine.errors import TokamacError
 
 from .client import BackendEvent, Died, EngineLink, EngineProcess
 from .outbox import Outbox
-from .protocol import EngineMessage, EngineNotice, Join, Load, Request, build
+from .protocol import EngineMessage, EngineNotice, Join, Load, Request, Share, build
 
 LONGEST_PATH = 100
 """Bytes of a socket's path: macOS takes 103."""
@@ -55,6 +55,11 @@ def sharing_folder() -> Path:
     if found.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
+
+
+def chat_socket() -> Path:
+    """Return where the engine of this process's chat lets guests in. Raises SharingError."""
+    return sharing_folder() / f"chat-{os.getpid()}.sock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,17 +227,23 @@ class EngineGuest(EngineLink):
         return "the program that shared its engine ended, or took another model", ""
 
 
-Finder = Callable[[Load], EngineCard | None]
+class CardFinder:
+    """Finds an engine that has a model already. off: finds none, so that a chat has one of its own."""
 
+    def __init__(self, *, off: bool = False) -> None:
+        self._off = off
+        self._lost: set[str] = set()
 
-def find_card(load: Load) -> EngineCard | None:
-    """Return the card of an engine that has this model, loaded in this way."""
-    return next((card for card in cards() if card.pid != os.getpid() and card.load.same_engine(load)), None)
+    def find(self, load: Load) -> EngineCard | None:
+        """Return the card of an engine that was loaded in this way; not of one that was lost before."""
+        if self._off:
+            return None
+        fit = (each for each in cards() if each.pid != os.getpid() and each.load.same_engine(load))
+        return next((card for card in fit if card.socket not in self._lost), None)
 
-
-def own_only(_: Load) -> EngineCard | None:
-    """Find no engine: a chat has one of its own."""
-    return None
+    def lose(self, card: EngineCard) -> None:
+        """Never find this one again: it ended, and may seem to be there for a moment more."""
+        self._lost.add(card.socket)
 
 
 class ChatEngine:
@@ -242,7 +253,7 @@ class ChatEngine:
 
     Args:
         command, log, on_event: as of ``EngineProcess``.
-        find: returns the card of an engine to share; None: there is none.
+        finder: finds an engine to share; None: there is none.
     """
 
     def __init__(
@@ -251,11 +262,13 @@ class ChatEngine:
         log: Path,
         on_event: Callable[[BackendEvent], object],
         *,
-        find: Finder = own_only,
+        finder: CardFinder | None = None,
     ) -> None:
-        self._command, self._log, self._on_event, self._find = command, log, on_event, find
+        self._command, self._log, self._on_event = command, log, on_event
+        self._finder = finder or CardFinder(off=True)
         self._link: EngineLink | None = None
         self._busy = False
+        self._share: Path | None = None
         self.card: EngineCard | None = None
 
     def send(self, request: Request) -> None:
@@ -272,6 +285,12 @@ class ChatEngine:
         self._busy = busy
         if self._link is not None:
             self._link.set_busy(busy)
+
+    def share(self, path: Path) -> None:
+        """Let other programs of the user ask the chat's own process, whenever there is one."""
+        self._share = path
+        if self._link is not None and self.card is None:
+            self._link.send(Share(str(path)))
 
     def kill(self) -> None:
         """End the process at once, or leave the one that is shared."""
@@ -294,12 +313,13 @@ class ChatEngine:
                 return
             self._link.kill()
             self._link = self.card = None
-        card = self._find(load)
+        card = self._finder.find(load)
         if card is None:
             self._start_own()
             return
         try:
-            self._link, self.card = EngineGuest(Path(card.socket), self._heard(card)), card
+            self.card = card
+            self._link = EngineGuest(Path(card.socket), self._heard(card))
             where = f"at {card.url}" if card.url else f"(process {card.pid})"
             self._on_event(
                 EngineNotice(f"This chat uses the engine of the server {where}: the model is in memory once.")
@@ -312,6 +332,8 @@ class ChatEngine:
         self.card = None
         try:
             self._link = EngineProcess(self._command, self._log, self._heard(None))
+            if self._share is not None:
+                self._link.send(Share(str(self._share)))
         except OSError as error:
             self._link = None
             self._on_event(Died(f"it could not be started: {error}", ""))
@@ -320,6 +342,8 @@ class ChatEngine:
         """Return what passes events on while they come from the engine that is used."""
 
         def hear(event: BackendEvent) -> None:
+            if card is not None and isinstance(event, Died):
+                self._finder.lose(card)
             if self.card is card:
                 self._on_event(event)
 

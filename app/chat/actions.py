@@ -327,6 +327,15 @@ ACTIONS: tuple[Action, ...] = (
         argument="[DIR|ID|none]",
         also=("speculation", "guess"),
     ),
+    Action(
+        "serve",
+        (),
+        "Server",
+        "Serve this chat's model to editors and scripts, as tokamac serve does, until the chat ends or /serve stop.",
+        slash="serve",
+        argument="[PORT|stop]",
+        also=("server", "api"),
+    ),
     Action("unload", (), "Unload", "Free the model's memory. The model reloads when you write again.", slash="unload"),
     Action(
         "system_prompt",

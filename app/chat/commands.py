@@ -7,6 +7,7 @@ A function has the form of every command: it takes the view and the text after t
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -21,7 +22,7 @@ from ..options import given_adapter, given_draft
 from ..profiles import NO_PROFILE, Profile, differing, why_no_name
 from ..sanitise import sanitise, sanitise_line
 from ..settings import Settings, gigabytes_of, with_one
-from ..settings_form import APP_FIELDS, MEMORY_FIELDS, SPEED_FIELDS, Sheet, summary
+from ..settings_form import APP_FIELDS, MEMORY_FIELDS, SPEED_FIELDS, Sheet, summary, whole_number
 from ..store.store import Store
 from ..store.values import StoredChat
 from ..tools.tool import Decision
@@ -35,6 +36,8 @@ from .listing import excerpt
 from .models import hub_cache, is_id, lasting, must_be_downloaded, require
 from .preferences import Preferences, chosen, sentences
 from .recording import LEFT, Recording
+from .serving import PORT as SERVE_PORT
+from .serving import ServerJob
 from .session import Session
 from .steps import Step
 
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from ..markdown import OpenableLink
 
 Severity = Literal["information", "warning", "error"]
+SERVE_NEEDS = ("starlette", "uvicorn")
 NOT_SAVED = "Chats are not saved in this session; the reason was shown at the start."
 
 
@@ -150,6 +154,20 @@ class ChatView(Protocol):
 
     def rekey(self) -> None:
         """Hear and name the keys that hold now: some were changed."""
+
+    @property
+    def server(self) -> ServerJob:
+        """The server on the chat's engine."""
+
+    @property
+    def server_url(self) -> str:
+        """Where a server answers whose engine this chat uses; "" where the engine is its own."""
+
+    def begin_server(self, port: int) -> None:
+        """Start the server, with the engine shared. Raises SharingError."""
+
+    def stop_server(self) -> None:
+        """Stop it."""
 
 
 Command = Callable[[ChatView, str], None]
@@ -489,6 +507,26 @@ def adapter(view: ChatView, written: str) -> None:
     view.load(replace(load, adapter=wanted))
 
 
+def serve(view: ChatView, written: str) -> None:
+    """Start a server on the chat's engine, or say how it is, or stop it."""
+    if view.server_url:
+        raise RefusedError(f"This chat uses the engine of a server already, which answers at {view.server_url}.")
+    if written == "stop":
+        if not view.server.on:
+            raise RefusedError("There is no server. /serve starts one.")
+        view.stop_server()
+        return
+    if view.server.on:
+        view.say(f"{view.server.line}. /serve stop stops it.")
+        return
+    port = whole_number(written) if written else SERVE_PORT
+    if port is None or not 1 <= port <= 65535:
+        raise RefusedError("Write /serve and a port, 1 to 65535, or /serve stop.")
+    if any(find_spec(name) is None for name in SERVE_NEEDS):
+        raise RefusedError("The server needs starlette and uvicorn. Install them: pip install 'tokamac[serve]'.")
+    view.begin_server(port)
+
+
 def draft(view: ChatView, written: str) -> None:
     """Load the model with another draft model, or without one, and keep that for this model; or say which it has."""
     load = view.session.engine.load
@@ -793,6 +831,7 @@ COMMANDS: Mapping[str, Command] = {
     "links": list_links,
     "adapter": adapter,
     "draft": draft,
+    "serve": serve,
     "pull": pull,
     "thinking": thinking,
     "profile": profile,

@@ -173,6 +173,7 @@ class Session:
         self.system = system
         self.profile = ""
         self.idle = Idle(clock)
+        self.serving = False  # its engine answers other programs: it is never unloaded meanwhile
         self.keymap = Keymap()
         self.attended = True
         self.tints_guesses = False
@@ -356,7 +357,7 @@ class Session:
 
     def unload_if_idle(self) -> list[Step]:
         """Give the model's memory back if nobody has used it for as long as the user set. To be called now and then."""
-        due = self.engine.phase is EnginePhase.IDLE and self.idle.due(self.engine.phase_since)
+        due = self.engine.phase is EnginePhase.IDLE and not self.serving and self.idle.due(self.engine.phase_since)
         return self.unload() if due else []
 
     def unload(self) -> list[Step]:

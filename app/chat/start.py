@@ -12,7 +12,7 @@ from .. import keep_awake, settings
 from ..keep_awake import KeepAwake
 
 if TYPE_CHECKING:
-    from ..backend.sharing import Finder
+    from ..backend.sharing import CardFinder
     from ..store.store import Store
     from .preferences import Preferences
     from .session import Session
@@ -71,7 +71,7 @@ class ChatStart:
         command: starts the engine's process, which writes to ``log``.
         keep_awake: keeps the machine from sleeping while the engine works.
         warnings: what was wrong with the settings.
-        find: finds an engine that may be used in place of one of the chat's own.
+        finder: finds an engine that may be used in place of one of the chat's own.
     """
 
     session: "Session"
@@ -80,14 +80,14 @@ class ChatStart:
     log: Path
     keep_awake: KeepAwake
     warnings: tuple[str, ...]
-    find: "Finder"
+    finder: "CardFinder"
 
 
 def begin(options: ChatOptions) -> ChatStart:
     """Return what every chat starts with: its session, and the settings that apply to it."""
     from ..backend.client import CHILD_COMMAND
     from ..backend.protocol import Load
-    from ..backend.sharing import find_card, own_only
+    from ..backend.sharing import CardFinder
     from ..tools.toolbox import Toolbox
     from .models import lasting
     from .preferences import ChatOverrides, Preferences
@@ -131,8 +131,8 @@ def begin(options: ChatOptions) -> ChatStart:
     session.tints_guesses = known.tint_guesses
     command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)
-    find = find_card if options.server and options.engine is None else own_only
-    return ChatStart(session, preferences, command, log, awake, tuple(read.warnings), find)
+    finder = CardFinder(off=not options.server or options.engine is not None)
+    return ChatStart(session, preferences, command, log, awake, tuple(read.warnings), finder)
 
 
 def found(options: ChatOptions) -> ChatOptions:

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import os
+import socket
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +32,7 @@ from ..options import (
     speculation_of,
     template_options,
 )
-from ..output import Progress, note
+from ..output import Progress, json_line, note
 from ..parser import Parser
 from ..sanitise import sanitise_line
 from .loading import fetch, on_disk, tell_loading
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from ..serve.server import ServerOptions
 
 HOST, PORT = "127.0.0.1", 11435
+ENGINE_S = 60.0
+"""How long the engine of a chat may take to be there."""
 NEEDS = ("starlette", "uvicorn")
 """Packages of the extra ``serve``."""
 
@@ -98,6 +102,12 @@ def parser() -> Parser:
         help="a web page that may ask, such as http://localhost:3000 or app://obsidian.md; may be repeated",
     )  # fmt: skip
     made.add_argument(
+        "--engine",
+        metavar="SOCKET",
+        help="answer with the engine of a chat, over this socket; /serve in the chat does that",
+    )
+    made.add_argument("--json", action="store_true", help="where it answers, and how many replies run, as JSON lines")
+    made.add_argument(
         "--print-config", action="store_true", help="what to paste into editors and agents, and no server"
     )
     add_reply_flags(made)
@@ -128,19 +138,42 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
     from ..serve.server import listen
 
+    if options.engine is not None:
+        if options.model is not None or options.allow or options.allow_downloaded:
+            parser.error("--engine has the model of the chat: leave out MODEL, --allow and --allow-downloaded")
+        wait_for_engine(Path(options.engine))
     wanted = _server_options(parser, options, model)
     load = wanted.offer.load
     listening = listen(options.host, options.port)
+    if options.engine is not None:
+        with listening:
+            return _serve(options, listening, wanted)
     with listening:
         fetch(model, download.resolve)
         if load.adapter is not None:
             fetch(load.adapter, download.resolve_adapter)
         if load.draft is not None:
             fetch(load.draft, download.resolve)
-        return _serve(options.host, listening.getsockname()[1], listening, wanted)
+        return _serve(options, listening, wanted)
 
 
-def _shared(host: str, port: int) -> "CardMaker | None":
+def wait_for_engine(path: Path) -> None:
+    """Wait until the engine at a socket answers: its process may just be starting. Raises SharingError."""
+    from ..backend.sharing import SharingError, connected
+
+    until_s = time.monotonic() + ENGINE_S
+    while True:
+        try:
+            connected(path).close()
+        except SharingError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _shared(url: str) -> "CardMaker | None":
     """Return what makes the cards of engines, by which chats of the same user find them; None where they can't."""
     from ..backend.sharing import EngineCard, SharingError, sharing_folder
 
@@ -151,7 +184,7 @@ def _shared(host: str, port: int) -> "CardMaker | None":
         return None
 
     def card(number: int, load: Load) -> EngineCard:
-        return EngineCard(os.getpid(), _url(host, port), load, str(folder / f"serve-{os.getpid()}-{number}.sock"))
+        return EngineCard(os.getpid(), url, load, str(folder / f"serve-{os.getpid()}-{number}.sock"))
 
     return card
 
@@ -211,7 +244,14 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
     for other in options.allow:
         on_disk(other)
     return ServerOptions(
-        Offer(load, model, tuple(options.alias), tuple(options.allow), options.allow_downloaded, load_of),
+        Offer(
+            load,
+            model if options.engine is None else "",  # whatever the chat has
+            tuple(options.alias),
+            tuple(options.allow),
+            options.allow_downloaded,
+            load_of,
+        ),
         sampling=sampling(parser, options),
         template=template_options(parser, options),
         hosts=tuple(options.allow_host),
@@ -228,13 +268,14 @@ def token_file() -> Path:
     return user_data_path("tokamac") / "serve-token"
 
 
-def _serve(host: str, port: int, listening: "object", wanted: "ServerOptions") -> int:
+def _serve(options: argparse.Namespace, listening: socket.socket, wanted: "ServerOptions") -> int:
     from ..keep_awake import _in_settings
     from ..serve.server import serve
 
     bar = Progress("loading", plain=False)
     keeper = KeepAwake(program(), _in_settings)
-    wanted = replace(wanted, card=_shared(host, port))
+    url, joins = _url(options.host, listening.getsockname()[1]), options.engine is not None
+    wanted = replace(wanted, card=None if joins else _shared(url), engine=Path(options.engine) if joins else None)
 
     def say(line: str) -> None:
         bar.clear()
@@ -243,26 +284,27 @@ def _serve(host: str, port: int, listening: "object", wanted: "ServerOptions") -
     def ready(model: "ServedModel") -> None:
         for remark in (*model.info.memory_notes, *model.info.notes):
             say(f"note: {remark}")
-        shown = f"[{host}]" if ":" in host else host
         if wanted.offer.several:
             others = "any other that is downloaded" if wanted.offer.any_downloaded else ", ".join(wanted.offer.allowed)
             say(f"also by name: {others}")
-        say(
-            f"serving {model.id} on http://{shown}:{port}; Ctrl-C stops it, tokamac serve --print-config says how to use it"
-        )
+        say(f"serving {model.id} on {url}; Ctrl-C stops it, tokamac serve --print-config says how to use it")
         if wanted.token is not None:
             say(f"the token is in {token_file()}")
+
+    def activity(replies: int, waiting: int) -> None:
+        json_line({"event": "serving", "url": url, "replies": replies, "waiting": waiting})
 
     try:
         interrupted = asyncio.run(
             serve(
-                listening,  # type: ignore[arg-type]
-                host,
+                listening,
+                options.host,
                 wanted,
                 note=say,
                 progress=lambda at: tell_loading(at, bar),
                 ready=ready,
                 keeper=keeper,
+                activity=activity if options.json else None,
             )
         )
     finally:

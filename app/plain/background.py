@@ -18,6 +18,7 @@ from tokamac.engine import metrics as rates
 from ..backend.command_process import converter_command, models_command
 from ..chat.commands import RefusedError
 from ..chat.jobs import ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
+from ..chat.serving import ChatServer
 from ..settings_form import whole_number
 from ..units import minutes, size
 
@@ -62,6 +63,7 @@ class BackgroundJobs:
             ended=self._downloaded,
             again="The same /pull resumes it.",
         )
+        self.server = ChatServer(spawn=self._spawn, changed=self._changed, told=self._said.append)
         self.conversions: Conversions[WrittenConversion] = Conversions(
             converter_command(), time.monotonic, spawn=self._spawn, changed=self._changed, ended=self._ended
         )
@@ -77,6 +79,14 @@ class BackgroundJobs:
         """Run ``conversion``; not while another one runs."""
         self._asked = False
         self._call(lambda: self.conversions.begin(conversion, dry_run=False))
+
+    def serve(self, port: int) -> None:
+        """Start the server on this port."""
+        self._call(lambda: self.server.begin(port))
+
+    def stop_server(self) -> None:
+        """Stop the server."""
+        self._call(self.server.stop)
 
     def lines(self) -> list[str]:
         """Return what is under way, a line each, in the order that ``stop`` counts by."""

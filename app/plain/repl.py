@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokamac.engine.events import ToolCall
 
 from .. import INTERRUPTED, units
 from ..backend.client import BackendEvent, EngineProcess
 from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
-from ..backend.sharing import ChatEngine
+from ..backend.sharing import ChatEngine, chat_socket
 from ..chat.actions import ACTIONS, Keymap
 from ..chat.attachments import Draft, apart, joined, unescaped
 from ..chat.commands import CodeCycle, LoadChoice, RefusedError, Severity, save_settings, use_asked_profile
@@ -34,6 +35,7 @@ from ..chat.external_programs import EditorError, copy_text, edit_text, editor_c
 from ..chat.figures import PRIMER, primer_is_new
 from ..chat.preferences import Preferences, budget_spent
 from ..chat.recording import LEFT, Recording, purge
+from ..chat.serving import ServerJob
 from ..chat.session import Session
 from ..chat.start import ChatOptions, ChatStart, begin, open_store
 from ..chat.steps import (
@@ -99,6 +101,7 @@ class Driver:
         self._begun = begun
         self._console = console
         self._process: ChatEngine | None = None
+        self._share: Path | None = None
         self._process_number = 0
         self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Later | _Interrupt] = queue.SimpleQueue()
         self._rarely = Rarely()
@@ -323,6 +326,18 @@ class Driver:
         log = self._begun.log
         return EngineProcess(self._begun.command, log.with_stem(f"{log.stem}-guide"), on_event)
 
+    @property
+    def server_url(self) -> str:
+        """Where the server answers whose engine is used; "" where the engine is the chat's own."""
+        card = None if self._process is None else self._process.card
+        return "" if card is None else card.url
+
+    def share(self, path: Path) -> None:
+        """Let other programs of the user ask this process, and those that follow it."""
+        self._share = path
+        if self._process is not None:
+            self._process.share(path)
+
     def look_again(self, question: LookAgain, take: Callable[[LookedAt], None]) -> None:
         """Give ``take`` what the engine tells of a reply's tokens, until that ends. Ctrl-C stops it."""
         number, process = self._process_number, self._process
@@ -372,8 +387,10 @@ class Driver:
             self._begun.command,
             self._begun.log,
             lambda event: self._events.put((number, event)),
-            find=self._begun.find,
+            finder=self._begun.finder,
         )
+        if self._share is not None:
+            self._process.share(self._share)
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -649,6 +666,27 @@ class Repl:
     def download(self, model: str) -> None:
         """Download a model, and wait for it."""
         processes.pull(self, model)
+
+    @property
+    def server(self) -> ServerJob:
+        """The server on the chat's engine."""
+        return self.jobs.server.job
+
+    @property
+    def server_url(self) -> str:
+        """Where a server answers whose engine this chat uses."""
+        return self.driver.server_url
+
+    def begin_server(self, port: int) -> None:
+        """Start the server, with the engine shared."""
+        self.driver.share(chat_socket())
+        self.session.serving = True
+        self.jobs.serve(port)
+
+    def stop_server(self) -> None:
+        """Stop it."""
+        self.session.serving = False
+        self.jobs.stop_server()
 
     def rekey(self) -> None:
         """Do nothing: lines have no keys."""

@@ -187,15 +187,11 @@ class ServerApp:
         engine = self._pool.first_engine
         well = engine.state == "ready" or any(each.engine.state == "ready" for each in loaded)
         told: dict[str, Any] = {"status": "ok" if well else engine.state, "model": self._pool.default.id}
-        told["loaded"] = [each.id for each in loaded]
+        told["loaded"] = [each.served.id for each in loaded]
         if problem := next((each.engine.problem for each in loaded if each.engine.problem), ""):
             told["problem"] = problem
-        admissions = [each.engine.admission for each in loaded]
-        told |= {
-            "replies": sum(min(each.open, each.places) for each in admissions),
-            "waiting": sum(each.waiting for each in admissions),
-            "parallel": engine.admission.parallel,
-        }
+        replies, waiting = self._pool.busy
+        told |= {"replies": replies, "waiting": waiting, "parallel": engine.admission.parallel}
         return JSONAnswer(told, 200 if well else 503)
 
     async def _no_such_path(self, request: Request, error: Exception) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from tokamac.engine.events import Event, Finished, LoadProgress, Message, ToolCall
 from tokamac.engine.options import TemplateOptions
 
-from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess
+from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineLink, EngineProcess
 from ..backend.protocol import (
     AskTokens,
     AskWhatIf,
@@ -41,6 +41,7 @@ from ..backend.protocol import (
     Share,
     WhatIf,
 )
+from ..backend.sharing import EngineGuest, SharingError
 from ..keep_awake import KeepAwake
 from .admission import Admission, ReplyCost
 from .errors import EngineDownError, RequestError, of_engine
@@ -62,6 +63,9 @@ LOADING = {
     DIED: (503, "engine_unavailable"),
 }
 """Why a model can't be loaded, by the class of the error: status and code; other reasons are the request's."""
+
+JOIN_S, LOST_S = 0.5, 30.0
+"""A process that another program holds: how often its successor is looked for once it is gone, and for how long."""
 
 State = Literal["loading", "ready", "down"]
 Told = tuple[int, Event | RequestError]
@@ -92,6 +96,7 @@ class ServedEngine:
         command: starts the process.
         keeper: keeps the machine awake while replies are made.
         share: where other programs of the user may ask the same process; None: nowhere.
+        join: the socket of a process that is there already, of which whatever model it has is taken; None: one is started.
 
     Attributes:
         state: what the engine is doing. problem: why it is down.
@@ -108,6 +113,7 @@ class ServedEngine:
         *,
         keeper: KeepAwake | None = None,
         share: Path | None = None,
+        join: Path | None = None,
     ) -> None:
         self.state: State = "loading"
         self.problem = self._problem_kind = ""
@@ -117,8 +123,12 @@ class ServedEngine:
         self.on_progress: Callable[[LoadProgress], None] = lambda _: None
         self.on_guests: Callable[[int], None] = lambda _: None
         self._load, self._log, self._note, self._command = load, log, note, command
-        self._keeper, self._share = keeper, share
-        self._process: EngineProcess | None = None
+        self._keeper, self._share, self._join = keeper, share, join
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_loaded: Callable[[], None] = lambda: None
+        self._lost_s = 0.0
+        self._process: EngineLink | None = None
+        self._number = 0
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
@@ -144,12 +154,17 @@ class ServedEngine:
         self.state, self.problem, self._began_s = "loading", "", time.monotonic()
         self._problem_kind = ""
         self._changed.clear()
-        loop = self._loop
+        self._number += 1  # by which its events are known: the first may come before it is held here
+        loop, number = self._loop, self._number
 
         def hear(event: BackendEvent) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._hear, process, event)
+                loop.call_soon_threadsafe(self._hear, number, event)
 
+        process: EngineLink
+        if self._join is not None:
+            process = self._process = EngineGuest(self._join, hear, follows=True)
+            return
         process = self._process = EngineProcess(self._command, self._log, hear)
         if self._share is not None:
             process.send(Share(str(self._share)))
@@ -189,11 +204,6 @@ class ServedEngine:
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
 
-    @property
-    def pid(self) -> int | None:
-        """The id of the process."""
-        return None if self._process is None else self._process.pid
-
     def _down(self) -> EngineDownError:
         """Return what a client is told while there is no engine."""
         began_s = self._began_s if self.state == "loading" else time.monotonic()  # it is started again
@@ -203,7 +213,7 @@ class ServedEngine:
 
     def _check(self) -> None:
         """Raise EngineDownError where there is no engine; start one that was given up."""
-        if self.state == "down" and not self._closing:
+        if self.state == "down" and not self._closing and self._join is None:
             problem = self.problem
             self.start()
             self.problem = problem
@@ -306,8 +316,8 @@ class ServedEngine:
 
     # What the process says ------------------------------------------------------------------------------------------------
 
-    def _hear(self, process: EngineProcess, event: BackendEvent) -> None:
-        if process is not self._process:
+    def _hear(self, number: int, event: BackendEvent) -> None:
+        if number != self._number:
             return
         match event:
             case ReplyEvent(id, said):
@@ -360,6 +370,7 @@ class ServedEngine:
         self._reckon_room()
         self._tell_busy()
         self._changed.set()
+        self.on_loaded()
 
     def _reckon_room(self) -> None:
         most = self.memory.budget_bytes if self._load.memory is None else self._load.memory
@@ -379,11 +390,28 @@ class ServedEngine:
         self.on_guests(0)
         self._note(f"{problem}; {last_line}" if last_line else problem)
         self._fail_all()
-        if lasted and not self._closing:
+        if self._join is not None:
+            self._changed.set()
+            self._lost_s = time.monotonic()
+            self._join_again()
+        elif lasted and not self._closing:
             self.start()
             self.problem = problem
         else:
             self._changed.set()
+
+    def _join_again(self) -> None:
+        """Go on with the process that follows one that died, as soon as it is there."""
+        if self._closing or self.state != "down":
+            return
+        try:
+            self.start()
+        except SharingError:
+            if time.monotonic() - self._lost_s < LOST_S:
+                self.state = "down"
+                self._loop.call_later(JOIN_S, self._join_again)
+            else:
+                self.on_lost()
 
     def _fail_all(self) -> None:
         error = self._down()

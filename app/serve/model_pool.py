@@ -163,11 +163,19 @@ class ModelPool:
         """Those in memory, the one used last first."""
         return sorted((each for each in self._residents.values() if each.model), key=lambda each: -each.used)
 
+    @property
+    def busy(self) -> tuple[int, int]:
+        """How many replies are being made, and how many wait."""
+        admissions = [each.engine.admission for each in self.loaded]
+        return sum(min(each.open, each.places) for each in admissions), sum(each.waiting for each in admissions)
+
     async def offered(self) -> list[str]:
         """Return the ids of models that may be asked for and are not loaded."""
         here = {each.id for each in self.loaded}
         return [
-            id for id in dict.fromkeys((self._offer.id, *self._offer.allowed, *await self._on_disk())) if id not in here
+            id
+            for id in dict.fromkeys((self._offer.id, *self._offer.allowed, *await self._on_disk()))
+            if id and id not in here
         ]
 
     # Leases ---------------------------------------------------------------------------------------------------------------
@@ -253,6 +261,7 @@ class ModelPool:
         card = None if self._card is None else self._card(number, load)
         engine = self._make_engine(load, log, None if card is None else Path(card.socket))
         resident = Resident(id, engine, number, card)
+        engine.on_loaded = partial(self._renew, resident)
         engine.on_guests = partial(self._count_guests, resident)
         resident.nbytes = self._weighed.get(id)
         resident.idle.set()
@@ -283,13 +292,19 @@ class ModelPool:
         self._is_loaded(resident)
         return resident
 
+    def _renew(self, resident: Resident) -> None:
+        """What an engine has is served from here on: a chat whose engine this is may have loaded another model."""
+        info = resident.engine.info
+        assert info is not None
+        if resident.model is None or resident.model.info != info:
+            aliases = self._offer.aliases if resident.id == self._offer.id else ()
+            created = int(time.time())
+            resident.model = ServedModel(
+                resident.id or info.name, info, aliases, self._sampling, self._template, created
+            )
+
     def _is_loaded(self, resident: Resident) -> None:
         engine, offer = resident.engine, self._offer
-        assert engine.info is not None
-        aliases = offer.aliases if resident.id == offer.id else ()
-        resident.model = ServedModel(
-            resident.id, engine.info, aliases, self._sampling, self._template, int(time.time())
-        )
         if resident.id == offer.id:
             self._first = resident
         if resident.card is not None:

@@ -39,6 +39,8 @@ HEADERS_S = 15.0
 """How long a connection may take to say what it asks."""
 IDLE_S = 75
 """How long a connection stays open between two requests."""
+LOOK_S = 0.25
+"""How often it is looked whether the number of replies has changed, where somebody wants to know."""
 STOP_S = 5
 """How long replies may take to end once the server is stopped."""
 
@@ -52,8 +54,8 @@ class ServerOptions:
     """What is served, where, and to whom.
 
     offer: the models, and how they are loaded. sampling, template: what holds where a request says nothing. hosts, origins: names
-    and web pages beyond those of loopback. token: None where none is needed. card: makes what tells other programs of the
-    user of an engine; None: they are not told.
+    and web pages beyond those of loopback. token: None where none is needed. card: makes what tells other programs of the user of
+    an engine; None: they are not told. engine: the socket of a chat's engine, which is used in place of one of its own.
     """
 
     offer: Offer
@@ -63,6 +65,7 @@ class ServerOptions:
     origins: tuple[str, ...] = ()
     token: str | None = None
     card: CardMaker | None = None
+    engine: Path | None = None
     log: Path = field(default_factory=Path)
     command: tuple[str, ...] = CHILD_COMMAND
 
@@ -157,6 +160,7 @@ async def serve(
     ready: Callable[[ServedModel], None] = lambda _: None,
     stop: asyncio.Event | None = None,
     keeper: KeepAwake | None = None,
+    activity: Callable[[int, int], None] | None = None,
 ) -> bool:
     """Serve until a signal comes, or ``stop`` is set; return whether Ctrl-C ended it.
 
@@ -169,12 +173,15 @@ async def serve(
         ready: told once requests are answered.
         stop: ends the server, too.
         keeper: keeps the machine awake while replies are made.
+        activity: told how many replies are being made, and wait, whenever that changes.
 
     Raises RequestError where the model can't be loaded.
     """
+    stopping = stop or asyncio.Event()
 
     def make_engine(load: Load, log: Path, share: Path | None) -> ServedEngine:
-        engine = ServedEngine(load, log, note, options.command, keeper=keeper, share=share)
+        engine = ServedEngine(load, log, note, options.command, keeper=keeper, share=share, join=options.engine)
+        engine.on_lost = stopping.set
         engine.on_progress = progress
         return engine
 
@@ -188,7 +195,6 @@ async def serve(
         card=options.card,
     )
     interrupted = False
-    stopping = stop or asyncio.Event()
     server: QuietServer | None = None
     loop = asyncio.get_running_loop()
 
@@ -214,15 +220,27 @@ async def serve(
         server = QuietServer(_config(app))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         ready(model)
+        telling = asyncio.ensure_future(_tell(pool, activity))
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         app.stopping.set()
         server.should_exit = True
         await serving
+        telling.cancel()
     finally:
         for number in heard:
             loop.remove_signal_handler(number)
         await pool.close()
     return interrupted
+
+
+async def _tell(pool: ModelPool, activity: Callable[[int, int], None] | None) -> None:
+    """Tell how busy the server is, for as long as it runs."""
+    before = None
+    while activity is not None:
+        if (now := pool.busy) != before:
+            activity(*now)
+            before = now
+        await asyncio.sleep(LOOK_S)
 
 
 def _config(app: ServerApp) -> uvicorn.Config:

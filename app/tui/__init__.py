@@ -64,7 +64,7 @@ def build(options: ChatOptions, is_dark: Callable[[], bool] = lambda: True) -> "
     teach_alt_enter()
     keep_reverse()
     begun = begin(options)
-    bridge = Bridge(begun.command, begun.log, begun.keep_awake, begun.find)
+    bridge = Bridge(begun.command, begun.log, begun.keep_awake, begun.finder)
     app = TokamacApp(
         begun.session, bridge, begun.preferences, lambda: open_store(options), begun.warnings, dark=is_dark()
     )

@@ -7,7 +7,7 @@ from textual.message import Message
 
 from ..backend.client import BackendEvent
 from ..backend.protocol import Request
-from ..backend.sharing import ChatEngine, Finder, own_only
+from ..backend.sharing import CardFinder, ChatEngine
 from ..keep_awake import KeepAwake
 
 
@@ -25,11 +25,14 @@ class Bridge:
 
     post: Callable[[EngineSaid], object]
 
-    def __init__(self, command: Sequence[str], log: Path, keep_awake: KeepAwake, find: Finder = own_only) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, keep_awake: KeepAwake, finder: CardFinder | None = None
+    ) -> None:
         self._command = command
         self._log = log
         self._keep_awake = keep_awake
-        self._find = find
+        self._finder = finder
+        self._share: Path | None = None
         self._process: ChatEngine | None = None
         self.process_number = 0
 
@@ -48,8 +51,22 @@ class Bridge:
         self.process_number += 1
         number = self.process_number
         self._process = ChatEngine(
-            self._command, self._log, lambda event: self.post(EngineSaid(event, number)), find=self._find
+            self._command, self._log, lambda event: self.post(EngineSaid(event, number)), finder=self._finder
         )
+        if self._share is not None:
+            self._process.share(self._share)
+
+    @property
+    def server_url(self) -> str:
+        """Where the server answers whose engine is used; "" where the engine is the chat's own."""
+        card = None if self._process is None else self._process.card
+        return "" if card is None else card.url
+
+    def share(self, path: Path) -> None:
+        """Let other programs of the user ask this process, and those that follow it."""
+        self._share = path
+        if self._process is not None:
+            self._process.share(path)
 
     def end(self) -> None:
         """End the process at once."""

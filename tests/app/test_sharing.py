@@ -30,13 +30,13 @@ from tokamac.app.backend.protocol import (
     Unload,
 )
 from tokamac.app.backend.sharing import (
+    CardFinder,
     ChatEngine,
     EngineCard,
     EngineGuest,
     SharingError,
     cards,
     connected,
-    find_card,
     sharing_folder,
 )
 from tokamac.engine.events import Finished, Message
@@ -217,10 +217,12 @@ def test_cards_are_the_users_alone_and_stale_ones_go(folder: Path) -> None:
         assert stat.S_IMODE(card.path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert list(cards()) == [card]
-        assert find_card(STEADY) == card
-        assert find_card(replace(STEADY, memory=5, parallel=3, text_every_s=1.0)) == card  # it computes the same
-        assert find_card(Load("other")) is None
-        assert find_card(replace(STEADY, kv=KVSpec(key_bits=8))) is None
+        assert CardFinder().find(STEADY) == card
+        assert (
+            CardFinder().find(replace(STEADY, memory=5, parallel=3, text_every_s=1.0)) == card
+        )  # it computes the same
+        assert CardFinder().find(Load("other")) is None
+        assert CardFinder().find(replace(STEADY, kv=KVSpec(key_bits=8))) is None
     until(lambda: not list(cards()))
     assert not card.path.exists()
 
@@ -259,7 +261,7 @@ def test_a_chat_takes_the_engine_of_a_server_and_its_own_for_another_model(folde
     with owned(folder) as (_, _, path):
         card_of(path).write()
         heard = Heard()
-        chat = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, find=find_card)
+        chat = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, finder=CardFinder())
         chat.send(STEADY)
         assert "uses the engine of the server at http://127.0.0.1:11435" in heard.next(EngineNotice).text
         assert heard.next(Loaded).info.name == "steady"
@@ -275,14 +277,14 @@ def test_a_chat_takes_the_engine_of_a_server_and_its_own_for_another_model(folde
 def test_a_chat_whose_server_ends_hears_of_it_and_starts_its_own(folder: Path) -> None:
     with owned(folder) as (process, _, path):
         card_of(path).write()
-        heard = Heard()
-        chat = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, find=find_card)
+        heard, finder = Heard(), CardFinder()
+        chat = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, finder=finder)
         chat.send(STEADY)
         heard.next(Loaded)
         process.kill()
         assert of_strict_end(heard)
         assert not chat.alive
-        again = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, find=find_card)
+        again = ChatEngine(SCRIPTED, folder / "chat.log", heard.events.put, finder=finder)
         again.send(STEADY)
         assert heard.next(Loaded).info.name == "steady"
         assert (folder / "chat.log").exists()

@@ -25,6 +25,7 @@ from tokamac.engine.hub.cache import GUIDE
 
 from ...backend.client import BackendEvent
 from ...backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, WhatIf
+from ...backend.sharing import chat_socket
 from ...backend.shell import ShellCommand
 from ...chat import commands
 from ...chat.attachments import Draft, joined
@@ -34,6 +35,7 @@ from ...chat.external_programs import copy_text
 from ...chat.figures import pointed_at, primer_is_new
 from ...chat.preferences import Preferences
 from ...chat.recording import Recording
+from ...chat.serving import ChatServer, ServerJob
 from ...chat.session import Session
 from ...chat.steps import (
     Ask,
@@ -382,6 +384,9 @@ class ChatScreen(Screen[None]):
         self.preferences = preferences
         self.what_ifs = WhatIfs(session, bridge)
         self.library = ModelLibrary(self)
+        self._server = ChatServer(
+            spawn=lambda work: self.run_worker(work, group="server"), changed=self._server_changed, told=self.tell
+        )
         self.recording: Recording | None = None
         self.automatic_theme = ""  # the one by the terminal's background
         self.shows_ids = False
@@ -413,6 +418,7 @@ class ChatScreen(Screen[None]):
                 yield self._prompt.completions
             with VerticalScroll(id="panel", can_focus=False):
                 yield Gauges()
+                yield Static(id="server", markup=False)
         yield StatusLine(self.preferences.keymap.actions)
         yield Static(id="too-small", markup=False)
 
@@ -777,6 +783,31 @@ class ChatScreen(Screen[None]):
     def download(self, model: str) -> None:
         """Download a model in the background."""
         self.library.downloads.start(model)
+
+    @property
+    def server(self) -> ServerJob:
+        """The server on the chat's engine."""
+        return self._server.job
+
+    @property
+    def server_url(self) -> str:
+        """Where a server answers whose engine this chat uses."""
+        return self.bridge.server_url
+
+    def begin_server(self, port: int) -> None:
+        """Start the server, with the engine shared."""
+        self.bridge.share(chat_socket())
+        self._server.begin(port)
+
+    def stop_server(self) -> None:
+        """Stop it."""
+        self._server.stop()
+
+    def _server_changed(self) -> None:
+        self.session.serving = self.server.on
+        line = self.query_one("#server", Static)
+        line.display = self.server.on
+        line.update(self.server.line.replace(" · ", "\n"))
 
     def rekey(self) -> None:
         """Hear and name the keys that hold now."""
