@@ -508,10 +508,10 @@ async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_ho
 
 def test_a_cancel_that_came_too_late_is_forgotten() -> None:
     child = Child(load_engine, Outbox(os.open(os.devnull, os.O_WRONLY)))
-    child._cancel(7)
+    child._owner.cancel(7)
     waiting = threading.Thread(target=child._next, daemon=True)
     waiting.start()
-    until(lambda: not child._cancelled)
+    until(lambda: not child._owner._cancelled)
     child._requests.put(Quit())
     within(waiting.join)
 
