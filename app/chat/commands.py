@@ -17,6 +17,8 @@ from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import draft_for
 
+from ..backend.chat_server import PORT as SERVE_PORT
+from ..backend.chat_server import ServerJob
 from ..backend.protocol import Load
 from ..options import given_adapter, given_draft
 from ..profiles import NO_PROFILE, Profile, differing, why_no_name
@@ -36,8 +38,6 @@ from .listing import excerpt
 from .models import hub_cache, is_id, lasting, must_be_downloaded, require
 from .preferences import Preferences, chosen, sentences
 from .recording import LEFT, Recording
-from .serving import PORT as SERVE_PORT
-from .serving import ServerJob
 from .session import Session
 from .steps import Step
 

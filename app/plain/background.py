@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine import metrics as rates
 
+from ..backend.chat_server import ChatServer
 from ..backend.command_process import converter_command, models_command
 from ..chat.commands import RefusedError
 from ..chat.jobs import ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
-from ..chat.serving import ChatServer
 from ..settings_form import whole_number
 from ..units import minutes, size
 

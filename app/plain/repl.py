@@ -23,6 +23,7 @@ from pathlib import Path
 from tokamac.engine.events import ToolCall
 
 from .. import INTERRUPTED, units
+from ..backend.chat_server import ServerJob
 from ..backend.client import BackendEvent, EngineProcess
 from ..backend.protocol import Load, LookAgain, LookedAt, StopLooking
 from ..backend.sharing import ChatEngine, chat_socket
@@ -35,7 +36,6 @@ from ..chat.external_programs import EditorError, copy_text, edit_text, editor_c
 from ..chat.figures import PRIMER, primer_is_new
 from ..chat.preferences import Preferences, budget_spent
 from ..chat.recording import LEFT, Recording, purge
-from ..chat.serving import ServerJob
 from ..chat.session import Session
 from ..chat.start import ChatOptions, ChatStart, begin, open_store
 from ..chat.steps import (

@@ -23,6 +23,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Live, ToolCall
 from tokamac.engine.hub.cache import GUIDE
 
+from ...backend.chat_server import ChatServer, ServerJob
 from ...backend.client import BackendEvent
 from ...backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, WhatIf
 from ...backend.sharing import chat_socket
@@ -35,7 +36,6 @@ from ...chat.external_programs import copy_text
 from ...chat.figures import pointed_at, primer_is_new
 from ...chat.preferences import Preferences
 from ...chat.recording import Recording
-from ...chat.serving import ChatServer, ServerJob
 from ...chat.session import Session
 from ...chat.steps import (
     Ask,

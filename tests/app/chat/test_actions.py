@@ -56,6 +56,7 @@ PROMISED = {
     "jobs": set(),
     "adapter": set(),
     "draft": set(),
+    "serve": set(),
     "unload": set(),
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},

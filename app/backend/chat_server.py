@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine
 from enum import Enum, auto
 from typing import Any
 
-from ..backend.command_process import Ended, LineProcess, ServeLine, Serving, ServingRefused, serve_command, serve_line
-from ..backend.sharing import chat_socket
+from .command_process import Ended, LineProcess, ServeLine, Serving, ServingRefused, serve_command, serve_line
+from .sharing import chat_socket
 
 PORT = 11435
 
