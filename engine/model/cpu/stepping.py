@@ -273,7 +273,7 @@ class _Space:
             words[products.Y], words[products.Y_BYTES] = y.ctypes.data + 4 * begin, y.strides[0]
             several += (sum_of_pieces(matrices[:index]), matrix.kernel, words.ctypes.data)
             begin += len(matrix.weight)
-        all_pieces, at_once = shares(self._rows, begin, x.shape[1], POOL.threads)
+        _, at_once = shares(self._rows, begin, x.shape[1], POOL.threads)
         all_pieces = sum_of_pieces(matrices)
         before = self._keep(np.array([each for pair in preparations.values() for each in pair], np.int64))
         if len(matrices) == 1:
