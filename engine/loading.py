@@ -380,8 +380,13 @@ def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyPr
     """What measures the model's speed here where nothing published knows it."""
     if runtime.machine.pace is not None or not can_measure(runtime.plan):
         return None
-    key = machine_key(runtime.machine.chip, runtime.device)
-    return LatencyProfiler(TimedModel(runtime.work, runtime.plan, by_kernels, runtime.device, key, rounded))
+    key, steps = machine_key(runtime.machine.chip, runtime.device), None
+    if by_kernels:
+        from .model.cpu.stepping import steps_of
+
+        steps = steps_of(runtime.model)
+    timed = TimedModel(runtime.work, runtime.plan, by_kernels, runtime.device, key, rounded, steps is not None, steps)
+    return LatencyProfiler(timed)
 
 
 def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:

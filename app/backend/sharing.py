@@ -39,11 +39,13 @@ class SharingError(TokamacError):
 
 
 def sharing_folder() -> Path:
-    """Return the folder of sockets and cards, made where there is none. Raises SharingError where others could enter it."""
-    from platformdirs import user_runtime_path
+    """Return the folder of sockets and cards, made where there is none. Raises SharingError where others could enter it.
 
-    folder = user_runtime_path("tokamac") / "engines"
-    if len(os.fsencode(folder)) > LONGEST_PATH - 24:
+    In XDG_RUNTIME_DIR, where a session has one and its name is short enough for a socket; else among temporary files.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime or "", "tokamac", "engines")
+    if not folder.is_absolute() or len(os.fsencode(folder)) > LONGEST_PATH - 24:
         folder = Path(tempfile.gettempdir()) / f"tokamac-{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -63,7 +63,7 @@ class Machine:
     def latency_of(self, work: "Workload", plan: "CachePlan", *, by_kernels: bool) -> LatencyModel | None:
         """Return the latency of a model: as published, else as measured here and kept. Measures nothing.
 
-        Of a CPU's own kernels it is with rounded rows where such were timed.
+        Of a CPU's own kernels it is that of whole steps, and with rounded rows, where such were timed.
         """
         from .timing import LatencyProfiler, TimedModel
 
@@ -72,7 +72,8 @@ class Machine:
         if self.latency is not None or not self.local:
             return self.latency
         exact = TimedModel(work, plan, by_kernels, self.device, machine_key(self.chip, self.device))
-        forms = (replace(exact, rounded=True), exact) if by_kernels else (exact,)
+        choices = ((True, True), (True, False), (False, True), (False, False)) if by_kernels else ((False, False),)
+        forms = (replace(exact, stepped=stepped, rounded=rounded) for stepped, rounded in choices)
         return next(filter(None, (LatencyProfiler(each).latency() for each in forms)), None)
 
     def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:

@@ -9,6 +9,9 @@ read in turn as the model has bytes, so that a chip's caches hold no more of the
 MLX version and a label that names all a part depends on, so models share the parts that they have alike. No whole step is ever
 timed: a prediction can be wrong, and is tested as one.
 
+Where a CPU's kernels compute a whole decode step (engine/model/cpu/stepping.py), its layers are timed as they run there: both
+halves, each as a model of its own, and one layer, which tells how long the ends of a step take that both halves have.
+
 Timed alone, a part finds its thread awake, its data in the caches and a core to itself. Where MLX takes turns with a CPU's own
 kernels or NumPy (engine/model/cpu) that is not so: MLX's thread sleeps while they multiply, weights go through the caches
 meanwhile, and their threads are on cores that MLX wants. So a layer's parts are also timed in turn, and the difference is the
@@ -16,7 +19,7 @@ handover.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, product
@@ -33,10 +36,11 @@ from .workload import Product, Workload
 if TYPE_CHECKING:
     from ..kv.cache import Cache
     from ..kv.plan import CachePlan, LayerPlan
+    from ..model.cpu.stepping import Steps
 
 FILE = "parts.json"
 
-RECIPE = 6
+RECIPE = 7
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
@@ -123,10 +127,24 @@ class HandoverLatency:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLatency:
+    """A decode step by a CPU's kernels: (depth, seconds), ascending. limit: tokens that any layer attends to at most."""
+
+    points: Points
+    limit: int | None
+
+    def of(self, depth: int) -> float:
+        """Seconds of a step after ``depth`` tokens, sampling left out."""
+        held = depth if self.limit is None else min(depth, self.limit)
+        return interpolate(self.points, held) if len(self.points) > 1 else self.points[0][1]
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredLatency:
     """A ``LatencyModel`` made of timed parts.
 
-    other_kernels: those that are neither products nor attention. handover: empty where MLX does all of a layer.
+    other_kernels: those that are neither products nor attention. handover: empty where MLX does all of a layer. step: where a CPU's
+    kernels compute decode steps; the other parts are prefill's alone then.
     """
 
     products: tuple[tuple[Product, PartLatency], ...]
@@ -135,11 +153,14 @@ class MeasuredLatency:
     other_kernels: int
     sampling_s: float
     handover: tuple[HandoverLatency, ...] = ()
+    step: StepLatency | None = None
 
     def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:  # noqa: ARG002
         """Seconds of a step; None for several sequences, which were not timed."""
         if batch != 1:
             return None
+        if self.step is not None:
+            return self.step.of(context) + self.sampling_s
         products = sum(product.count * latency.row_s for product, latency in self.products)
         handover = sum(layers.of(context) for layers in self.handover)
         return products + self._attention_and_kernels(1, context) + handover + self.sampling_s
@@ -243,6 +264,26 @@ def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) 
             cache.trim(min(1, cache.rewindable))
 
     return typical_s(step, patience=LAYER_PATIENCE) / count
+
+
+def time_step(steps: "Steps | None", layers: "Sequence[LayerPlan]", first: int, last: int, depth: int) -> float:
+    """Time a decode step of a model that has the layers from first to before last alone, after ``depth`` tokens."""
+    assert steps is not None, "who only reads what was kept times nothing"
+    part, token = steps.of_layers(first, last), mx.zeros((1, 1), mx.int32)
+    caches = [filled_caches(layer, depth, 1)[0] for layer in layers[first:last]]
+
+    def step() -> None:
+        logits = part.logits(token, caches, own=_no_own_forward)
+        assert logits is not None, "these caches don't take a step"
+        mx.eval(logits)
+        for cache in caches:
+            cache.trim(min(1, cache.rewindable))
+
+    return typical_s(step, patience=LAYER_PATIENCE)
+
+
+def _no_own_forward(*_: Any) -> mx.array:
+    raise AssertionError("one sequence goes to the kernels or nowhere")
 
 
 def typical_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:
@@ -415,8 +456,9 @@ PartTimer = Callable[[str, Callable[[], float]], float]
 class TimedModel:
     """A model as the parts of its steps.
 
-    by_kernels: a CPU's own kernels multiply (engine/model/cpu); rounded: rows that are rounded, where they can be.
-    machine: its ``measurement_store.machine_key``.
+    by_kernels: a CPU's own kernels multiply (engine/model/cpu); rounded: rows that are rounded, where they can be; stepped: they
+    compute whole decode steps. steps: what computes these; None reads what was kept of them. machine: its
+    ``measurement_store.machine_key``.
     """
 
     work: Workload
@@ -425,6 +467,8 @@ class TimedModel:
     device: DeviceKind
     machine: str
     rounded: bool = False
+    stepped: bool = False
+    steps: "Steps | None" = None
 
     @property
     def layer_products(self) -> tuple[Product, ...]:
@@ -453,7 +497,7 @@ class TimedModel:
         alike = [list(group) for _, group in groupby(sorted(self.plan.layers, key=_cache_shape), key=_cache_shape)]
         attention = tuple(self._attention(part_s, layers, heads) for layers in alike)
         handover: tuple[HandoverLatency, ...] = ()
-        if any(waits(kind, by_kernels=self.by_kernels) for kind in self.layer_products):
+        if not self.stepped and any(waits(kind, by_kernels=self.by_kernels) for kind in self.layer_products):
             rest_s = sum(products[kind].row_s for kind in self.layer_products) + LAYER_KERNELS * kernel.row_s
             pairs = zip(alike, attention, strict=True)
             handover = tuple(self._handover(part_s, layers, alone, rest_s) for layers, alone in pairs)
@@ -465,7 +509,30 @@ class TimedModel:
             other_kernels=max(work.launches - timed, 0),
             sampling_s=part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary)),
             handover=handover,
+            step=self._step(part_s) if self.stepped else None,
         )
+
+    def _step(self, part_s: PartTimer) -> StepLatency:
+        """Both halves of the layers, less the ends of a step that they have twice; of two layers, both at once."""
+        layers = self.plan.layers
+        count, limits = len(layers), [layer.limit for layer in layers]
+        limit = max((each for each in limits if each is not None), default=None) if None not in limits else None
+        products = ", ".join(kind.key for kind in self.work.products)
+        shapes = "; ".join(dict.fromkeys(map(_cache_shape, layers)))
+
+        def seconds(first: int, last: int, depth: int) -> float:
+            label = f"step of layers {first} to {last} of {count}: {products}, {self.work.query_heads} on {shapes} at {depth}"
+            return part_s(label, partial(time_step, self.steps, layers, first, last, depth))
+
+        depths = [max(depth, 1) for depth in attention_depths(limit)]
+        held = [depth for depth in depths if sum(each.bytes_at(depth) for each in layers) <= LARGEST] or depths[:1]
+        halves = [(0, count // 2), (count // 2, count)] if count > 2 else [(0, count)]
+        sums = [sum(seconds(first, last, depth) for first, last in halves) for depth in held]
+        twice_s = 0.0
+        if len(halves) > 1:
+            one_s = seconds(0, 1, held[0])
+            twice_s = min(max((count * one_s - sums[0]) / (count - 2), 0.0), one_s)
+        return StepLatency(tuple(zip(held, (each - twice_s for each in accumulate(sums, max)), strict=True)), limit)
 
     def _product(self, part_s: PartTimer, kind: Product, nbytes: int) -> PartLatency:
         def seconds(rows: int) -> float:
@@ -595,6 +662,7 @@ class LatencyProfiler:
     def _key(self, label: str) -> str:
         form = "by kernels" if self._model.by_kernels else "as stored"
         form = f"{form}, rounded" if self._model.rounded else form
+        form = f"{form}, in steps" if self._model.stepped else form
         return f"{self._model.machine} | recipe {RECIPE} | {form} | {label}"
 
 

@@ -7,6 +7,7 @@ and write the engine's own caches (engine/kv/cache.py) where these lie. Any othe
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,10 @@ class Steps:
         self.parts = parts
         self._spaces: dict[int, _Space] = {}
         self._words: WeakKeyDictionary[HeldSlots, Words] = WeakKeyDictionary()
+
+    def of_layers(self, first: int, last: int) -> "Steps":
+        """Return the steps of a model that has only these layers, for timing."""
+        return Steps(replace(self.parts, layers=self.parts.layers[first:last]))
 
     def logits(self, inputs: mx.array, caches: Sequence[Any], own: Forward) -> mx.array | None:
         """Return the logits (B, N, V) of ids (B, N) where that is a step that fits, and the caches hold the tokens then; else None.
@@ -359,12 +364,19 @@ def _difference(model: nn.Module, steps: Steps, make: Caching) -> float:
     return off
 
 
+class Stepped:
+    """What a model is, beside its own class, whose decode steps are kernels."""
+
+    _steps: Steps
+
+
+def steps_of(model: nn.Module) -> Steps | None:
+    """Return what computes a model's decode steps; None: its class."""
+    return model._steps if isinstance(model, Stepped) else None
+
+
 def _stepping(kind: type[Any]) -> type[Any]:
-    class Stepping(kind):
-        """A model whose decode steps are kernels."""
-
-        _steps: Steps
-
+    class Stepping(Stepped, kind):
         def __call__(self, inputs: mx.array, cache: Any = None, *others: Any, **named: Any) -> mx.array:
             if cache is not None and not others and not named and inputs.ndim == 2:
                 found = self._steps.logits(inputs, cache, super().__call__)
