@@ -18,7 +18,7 @@ are varied, so that the model learns what is asked and not how.
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -205,8 +205,8 @@ def vary(question: str, rng: random.Random) -> str:
         text = swap_synonyms(text, rng)
     if rng.random() < 0.3:
         text = drop_fillers(text, rng)
-    if rng.random() < 0.08:
-        text = drop_word(text, rng)
+    if rng.random() < 0.25:
+        text = drop_words(text, rng)
     if rng.random() < 0.12:
         text = slip(text, rng)
     if rng.random() < 0.10:
@@ -263,13 +263,12 @@ def synonyms() -> tuple[re.Pattern[str], dict[str, list[str]]]:
     return re.compile(pattern, re.IGNORECASE), others
 
 
-def drop_word(text: str, rng: random.Random) -> str:
-    """Leave out one word of a question of five or more."""
+def drop_words(text: str, rng: random.Random) -> str:
+    """Leave out about one word in six of a question of four or more: so no single word is relied on."""
     words = text.split()
-    if len(words) < 5:
+    if len(words) < 4:
         return text
-    del words[rng.randrange(len(words))]
-    return " ".join(words)
+    return " ".join(word for word in words if rng.random() >= 1 / 6) or text
 
 
 def drop_fillers(text: str, rng: random.Random) -> str:
@@ -397,14 +396,17 @@ SYSTEM_PROMPTS = (
 NONSENSE_SHARE = 0.2
 """Of in-scope questions, how many are copied as nonsense that must be declined."""
 
-CHAINED_SHARE = 0.06
+CHAINED_SHARE = 0.04
 """Of all questions, how many come again in chains."""
 
-OPENING_SHARE, OPENING_TOKENS = 0.90, (3, 8)
+DIALOGUE_SHARE = 0.5
+"""Of the ways to ask a dialogue's questions, how many an epoch takes."""
+
+OPENING_SHARE, OPENING_TOKENS = 0.95, (3, 6)
 """Of questions asked alone, how many end after so many tokens of the answer: which answer it is shows there, and reciting the
 rest is learned from far fewer examples."""
 
-DECLINED_OPENING_SHARE = 0.97
+DECLINED_OPENING_SHARE = 0.995
 """The same, of questions that are declined: they share one answer, which is soon learned."""
 
 SPLIT_SHARE, MERGES_LEFT_OUT = 0.3, 0.1
@@ -413,6 +415,12 @@ Provilkov et al. 2020, https://arxiv.org/abs/1910.13267): so words that were nev
 
 PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 3
 """How many wordings of a pattern an epoch draws,"""
+PIECE = 0.25
+"""The share of an epoch that is made at once: which answers need more is known anew for the next piece."""
+
+NEED = (0.4, 4.0)
+"""How often a question is drawn whose answer is hardly ever missed, and one that is missed most, at least and at most."""
+
 LEAST_DRAWS = 60
 """and how many questions for one answer at least, where it has patterns: one that few phrasings ask for is learned as well."""
 
@@ -448,6 +456,7 @@ class Conversations:
         answers = {turn.answer: None for entry in entries for turn in entry.turns}
         self._answers = {answer: number for number, answer in enumerate(answers)}
         self._held_out = {normalised(text) for entry in entries for turn in entry.turns for text in turn.held_out}
+        self._losses: dict[int, float] = {}
         self._ids = {mark: mark_id(tokenizer, mark) for mark in (SYSTEM, USER, ASSISTANT, END, PAD)}
 
     @property
@@ -455,32 +464,56 @@ class Conversations:
         """How many different answers there are."""
         return len(self._answers)
 
-    def epoch(self) -> list[TrainingSample]:
-        """Return one pass over all trained phrasings alone, the dialogues, and chains of unrelated questions."""
+    def number(self, answer: str) -> int:
+        """The number of an answer."""
+        return self._answers[answer]
+
+    def learned(self, answer: int, loss: float) -> None:
+        """Note the loss of an answer by its number: the higher it stays, the oftener its questions are drawn."""
+        self._losses[answer] = 0.9 * self._losses.get(answer, loss) + 0.1 * loss
+
+    def _need(self) -> Callable[[str], float]:
+        """Return how often to draw a question for an answer: by its loss over the mean of all that the guide answers."""
+        asked = [self.number(entry.turns[0].answer) for entry in self._single]
+        known = [self._losses[number] for number in asked if number in self._losses]
+        if len(known) < len(asked) / 2:
+            return lambda _: 1.0
+        mean = sum(known) / len(known)
+        least, most = NEED
+        return lambda answer: min(most, max(least, self._losses.get(self.number(answer), mean) / mean))
+
+    def piece(self) -> list[TrainingSample]:
+        """Return a piece of a pass over all trained phrasings alone, the dialogues, and chains of unrelated questions."""
         rng = self._rng
-        exchanges = list(self._all_exchanges())
+        exchanges = list(self._all_exchanges(PIECE))
         samples = [
             self._encode([exchange], opening=rng.random() < self._opening_share(exchange)) for exchange in exchanges
         ]
-        samples += [self._encode(dialogue) for dialogue in self._all_dialogues()]
+        samples += [
+            self._encode(dialogue) for dialogue in self._all_dialogues() if rng.random() < PIECE * DIALOGUE_SHARE
+        ]
         rng.shuffle(exchanges)
         chained = exchanges[: int(len(exchanges) * CHAINED_SHARE)]
         while chained:  # unrelated questions in a row: the last one counts, whatever came before
             length = rng.choice((2, 2, 3, 3, 4, 6))
             samples.append(self._encode(chained[:length]))
             del chained[:length]
-        samples.append(self._long(exchanges))
+        if rng.random() < PIECE:
+            samples.append(self._long(exchanges))
         rng.shuffle(samples)
         return samples
 
-    def _all_exchanges(self) -> Iterator[Exchange]:
+    def _all_exchanges(self, share: float = 1.0) -> Iterator[Exchange]:
+        need = self._need()
         for entry in (*self._single, *self._outside):
             turn = entry.turns[0]
             draws = OUTSIDE_PATTERN_DRAWS if entry.out_of_scope else PATTERN_DRAWS
             written = len(turn.trained) - len(turn.patterns)
             if turn.patterns and not entry.out_of_scope:
                 draws = max(draws, -(-(LEAST_DRAWS - written) // len(turn.patterns)))
-            for text in (*turn.trained, *turn.patterns * (draws - 1)):
+            often = share * (1.0 if entry.out_of_scope else need(turn.answer))
+            texts = (*turn.trained, *turn.patterns * (draws - 1))
+            for text in (text for text in texts for _ in range(int(often + self._rng.random()))):
                 yield self._draw(text), turn.answer
                 if not entry.out_of_scope and self._rng.random() < NONSENSE_SHARE:
                     yield self._draw(nonsense(text, self._outside_words, self._rng)), self._decline
@@ -525,7 +558,7 @@ class Conversations:
             add(SYSTEM, self._rng.choice(SYSTEM_PROMPTS), False)
         for question, answer in exchanges:
             add(USER, question, False)
-            routes.append((len(ids), self._answers[answer]))
+            routes.append((len(ids), self.number(answer)))
             add(ASSISTANT, answer, True)
         if opening:  # cut inside the last answer
             end = routes[-1][0] + 1 + self._rng.randint(*OPENING_TOKENS)

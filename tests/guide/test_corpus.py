@@ -102,6 +102,20 @@ def test_training_never_draws_a_held_out_phrasing(entries: list[CorpusEntry]) ->
     assert not drawn & held_out
 
 
+def test_questions_for_an_answer_that_is_missed_are_drawn_oftener(entries: list[CorpusEntry]) -> None:
+    few = [*single(entries)[:8], next(entry for entry in entries if entry.out_of_scope)]
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    conversations = Conversations(few, tokenizer, seed=1)
+    even = Counter(answer for _, answer in conversations._all_exchanges())
+    for number, entry in enumerate(few[:-1]):
+        conversations.learned(conversations.number(entry.turns[0].answer), 4.0 if number == 0 else 0.5)
+    drawn = Counter(answer for _, answer in conversations._all_exchanges())
+    missed, known = few[0].turns[0].answer, few[1].turns[0].answer
+    assert drawn[missed] > 2 * even[missed]
+    assert 0 < drawn[known] < even[known]
+    assert drawn[few[-1].turns[0].answer] > 0
+
+
 def alike(question: str, other: str) -> bool:
     """Whether a question is another's copy, or nearly: of its telling words over three quarters are the same."""
     first, second = set(stems(question)), set(stems(other))

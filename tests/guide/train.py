@@ -4,7 +4,7 @@ Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetens
 the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded, but for the way that
 words are split (BPE-dropout), which the tokenizer draws itself. The last third trains as if weights were packed; in the last fifth
 declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew; --finishing trains like the
-last fifth alone.
+last fifth alone. --workers N trains in N processes of one core, whose weights draw near to each other every few steps.
 
 --mean averages checkpoints instead. Rounds that began with the same checkpoint can be averaged (Wortsman et al. 2022,
 https://arxiv.org/abs/2203.05482): the mean declines what either declined, and loses fewer answers than either.
@@ -48,7 +48,7 @@ class GuideShape:
 
     vocab_size: int = 4096
     hidden_size: int = 256
-    num_hidden_layers: int = 6
+    num_hidden_layers: int = 8
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 64
@@ -73,7 +73,7 @@ class GuideShape:
 
 WEIGHTS = "model.safetensors"
 
-ROUTE_AFTER = 4
+ROUTE_AFTER = 6
 """The layer after which, in training, the assistant mark must tell which answer is coming."""
 
 GROUP, LEVELS = 64, 15
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """x (B, T, D) → (B, T, D)."""
         batch, length, _ = x.shape
 
@@ -129,9 +129,11 @@ class Attention(nn.Module):
 
         q, k = rotate(heads(self.q_proj(x)), cos, sin), rotate(heads(self.k_proj(x)), cos, sin)
         v = heads(self.v_proj(x))
-        groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # Written out: on a CPU, PyTorch's fused attention takes five times as long for questions of 20 to 40 tokens.
+        q = q.reshape(batch, k.shape[1], -1, self.shape.head_dim)  # the queries that share a key, one after the other
+        scores = (q @ k.transpose(-1, -2)).view(batch, -1, length, length) * self.shape.head_dim**-0.5 + mask
+        shares = scores.softmax(-1).to(v.dtype).view(batch, k.shape[1], -1, length)
+        out = (shares @ v).view(batch, -1, length, self.shape.head_dim)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -155,6 +157,20 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Dropout(nn.Module):
+    """Dropout that zeroes the same channels at every position of a sequence: so much less chance is drawn for it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, D) → (B, T, D)."""
+        if not self.share:
+            return x
+        return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.share)
+
+
 class Layer(nn.Module):
     """Attention and MLP, each on a normalised residual; ``dropout`` on what they add."""
 
@@ -164,11 +180,11 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """x (B, T, D) → (B, T, D)."""
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -188,7 +204,7 @@ class Llama(nn.Module):
     def __init__(self, shape: GuideShape, dropout: float = 0.0) -> None:
         super().__init__()
         self.model = Decoder(shape, dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.max_position_embeddings), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -199,10 +215,11 @@ class Llama(nn.Module):
         """ids (B, T) → two of (B, T, D): the end, normalised and ready for the head, and the state after ROUTE_AFTER layers."""
         length = ids.shape[1]
         cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
+        mask = torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu(1)
         x = self.dropout(self.model.embed_tokens(ids))
         midway = x
         for index, layer in enumerate(self.model.layers, 1):
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
             midway = x if index == ROUTE_AFTER else midway
         return self.model.norm(x), midway
 
@@ -243,7 +260,11 @@ def _initialise(module: nn.Module) -> None:
 PACKED_FROM = 0.65
 """Share of the training after which the model sees its weights as 4-bit ones."""
 
-ROUTE_WEIGHT = 0.5
+ROUTE_WEIGHT, ROUTE_FROM = 0.5, 120
+"""What naming the answer weighs, and the steps in which only the router learns from it: it begins anew with each round."""
+
+MEET_EVERY = 20
+"""The steps after which workers that train together draw near."""
 
 DECLINING_FROM, DECLINE_WEIGHT = 0.8, 20.0
 """Share of the training after which a wrongly answered question costs that much more than one wrongly declined."""
@@ -265,7 +286,8 @@ class TrainingPlan:
     warm_up: int = 80
     resume: Path | None = None
     finishing: bool = False
-    dropout: float = 0.05
+    workers: int = 1
+    dropout: float = 0.08
     weight_decay: float = 0.05
 
     def progress(self, step: int, seconds: float) -> float:
@@ -293,30 +315,98 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--resume", type=Path, help="begin with the weights and the vocabulary of this checkpoint")
     parser.add_argument("--finishing", action="store_true", help="train in the manner of the last fifth from the start")
+    parser.add_argument("--workers", type=int, default=1, help="processes of one core that train together")
     args = parser.parse_args()
     if args.mean:
         average(args.mean, args.out)
         return
     bounds = args.out, args.steps, args.minutes, args.seed, args.batch_tokens, args.learning_rate
-    train(TrainingPlan(*bounds, resume=args.resume, finishing=args.finishing))
+    train(TrainingPlan(*bounds, resume=args.resume, finishing=args.finishing, workers=args.workers))
 
 
 def train(plan: TrainingPlan) -> None:
     """Run the plan and write the checkpoint."""
-    torch.manual_seed(plan.seed)
+    if plan.workers > 1:
+        torch.set_num_threads(1)  # before the fork: threads don't survive it
     entries = read_corpus()
+    tokenizer = train_tokenizer(_texts(entries)) if plan.resume is None else read_tokenizer(plan.resume)
+    torch.manual_seed(plan.seed)
     model = Llama(GuideShape(), plan.dropout)
     if plan.resume is not None:
-        tokenizer = read_tokenizer(plan.resume)
-        model.load_state_dict(load_file(plan.resume / WEIGHTS))
+        model.load_state_dict(grown(load_file(plan.resume / WEIGHTS), model))
+    router = Router(GuideShape(), Conversations(entries, tokenizer, plan.seed).answers)
+    centre = Centre.of(model, router)
+    if plan.workers == 1:
+        _work(0, plan, tokenizer, (model, router), centre)
     else:
-        tokenizer = train_tokenizer(_texts(entries))
-    conversations = Conversations(entries, tokenizer, plan.seed)
-    router = Router(GuideShape(), conversations.answers)
+        arguments = plan, tokenizer, (model, router), centre
+        torch.multiprocessing.start_processes(_work, arguments, nprocs=plan.workers, start_method="fork")
+    centre.give(model, router)
+    save(model, tokenizer, plan.out)
+
+
+def grown(weights: dict[str, Tensor], model: Llama) -> dict[str, Tensor]:
+    """Return an earlier checkpoint's weights for a model of as many layers, or of two more that change nothing yet.
+
+    A new layer stands behind the second and behind the fourth, a copy of it that adds nothing to the residual.
+    """
+    if weights.keys() == model.state_dict().keys():
+        return weights
+    came_from = [0, 1, 1, 2, 3, 3, 4, 5]
+    found = {name: value for name, value in weights.items() if ".layers." not in name}
+    for layer, old in enumerate(came_from):
+        for name in (name for name in weights if name.startswith(f"model.layers.{old}.")):
+            new = layer > 0 and came_from[layer - 1] == old
+            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+            key = name.replace(f".{old}.", f".{layer}.", 1)
+            found[key] = torch.zeros_like(weights[name]) if new and adds else weights[name].clone()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Centre:
+    """The weights that workers share: each now and then goes half the way to them, and they half the way to it.
+
+    Elastic averaging (Zhang et al. 2015, https://arxiv.org/abs/1412.6651): no worker waits for another.
+    """
+
+    weights: dict[str, Tensor]
+    lock: Any
+
+    @classmethod
+    def of(cls, *modules: nn.Module) -> "Centre":
+        """Begin with the modules' weights."""
+        named = {f"{at}.{name}": p for at, each in enumerate(modules) for name, p in each.named_parameters()}
+        return cls(
+            {name: p.detach().clone().share_memory_() for name, p in named.items()}, torch.multiprocessing.Lock()
+        )
+
+    def meet(self, *modules: nn.Module) -> None:
+        """Move the modules' weights and these towards each other."""
+        with self.lock, torch.no_grad():
+            for at, each in enumerate(modules):
+                for name, parameter in each.named_parameters():
+                    shared = self.weights[f"{at}.{name}"]
+                    shared.lerp_(parameter, 0.5)
+                    parameter.copy_(shared)
+
+    def give(self, *modules: nn.Module) -> None:
+        """Set the modules' weights to these."""
+        with torch.no_grad():
+            for at, each in enumerate(modules):
+                for name, parameter in each.named_parameters():
+                    parameter.copy_(self.weights[f"{at}.{name}"])
+
+
+def _work(number: int, plan: TrainingPlan, tokenizer: Tokenizer, models: tuple[Llama, Router], centre: Centre) -> None:
+    """Train as one of the plan's workers."""
+    torch.manual_seed(plan.seed + number)
+    model, router = models
+    conversations = Conversations(read_corpus(), tokenizer, plan.seed + number)
     optimizers = _optimizers(model, router, plan)
     route_weight = 0.0 if plan.finishing else ROUTE_WEIGHT  # the router begins anew, and can't help in a short time
     began, seen, packed, losses = time.monotonic(), 0, False, [0.0, 0.0]
-    for step, batch in enumerate(_endless(conversations, plan)):
+    for step, batch in enumerate(_endless(conversations, plan, number)):
         progress = plan.progress(step, time.monotonic() - began)
         if progress >= 1:
             break
@@ -329,22 +419,25 @@ def train(plan: TrainingPlan) -> None:
         for optimizer, rate in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * pace
-        parts = _step((model, router), batch, mark_id(tokenizer, PAD), route_weight)
+        text, route, alone = _step(models, batch, mark_id(tokenizer, PAD), route_weight, step >= ROUTE_FROM)
+        for answer, loss in alone:
+            conversations.learned(answer, loss)
         for optimizer, _ in optimizers:
             optimizer.step()
         seen += sum(len(sample.ids) for sample in batch)
-        losses = [total + part for total, part in zip(losses, parts, strict=True)]
-        if step % 50 == 49:
+        losses = [losses[0] + text, losses[1] + route]
+        if step % MEET_EVERY == MEET_EVERY - 1:
+            centre.meet(model, router)
+        if step % 50 == 49 and number == 0:
             text, route = (total / 50 for total in losses)
-            speed = seen / (time.monotonic() - began)
+            speed = seen / (time.monotonic() - began) * plan.workers
             print(
                 f"step {step + 1} {progress:6.1%}  text {text:.4f}  route {route:.4f}  {speed:,.0f} tokens/s",
                 flush=True,
             )
             losses = [0.0, 0.0]
-        if step % 200 == 199:
             save(model, tokenizer, plan.out)
-    save(model, tokenizer, plan.out)
+    centre.meet(model, router)
 
 
 def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
@@ -371,9 +464,12 @@ def average(checkpoints: list[Path], out: Path) -> None:
 
 
 def _step(
-    models: tuple[Llama, Router], batch: list[TrainingSample], pad: int, route_weight: float
-) -> tuple[float, float]:
-    """Set the gradients of a batch; return its losses, per token of the answers and per answer chosen (nats)."""
+    models: tuple[Llama, Router], batch: list[TrainingSample], pad: int, route_weight: float, teaches: bool
+) -> tuple[float, float, list[tuple[int, float]]]:
+    """Set the gradients of a batch; return its losses, per token of the answers and per answer chosen (nats).
+
+    And of each question asked alone, its answer and the loss of that, summed. teaches: whether the model learns from the router.
+    """
     model, router = models
     ids, weights = _padded(batch, pad)
     learned = weights[:, 1:] > 0
@@ -381,15 +477,19 @@ def _step(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         end, midway = model.hidden(ids[:, :-1])
         logits = model.head(end[learned])  # only what is learned reaches the head
-        chosen = router(midway[rows[:, 0], rows[:, 1]])
+        marks = midway[rows[:, 0], rows[:, 1]]
+        chosen = router(marks if teaches else marks.detach())
     counts = weights[:, 1:][learned]
-    text = (F.cross_entropy(logits.float(), ids[:, 1:][learned], reduction="none") * counts).sum() / counts.sum()
+    each_token = F.cross_entropy(logits.float(), ids[:, 1:][learned], reduction="none")
+    text = (each_token * counts).sum() / counts.sum()
     route = F.cross_entropy(chosen.float(), rows[:, 2], label_smoothing=0.05)
     for each in models:
         each.zero_grad(set_to_none=True)
     (text + route_weight * route).backward()
     torch.nn.utils.clip_grad_norm_([*model.parameters(), *router.parameters()], 1.0)
-    return float(text.detach()), float(route.detach())
+    by_row = torch.zeros(len(batch)).index_add_(0, learned.nonzero()[:, 0], each_token.detach()).tolist()
+    alone = [(sample.routes[0][1], loss) for sample, loss in zip(batch, by_row, strict=True) if len(sample.routes) == 1]
+    return float(text.detach()), float(route.detach()), alone
 
 
 def _padded(batch: list[TrainingSample], pad: int) -> tuple[Tensor, Tensor]:
@@ -402,10 +502,10 @@ def _padded(batch: list[TrainingSample], pad: int) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def _endless(conversations: Conversations, plan: TrainingPlan) -> Iterator[list[TrainingSample]]:
-    rng = random.Random(plan.seed)
+def _endless(conversations: Conversations, plan: TrainingPlan, number: int) -> Iterator[list[TrainingSample]]:
+    rng = random.Random(plan.seed + number)
     while True:
-        yield from batches(conversations.epoch(), plan.batch_tokens, rng)
+        yield from batches(conversations.piece(), plan.batch_tokens, rng)
 
 
 def _optimizers(model: Llama, router: Router, plan: TrainingPlan) -> list[tuple[torch.optim.Optimizer, float]]:
