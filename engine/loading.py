@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .device import DeviceKind, device_kind
 from .distributed.mirror import Mirror, SharedModel, SharedOperations, SharedPlan
-from .distributed.split import Share
+from .distributed.split import NodeShare
 from .distributed.team import Team, check_same, versions
 from .errors import MemoryLimitError, OptionError, TokamacError
 from .events import LoadProgress
@@ -77,7 +77,7 @@ def load(
     parallel: int = 1,
     speculation: Speculation | None = None,
     cpu_exact: bool = False,
-    share: Share | None = None,
+    share: NodeShare | None = None,
     team: Team | None = None,
 ) -> Runner:
     """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
@@ -310,7 +310,7 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
 
 
 def _divide(
-    share: Share, device: DeviceKind, memory: int | None, module: Any, config: dict[str, Any]
+    share: NodeShare, device: DeviceKind, memory: int | None, module: Any, config: dict[str, Any]
 ) -> dict[str, Any]:
     """Leave a module this process's part of it; return the part's config. Raises MemoryLimitError where that does not fit."""
     own = share.divide(module, config)

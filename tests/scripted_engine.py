@@ -20,7 +20,7 @@ from tokamac.app.backend.child import serve
 from tokamac.app.backend.protocol import Load, ModelInfo
 from tokamac.engine import Engine, ReplyStream
 from tokamac.engine import metrics as rates
-from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError
+from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError, TokamacError
 from tokamac.engine.events import (
     Alternative,
     Event,
@@ -422,6 +422,9 @@ class ScriptedEngine(Engine):
         """Tell what memory is in use."""
         active = WEIGHT_BYTES + self._known * KV_BYTES_PER_TOKEN
         return Memory(active, active, 0, None, 12_000_000_000, None)
+
+    def call_when_lost(self, act: Callable[[TokamacError], None]) -> None:
+        """Keep nothing: a script has no nodes."""
 
     def call_when_measured(self, act: Callable[[], None]) -> None:
         """Nothing is measured here."""

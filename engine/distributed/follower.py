@@ -87,10 +87,10 @@ class NodeFollower:
     def _load(self, record: Record) -> None:
         from ..loading import described, load
         from .mirror import PassReplay
-        from .split import Share
+        from .split import NodeShare
 
         self._unload()
-        share = Share(self._group, self._group.rank(), self._group.size(), record["split"])
+        share = NodeShare(self._group, self._group.rank(), self._group.size(), record["split"])
         runner = load(
             record["model"],
             kv=KVSpec(**record["kv"]),

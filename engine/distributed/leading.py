@@ -10,7 +10,7 @@ from ..events import LoadProgress
 from ..loading import load
 from ..options import KVSpec, PromptCacheSpec, Speculation, Split
 from ..runner import Runner
-from .split import Share
+from .split import NodeShare
 from .team import Team
 
 
@@ -60,6 +60,6 @@ def load_together(
         parallel=parallel,
         speculation=speculation,
         cpu_exact=cpu_exact,
-        share=Share(group, group.rank(), group.size(), split),
+        share=NodeShare(group, group.rank(), group.size(), split),
         team=team,
     )

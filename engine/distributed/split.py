@@ -14,7 +14,7 @@ WIDTHS = (*HEADS, "intermediate_size", "moe_intermediate_size", "shared_expert_i
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class NodeShare:
     """What part a process has. group: MLX's."""
 
     group: Any
