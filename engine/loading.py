@@ -339,6 +339,10 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
+SLOWLY_MEASURED = 500e6
+"""Bytes of weights from which three passes over some tokens take a second or more, and a line says so."""
+
+
 def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadProgress], None]) -> RoundingCost | None:
     """Have a CPU's kernels round rows if that costs the model little; return what it costs, or None where nothing can be rounded.
 
@@ -353,7 +357,8 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
         key = cost_key(loaded.folder, digest(sorted(loaded.folder.glob("*.safetensors")), default_root()))
         cost = known_cost(key)
     if cost is None:
-        report(LoadProgress("rounding", 0, None))
+        if loaded.stored.weight_bytes >= SLOWLY_MEASURED:
+            report(LoadProgress("rounding", 0, None))
         with contextlib.suppress(*BUILD_ERRORS):  # planning its caches then says why its forward pass fails
             cost = measure_cost(loaded.module, tokenizer.encode(TEXT)[:TOKENS])
         if cost is not None and key is not None:

@@ -21,7 +21,7 @@ if sys.platform != "linux":
 
 from tests.engine.helpers import write_model
 from tests.engine.model.test_cpu import packed, rows_of, unpacked
-from tokamac.engine import Engine, PromptCacheSpec, Sampling
+from tokamac.engine import Engine, PromptCacheSpec, Sampling, loading
 from tokamac.engine.device import device_kind
 from tokamac.engine.model.cpu import products
 from tokamac.engine.model.cpu.byte_tiles import can_round
@@ -209,7 +209,8 @@ def logprobs(engine: Engine) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def own_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What other tests kept of models is not there."""
+    """What other tests kept of models is not there, and a line tells of measuring even a small one."""
+    monkeypatch.setattr(loading, "SLOWLY_MEASURED", 0)
     file = tmp_path / "rounding.json"
     monkeypatch.setattr(measurement_store, "store_file", lambda _: file)
     return file
@@ -233,6 +234,16 @@ def test_rows_are_rounded_where_that_costs_little(bits: int, rounds: bool, tmp_p
         assert engine.spec.rounding is None
         assert "rounding" not in stages
         assert np.array_equal(logprobs(engine), found) is not rounds
+
+
+@on_a_cpu
+def test_what_is_measured_in_no_time_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "model", bits=4, **SIZES)
+    size = (folder / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loading, "SLOWLY_MEASURED", 2 * size)
+    with loaded(folder, prompt_cache=None) as (engine, stages):
+        assert engine.spec.rounding is not None
+        assert "rounding" not in stages
 
 
 @on_a_cpu
