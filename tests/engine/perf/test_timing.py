@@ -22,6 +22,7 @@ from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.model.config import normalise
 from tokamac.engine.model.cpu import dense
+from tokamac.engine.model.cpu.stepping import steps_of, take_steps
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import bandwidth, measurement_store, timing
@@ -557,6 +558,64 @@ def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded_in_turns, by_n
 )  # fmt: skip
 def test_packed_matrices_and_large_plain_ones_wait_for_their_input(product, by_kernels, waits):
     assert timing.waits(product, by_kernels=by_kernels) == waits
+
+
+# Decode steps that a CPU's kernels compute whole.
+
+GUIDE = Path(__file__).parents[3] / "assets" / "guide" / "model"
+on_a_cpu = pytest.mark.skipif(device_kind() != "cpu", reason="steps by kernels are a CPU's alone")
+
+
+@pytest.fixture(scope="module")
+def stepped() -> TimedModel:
+    loaded = load_model(GUIDE, dtype=None, device=device_kind(), progress=lambda *_: None)
+    subject = subject_of(loaded)
+    assert take_steps(loaded.module, subject.plan, lambda: subject.plan.make(None)) == ""
+    return replace(subject, stepped=True, steps=steps_of(loaded.module))
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("hurried")
+def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, monkeypatch):
+    def seconds(_steps: Any, _layers: Any, first: int, last: int, depth: int) -> float:
+        return 2.0 + (last - first) * (3.0 + depth / 1000)
+
+    monkeypatch.setattr(timing, "time_step", seconds)
+    measure = LatencyProfiler(stepped, tmp_path / "parts.json")
+    list(measure.steps())
+    pace, layers = measure.latency(), stepped.work.layers
+    assert layers > 2
+    assert pace.handover == ()
+    for depth in (64, 700, 4096, 9000):
+        whole = 2.0 + layers * (3.0 + depth / 1000)
+        assert pace.decode_s(stepped.work, depth) == pytest.approx(whole + pace.sampling_s)
+    assert pace.decode_s(stepped.work, 64, batch=2) is None
+    read_by_name = LatencyProfiler(replace(stepped, steps=None), tmp_path / "parts.json")
+    assert read_by_name.latency() == pace
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("hurried")
+def test_halves_of_a_models_layers_are_timed_as_they_run(stepped, tmp_path, monkeypatch):
+    filled, made = timing.filled_caches, []
+
+    def noted(*given: Any) -> Any:
+        made.append(filled(*given))
+        return made[-1]
+
+    monkeypatch.setattr(timing, "filled_caches", noted)
+    layers = stepped.plan.layers
+    assert timing.time_step(stepped.steps, layers, 3, len(layers), 64) > 0
+    assert [cache.offset for (cache,) in made] == [64] * (len(layers) - 3)
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("hurried")
+def test_steps_and_layers_through_mlx_are_kept_apart(stepped, tmp_path):
+    measure = LatencyProfiler(stepped, tmp_path / "parts.json")
+    list(measure.steps())
+    by_layers = replace(stepped, stepped=False, steps=None)
+    assert LatencyProfiler(by_layers, tmp_path / "parts.json").latency() is None
 
 
 # When the machine's pace is measured: in quiet time, a part at a time, never beside a request; and what becomes
