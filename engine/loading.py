@@ -177,7 +177,7 @@ def load(
     too_long = context_notes(both, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
     alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
-    by_layers = step_notes(loaded, plan, lambda: report(LoadProgress("compile", 0, None)))
+    by_layers = step_notes(loaded, plan, lambda: report(LoadProgress("compile", 0, None)), heads=bool(heads))
     one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
     notes = (
         *(() if share is None else (share.note,)),
@@ -339,6 +339,8 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
+LAYER_BY_LAYER = "decoding goes through MLX layer by layer: {}"
+
 SLOWLY_MEASURED = 500e6
 """Bytes of weights from which three passes over some tokens take a second or more, and a line says so."""
 
@@ -367,18 +369,25 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
     return cost
 
 
-def step_notes(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None]) -> tuple[str, ...]:
-    """Have decode steps on a CPU computed at once, where the model's class allows it; return why not. Weights are as they stay.
+def step_notes(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None], *, heads: bool) -> tuple[str, ...]:
+    """Have decode steps on a CPU computed at once, where the model's class allows it; return why not, for packed weights.
 
-    compiling: called where kernels are compiled, and waited for.
+    Weights are as they stay. compiling: called where kernels are compiled, and waited for. heads: whether what guesses reads
+    the hidden states of the class's own passes.
     """
     if not loaded.by_kernels:
         return ()
+    from .model.cpu.packed import is_packed
     from .model.cpu.stepping import take_steps
+
+    if not is_packed(loaded.module):
+        return ()
+    if heads:
+        return (LAYER_BY_LAYER.format("its heads for further tokens read the hidden states of its class"),)
 
     plain = plan_caches(loaded.module, loaded.config, KVSpec())
     why = take_steps(loaded.module, plan, plain.make, compiling)
-    return (f"decoding goes through MLX layer by layer: {why}",) if why else ()
+    return (LAYER_BY_LAYER.format(why),) if why else ()
 
 
 def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:

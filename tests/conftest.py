@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Generator
 from itertools import chain, groupby, zip_longest
@@ -20,6 +21,8 @@ for variable, folder in {
     "XDG_STATE_HOME": "state",
 }.items():
     os.environ[variable] = str(Path(_HOME.name) / folder)
+_RUNTIME = tempfile.TemporaryDirectory(prefix="t", dir="/tmp")  # short: the path of a Unix socket is bounded
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes begin: what they import is compiled once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["MLX_ENABLE_TF32"] = (
@@ -33,6 +36,8 @@ os.environ.pop("NO_COLOR", None)
 hypothesis.settings.register_profile("tokamac", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tokamac")
 os.environ.pop("HF_TOKEN", None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has what it starts in the background ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, and children inherit that it is ignored
 
 
 LONGEST = (
@@ -116,6 +121,7 @@ def all_worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def own_prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test stored must not be found by the next."""
+    """What one test stored must not be found by the next, nor an engine that it shares."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", tempfile.mkdtemp(dir=_RUNTIME.name))
     monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "prompt cache"))
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))

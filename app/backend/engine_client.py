@@ -92,6 +92,8 @@ class Answerer(Generic[Question]):
         return self._unknown(question)
 
 
+KEPT_CANCELS = 1000
+"""Numbers of replies that were cancelled while they did not run: most had ended, and one may still be asked for."""
 PROBE = (Message("user", "Hello"),)
 """A prompt that is rendered with tools and without, to tell what they add."""
 
@@ -196,7 +198,7 @@ class EngineClient:
         self.looker = Looker(outbox, process.accept, process.wait_for_foreground)
         self.pulse = Pulse(outbox, self._measurements)
         self._running: dict[int, OpenReply] = {}
-        self._cancelled: set[int] = set()  # of which no reply runs: it may still be asked for
+        self._cancelled: dict[int, None] = {}  # of which no reply runs, in order: it may still be asked for
         self._leaving = False
         self._lock = threading.Lock()  # held for these three
 
@@ -207,7 +209,7 @@ class EngineClient:
             self._running[id] = running
             if id in self._cancelled or self._leaving:
                 running.cancel()
-            self._cancelled.discard(id)
+            self._cancelled.pop(id, None)
         self.pulse.start()
 
     def ended(self, reply: int) -> None:
@@ -222,13 +224,14 @@ class EngineClient:
             if reply in self._running:
                 self._running[reply].cancel()
             else:
-                self._cancelled.add(reply)
+                self._cancelled[reply] = None
 
     def forget_cancels(self, nothing_waits: Callable[[], bool]) -> None:
-        """Forget cancels of replies that had ended. nothing_waits: a reply is asked for before it is cancelled."""
+        """Forget the oldest cancels, of replies that had ended. nothing_waits: whether none is of a request that was read."""
         with self._lock:
-            if nothing_waits():
-                self._cancelled.clear()
+            if len(self._cancelled) > KEPT_CANCELS and nothing_waits():
+                for each in list(self._cancelled)[:-KEPT_CANCELS]:
+                    del self._cancelled[each]
 
     def hold(self, reply: int, *, held: bool) -> None:
         """Tell no more of a reply for now, or more again."""

@@ -15,7 +15,6 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.catalogue import draft_for
 
 from ..backend.chat_server import PORT as SERVE_PORT
 from ..backend.chat_server import ServerJob
@@ -542,6 +541,8 @@ def draft(view: ChatView, written: str) -> None:
 
 def no_draft(model: str) -> str:
     """Return that a model has no draft model, and which would fit."""
+    from tokamac.engine.perf.catalogue import draft_for
+
     none = "This model has no draft model."
     if (known := draft_for(model)) is None:
         return f"{none} /draft and a folder or a Hugging Face ID adds one; none is known for it."

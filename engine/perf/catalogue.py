@@ -11,7 +11,6 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ..model.config import normalise
 from .config_cost import Packing
 from .cost import text_config
 
@@ -138,6 +137,8 @@ def _by_name() -> dict[str, CatalogueEntry]:
 
 
 def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
+    from ..model.config import normalise  # the chat's first frame doesn't wait for it
+
     config = row["config"]
     context, good_for = row.get("context"), row.get("good_for", "")
     return CatalogueEntry(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import OptionError, TokamacError
-from ..perf.catalogue import draft_for, find
 from ..perf.hardware import generation_of
 from ..perf.memory import MemoryFit
 from .ledger import COMPUTED, HALF, LONG, SHORT, WORTH, DraftingCosts
@@ -97,6 +96,7 @@ class DraftOffer:
 
 def draft_offer(found: "Suggestion", place: "Machine", acceptance: float = ACCEPTANCE) -> DraftOffer | None:
     """Return the draft model that fits a model of the catalogue; None where none is known, or it can't be weighed."""
+    from ..perf.catalogue import draft_for, find  # the chat's wire doesn't wait for the table
     from ..perf.inspection import model_ref_of_entry
 
     entry, draft = find(found.id), draft_for(found.id)

@@ -1,6 +1,8 @@
 """The chat as a test drives it: Textual's pilot on the app, a real child process with a scripted engine behind it."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ from textual.pilot import Pilot
 from textual.screen import Screen
 
 from tests.scripted_engine import SCRIPTED
+from tokamac.app.backend.client import EngineProcess
 from tokamac.app.chat.figures import PRIMED
 from tokamac.app.chat.recording import Recording
 from tokamac.app.chat.session import Session
@@ -46,6 +49,18 @@ class Chat:
     @property
     def session(self) -> Session:
         return self.app.chat.session
+
+    @property
+    def engine(self) -> EngineProcess:
+        """The chat's own process."""
+        shared = self.app.chat.bridge._process
+        assert shared is not None
+        assert isinstance(shared._link, EngineProcess)
+        return shared._link
+
+    def end_engine(self) -> None:
+        """End the engine's process as a crash does: the chat hears of it."""
+        os.kill(self.engine.pid, signal.SIGKILL)
 
     @property
     def prompt(self) -> Prompt:

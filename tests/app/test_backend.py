@@ -27,6 +27,7 @@ from tokamac.app.backend import protocol, shell
 from tokamac.app.backend.child import Child, load_engine
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess, Garbled
 from tokamac.app.backend.command_process import LineProcess
+from tokamac.app.backend.engine_client import KEPT_CANCELS
 from tokamac.app.backend.outbox import FLUSH_S as OUTBOX_FLUSH_S
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import (
@@ -506,14 +507,20 @@ async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_ho
     assert all(each.is_closing() for each in transports)
 
 
-def test_a_cancel_that_came_too_late_is_forgotten() -> None:
+def test_cancels_that_came_too_late_are_forgotten_and_one_that_came_too_early_waits() -> None:
     child = Child(load_engine, Outbox(os.open(os.devnull, os.O_WRONLY)))
-    child._owner.cancel(7)
+    for late in range(KEPT_CANCELS + 7):
+        child._owner.cancel(late)
+    child._owner.cancel(-1)
+    child._requests.put((child._owner, Unload()))
+    child._next()  # more waits to be read: what is cancelled may be asked for there
+    assert len(child._owner._cancelled) == KEPT_CANCELS + 8
     waiting = threading.Thread(target=child._next, daemon=True)
     waiting.start()
-    until(lambda: not child._owner._cancelled)
-    child._requests.put(Quit())
+    until(lambda: len(child._owner._cancelled) == KEPT_CANCELS)
+    child._requests.put((child._owner, Quit()))
     within(waiting.join)
+    assert -1 in child._owner._cancelled
 
 
 def test_close_reaps(tmp_path: Path) -> None:

@@ -174,9 +174,8 @@ def check(c: Chat) -> None:
 
 def hold(c: Chat) -> None:
     """Have the engine's process say nothing by itself, however long the test takes to speak for it."""
-    process = c.app.chat.bridge._process
-    process._silence_s = 3600.0
-    os.kill(process.pid, signal.SIGSTOP)
+    c.engine._silence_s = 3600.0
+    os.kill(c.engine.pid, signal.SIGSTOP)
 
 
 async def look_everywhere(c: Chat) -> None:
@@ -263,7 +262,7 @@ async def test_what_a_model_says(
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "failed ·" in c.screen_text(), "what failed")
         await look_everywhere(c)
-        os.kill(c.app.chat.bridge._process.pid, signal.SIGCONT)
+        os.kill(c.engine.pid, signal.SIGCONT)
     assert foreign(written()) == []
 
 

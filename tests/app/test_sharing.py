@@ -73,7 +73,7 @@ class Heard:
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of the test's own for sockets and cards; pytest's would be too long for a socket."""
     with TemporaryDirectory(prefix="t") as short:
-        monkeypatch.setattr("platformdirs.user_runtime_path", lambda name: Path(short) / name)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         yield sharing_folder()
 
 

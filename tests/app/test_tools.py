@@ -701,6 +701,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, box: Toolbox) -> int:
     monkeypatch.setattr(loading, "load", lambda *_, **__: CallingEngine())
     tools = AskTools(box, ["calculate"], ToolSettings(calls=2), allow=True)
     options = ask.parser().parse_args(["why?", "--json", "--tools", "calculate"])
+    options.sharing = None  # as without --nodes
     return ask._answer(options, [Message("user", "why?")], Sampling(), (KVSpec(), TemplateOptions()), tools)
 
 

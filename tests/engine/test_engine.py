@@ -558,7 +558,7 @@ def test_packed_weights_stay_packed_and_take_the_change_beside_them(tmp_path: Pa
     plain = write_model(tmp_path / "plain")
     peft = write_peft(tmp_path / "peft", plain, dora=dora)
     unpacked = _unpacked(tmp_path / "unpacked", packed, plain)
-    with Engine.load(packed, prompt_cache=None, adapter=peft) as engine:
+    with Engine.load(packed, prompt_cache=None, adapter=peft, cpu_exact=True) as engine:
         module = engine.between(lambda: engine._runner.runtime.model)
         assert any(isinstance(each, nn.QuantizedLinear) for each in module.modules())
         found = np.array(engine.logprobs(IDS))

@@ -47,6 +47,7 @@ class FixedChunking:
 
     size: int
     deep: int = 1 << 30
+    whole: bool = False
 
     def at(self, depth: int) -> int:
         return self.size // 2 if depth >= self.deep else self.size

@@ -432,7 +432,7 @@ IDS = [5, 60, 7, 120, 9, 33, 250, 8, 41, 77]
 
 
 def logprobs(folder: Path, adapter: Path | None = None) -> np.ndarray:
-    with Engine.load(folder, prompt_cache=None, adapter=adapter) as engine:
+    with Engine.load(folder, prompt_cache=None, adapter=adapter, cpu_exact=True) as engine:
         return np.array(engine.logprobs(IDS))
 
 

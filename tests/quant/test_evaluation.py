@@ -554,7 +554,7 @@ def test_in_windows_every_token_of_a_long_text_counts_once(
         first = np.array(engine.logprobs(ids[:window]))
     assert found.reference_perplexity == pytest.approx(alone.value, rel=1e-4)
     assert found.reference_perplexity_se == pytest.approx(alone.se, rel=1e-3)
-    with Engine.load(packed, prompt_cache=None) as engine:
+    with Engine.load(packed, prompt_cache=None, cpu_exact=True) as engine:
         second = np.array(engine.logprobs(ids[:window]))
     kl = (np.exp(first) * (first - second)).sum(-1).mean()
     short = quality(packed, source, TEXT, tokens=window)

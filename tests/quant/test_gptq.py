@@ -70,7 +70,7 @@ def test_the_embedded_model_gains_too() -> None:
     ids = calibration.sequences(tokenizer, calibration.text(None), 2, 128)
     found = packed(source, Options(bits=2, method="gptq"), ids)
     ratios = output_errors(source, found, 2, 64, ids)
-    assert len(ratios) == 42
+    assert len(ratios) == 7 * read_config(folder)["num_hidden_layers"]
     assert max(ratios.values()) < 1
     assert np.mean(list(ratios.values())) < 0.8
 

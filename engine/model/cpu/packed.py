@@ -72,6 +72,11 @@ class PackedEmbedding(nn.QuantizedEmbedding):
         return _product(self._matrix, x) if is_a_step(x) or are_asked_for() else super().as_linear(x)
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether any layer of ``model`` multiplies packed weights by the kernels."""
+    return any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules())
+
+
 def is_a_step(x: mx.array) -> bool:
     """Whether ``x`` (…, in) is a decode step of one or several sequences, rather than a piece of a prompt."""
     return x.ndim < 2 or x.shape[-2] == 1

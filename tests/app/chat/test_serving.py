@@ -57,7 +57,6 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of the test's own, short enough for a socket."""
     with TemporaryDirectory(prefix="t") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        monkeypatch.setattr("platformdirs.user_runtime_path", lambda name: Path(short) / name)
         yield Path(short)
 
 

@@ -366,6 +366,8 @@ def test_while_an_engine_is_started_again_clients_stay_away_as_long_as_loading_t
     class Process:
         """Is told, and says, nothing."""
 
+        alive = True
+
         def __init__(self, *_: object) -> None: ...
 
         def send(self, _: object) -> None: ...

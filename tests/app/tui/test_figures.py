@@ -263,7 +263,7 @@ async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why
         await c.phase(EnginePhase.IDLE)
         await c.send("Why?")
         await c.until(lambda: c.session.metrics is not None and c.session.metrics.generated_tokens, "figures")
-        c.app.chat.bridge._process._signal()
+        c.end_engine()
         await c.until(lambda: c.session.turns[-1].reply, "its end")
         reply = c.session.turns[-1].reply
         assert reply.ending == "lost"
@@ -1023,7 +1023,7 @@ async def test_the_form_comes_first_says_what_it_lacks_and_an_error_takes_the_ol
 async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:
     async with chat("fast") as c:
         await open_screen(c)
-        c.app.chat.bridge._process._signal()
+        c.end_engine()
         await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
 
 

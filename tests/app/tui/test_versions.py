@@ -166,7 +166,7 @@ async def test_a_dead_engine_leaves_what_was_said(chat: Start) -> None:
     async with chat("slow", size=(120, 36)) as c:
         await asked(c)
         screen = await opened(c)
-        c.app.chat.bridge._process._process.kill()
+        c.end_engine()
         await c.until(lambda: not screen.versions.running)
         await c.until(lambda: c.screen_text().count("✗ lost") == 3)
         await c.pilot.press("escape")

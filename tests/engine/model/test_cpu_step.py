@@ -26,7 +26,7 @@ from tokamac.engine.model.head import asking_for_logits
 if sys.platform != "linux" or device_kind() != "cpu":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.model.cpu import products, stepping
+from tokamac.engine.model.cpu import fitting, products, stepping
 from tokamac.engine.model.cpu.packed import use_kernels
 
 Caches = list[Any]
@@ -337,8 +337,14 @@ def test_a_step_that_computes_something_else_is_not_used(monkeypatch: pytest.Mon
     assert type(model) is kind
 
 
-@pytest.mark.parametrize("bits", [4, None])
-def test_an_engine_says_when_it_decodes_layer_by_layer(bits: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "fits"), [(4, True), (4, False), (None, True)], ids=["packed", "another class", "plain"]
+)
+def test_an_engine_says_when_packed_weights_are_decoded_layer_by_layer(
+    bits: int | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fits:
+        monkeypatch.delitem(fitting.FAMILIES, "llama")
     with Engine.load(write_model(tmp_path / "model", bits=bits)) as engine:
         notes = [note for note in engine.spec.notes if "layer by layer" in note]
-        assert len(notes) == (bits is None)
+        assert bool(notes) is not fits
