@@ -173,7 +173,16 @@ def test_followers_end_with_rank_0(models: dict[str, Path]) -> None:
 def test_a_command_that_is_interrupted_leaves_nothing(models: dict[str, Path]) -> None:
     command = [sys.executable, "-m", "tokamac.app.cli", "ask", "Hello", "-m", str(models["llama"])]
     with subprocess.Popen(
-        [*command, "--unchecked", "--nodes", "2", "--max-tokens", "400"],
+        [
+            *command,
+            "--unchecked",
+            "--nodes",
+            "2",
+            "--kv-window",
+            "256",
+            "--max-tokens",
+            "20000",
+        ],  # it doesn't end by itself
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
