@@ -184,7 +184,9 @@ class Team:
     def fail(self, why: str) -> None:
         """The group can't go on: this process did not do what it told the others, mostly since one of them ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None, BEAT_S)  # its pipe says which, a moment after MLX's link
+            self._changed.wait_for(
+                lambda: self.error is not None, BEAT_S
+            )  # its pipe says which, a moment after MLX's link
         self._lose(why)
 
     def close(self) -> None:
