@@ -88,6 +88,13 @@ def load(
     process's part of the model; team: the others, which are loading theirs, where this one is rank 0.
     """
     report = progress or (lambda _: None)
+
+    def reading(done: int, total: int) -> None:
+        report(LoadProgress("weights", done, total))
+
+    def budget() -> int | None:
+        return array_budget() if memory is None else memory
+
     folder = download.resolve(model, progress=report)
     device = device_kind()
     wanted = None if speculation is None else speculation.draft
@@ -111,7 +118,7 @@ def load(
         folder,
         dtype=dtype,
         device=device,
-        progress=lambda d, t: report(LoadProgress("weights", d, t)),
+        progress=reading,
         compiling=lambda: report(LoadProgress("compile", 0, None)),
         unchecked=unchecked,
         rounded=not cpu_exact,
@@ -152,14 +159,7 @@ def load(
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
     draft, on_draft = None, tuple[str, ...]()
     if found is not None:
-        draft, on_draft = load_draft(
-            found,
-            kv,
-            device,
-            chip,
-            budget=lambda: array_budget() if memory is None else memory,
-            progress=lambda d, t: report(LoadProgress("weights", d, t)),
-        )
+        draft, on_draft = load_draft(found, kv, device, chip, budget=budget, progress=reading)
     heads, on_heads = load_heads(
         stored_heads,
         loaded,
@@ -167,8 +167,8 @@ def load(
         dtype=dtype,
         device=device,
         reading=read_steps(work, machine.pace, chip, device=device),
-        budget=lambda: array_budget() if memory is None else memory,
-        progress=lambda d, t: report(LoadProgress("weights", d, t)),
+        budget=budget,
+        progress=reading,
     )
     head_bytes = sum(each.weight_bytes + each.kv_bytes for each in heads)
     shape = replace(shape, weights=shape.weights + head_bytes)

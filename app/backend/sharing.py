@@ -309,6 +309,11 @@ class ChatEngine:
         """Whether there is a process that would hear a request."""
         return self._link is None or self._link.alive
 
+    @property
+    def server_url(self) -> str:
+        """Where the server answers whose engine is used; "" where the engine is the chat's own."""
+        return "" if self.card is None else self.card.url
+
     def _choose(self, load: Load) -> None:
         if self._link is not None and self._link.alive:
             if self.card is None or self.card.load.same_engine(load):

@@ -329,8 +329,7 @@ class Driver:
     @property
     def server_url(self) -> str:
         """Where the server answers whose engine is used; "" where the engine is the chat's own."""
-        card = None if self._process is None else self._process.card
-        return "" if card is None else card.url
+        return "" if self._process is None else self._process.server_url
 
     def share(self, path: Path) -> None:
         """Let other programs of the user ask this process, and those that follow it."""

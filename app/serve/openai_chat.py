@@ -49,6 +49,11 @@ DONE = b"data: [DONE]\n\n"
 PING = b": still here\n\n"
 REASONS = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "cancelled": "stop"}
 OTHERS = ("audio", "prediction", "web_search_options", "functions", "function_call", "moderation")
+BOOKKEEPING = (
+    *("user", "metadata", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+"""Fields of a client's own, and wishes that are met in any case."""
 MOST_TOP = 20
 """Alternatives to a token that may be asked for."""
 ANY_OBJECT = '{"type": "object"}'
@@ -99,14 +104,7 @@ class ChatExchange(Exchange):
         given.only("store", False)
         given.only("verbosity", "medium")
         given.only("service_tier", "auto", "default")
-        given.idle(
-            "user",
-            "metadata",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-        )
+        given.idle(*BOOKKEEPING)
         given.refuse(OTHERS, "this server answers text with text")
         given.done()
         self._begun: set[int] = set()

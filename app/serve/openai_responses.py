@@ -14,7 +14,7 @@ from tokamac.engine.options import ToolSpec
 
 from .errors import RequestError, unsupported
 from .fields import Fields
-from .openai_chat import MOST_TOP, read_format, score, tool_choice
+from .openai_chat import BOOKKEEPING, MOST_TOP, read_format, score, tool_choice
 from .record import Exchange, ServedReply, openai_error, sse
 from .request import (
     NamedMessage,
@@ -87,15 +87,7 @@ class ResponseExchange(Exchange):
         given.only("background", False)
         given.only("truncation", "disabled")
         given.only("service_tier", "auto", "default")
-        given.idle(
-            "user",
-            "metadata",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "client_metadata",
-        )
+        given.idle(*BOOKKEEPING, "client_metadata")
         given.done()
         self._echo = {name: body.get(name) for name in ECHOED} | {
             "tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto", "parallel_tool_calls": parallel,

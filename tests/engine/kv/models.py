@@ -1,5 +1,6 @@
 """Tiny seeded models and configs of every architecture, and the plain reference that caches are measured against."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -327,6 +328,24 @@ def tiny_llama(
         **more,
     )
     return seeded(llama.Model(args), seed)
+
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3", "gemma4")
+"""One of each kind: windows, sinks, recurrent, hybrid and latent layers."""
+SPECS = {
+    "growing": KVSpec(),
+    "packed": KVSpec(key_bits=8, value_bits=4, group_size=32),
+    "rotated": KVSpec(key_bits=4, value_bits=2, group_size=32),
+    "ring": KVSpec(window=WINDOW, keep=0),
+    "pinned": KVSpec(window=WINDOW, keep=4),
+    "packed ring": KVSpec(key_bits=8, value_bits=8, group_size=32, window=WINDOW, keep=2),
+}
+
+
+def model_of(name: str) -> Any:
+    """Return the tiny model of an architecture, its weights seeded."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    return seeded(module.Model(module.ModelArgs.from_dict(config_of(name))))
 
 
 def seeded(model: Any, seed: int = 3) -> Any:

@@ -1,6 +1,5 @@
 """Several sequences in one pass are, bit by bit, what each is alone: any class, any layout, any bits, coming and going."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.engine.kv.models import NAMES, WINDOW, config_of, seeded, tiny_llama, tokens
+from tests.engine.kv.models import FAMILIES, NAMES, SPECS, config_of, model_of, tiny_llama, tokens
 from tokamac.engine import KVSpec, OptionError
 from tokamac.engine.kv import nbytes, plan_caches
 from tokamac.engine.kv.rows import forward, why_alone
@@ -25,20 +24,6 @@ ALONE = {
     "iquestloopcoder": "update_and_fetch",
     "llama4": "maybe_trim_front",
 }
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3", "gemma4")
-SPECS = {
-    "growing": KVSpec(),
-    "packed": KVSpec(key_bits=8, value_bits=4, group_size=32),
-    "rotated": KVSpec(key_bits=4, value_bits=2, group_size=32),
-    "ring": KVSpec(window=WINDOW, keep=0),
-    "pinned": KVSpec(window=WINDOW, keep=4),
-    "packed ring": KVSpec(key_bits=8, value_bits=8, group_size=32, window=WINDOW, keep=2),
-}
-
-
-def model_of(name: str) -> Any:
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    return seeded(module.Model(module.ModelArgs.from_dict(config_of(name))))
 
 
 def begin(model: Any, make: Callable[[], Lane], length: int, seed: int) -> Lane:

@@ -35,6 +35,7 @@ from tokamac.engine.model.cpu.packed import (
 )
 from tokamac.engine.model.cpu.pool import POOL, SLEEPING, Pool
 from tokamac.engine.model.cpu.pool import run as pool_run
+from tokamac.engine.model.cpu.products import PackedMatrix
 
 AFFINE = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 MICROSCALED = [(4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")]
@@ -125,9 +126,9 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     POOL.end()
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_pieces_and_threads_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, x = matrix_of(packed(1030, 256, (4, 64, "affine"))), rows_of(rows, 256)
+def check_pieces_and_threads_change_no_bit(
+    matrix: PackedMatrix, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = matrix.multiply(x)
     monkeypatch.setattr(products, "shares", lambda rows, outs, columns, threads: (-(-outs // 4), 1))
     for threads in (1, 2, 5):
@@ -136,6 +137,12 @@ def test_pieces_and_threads_change_no_bit(rows: int, monkeypatch: pytest.MonkeyP
         for _ in range(20):
             assert np.array_equal(matrix.multiply(x), found)
         pool.end()
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_pieces_and_threads_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = matrix_of(packed(1030, 256, (4, 64, "affine")))
+    check_pieces_and_threads_change_no_bit(matrix, rows_of(rows, 256), monkeypatch)
 
 
 @pytest.mark.usefixtures("pool")

@@ -20,13 +20,11 @@ if sys.platform != "linux":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
 from tests.engine.helpers import write_model
-from tests.engine.model.test_cpu import packed, rows_of, unpacked
+from tests.engine.model.test_cpu import check_pieces_and_threads_change_no_bit, packed, rows_of, unpacked
 from tokamac.engine import Engine, PromptCacheSpec, Sampling, loading
 from tokamac.engine.device import device_kind
-from tokamac.engine.model.cpu import products
 from tokamac.engine.model.cpu.byte_tiles import can_round
 from tokamac.engine.model.cpu.packed import PackedLinear, matrix_of, use_kernels
-from tokamac.engine.model.cpu.pool import Pool
 from tokamac.engine.model.cpu.products import PackedMatrix
 from tokamac.engine.model.cpu.rounding import measure_cost, round_rows
 from tokamac.engine.model.cpu.tiles import FORMATS, FP8, WeightFormat
@@ -103,15 +101,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(  # noqa: PLR0917  # dra
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_threads_and_pieces_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, x = rounding_matrix(packed(1030, 256, (4, 64, "affine"))), rows_of(rows, 256)
-    found = matrix.multiply(x)
-    monkeypatch.setattr(products, "shares", lambda rows, outs, columns, threads: (-(-outs // 4), 1))
-    for threads in (1, 2, 5):
-        pool = Pool(threads)
-        monkeypatch.setattr(products, "POOL", pool)
-        for _ in range(20):
-            assert np.array_equal(matrix.multiply(x), found)
-        pool.end()
+    matrix = rounding_matrix(packed(1030, 256, (4, 64, "affine")))
+    check_pieces_and_threads_change_no_bit(matrix, rows_of(rows, 256), monkeypatch)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

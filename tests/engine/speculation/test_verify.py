@@ -1,34 +1,28 @@
 """Verified in one pass or decoded one by one, the tokens are the same: any class, layout and bits, whatever is drafted."""
 
-import importlib
 from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from tests.engine.kv.models import NAMES, VOCABULARY, WINDOW, config_of, largest_difference, seeded, tokens
+from tests.engine.kv.models import (
+    FAMILIES,
+    NAMES,
+    SPECS,
+    VOCABULARY,
+    config_of,
+    largest_difference,
+    model_of,
+    tokens,
+)
 from tests.engine.speculation.scripted import Decoding, Knowing, always_right, always_wrong, at_random
 from tokamac.engine import KVSpec, OptionError
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.kv.rewind import most_taken_back
 
 NEW = 40
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3", "gemma4")
-SPECS = {
-    "growing": KVSpec(),
-    "packed": KVSpec(key_bits=8, value_bits=4, group_size=32),
-    "rotated": KVSpec(key_bits=4, value_bits=2, group_size=32),
-    "ring": KVSpec(window=WINDOW, keep=0),
-    "pinned": KVSpec(window=WINDOW, keep=4),
-    "packed ring": KVSpec(key_bits=8, value_bits=8, group_size=32, window=WINDOW, keep=2),
-}
 DRAFTERS = {"right": always_right, "wrong": always_wrong, "at random": at_random}
-
-
-def model_of(name: str) -> Any:
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    return seeded(module.Model(module.ModelArgs.from_dict(config_of(name))))
 
 
 def prompt_of(length: int) -> list[int]:
