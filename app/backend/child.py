@@ -278,8 +278,8 @@ class Child:
 
     def _lost(self, error: TokamacError) -> None:
         """A node is gone, and MLX joins a group once: have replies tell it, and end, to be started again."""
-        print(error.message, file=sys.stderr, flush=True)
         threading.Event().wait(TELLING_S)
+        print(error.message, file=sys.stderr, flush=True)  # at the very end: MLX's link complains in the same log
         os._exit(1)
 
     def _tell_limits(self, engine: "Engine") -> None:
