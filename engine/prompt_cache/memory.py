@@ -178,15 +178,26 @@ class CacheStore:
         return iter(())
 
 
+@dataclass(slots=True)
+class ByteCount:
+    """Bytes that the runs of a tree hold: a tree of thousands is asked at every request."""
+
+    total: int = 0
+
+
 class CachedRun:
     """What the tree holds of a run of tokens. piece: None while the live caches hold it. states: of fixed caches, at its end.
 
-    stored: whether a segment on disk ends here. nbytes: kept up to date, since asking hundreds of arrays takes time.
+    stored: whether a segment on disk ends here. nbytes: kept up to date, since asking hundreds of arrays takes time; so is
+    ``count``, of all runs that are made with it.
     """
 
-    __slots__ = ("_piece", "_piece_bytes", "_states", "_states_bytes", "stored")
+    __slots__ = ("_count", "_piece", "_piece_bytes", "_states", "_states_bytes", "stored")
 
-    def __init__(self, piece: KVSlice | None = None, states: States | None = None, *, stored: bool = False) -> None:
+    def __init__(
+        self, count: ByteCount, piece: KVSlice | None = None, states: States | None = None, *, stored: bool = False
+    ) -> None:
+        self._count, self._piece_bytes, self._states_bytes = count, 0, 0
         self.stored = stored
         self.piece = piece
         self.states = states
@@ -198,8 +209,9 @@ class CachedRun:
 
     @piece.setter
     def piece(self, piece: KVSlice | None) -> None:
-        self._piece = piece
+        before, self._piece = self._piece_bytes, piece
         self._piece_bytes = 0 if piece is None else snapshot.slice_bytes(piece)
+        self._count.total += self._piece_bytes - before
 
     @property
     def states(self) -> States | None:
@@ -208,8 +220,9 @@ class CachedRun:
 
     @states.setter
     def states(self, states: States | None) -> None:
-        self._states = states
+        before, self._states = self._states_bytes, states
         self._states_bytes = sum(state.nbytes for state in states or ())
+        self._count.total += self._states_bytes - before
 
     @property
     def nbytes(self) -> int:
@@ -256,6 +269,7 @@ class MemoryStore(CacheStore):
         self._beside = beside
         self._budget = budget
         self._roots: dict[int | None, Node[CachedRun]] = {}  # by pinned tokens: other numbers make other caches
+        self._in_tree = ByteCount()
         self._idle: Held | None = None  # the live caches that nobody uses
         self._used: list[Held] = []
         self._uses = 0
@@ -277,7 +291,7 @@ class MemoryStore(CacheStore):
     @property
     def aside(self) -> int:
         """Bytes of the tree alone: all that could be evicted."""
-        return sum(node.value.nbytes for node in self._nodes())
+        return self._in_tree.total
 
     def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
         """Return the live caches, holding the longest known prefix of ``ids`` that they can go back to."""
@@ -368,6 +382,7 @@ class MemoryStore(CacheStore):
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
+        self._in_tree = ByteCount()  # of new runs: leases in use still follow the old ones
         self._idle = None
         self._used.clear()
 
@@ -382,7 +397,7 @@ class MemoryStore(CacheStore):
         )
 
     def _root(self, keep: int | None) -> Node[CachedRun]:
-        return self._roots.setdefault(keep, Node([], None, 0, CachedRun()))
+        return self._roots.setdefault(keep, Node([], None, 0, CachedRun(self._in_tree)))
 
     def _nodes(self) -> Iterator[Node[CachedRun]]:
         return (node for root in self._roots.values() for node in root.subtree() if node is not root)
@@ -436,7 +451,7 @@ class MemoryStore(CacheStore):
         live = self._live_nodes()
         only = [node for node in held.end.path() if id(node) not in live]
         if only and only[0].parent is not None:
-            remove(only[0])
+            _forget(only[0])
 
     def _cut(self, node: Node[CachedRun], start: int, stop: int) -> KVSlice:
         """Return copies of the tokens start…stop on the path to ``node``, from live caches or the tree."""
@@ -520,7 +535,9 @@ class MemoryStore(CacheStore):
     def _split(self, node: Node[CachedRun], at: int) -> Node[CachedRun]:
         run = node.value
         upper, lower = (None, None) if run.piece is None else self._operations.split(run.piece, at - node.start)
-        return split(node, at, CachedRun(upper), CachedRun(lower, run.states, stored=run.stored))
+        states, run.piece, run.states = run.states, None, None
+        above = CachedRun(self._in_tree, upper)
+        return split(node, at, above, CachedRun(self._in_tree, lower, states, stored=run.stored))
 
     def _follow(self, held: Held) -> Node[CachedRun]:
         """Add live caches' whole path to the tree, without slices of what they hold themselves; return its end."""
@@ -529,7 +546,7 @@ class MemoryStore(CacheStore):
             rest = ids[node.stop :]
             child = node.children.get(rest[0])
             if child is None:
-                child = insert(node, rest, CachedRun())
+                child = insert(node, rest, CachedRun(self._in_tree))
             elif (shared := common_prefix(child.tokens, rest)) < len(child.tokens):
                 child = self._split(child, child.start + shared)
             child.value.piece = None
@@ -557,7 +574,7 @@ class MemoryStore(CacheStore):
             if not short and (not self.needs_checkpoints or leaf.value.states is not None):
                 return  # a prompt can continue from here
             parent = leaf.parent
-            remove(leaf)
+            _forget(leaf)
             leaf = parent
 
     def _touch(self, node: Node[CachedRun]) -> None:
@@ -595,7 +612,14 @@ class MemoryStore(CacheStore):
         """Remove a leaf, or only the frozen states of any other node; return the bytes freed."""
         before = node.value.nbytes
         if not live and not node.children:
-            remove(node)
+            _forget(node)
             return before
         node.value.states = None
         return before - node.value.nbytes
+
+
+def _forget(node: Node[CachedRun]) -> None:
+    """Remove a node and all below it, and what they hold."""
+    for each in node.subtree():
+        each.value.piece = each.value.states = None
+    remove(node)

@@ -253,7 +253,7 @@ def main() -> int:
     entries = read_corpus()
     skip = frozenset(args.skip.read_text(encoding="utf-8").splitlines()) if args.skip else frozenset()
     cases = [*list(held_out_cases(entries, skip))[:: args.every], *newcomer_cases()]
-    with Engine.load(args.model) as engine:
+    with Engine.load(args.model, prompt_cache=None) as engine:  # thousands of prompts, and none comes twice
         verdicts = judge(engine, cases, refusal_of(entries))
         counts = tally(verdicts)
         report(verdicts, counts)

@@ -506,6 +506,7 @@ class Conversations(RuleBasedStateMachine):
         growing = any(snapshot.grows(cache) for cache in self.store._held[0].lease.caches)
         for node in self.store._nodes():
             assert (node.value.piece is None) == (id(node) in on_path) or not growing
+        assert self.store.aside == sum(node.value.nbytes for node in self.store._nodes())
 
 
 @pytest.mark.parametrize("kind", KINDS)
