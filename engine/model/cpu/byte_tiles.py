@@ -8,9 +8,12 @@ the group's x. So an output has the same bits whatever tile it was computed in, 
     rounded row of x       for each chunk: bytes in the order in which its weights unpack, then the scale of each of sixteen lanes
                            at the end: the sum of each group (float32), padded with zeros to sixteens
 
-The instruction is AVX-512's ``vpdpbusd``. Where a CPU lacks it, rows are not rounded.
+The instruction is AVX-512's ``vpdpbusd``. AVX2 has ``vpmaddubsw``, which adds two products in 16 bits, enough for weights of 4;
+``vpmaddwd`` adds these in pairs. The whole numbers are the same. With 8 bits that would be no faster than exact rows are. Elsewhere
+rows are not rounded.
 """
 
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -18,6 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .compiling import compiled
 from .tiles import (
     AFFINE,
     ARGUMENTS,
@@ -29,16 +33,25 @@ from .tiles import (
     FLOATS,
     FORMATS,
     I8,
+    I16,
     I32,
     I64,
     LANES,
+    SIDE,
     WORDS,
     TileWriter,
     WeightFormat,
+    parts_of_tile,
 )
 
 ADDS_PRODUCTS = {"avx512f", "avx512bw", "avx512vl", "avx512vnni"} <= FEATURES
 """Whether four products of bytes are added to a sum by one instruction."""
+
+ADDS_PAIRS = "avx2" in FEATURES
+"""Whether two are, in 16 bits."""
+
+PADS = not ADDS_PRODUCTS
+"""Whether a tile's scales and biases are float32, rows of ``padded`` numbers: where nothing reads a part of a vector."""
 
 SHIFTS_BYTES = "avx512vbmi" in FEATURES
 """Whether weights of odd widths are spread to bytes by two."""
@@ -55,7 +68,17 @@ STORED_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
 def can_round(format: WeightFormat) -> bool:
     """Whether this machine multiplies weights of this format with rounded rows."""
-    return ADDS_PRODUCTS and format.kind == AFFINE and (SHIFTS_BYTES or format.bits in (2, 4, 8))
+    if format.kind != AFFINE:
+        return False
+    if ADDS_PRODUCTS:
+        return SHIFTS_BYTES or format.bits in (2, 4, 8)
+    return ADDS_PAIRS and format.bits in (2, 4)
+
+
+@compiled
+def padded(groups: int) -> int:
+    """Return how many numbers a row of scales holds with the zeros after it: sixteen may be read from any of them on."""
+    return LANES * (groups // LANES + 2)
 
 
 def vectors_of(format: WeightFormat) -> int:
@@ -76,12 +99,12 @@ def _chunk_bytes(format: WeightFormat) -> int:
 class _ByteWriter(TileWriter):
     """Writes instructions on vectors of 64 bytes."""
 
-    def chunk(self, address: Any, there: Any | None) -> list[Any]:
-        """Return the weights of a chunk, one in a byte. there: which bytes of it there are; None: all."""
+    def chunk(self, address: Any, left: Any | None) -> list[Any]:
+        """Return the weights of a chunk, one in a byte. left: how many bytes of it there are; None: all."""
         bits, build = self.format.bits, self.builder
-        if there is None and _chunk_bytes(self.format) < VECTOR:
-            there = ir.Constant(BITS, [int(at < _chunk_bytes(self.format)) for at in range(VECTOR)])
-        raw = self.load(address, BYTES) if there is None else self.load_some(address, BYTES, there)
+        if left is None and _chunk_bytes(self.format) < VECTOR:
+            left = I64(_chunk_bytes(self.format))
+        raw = self.load(address, BYTES) if left is None else self.some_bytes(address, left)
         if bits == 8:
             return [raw]
         mask = ir.Constant(BYTES, [2**bits - 1] * VECTOR)
@@ -94,6 +117,21 @@ class _ByteWriter(TileWriter):
         eights = self._bytewise("llvm.x86.avx512.permvar.qi.512", raw, places)
         shifts = ir.Constant(BYTES, [lane % 8 * bits for lane in range(VECTOR)])
         return [build.and_(self._bytewise("llvm.x86.avx512.pmultishift.qb.512", shifts, eights), mask)]
+
+    def some_bytes(self, address: Any, left: Any) -> Any:
+        """Return the first ``left`` bytes at an address, and then zeros; no more is read."""
+        build = self.builder
+        if ADDS_PRODUCTS:
+            places = ir.Constant(BYTES, [*range(VECTOR)])
+            there = build.icmp_unsigned("<", places, self.all_alike(build.trunc(left, I8), VECTOR))
+            return self.load_some(address, BYTES, there)
+        copy = cgutils.alloca_once(build, BYTES)
+        build.store(ir.Constant(BYTES, [0] * VECTOR), copy)
+        into = build.ptrtoint(copy, I64)
+        with cgutils.for_range(build, left, intp=I64) as loop:
+            byte = self.load(self.at(address, loop.index), I8)
+            build.store(byte, build.inttoptr(self.at(into, loop.index), I8.as_pointer()))
+        return build.load(copy)
 
     def _bytewise(self, name: str, *operands: Any) -> Any:
         kind = ir.FunctionType(BYTES, [BYTES, BYTES])
@@ -111,6 +149,8 @@ class _ByteWriter(TileWriter):
     def stored(self, address: Any, stored: int, left: Any) -> Any:
         """Return sixteen scales or biases as float32, or the ``left`` ones of a row and then zeros."""
         build = self.builder
+        if PADS:
+            return self.load(address, FLOATS)
         few = build.select(build.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
         there = build.icmp_signed("<", self.words([*range(LANES)]), self.all_alike(build.trunc(few, I32)))
         if stored == FLOAT32:
@@ -120,11 +160,48 @@ class _ByteWriter(TileWriter):
             return build.fpext(build.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
         return build.bitcast(build.shl(build.zext(halves, WORDS), self.words([16] * LANES)), FLOATS)
 
-    def add_products(self, sums: Any, weights: Any, x: Any) -> Any:
-        """Return sixteen sums, each with four products more."""
-        kind = ir.FunctionType(WORDS, [WORDS] * 3)
-        called = cgutils.get_or_insert_function(self.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        return self.builder.call(called, [sums, self.builder.bitcast(weights, WORDS), x])
+    def scale_of_lanes(self, scales: Any, groups: Any) -> Any:
+        """Return scales[group] for each lane's group, below eight."""
+        if ADDS_PRODUCTS:
+            return self.look_up(scales, groups)
+        eight = ir.VectorType(F32, LANES // 2)
+        kind = ir.FunctionType(eight, [eight, ir.VectorType(I32, LANES // 2)])
+        called = cgutils.get_or_insert_function(self.module, kind, "llvm.x86.avx2.permps")
+        first = self._half(scales, 0)
+        return self._joined([self.builder.call(called, [first, self._half(groups, half)]) for half in range(2)])
+
+    def products(self, weights: list[Any], xs: list[Any]) -> Any:
+        """Return sixteen sums, each of four products of every pair of vectors."""
+        build = self.builder
+        if ADDS_PRODUCTS:
+            kind = ir.FunctionType(WORDS, [WORDS] * 3)
+            called = cgutils.get_or_insert_function(self.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+            found = self.words([0] * LANES)
+            for each, x in zip(weights, xs, strict=True):
+                found = build.call(called, [found, build.bitcast(each, WORDS), x])
+            return found
+        bytes_, shorts, words = (ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8))
+        multiply, add = (
+            cgutils.get_or_insert_function(self.module, ir.FunctionType(gives, [takes] * 2), f"llvm.x86.avx2.{name}")
+            for name, takes, gives in (("pmadd.ub.sw", bytes_, shorts), ("pmadd.wd", shorts, words))
+        )
+        ones, halves = ir.Constant(shorts, [1] * 16), []
+        for half in range(2):
+            pairs = [  # at most 4 · 2 · 3 · 127, or 2 · 2 · 15 · 127, in all vectors together
+                build.call(multiply, [self._half(each, half), self._half(build.bitcast(x, BYTES), half)])
+                for each, x in zip(weights, xs, strict=True)
+            ]
+            halves.append(build.call(add, [reduce(build.add, pairs), ones]))
+        return self._joined(halves)
+
+    def _half(self, vector: Any, half: int) -> Any:
+        count = vector.type.count // 2
+        places = ir.Constant(ir.VectorType(I32, count), [*range(count * half, count * (half + 1))])
+        return self.builder.shuffle_vector(vector, vector, places)
+
+    def _joined(self, halves: list[Any]) -> Any:
+        count = 2 * halves[0].type.count
+        return self.builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, count), [*range(count)]))
 
     def larger(self, a: Any, b: Any) -> Any:
         """Return the larger numbers of two vectors; what is no number stays so."""
@@ -132,11 +209,22 @@ class _ByteWriter(TileWriter):
         return self.builder.select(self.builder.and_(takes_b, self.builder.fcmp_ordered("ord", a, a)), b, a)
 
 
-def _write_byte_tile(write: _ByteWriter, stored: int, outs: int, rows: int, arguments: Any) -> None:
-    builder, format, count = write.builder, write.format, vectors_of(write.format)
+def _write_byte_tile(builder: Any, format: WeightFormat, stored: int, size: tuple[int, int], arguments: Any) -> None:
+    outs, rows = size
     given = dict(zip(ARGUMENTS, arguments, strict=True))
+    groups = given["groups"]
+    numbers = builder.mul(builder.add(builder.udiv(groups, I64(LANES)), I64(2)), I64(LANES)) if PADS else groups
+    scale_row = builder.mul(numbers, I64(STORED_BYTES[stored]))
+    for part in parts_of_tile(builder, given, outs, scale_row):
+        _write_byte_sums(_ByteWriter(builder, format), stored, (min(outs, SIDE), rows), part, scale_row)
+
+
+def _write_byte_sums(
+    write: _ByteWriter, stored: int, size: tuple[int, int], given: dict[str, Any], scale_row: Any
+) -> None:
+    outs, rows = size
+    builder, format, count = write.builder, write.format, vectors_of(write.format)
     sums = write.zeros(outs, rows)
-    scale_row = builder.mul(given["groups"], I64(STORED_BYTES[stored]))
     weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
     x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
     scales, biases = (
@@ -151,7 +239,7 @@ def _write_byte_tile(write: _ByteWriter, stored: int, outs: int, rows: int, argu
     chunk_bytes, record = _chunk_bytes(format), VECTOR * (count + 1)
     chunks, left = builder.udiv(packed, I64(chunk_bytes)), builder.urem(packed, I64(chunk_bytes))
 
-    def chunk(index: Any, there: Any | None) -> None:
+    def chunk(index: Any, left: Any | None) -> None:
         place = builder.mul(index, I64(chunk_bytes))
         first = builder.lshr(builder.mul(index, I64(VECTOR * count)), log)
         scales_at = builder.mul(first, I64(STORED_BYTES[stored]))
@@ -162,13 +250,11 @@ def _write_byte_tile(write: _ByteWriter, stored: int, outs: int, rows: int, argu
             for row in x_rows
         ]
         for out in range(outs):
-            weights = write.chunk(write.at(weight_rows[out], place), there)
+            weights = write.chunk(write.at(weight_rows[out], place), left)
             near = write.stored(write.at(scales[out], scales_at), stored, builder.sub(given["groups"], first))
-            scale = write.look_up(near, lane_group)
+            scale = write.scale_of_lanes(near, lane_group)
             for row in range(rows):
-                found = write.words([0] * LANES)
-                for part in range(count):
-                    found = write.add_products(found, weights[part], xs[row][part])
+                found = write.products(weights, xs[row][:count])
                 scaled = builder.fmul(builder.sitofp(found, FLOATS), xs[row][count])
                 builder.store(write.multiply_add(scaled, scale, builder.load(sums[out][row])), sums[out][row])
 
@@ -176,8 +262,7 @@ def _write_byte_tile(write: _ByteWriter, stored: int, outs: int, rows: int, argu
         chunk(loop.index, None)
     whole = builder.icmp_unsigned("!=", left, I64(0))
     with cgutils.if_unlikely(builder, whole):
-        places = ir.Constant(BYTES, [*range(VECTOR)])
-        chunk(chunks, builder.icmp_unsigned("<", places, write.all_alike(builder.trunc(left, I8), VECTOR)))
+        chunk(chunks, left)
     sums_at = builder.mul(builder.add(chunks, builder.zext(whole, I64)), I64(record))
     turns = builder.lshr(builder.add(given["groups"], I64(LANES - 1)), I64(4))
     with cgutils.for_range(builder, turns, intp=I64) as loop:
@@ -255,12 +340,12 @@ def round_row(typingctx, form, x, groups, blocks, out):  # type: ignore[no-untyp
 
 @intrinsic(prefer_literal=True)
 def byte_tile(typingctx, form, stored, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa  # fmt: skip
-    """Compute a tile of rounded rows of x. stored: how scales are; the scales and biases are as they are stored."""
+    """Compute a tile of rounded rows of x. stored: how scales and biases are, here; see PADS."""
     format, how = FORMATS[form.literal_value], stored.literal_value
     size = outs.literal_value, rows.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        _write_byte_tile(_ByteWriter(builder, format), how, *size, values[4:])
+        _write_byte_tile(builder, format, how, size, values[4:])
         return context.get_dummy_value()
 
     return types.void(form, stored, outs, rows, *[types.intp] * len(ARGUMENTS)), generate

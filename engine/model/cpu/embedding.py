@@ -21,7 +21,7 @@ from .products import (
     _widen,
     words_at,
 )
-from .tiles import FLOAT32, FORMATS, WeightFormat
+from .tiles import FORMATS, WeightFormat
 
 IDS, OUT, OUT_BYTES = range(13, 16)
 """Beyond the words of a product's arguments: addresses of ids and of the rows that are written, and their bytes."""
@@ -36,16 +36,13 @@ def _kernel_of(format: WeightFormat) -> int:
         groups = given[GROUPS]
         ids = carray(words_at(given[IDS]), last)
         wide = np.zeros((2, groups), np.float32)
+        scales = np.intp(wide.ctypes.data)
+        biases = scales + 4 * groups if given[BIASES] != 0 else scales
         for row in range(first, last):
             token = ids[row]
-            scales, biases = wide[0].ctypes.data, wide[1].ctypes.data
-            if given[STORED] == FLOAT32:
-                scales = given[SCALES] + 4 * groups * token
-                biases = given[BIASES] + 4 * groups * token if given[BIASES] != 0 else scales
-            else:
-                _widen(given[STORED], given[SCALES], groups * token, wide[0])
-                if given[BIASES] != 0:
-                    _widen(given[STORED], given[BIASES], groups * token, wide[1])
+            _widen(given[STORED], given[SCALES], groups * token, groups, scales)
+            if given[BIASES] != 0:
+                _widen(given[STORED], given[BIASES], groups * token, groups, biases)
             first_at = given[WEIGHTS] + token * given[ROW_BYTES]
             unpack(form, first_at, scales, biases, groups, given[BLOCKS], given[OUT] + row * given[OUT_BYTES])
         wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address

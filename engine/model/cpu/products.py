@@ -15,7 +15,7 @@ import numpy.typing as npt
 from numba import carray, literally, types
 from numba.extending import intrinsic
 
-from .byte_tiles import byte_tile, can_round, round_row, rounded_bytes
+from .byte_tiles import PADS, byte_tile, can_round, padded, round_row, rounded_bytes
 from .compiling import compile_kernel, compiled
 from .pool import POOL, run
 from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat, tile
@@ -24,7 +24,7 @@ OUTS = 4
 """Rows of W in a tile, and in a piece of work."""
 
 ROWS = 4
-"""Rows of x in a tile at most. Four on four sums, and what they are made from, are the registers that AVX-512 has."""
+"""Rows of x in a tile at most."""
 
 LEAST_WORK = 1 << 16
 """Products in what a thread takes at once, at least: some microseconds."""
@@ -74,10 +74,14 @@ MEND_8 = np.float32(2.0**120)
 
 
 @compiled
-def _widen(stored: int, address: int, first: int, out: Floats) -> None:
-    """Write to ``out`` as many numbers, from the ``first`` on, as it has room for."""
-    count = len(out)
-    if stored == BFLOAT16:
+def _widen(stored: int, address: int, first: int, count: int, into: int) -> None:
+    """Write ``count`` numbers, from the ``first`` on, to an address."""
+    out = carray(floats_at(into), count)
+    if stored == FLOAT32:
+        floats = carray(floats_at(address + 4 * first), count)
+        for i in range(count):
+            out[i] = floats[i]
+    elif stored == BFLOAT16:
         halves = carray(halves_at(address + 2 * first), count)
         for i in range(count):
             out[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
@@ -110,11 +114,13 @@ def multiply_pieces(arguments: int, first: int, last: int, form: int) -> None:
     scales, biases, skip = given[SCALES], given[BIASES], begin
     wide = np.empty((2, 1 if given[STORED] == FLOAT32 else (stop - begin) * groups), np.float32)
     if given[STORED] != FLOAT32:
-        _widen(given[STORED], scales, begin * groups, wide[0])
-        scales = wide[0].ctypes.data
+        count_here = (stop - begin) * groups
+        at = np.intp(wide.ctypes.data)
+        _widen(given[STORED], scales, begin * groups, count_here, at)
+        scales = at
         if biases != 0:
-            _widen(given[STORED], biases, begin * groups, wide[1])
-            biases = wide[1].ctypes.data
+            biases = at + 4 * count_here
+            _widen(given[STORED], given[BIASES], begin * groups, count_here, biases)
         else:
             biases = scales
         skip = 0
@@ -156,46 +162,61 @@ def multiply_pieces(arguments: int, first: int, last: int, form: int) -> None:
 
 
 @compiled
-def multiply_rounded_pieces(arguments: int, first: int, last: int, form: int, stored: int) -> None:
-    """Multiply as ``multiply_pieces`` does, where the rows of x are rounded. stored: how scales are, a literal, too."""
+def multiply_rounded_pieces(  # noqa: PLR0917
+    arguments: int, first: int, last: int, form: int, stored: int, there: int
+) -> None:
+    """Multiply as ``multiply_pieces`` does, where the rows of x are rounded.
+
+    stored, there: how scales are, and how tiles have them (PADS); literals, too.
+    """
     literally(form)
-    literally(stored)
+    literally(there)
     given = carray(words_at(arguments), 13)
     groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
     begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
-    scale_bytes = 4 if stored == FLOAT32 else 2
+    all_scales, all_biases, skip = given[SCALES], given[BIASES], 0
+    scale_row = groups * (4 if there == FLOAT32 else 2)
+    wide = np.zeros((2, stop - begin, padded(groups)) if PADS else (2, 1, 1), np.float32)
+    if PADS:
+        skip, scale_row, into = begin, 4 * padded(groups), np.intp(wide.ctypes.data)
+        behind = (stop - begin) * scale_row
+        for out in range(stop - begin):
+            _widen(stored, given[SCALES], (begin + out) * groups, groups, into + out * scale_row)
+            _widen(stored, given[BIASES], (begin + out) * groups, groups, into + behind + out * scale_row)
+        all_scales, all_biases = into, into + behind
     row = 0
     while row < count:
         rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
         x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
         for out in range(begin, stop, OUTS):
-            weights, at = given[WEIGHTS] + out * given[ROW_BYTES], out * groups * scale_bytes
-            scales, biases = given[SCALES] + at, given[BIASES] + at
+            weights, at = given[WEIGHTS] + out * given[ROW_BYTES], (out - skip) * scale_row
+            scales, biases = all_scales + at, all_biases + at
             if stop - out < OUTS:
                 for one in range(stop - out):
-                    at = one * groups * scale_bytes
+                    at = one * scale_row
                     for each in range(rows):
                         byte_tile(
-                            form, stored, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at, biases + at,
+                            form, there, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at, biases + at,
                             groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
                             y + each * given[Y_BYTES] + 4 * (out + one), given[Y_BYTES],
                         )  # fmt: skip
             elif rows == 4:
                 byte_tile(
-                    form, stored, 4, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    form, there, 4, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
                     x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
                 )  # fmt: skip
             elif rows == 2:
                 byte_tile(
-                    form, stored, 4, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    form, there, 4, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
                     x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
                 )  # fmt: skip
             else:
                 byte_tile(
-                    form, stored, 4, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    form, there, 4, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
                     x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
                 )  # fmt: skip
         row += rows
+    wide[0, 0, 0] = 0  # as above
 
 
 Kernel = Callable[[int, int, int], None]
@@ -210,8 +231,10 @@ def _exact_kernel(form: int) -> Kernel:
 
 
 def _rounded_kernel(form: int, stored: int) -> Kernel:
+    there = FLOAT32 if PADS else stored
+
     def kernel(arguments: int, first: int, last: int) -> None:
-        multiply_rounded_pieces(arguments, first, last, form, stored)
+        multiply_rounded_pieces(arguments, first, last, form, stored, there)
 
     return kernel
 

@@ -11,7 +11,7 @@ four bits cost a shift and a look-up; elsewhere a shift, a mask, a conversion an
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ FEATURES = _features()
 LOOKS_UP = "avx512f" in FEATURES
 FUSES = platform.machine() not in ("x86_64", "AMD64") or "fma" in FEATURES
 """Whether a product and a sum are one instruction; without it LLVM would call a function for every number."""
+
+SIDE = 4 if LOOKS_UP else 1
+"""How many of a tile's rows of W are computed at once. AVX-512's registers hold the sums of four times four; AVX2's are half as
+many and half as wide, NEON's a quarter as wide: what they can't hold goes through memory, which takes twice the time."""
 
 
 class TileWriter:
@@ -211,8 +215,22 @@ and y; the bytes from one row to the next; how many times sixteen weights a grou
 
 
 def _write_tile(builder: Any, format: WeightFormat, outs: int, rows: int, arguments: Any) -> None:
-    write = TileWriter(builder, format)
     given = dict(zip(ARGUMENTS, arguments, strict=True))
+    for part in parts_of_tile(builder, given, outs, builder.mul(given["groups"], I64(4))):
+        _write_sums(TileWriter(builder, format), min(outs, SIDE), rows, part)
+
+
+def parts_of_tile(builder: Any, given: dict[str, Any], outs: int, scale_row: Any) -> Iterator[dict[str, Any]]:
+    """Yield, once, the arguments of SIDE rows of W, inside a loop over all rows of a tile. scale_row: bytes of a row of scales."""
+    side = min(outs, SIDE)
+    steps = {"weights": given["row_bytes"], "scales": scale_row, "biases": scale_row, "y": I64(4)}
+    with cgutils.for_range(builder, I64(outs // side), intp=I64) as part:
+        first = builder.mul(part.index, I64(side))
+        yield {**given, **{name: builder.add(given[name], builder.mul(first, step)) for name, step in steps.items()}}
+
+
+def _write_sums(write: TileWriter, outs: int, rows: int, given: dict[str, Any]) -> None:
+    builder, format = write.builder, write.format
     sums = write.zeros(outs, rows)
     weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
     x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
