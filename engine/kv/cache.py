@@ -224,7 +224,10 @@ class Cache(AttendingCache):
     def hold(self, count: int) -> HeldSlots:
         """Count the next ``count`` tokens as held, and return where the caller writes them. ``takes_in_place`` must allow it."""
         start = self._offset
-        (_, slot, _), *_ = self.layout.spans(start - self._prefix_tokens, 1)
+
+        def slot() -> int:
+            return self.layout.spans(start - self._prefix_tokens, 1)[0].slot
+
         used = self.layout.used(start + count) - self._prefix_tokens
         keys, values = self._keys.in_place(used, slot), self._values.in_place(used, slot)
         self._offset = start + count

@@ -18,6 +18,7 @@ p ≥ window the pinned token at position q has the position q + shift(p), the n
 It depends on p alone, so neither cuts nor rewinding change it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple
@@ -243,12 +244,12 @@ def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, re
 class Slots:
     """The arrays of one codec, all (B, H, capacity, …): made on the first write, grown by a sixteenth at a time.
 
-    step: slots are made in multiples of it.
+    step: slots are made in multiples of it. capacity: how many there are.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self.step = STEP
+        self.step, self.capacity = STEP, 0
         self._arrays: Encoded = ()
         self._addresses: tuple[int, ...] = ()  # where the arrays lie, while nobody else can hold them
 
@@ -261,16 +262,12 @@ class Slots:
     @arrays.setter
     def arrays(self, arrays: Encoded) -> None:
         self._arrays, self._addresses = arrays, ()
+        self.capacity = arrays[0].shape[2] if arrays else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays, unused slots included."""
         return sum(array.nbytes for array in self._arrays)
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        return self._arrays[0].shape[2] if self._arrays else 0
 
     def write(self, encoded: Encoded, spans: list[Span], used: int, reserve: int = 0) -> None:
         """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use, and ``reserve`` soon.
@@ -292,17 +289,18 @@ class Slots:
             return arrays
         return tuple([array[..., :count, :] for array in arrays])  # a list: this runs in every step of every layer
 
-    def in_place(self, used: int, slot: int) -> tuple[int, ...]:
+    def in_place(self, used: int, slot: Callable[[], int]) -> tuple[int, ...]:
         """Return the addresses of the arrays for one who writes to slots itself, of which ``used`` will then be in use.
 
-        slot: the first that will be written. On a CPU, for stores that hold something. What MLX writes in place is held by nobody
-        else; so something is written first, unless nobody asked for the arrays since.
+        slot: tells the first that will be written. On a CPU, for stores that hold something. What MLX writes in place is held by
+        nobody else; so something is written first, unless nobody asked for the arrays since.
         """
         if used > self.capacity:
             self._grow(self._arrays, used)
         if not self._addresses:
+            at = slot()
             for array in self._arrays:
-                array[..., slot : slot + 1, :] = mx.zeros((*array.shape[:2], 1, array.shape[3]), array.dtype)
+                array[..., at : at + 1, :] = mx.zeros((*array.shape[:2], 1, array.shape[3]), array.dtype)
             mx.eval(self._arrays)
             self._addresses = tuple(np.asarray(array).ctypes.data for array in self._arrays)
         return self._addresses

@@ -77,8 +77,8 @@ def can_round(format: WeightFormat) -> bool:
 
 @compiled
 def padded(groups: int) -> int:
-    """Return how many numbers a row of scales holds with the zeros after it: sixteen may be read from any of them on."""
-    return LANES * (groups // LANES + 2)
+    """Return how many numbers a row of scales holds with the zeros after it: eight may be read from any of them on."""
+    return LANES * ((groups + LANES // 2 - 1) // LANES + 1)
 
 
 def vectors_of(format: WeightFormat) -> int:
@@ -160,15 +160,15 @@ class _ByteWriter(TileWriter):
             return build.fpext(build.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
         return build.bitcast(build.shl(build.zext(halves, WORDS), self.words([16] * LANES)), FLOATS)
 
-    def scale_of_lanes(self, scales: Any, groups: Any) -> Any:
-        """Return scales[group] for each lane's group, below eight."""
-        if ADDS_PRODUCTS:
-            return self.look_up(scales, groups)
+    def scales_of_lanes(self, address: Any, stored: int, left: Any, groups: Any) -> Any:
+        """Return the scale of each lane's group, below eight, of those at an address, of which a row has ``left``."""
+        if not PADS:
+            return self.look_up(self.stored(address, stored, left), groups)
         eight = ir.VectorType(F32, LANES // 2)
         kind = ir.FunctionType(eight, [eight, ir.VectorType(I32, LANES // 2)])
         called = cgutils.get_or_insert_function(self.module, kind, "llvm.x86.avx2.permps")
-        first = self._half(scales, 0)
-        return self._joined([self.builder.call(called, [first, self._half(groups, half)]) for half in range(2)])
+        scales = self.load(address, eight)
+        return self._joined([self.builder.call(called, [scales, self._half(groups, half)]) for half in range(2)])
 
     def products(self, weights: list[Any], xs: list[Any]) -> Any:
         """Return sixteen sums, each of four products of every pair of vectors."""
@@ -213,7 +213,8 @@ def _write_byte_tile(builder: Any, format: WeightFormat, stored: int, size: tupl
     outs, rows = size
     given = dict(zip(ARGUMENTS, arguments, strict=True))
     groups = given["groups"]
-    numbers = builder.mul(builder.add(builder.udiv(groups, I64(LANES)), I64(2)), I64(LANES)) if PADS else groups
+    turns = builder.lshr(builder.add(groups, I64(3 * LANES // 2 - 1)), I64(4))  # of ``padded``
+    numbers = builder.mul(turns, I64(LANES)) if PADS else groups
     scale_row = builder.mul(numbers, I64(STORED_BYTES[stored]))
     for part in parts_of_tile(builder, given, outs, scale_row):
         _write_byte_sums(_ByteWriter(builder, format), stored, (min(outs, SIDE), rows), part, scale_row)
@@ -251,8 +252,8 @@ def _write_byte_sums(
         ]
         for out in range(outs):
             weights = write.chunk(write.at(weight_rows[out], place), left)
-            near = write.stored(write.at(scales[out], scales_at), stored, builder.sub(given["groups"], first))
-            scale = write.scale_of_lanes(near, lane_group)
+            left_groups = builder.sub(given["groups"], first)
+            scale = write.scales_of_lanes(write.at(scales[out], scales_at), stored, left_groups, lane_group)
             for row in range(rows):
                 found = write.products(weights, xs[row][:count])
                 scaled = builder.fmul(builder.sitofp(found, FLOATS), xs[row][count])

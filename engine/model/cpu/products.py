@@ -29,6 +29,9 @@ ROWS = 4
 LEAST_WORK = 1 << 16
 """Products in what a thread takes at once, at least: some microseconds."""
 
+ALONE = 2 * LEAST_WORK
+"""Up to this many the caller does all: to hand work over and back takes as long as half of it."""
+
 MOST_PIECES = 16
 """Pieces that a thread takes at once, at most, and of MANY_ROWS: their weights stay in its cache while the rows of x pass."""
 
@@ -385,5 +388,7 @@ class PackedMatrix:
 def shares(rows: int, outs: int, columns: int, threads: int) -> tuple[int, int]:
     """Return the pieces of a product, and how many of them a thread takes at once."""
     pieces = -(-outs // OUTS)
+    if outs * columns * rows <= ALONE:
+        return pieces, pieces
     wanted = MOST_PIECES if rows >= MANY_ROWS else min(LEAST_WORK // (OUTS * columns * rows) + 1, MOST_PIECES)
     return pieces, max(1, min(wanted, pieces // (SHARES * threads)))

@@ -53,7 +53,7 @@ class Steps:
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
         self._spaces: dict[int, _Space] = {}
-        self._words: WeakKeyDictionary[HeldSlots, Words] = WeakKeyDictionary()
+        self._words: WeakKeyDictionary[HeldSlots, tuple[int, Words]] = WeakKeyDictionary()
 
     def of_layers(self, first: int, last: int) -> "Steps":
         """Return the steps of a model that has only these layers, for timing."""
@@ -97,10 +97,11 @@ class Steps:
         return mx.array(self._spaces[rows].run(ids, table, positions)).reshape(batch, count, -1)
 
     def _address(self, cache: Cache, held: HeldSlots) -> int:
-        words = self._words.get(held)
-        if words is None:
-            words = self._words[held] = _cache_words(cache, held, self.parts.size)
-        return int(words.ctypes.data)
+        found = self._words.get(held)
+        if found is None:
+            words = _cache_words(cache, held, self.parts.size)
+            found = self._words[held] = int(words.ctypes.data), words  # to ask NumPy takes longer than to look it up
+        return found[0]
 
 
 def _lanes(caches: Sequence[Any]) -> list[list[Cache]]:
