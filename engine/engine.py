@@ -44,6 +44,7 @@ from .options import (
     PARALLEL,
     KVBits,
     KVSpec,
+    LoadRequest,
     Nodes,
     PromptCacheSpec,
     Sampling,
@@ -144,7 +145,18 @@ class Engine:
         """
         _check_load(model, kv, prompt_cache, adapter, speculation, nodes)
         limit = None if memory is None else given_limit(memory)
-        width = given_count(parallel, "replies at once", least=1)
+        request = LoadRequest(
+            str(model),
+            kv=kv,
+            prompt_cache=prompt_cache,
+            dtype=dtype,
+            memory=limit,
+            unchecked=unchecked,
+            adapter=None if adapter is None else str(adapter),
+            parallel=given_count(parallel, "replies at once", least=1),
+            speculation=speculation,
+            cpu_exact=cpu_exact,
+        )
         if nodes is None:
             team = None
         else:
@@ -172,22 +184,8 @@ class Engine:
             if team is not None and nodes is not None:
                 from .distributed.leading import load_together
 
-                make: Callable[..., Runner] = partial(load_together, team, nodes.split)
-            else:
-                make = load
-            return make(
-                model,
-                kv=kv,
-                prompt_cache=prompt_cache,
-                dtype=dtype,
-                memory=limit,
-                progress=tell,
-                unchecked=unchecked,
-                adapter=adapter,
-                parallel=width,
-                speculation=speculation,
-                cpu_exact=cpu_exact,
-            )
+                return load_together(team, nodes.split, request, tell)
+            return load(request, tell)
 
         try:
             if team is None:

@@ -7,7 +7,7 @@ CPU nothing is made at the first use that takes noticeable time, so there it is 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from .model.corrections import use_short_factors
 from .model.loader import BUILD_ERRORS, DTYPES, LoadedModel, load_model, position_rows
 from .model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost
 from .model.stored_heads import StoredHeads, find_heads
-from .options import KVSpec, PromptCacheSpec, Sampling, Speculation
+from .options import KVSpec, LoadRequest, Sampling
 from .perf.bandwidth import with_bandwidth
 from .perf.cost import cost_of_model, text_config
 from .perf.diagnosis import packed_layers
@@ -41,17 +41,20 @@ from .perf.measurement_store import machine_key
 from .perf.memory import array_budget, wired
 from .perf.mitigation import Chunking, told_apart
 from .perf.model_work import leaves_out_senses, work_of
-from .perf.peak_memory import shape_of
+from .perf.peak_memory import ModelShape, shape_of
 from .perf.roofline import Fitted, HostLimited, fitted, measure_host
 from .perf.timing import LatencyProfiler, TimedModel, can_measure
+from .perf.workload import Workload
 from .prompt_cache.cache import open_cache
 from .prompt_cache.folder import default_root, digest
 from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
 from .runtime import MachineSpeed, Runtime
 from .sampling import Sampler
 from .schedule.decoding import Lane, decode_alone
-from .speculation.draft_loading import check_both_fit, find_draft, load_draft, with_draft
+from .speculation.draft_loading import FoundDraft, check_both_fit, find_draft, load_draft, with_draft
+from .speculation.head_drafters import LoadedHeads
 from .speculation.head_loading import load_heads
+from .speculation.shared import LoadedDraft
 from .speculation.small_batches import read_steps
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
@@ -65,211 +68,300 @@ STEPS = 2
 
 
 def load(
-    model: str | Path,
-    *,
-    kv: KVSpec,
-    prompt_cache: PromptCacheSpec | None,
-    dtype: str | None,
-    memory: int | None = None,
-    progress: Progress | None,
-    unchecked: bool = False,
-    adapter: str | Path | None = None,
-    parallel: int = 1,
-    speculation: Speculation | None = None,
-    cpu_exact: bool = False,
-    share: NodeShare | None = None,
-    team: Team | None = None,
+    request: LoadRequest, progress: Progress | None = None, *, share: NodeShare | None = None, team: Team | None = None
 ) -> Runner:
-    """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
+    """Return a Runner for a model. Runs on the engine's thread. Raises TokamacError.
 
-    adapter: a folder or a Hugging Face id of low-rank changes to the model.
-    memory: bytes that arrays may take; None is the system's limit. parallel: replies at once at most.
-    speculation: what guesses tokens; its draft model is loaded, too. cpu_exact: a CPU's kernels never round rows. share: this
-    process's part of the model; team: the others, which are loading theirs, where this one is rank 0.
+    share: this process's part of the model; team: the others, which are loading theirs, where this one is rank 0.
     """
-    report = progress or (lambda _: None)
+    return _Loading(request, progress or (lambda _: None), share, team).runner()
 
-    def reading(done: int, total: int) -> None:
-        report(LoadProgress("weights", done, total))
 
-    def budget() -> int | None:
-        return array_budget() if memory is None else memory
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is loaded, before any weight is read. stored_heads: its own ``heads``, with why some can't be used. costs: notes."""
 
-    folder = download.resolve(model, progress=report)
-    device = device_kind()
-    wanted = None if speculation is None else speculation.draft
-    found = None
-    if wanted is not None:
-        found = find_draft(download.resolve(wanted, progress=report), str(wanted), folder, str(model), device)
-    added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), str(adapter))
-    more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
-    own_heads = find_heads(folder, read_config(folder)) if speculation is not None and speculation.heads else ()
-    stored_heads, costs = _heads_that_fit(
-        own_heads if share is None else (),
-        # Of another type, weights take other memory than the files say.
-        lambda more: (
-            check_both_fit(folder, kv, device, memory, more=more_bytes + more, draft=found)
-            if dtype is None and share is None
-            else ()
-        ),
-        device,
-    )
-    loaded = load_model(
-        folder,
-        dtype=dtype,
-        device=device,
-        progress=reading,
-        compiling=lambda: report(LoadProgress("compile", 0, None)),
-        unchecked=unchecked,
-        rounded=not cpu_exact,
-        divide=None if share is None else partial(_divide, share, device, memory),
-    )
-    tokenizer = load_tokenizer(folder, loaded.config, str(model))
-    rounding = None if cpu_exact or not loaded.by_kernels else _rounding(loaded, tokenizer, report)
-    rounded = rounding is not None and rounding.is_small
-    changes = {} if added is None else _adapt(loaded, added, dtype, device)
-    install_seam()
-    positions = position_rows(loaded.module)
-    longest = longest_of(loaded.config, positions)
-    kv = rolling(kv, longest, positions)
-    short_factors = keeps_short(loaded.config, kv)
-    if short_factors:
-        use_short_factors(loaded.module)
-    plan = plan_caches(loaded.module, loaded.config, kv)
-    cost = cost_of_model(loaded.module, loaded.config)
-    chip = detect()
-    shape = shape_of(
-        loaded.config,
-        plan,
-        weights=cost.weight_bytes,
-        value_bytes=value_bytes(loaded.config, device, dtype),
-        order=order_of(device, dtype),
-        device=attention_device(device, chip),
-    )
-    work = work_of(loaded.module, loaded.config, cost, plan)
-    if share is not None and share.split == "pipeline":  # the others' layers take their time, too
-        whole_model = weigh(read_config(folder), device, folder=folder)
-        work = work if isinstance(whole_model, str) else whole_model.planned(kv)[1]
-    bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
-    machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
-    machine.refresh()
-    machine.pace = fitted(machine.chip) if share is None else None  # which knows no links
-    capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace, whole=share is not None)
-    rotation = _rotation_notes(loaded.config, short=short_factors)
-    senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
-    draft, on_draft = None, tuple[str, ...]()
-    if found is not None:
-        draft, on_draft = load_draft(found, kv, device, chip, budget=budget, progress=reading)
-    heads, on_heads = load_heads(
-        stored_heads,
-        loaded,
-        kv,
-        dtype=dtype,
-        device=device,
-        reading=read_steps(work, machine.pace, chip, device=device),
-        budget=budget,
-        progress=reading,
-    )
-    head_bytes = sum(each.weight_bytes + each.kv_bytes for each in heads)
-    shape = replace(shape, weights=shape.weights + head_bytes)
-    both = shape if draft is None or found is None else with_draft(shape, draft, found.config, device)
-    shape = replace(shape, weights=both.weights)
-    too_long = context_notes(both, capacity, chunking=chunking, asked=memory)
-    adapted = () if added is None else (added.note(changes),)
-    alone = why_alone(loaded.module, loaded.config, lambda: plan.make(0)) if parallel > 1 else ""
-    by_layers = step_notes(loaded, plan, lambda: report(LoadProgress("compile", 0, None)), heads=bool(heads))
-    one_by_one = (f"replies are made one after another: {alone}",) if alone else ()
-    notes = (
-        *(() if share is None else (share.note,)),
-        *(("its heads for further tokens are not used: several nodes hold it",) if share and own_heads else ()),
-        *senses,
-        *adapted,
-        *on_draft,
-        *on_heads,
-        *one_by_one,
-        *by_layers,
-        *rotation,
-        *_position_notes(kv, positions),
-        *plan.notes,
-        *too_long,
-    )
-    spec = replace(
-        _spec(str(model), device, loaded, tokenizer, kv, longest, notes),
-        memory_notes=costs,
-        adapter=None if adapter is None else str(adapter),
-        adapter_digest=None if added is None else added.digest,
-        draft=None if wanted is None else str(wanted),
-        draft_bytes=None if draft is None else draft.weight_bytes,
-        heads=" and ".join(each.named for each in heads) or None,
-        heads_bytes=head_bytes or None,
-        rounding=rounding,
-    )
-    model_here: Any = loaded.module
-    plan_here: CachePlan = plan
-    operations: CacheOperations = LOCAL
-    if share is not None:
-        share.connect(loaded.module)
-    if team is not None and share is not None:
-        mirror = Mirror(team, share.group, spec.vocabulary_size)
-        model_here, operations = SharedModel(loaded.module, mirror), SharedOperations(mirror)
-        plan_here = SharedPlan(plan.spec, plan.layers, plan.notes, loaded.module, mirror=mirror)
-    runtime = Runtime(
-        model=model_here,
-        config=loaded.config,
-        tokenizer=tokenizer,
-        plan=plan_here,
-        kv=kv,
-        device=device,
-        ahead=not loaded.eager,
-        context_length=spec.context_length,
-        work=work,
-        machine=machine,
-        shape=shape,
-        chunking=chunking,
-        packed_kv=packed_layers(plan.layers, kv.group_size, work.kv) if len(work.kv) == len(plan.layers) else None,
-        bits_per_weight=spec.bits_per_weight,
-        memory_limit=memory,
-        doubts=loaded.doubts,
-        positions=positions,
-        operations=operations,
-    )
-    on_close = ExitStack()
-    if team is not None:
-        on_close.callback(team.unload)
-    on_close.enter_context(wired(planned_bytes(both, capacity, chunking=chunking)))
-    if team is not None:
-        check_same(described(spec, plan), team.await_loaded(), team.hosts)
-    if device != "cpu" and (share is None or team is not None):
-        report(LoadProgress("warm-up", 0, None))
-        warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
-    if isinstance(kernels := machine.pace, Fitted):
-        machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
-    store = open_cache(
-        prompt_cache,
-        runtime,
-        folder=loaded.folder,
-        name=str(model),
-        dtype=dtype,
-        unpacked=loaded.eager,
-        short_factors=short_factors,
-        **({} if added is None else {"adapter": added.digest}),
-        **({"rounded": True} if rounded else {}),
-    )
-    width = 1 if alone else parallel
-    return Runner(
-        runtime,
-        spec,
-        store,
-        IdleProfiler(
-            machine,
-            _profiler(runtime, by_kernels=loaded.by_kernels, rounded=rounded) if share is None else None,
-        ),
-        on_close,
-        parallel=width,
-        speculation=speculation,
-        draft=draft,
-        heads=heads,
-    )
+    folder: Path
+    draft: FoundDraft | None
+    added: Adapter | None
+    heads: tuple[StoredHeads, ...]
+    stored_heads: tuple[StoredHeads, ...]
+    costs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A model whose weights are as they stay. changes: of an adapter."""
+
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+    rounding: RoundingCost | None
+    changes: dict[str, Change]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether a CPU's kernels round rows."""
+        return self.rounding is not None and self.rounding.is_small
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """How it will be computed. longest: tokens that it was made for. shape: of the model alone, then with what guesses."""
+
+    kv: KVSpec
+    plan: CachePlan
+    positions: int | None
+    longest: int | None
+    short_factors: bool
+    shape: ModelShape
+    work: Workload
+    machine: MachineSpeed
+    chunking: Chunking
+
+
+@dataclass(frozen=True, slots=True)
+class _Guessing:
+    """What guesses tokens beside it. shape: of the model with all of that; own_shape: without the draft model's caches."""
+
+    draft: LoadedDraft | None
+    heads: tuple[LoadedHeads, ...]
+    heads_bytes: int
+    notes: tuple[str, ...]
+    own_shape: ModelShape
+    shape: ModelShape
+
+
+class _Loading:
+    """One load: each step takes what those before it made."""
+
+    def __init__(self, request: LoadRequest, report: Progress, share: NodeShare | None, team: Team | None) -> None:
+        self._request, self._report, self._share, self._team = request, report, share, team
+        self._device, self._chip = device_kind(), detect()
+
+    def runner(self) -> Runner:
+        """Take all steps."""
+        request, device, share, team = self._request, self._device, self._share, self._team
+        found = self._find()
+        read = self._read_weights(found)
+        planned = self._plan(read)
+        guessing = self._load_guessing(found, read, planned)
+        alone = self._why_alone(read, planned)
+        spec = self._spec(found, read, planned, guessing, alone)
+        runtime = self._runtime(read, planned, guessing, spec)
+        capacity, machine = planned.kv.capacity(planned.longest), planned.machine
+        on_close = ExitStack()
+        if team is not None:
+            on_close.callback(team.unload)
+        on_close.enter_context(wired(planned_bytes(guessing.shape, capacity, chunking=planned.chunking)))
+        if team is not None:
+            check_same(described(spec, planned.plan), team.await_loaded(), team.hosts)
+        if device != "cpu" and (share is None or team is not None):
+            self._report(LoadProgress("warm-up", 0, None))
+            warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
+        if isinstance(kernels := machine.pace, Fitted):
+            machine.pace = HostLimited(kernels, measure_host(read.loaded.module, lambda: planned.plan.make(None)))
+        store = open_cache(
+            request.prompt_cache,
+            runtime,
+            folder=found.folder,
+            name=request.model,
+            dtype=request.dtype,
+            unpacked=read.loaded.eager,
+            short_factors=planned.short_factors,
+            **({} if found.added is None else {"adapter": found.added.digest}),
+            **({"rounded": True} if read.rounded else {}),
+        )
+        profiler = (
+            _profiler(runtime, by_kernels=read.loaded.by_kernels, rounded=read.rounded) if share is None else None
+        )
+        return Runner(
+            runtime,
+            spec,
+            store,
+            IdleProfiler(machine, profiler),
+            on_close,
+            parallel=1 if alone else request.parallel,
+            speculation=request.speculation,
+            draft=guessing.draft,
+            heads=guessing.heads,
+        )
+
+    def _why_alone(self, read: _Read, planned: _Planned) -> str:
+        """Return why replies that were to be made at once are made one after another; "" where they are not."""
+        if self._request.parallel == 1:
+            return ""
+        return why_alone(read.loaded.module, read.loaded.config, lambda: planned.plan.make(0))
+
+    def _reading(self, done: int, total: int) -> None:
+        self._report(LoadProgress("weights", done, total))
+
+    def _compiling(self) -> None:
+        self._report(LoadProgress("compile", 0, None))
+
+    def _budget(self) -> int | None:
+        return array_budget() if self._request.memory is None else self._request.memory
+
+    def _find(self) -> _Found:
+        """Bring what is to be loaded to this machine, and see that it fits. Raises MemoryLimitError, OptionError, ModelError."""
+        request, report, device = self._request, self._report, self._device
+        folder = download.resolve(request.model, progress=report)
+        draft, wanted = None, None if request.speculation is None else request.speculation.draft
+        if wanted is not None:
+            at = download.resolve(wanted, progress=report)
+            draft = find_draft(at, str(wanted), folder, request.model, device)
+        adapter = request.adapter
+        added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), adapter)
+        more = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
+        guesses = request.speculation is not None and request.speculation.heads
+        heads = tuple(find_heads(folder, read_config(folder))) if guesses else ()
+
+        def check(of_heads: int) -> tuple[str, ...]:
+            # Of another type, weights take other memory than the files say.
+            if request.dtype is not None or self._share is not None:
+                return ()
+            return check_both_fit(folder, request.kv, device, request.memory, more=more + of_heads, draft=draft)
+
+        stored_heads, costs = _heads_that_fit(heads if self._share is None else (), check, device)
+        return _Found(folder, draft, added, heads, stored_heads, costs)
+
+    def _read_weights(self, found: _Found) -> _Read:
+        request, device, share = self._request, self._device, self._share
+        loaded = load_model(
+            found.folder,
+            dtype=request.dtype,
+            device=device,
+            progress=self._reading,
+            compiling=self._compiling,
+            unchecked=request.unchecked,
+            rounded=not request.cpu_exact,
+            divide=None if share is None else partial(_divide, share, device, request.memory),
+        )
+        tokenizer = load_tokenizer(found.folder, loaded.config, request.model)
+        exact = request.cpu_exact or not loaded.by_kernels
+        rounding = None if exact else _rounding(loaded, tokenizer, self._report)
+        changes = {} if found.added is None else _adapt(loaded, found.added, request.dtype, device)
+        install_seam()
+        return _Read(loaded, tokenizer, rounding, changes)
+
+    def _plan(self, read: _Read) -> _Planned:
+        request, device, share, chip = self._request, self._device, self._share, self._chip
+        module, config = read.loaded.module, read.loaded.config
+        positions = position_rows(module)
+        longest = longest_of(config, positions)
+        kv = rolling(request.kv, longest, positions)
+        short_factors = keeps_short(config, kv)
+        if short_factors:
+            use_short_factors(module)
+        plan = plan_caches(module, config, kv)
+        cost = cost_of_model(module, config)
+        shape = shape_of(
+            config,
+            plan,
+            weights=cost.weight_bytes,
+            value_bytes=value_bytes(config, device, request.dtype),
+            order=order_of(device, request.dtype),
+            device=attention_device(device, chip),
+        )
+        work = work_of(module, config, cost, plan)
+        if share is not None and share.split == "pipeline":  # the others' layers take their time, too
+            whole_model = weigh(read_config(read.loaded.folder), device, folder=read.loaded.folder)
+            work = work if isinstance(whole_model, str) else whole_model.planned(kv)[1]
+        bytes_read = work.weight_bytes() or read.loaded.stored.weight_bytes
+        machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
+        machine.refresh()
+        machine.pace = fitted(machine.chip) if share is None else None  # which knows no links
+        chunking = Chunking(work, device, machine.pace, whole=share is not None)
+        return _Planned(kv, plan, positions, longest, short_factors, shape, work, machine, chunking)
+
+    def _load_guessing(self, found: _Found, read: _Read, planned: _Planned) -> _Guessing:
+        device, chip = self._device, self._chip
+        draft, on_draft = None, tuple[str, ...]()
+        if found.draft is not None:
+            draft, on_draft = load_draft(
+                found.draft, planned.kv, device, chip, budget=self._budget, progress=self._reading
+            )
+        heads, on_heads = load_heads(
+            found.stored_heads,
+            read.loaded,
+            planned.kv,
+            dtype=self._request.dtype,
+            device=device,
+            reading=read_steps(planned.work, planned.machine.pace, chip, device=device),
+            budget=self._budget,
+            progress=self._reading,
+        )
+        heads_bytes = sum(each.weight_bytes + each.kv_bytes for each in heads)
+        own = replace(planned.shape, weights=planned.shape.weights + heads_bytes)
+        both = own if draft is None or found.draft is None else with_draft(own, draft, found.draft.config, device)
+        own = replace(own, weights=both.weights)
+        return _Guessing(draft, heads, heads_bytes, (*on_draft, *on_heads), own, both)
+
+    def _spec(self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, alone: str) -> ModelSpec:
+        request = self._request
+        wanted = None if request.speculation is None else request.speculation.draft
+        return replace(
+            _spec(request.model, self._device, read, planned),
+            notes=self._notes(found, read, planned, guessing, alone),
+            memory_notes=found.costs,
+            adapter=request.adapter,
+            adapter_digest=None if found.added is None else found.added.digest,
+            draft=None if wanted is None else str(wanted),
+            draft_bytes=None if guessing.draft is None else guessing.draft.weight_bytes,
+            heads=" and ".join(each.named for each in guessing.heads) or None,
+            heads_bytes=guessing.heads_bytes or None,
+            rounding=read.rounding,
+        )
+
+    def _notes(self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, alone: str) -> tuple[str, ...]:
+        """Return what the user should know of it. alone: why replies are made one after another."""
+        share, config = self._share, read.loaded.config
+        capacity = planned.kv.capacity(planned.longest)
+        return (
+            *(() if share is None else (share.note,)),
+            *(("its heads for further tokens are not used: several nodes hold it",) if share and found.heads else ()),
+            *(("text only: what this model could see or hear is left out",) if leaves_out_senses(config) else ()),
+            *(() if found.added is None else (found.added.note(read.changes),)),
+            *guessing.notes,
+            *((f"replies are made one after another: {alone}",) if alone else ()),
+            *step_notes(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads)),
+            *_rotation_notes(config, short=planned.short_factors),
+            *_position_notes(planned.kv, planned.positions),
+            *planned.plan.notes,
+            *context_notes(guessing.shape, capacity, chunking=planned.chunking, asked=self._request.memory),
+        )
+
+    def _runtime(self, read: _Read, planned: _Planned, guessing: _Guessing, spec: ModelSpec) -> Runtime:
+        share, team, loaded = self._share, self._team, read.loaded
+        model: Any = loaded.module
+        plan: CachePlan = planned.plan
+        operations: CacheOperations = LOCAL
+        if share is not None:
+            share.connect(loaded.module)
+        if team is not None and share is not None:
+            mirror = Mirror(team, share.group, spec.vocabulary_size)
+            model, operations = SharedModel(loaded.module, mirror), SharedOperations(mirror)
+            plan = SharedPlan(plan.spec, plan.layers, plan.notes, loaded.module, mirror=mirror)
+        kv, work = planned.kv, planned.work
+        return Runtime(
+            model=model,
+            config=loaded.config,
+            tokenizer=read.tokenizer,
+            plan=plan,
+            kv=kv,
+            device=self._device,
+            ahead=not loaded.eager,
+            context_length=spec.context_length,
+            work=work,
+            machine=planned.machine,
+            shape=guessing.own_shape,
+            chunking=planned.chunking,
+            packed_kv=packed_layers(plan.layers, kv.group_size, work.kv) if len(work.kv) == len(plan.layers) else None,
+            bits_per_weight=spec.bits_per_weight,
+            memory_limit=self._request.memory,
+            doubts=loaded.doubts,
+            positions=planned.positions,
+            operations=operations,
+        )
 
 
 def _heads_that_fit(
@@ -452,15 +544,8 @@ def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
         yield f"yarn's attn_factor {scaling['attn_factor']:.3g} is applied, as in vLLM and SGLang; transformers ignores it"
 
 
-def _spec(  # noqa: PLR0917
-    name: str,
-    device: DeviceKind,
-    loaded: LoadedModel,
-    tokenizer: Tokenizer,
-    kv: KVSpec,
-    longest: int | None,
-    notes: tuple[str, ...],
-) -> ModelSpec:
+def _spec(name: str, device: DeviceKind, read: _Read, planned: _Planned) -> ModelSpec:
+    loaded, tokenizer, kv, longest = read.loaded, read.tokenizer, planned.kv, planned.longest
     return ModelSpec(
         name=name,
         path=loaded.folder,
@@ -476,7 +561,6 @@ def _spec(  # noqa: PLR0917
         vocabulary_size=text_config(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),
-        notes=notes,
         advice=advice(),
         doubts=loaded.doubts,
         thinking_modes=tokenizer.thinking_modes,

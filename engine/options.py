@@ -449,6 +449,26 @@ class Speculation:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What is loaded, and how, as ``Engine.load`` was told; checked by it.
+
+    model, adapter: a folder or a Hugging Face id. memory: bytes that arrays may take; None is the system's limit. parallel: replies
+    at once at most. cpu_exact: a CPU's kernels never round rows.
+    """
+
+    model: str
+    kv: KVSpec = KVSpec()
+    prompt_cache: PromptCacheSpec | None = None
+    dtype: str | None = None
+    memory: int | None = None
+    unchecked: bool = False
+    adapter: str | None = None
+    parallel: int = 1
+    speculation: Speculation | None = None
+    cpu_exact: bool = False
+
+
 Backend = Literal["ring", "jaccl"]
 NODE_BACKENDS: tuple[Backend, ...] = get_args(Backend)
 Split = Literal["tensor", "pipeline"]

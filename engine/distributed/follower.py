@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import TokamacError, computing_error
 from ..files import raise_open_files
-from ..options import KVSpec
+from ..options import KVSpec, LoadRequest
 from .channel import Channel, Record, records
 from .team import BEAT_S, join_group
 
@@ -91,17 +91,8 @@ class NodeFollower:
 
         self._unload()
         share = NodeShare(self._group, self._group.rank(), self._group.size(), record["split"])
-        runner = load(
-            record["model"],
-            kv=KVSpec(**record["kv"]),
-            prompt_cache=None,
-            dtype=record["dtype"],
-            memory=record["memory"],
-            progress=None,
-            unchecked=record["unchecked"],
-            parallel=record["parallel"],
-            share=share,
-        )
+        number, request = record["number"], record["request"]
+        runner = load(LoadRequest(**{**request, "kv": KVSpec(**request["kv"])}), share=share)
         self._runner, runtime = runner, runner.runtime
         self._replay = PassReplay(
             runtime.model,
@@ -110,7 +101,7 @@ class NodeFollower:
             fused=runtime.shape.device,
             vocabulary=runner.spec.vocabulary_size,
         )
-        self._out.send({"said": f"loaded {record['number']}", **described(runner.spec, runtime.plan)})
+        self._out.send({"said": f"loaded {number}", **described(runner.spec, runtime.plan)})
 
     def _unload(self) -> None:
         runner, self._runner, self._replay = self._runner, None, None

@@ -1,6 +1,7 @@
 """The expected speed where no published measurement knows it: the sum of a step's parts, timed on this machine.
 
-    decode   t = Σ products of one row + Σ layers' attention at this depth + the other kernels + sampling
+    decode   t = Σ products of one row + Σ layers' attention at this depth + the other kernels + sampling (on a CPU: all that the
+                 engine does between two passes)
                  + Σ layers' handover at this depth, where MLX and a CPU's own kernels take turns
     prefill  t = Σ over chunks of the same for a chunk's rows, without sampling and handover, + the first token's step
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 FILE = "parts.json"
 
-RECIPE = 7
+RECIPE = 8
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
@@ -143,8 +144,8 @@ class StepLatency:
 class MeasuredLatency:
     """A ``LatencyModel`` made of timed parts.
 
-    other_kernels: those that are neither products nor attention. handover: empty where MLX does all of a layer. step: where a CPU's
-    kernels compute decode steps; the other parts are prefill's alone then.
+    other_kernels: those that are neither products nor attention. sampling_s: of what comes between passes. handover: empty where
+    MLX does all of a layer. step: where a CPU's kernels compute decode steps; the other parts are prefill's alone then.
     """
 
     products: tuple[tuple[Product, PartLatency], ...]
@@ -246,6 +247,18 @@ def time_sampling(vocabulary: int) -> float:
     """Time bringing the likeliest of a vocabulary's logits to the host."""
     logits = _ones(1, vocabulary)
     return typical_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
+
+
+def time_token(vocabulary: int) -> float:
+    """Time what the engine does for a token beside a pass of the model: choose it, bring it to the host, and count it."""
+    from ..options import Sampling
+    from ..sampling import Sampler
+    from ..schedule.decoding import Lane, decode_alone
+
+    logits = _ones(1, 1, vocabulary)
+    lane = Lane([], [], 0, Sampler(Sampling(temperature=0), [0]), None)
+    tokens = decode_alone(lambda *_, **__: logits, lane, ahead=False)
+    return typical_s(lambda: next(tokens))
 
 
 def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) -> float:
@@ -507,10 +520,16 @@ class TimedModel:
             attention=attention,
             kernel=kernel,
             other_kernels=max(work.launches - timed, 0),
-            sampling_s=part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary)),
+            sampling_s=self._sampling(part_s, vocabulary),
             handover=handover,
             step=self._step(part_s) if self.stepped else None,
         )
+
+    def _sampling(self, part_s: PartTimer, vocabulary: int) -> float:
+        """On a GPU the rest of the engine's work is done while it computes."""
+        if self.device == "cpu":
+            return part_s(f"token of {vocabulary}", partial(time_token, vocabulary))
+        return part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary))
 
     def _step(self, part_s: PartTimer) -> StepLatency:
         """Both halves of the layers, less the ends of a step that they have twice; of two layers, both at once."""

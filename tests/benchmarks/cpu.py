@@ -17,6 +17,8 @@ from tokamac.engine.options import Sampling
 PROMPT, NEW = 256, 64
 BUSY = (2, 8)
 """Programs that compute without end beside a reply."""
+FEWER_ROUNDS, FEWER = 3, 16
+"""Beside them: a step takes as many times longer as there are programs to a core, and more where threads wait for one another."""
 FORMS = ("rounded", "exact", "float32")
 MOST_MEMORY = 1.3
 
@@ -61,7 +63,7 @@ def measure_cpu(plan: Plan) -> Section:
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
-        f"without end, on {_cores()} cores. Memory is MLX's peak over a reply. "
+        f"without end, on {_cores()} cores, with {FEWER} tokens and {FEWER_ROUNDS} rounds. Memory is MLX's peak over a reply. "
         "llama.cpp was not measured."
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
@@ -73,7 +75,7 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
         yield Row(f"{name}: products", labs["rounded"].call("rounding"))
         for lab in labs.values():
             lab.call("reply", lab.call("prompt", PROMPT, 0), 4)
-        found = {0: _in_turn(labs, plan)}
+        found = {0: _in_turn(labs, plan.rounds, NEW)}
         for form in FORMS:
             yield plain(f"{name}: decode, {form}", _decode(found[0][form]), "tok/s")
             yield plain(f"{name}: prefill, {form}", _prefill(found[0][form]), "tok/s")
@@ -85,19 +87,19 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
         yield at_most(f"{name}: peak memory ÷ packed weights, keys and values", share, MOST_MEMORY)
         for programs in BUSY:
             with _busy(programs):
-                found[programs] = _in_turn(labs, plan)
+                found[programs] = _in_turn(labs, FEWER_ROUNDS, FEWER)
             for form in FORMS:
                 for what, rates in (("decode", _decode), ("prefill", _prefill)):
                     left = rates(found[programs][form]).median / rates(found[0][form]).median
                     yield Row(f"{name}: {what}, {form}, beside {programs} ÷ free", f"{left:.2f}")
 
 
-def _in_turn(labs: dict[str, Remote], plan: Plan) -> dict[str, list[Timing]]:
-    return dict(zip(labs, alternate(plan.rounds, *(partial(_reply, lab) for lab in labs.values())), strict=True))
+def _in_turn(labs: dict[str, Remote], rounds: int, new: int) -> dict[str, list[Timing]]:
+    return dict(zip(labs, alternate(rounds, *(partial(_reply, lab, new) for lab in labs.values())), strict=True))
 
 
-def _reply(lab: Remote, number: int) -> Timing:
-    timing: Timing = lab.call("reply", lab.call("prompt", PROMPT, number), NEW)
+def _reply(lab: Remote, new: int, number: int) -> Timing:
+    timing: Timing = lab.call("reply", lab.call("prompt", PROMPT, number), new)
     return timing
 
 

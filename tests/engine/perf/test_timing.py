@@ -264,7 +264,8 @@ def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
 @pytest.mark.usefixtures("hurried")
 def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
     seconds, peaks = iter([0.25, 0.125, 0.5]), iter([0.5, 1.0, 0.25])
-    monkeypatch.setattr(timing, "time_sampling", lambda _: next(seconds))
+    for name in ("time_token", "time_sampling"):
+        monkeypatch.setattr(timing, name, lambda _: next(seconds))
     monkeypatch.setattr(timing, "measure_tflops", lambda _: next(peaks))
     measure = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
     list(measure.steps())
@@ -701,7 +702,8 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(
 ) -> None:
     clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
     monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
-    monkeypatch.setattr(timing, "time_sampling", lambda _: 2.0 / clock.now)
+    for name in ("time_token", "time_sampling"):
+        monkeypatch.setattr(timing, name, lambda _: 2.0 / clock.now)
     measure = measuring_of(loaded_in_quiet)
     paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
     paced.idle()
