@@ -36,7 +36,7 @@ def _kernel_of(format: WeightFormat) -> int:
         groups = given[GROUPS]
         ids = carray(words_at(given[IDS]), last)
         wide = np.zeros((2, groups), np.float32)
-        scales = np.intp(wide.ctypes.data)
+        scales: Any = np.intp(wide.ctypes.data)
         biases = scales + 4 * groups if given[BIASES] != 0 else scales
         for row in range(first, last):
             token = ids[row]

@@ -118,7 +118,7 @@ def multiply_pieces(arguments: int, first: int, last: int, form: int) -> None:
     wide = np.empty((2, 1 if given[STORED] == FLOAT32 else (stop - begin) * groups), np.float32)
     if given[STORED] != FLOAT32:
         count_here = (stop - begin) * groups
-        at = np.intp(wide.ctypes.data)
+        at: Any = np.intp(wide.ctypes.data)
         _widen(given[STORED], scales, begin * groups, count_here, at)
         scales = at
         if biases != 0:
@@ -181,7 +181,8 @@ def multiply_rounded_pieces(  # noqa: PLR0917
     scale_row = groups * (4 if there == FLOAT32 else 2)
     wide = np.zeros((2, stop - begin, padded(groups)) if PADS else (2, 1, 1), np.float32)
     if PADS:
-        skip, scale_row, into = begin, 4 * padded(groups), np.intp(wide.ctypes.data)
+        into: Any = np.intp(wide.ctypes.data)
+        skip, scale_row = begin, 4 * padded(groups)
         behind = (stop - begin) * scale_row
         for out in range(stop - begin):
             _widen(stored, given[SCALES], (begin + out) * groups, groups, into + out * scale_row)
