@@ -439,16 +439,21 @@ class Session:
         """Generate another reply beside the last one, or beside that of the message ``key``."""
         at = self.conversation.tree.head if key is None else key
         if at is None:
-            return [Notice("There is no reply to regenerate.", "warning")]
+            return self._no_reply_to("regenerate")
         if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
         return self._refusal("regenerate the reply") or self._answer(prompt)
+
+    def _no_reply_to(self, act: str) -> list[Step]:
+        if any(each.conversation is self.conversation for each in self._queue):
+            return [Notice(f"There is no reply to {act} yet: the prompt still waits.", "warning")]
+        return [Notice(f"There is no reply to {act}.", "warning")]
 
     def write_versions(self, variants: Sequence[Variant], key: int | None = None) -> list[Step]:
         """Write several replies at once beside the last one, or beside that of the message ``key``; no tools are called in them."""
         at = self.conversation.tree.head if key is None else key
         if at is None:
-            return [Notice("There is no reply to write other versions of.", "warning")]
+            return self._no_reply_to("write other versions of")
         if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
         if refusal := self._refusal("write versions"):
@@ -494,7 +499,7 @@ class Session:
         """
         at = self.conversation.tree.head if key is None else key
         if at is None:
-            return [Notice("There is no reply to continue.", "warning")]
+            return self._no_reply_to("continue")
         if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
         if refusal := self._refusal("continue the reply"):
