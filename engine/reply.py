@@ -329,6 +329,20 @@ class ReplyTask:
             reason = "tool_calls"
         if ended_by is not None:
             came_from.add(*ended_by)
+        stopped_by = text.stopped_by if ended_by is None else ended_by[0]
+        yield self._finished(reason, text, came_from, stopped_by=stopped_by, thinking_ended_at=thinking.ended_at)
+
+    def _finished(
+        self,
+        reason: FinishReason,
+        text: ReplyText,
+        came_from: TokenSources,
+        *,
+        stopped_by: int | str | None,
+        thinking_ended_at: int | None,
+    ) -> Finished:
+        """Return the last event, once the last token came: what was said, and what was measured of it."""
+        request = self._request
         request.recorder.end()
         if self._speculation is not None and not request.background:
             self._speculation.ended([*request.ids, *request.recorder.ids])
@@ -337,18 +351,19 @@ class ReplyTask:
         self._runtime.machine.keep()
         ids, logprobs = came_from.take()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
-        measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
-        yield Finished(
+        return Finished(
             reason,
             text.answer,
             metrics,
             text.thinking,
-            *measured,
+            self._outliers(),
+            self._predicted_peak(),
+            self._diagnosis(metrics),
             doubts=self._runtime.doubts,
-            stopped_by=text.stopped_by if ended_by is None else ended_by[0],
+            stopped_by=stopped_by,
             ids=ids,
             logprobs=logprobs,
-            thinking_ended_at=thinking.ended_at,
+            thinking_ended_at=thinking_ended_at,
             tool_calls=tuple(text.calls),
             passes=self._passes(),
         )

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from tests.benchmarks.limits import LARGER
 from tests.benchmarks.plan import EngineServer, Plan, Remote, Timing
-from tests.benchmarks.report import Row, Section, Series, alternate, at_most, plain, ratios, series
+from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, plain, ratios, series
 from tokamac.engine.options import Sampling
 
 PROMPT, NEW = 256, 64
@@ -21,6 +21,8 @@ FEWER_ROUNDS, FEWER = 3, 16
 """Beside them: a step takes as many times longer as there are programs to a core, and more where threads wait for one another."""
 FORMS = ("rounded", "exact", "float32")
 MOST_MEMORY = 1.3
+SEEDED = "88 M weights"
+LEAST_GAIN = {("guide", "rounded", "decode"): 2.0, (SEEDED, "rounded", "decode"): 5.0}
 
 
 class CPULab(EngineServer):
@@ -58,7 +60,7 @@ def measure_cpu(plan: Plan) -> Section:
             from tests.engine.helpers import write_model
 
             larger = write_model(Path(folder) / "larger", bits=4, **LARGER)
-            for name, model in (("guide", plan.model), ("88 M weights", str(larger))):
+            for name, model in (("guide", plan.model), (SEEDED, str(larger))):
                 rows += _measured(name, model, plan)
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
@@ -82,7 +84,9 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
         for form in FORMS[:2]:
             for what, rates in (("decode", _decode), ("prefill", _prefill)):
                 over = ratios(rates(found[0][form]), rates(found[0]["float32"]))
-                yield plain(f"{name}: {what}, {form} ÷ float32", over)
+                wanted = LEAST_GAIN.get((name, form, what))
+                row = f"{name}: {what}, {form} ÷ float32"
+                yield plain(row, over) if wanted is None else at_least(row, over, wanted)
         share = series([labs["rounded"].call("memory_share")])
         yield at_most(f"{name}: peak memory ÷ packed weights, keys and values", share, MOST_MEMORY)
         for programs in BUSY:
