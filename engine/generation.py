@@ -95,6 +95,22 @@ class Generation:
         self.cached_ids.extend(ids)
         return True
 
+    def prefill_in_pieces(
+        self, ids: list[int], pieces: int, stopped: Callable[[], bool]
+    ) -> Generator[None, None, bool]:
+        """Compute ``ids`` in so many pieces at most, yielding between them; return whether all were computed.
+
+        For a model whose tokens have the same bits in pieces of any size. What was computed when ``stopped`` said so stays.
+        """
+        size = max(LEAST_PIECE, -(-len(ids) // pieces))
+        for done in self.prefill(ids, size):
+            if done == len(ids):
+                break
+            yield
+            if stopped():
+                return False
+        return True
+
 
 def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
     """Return the caches that grow, in so many parts or fewer, in the order of their layers; none where one is the model's own."""
@@ -105,6 +121,9 @@ def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
     size = -(-len(ours) // stages)
     return [ours[at : at + size] for at in range(0, len(ours), size)]
 
+
+LEAST_PIECE = 64
+"""Tokens that are worth reading all weights for."""
 
 UNKNOWN_STAGES = 16
 """Of a chunk while others wait for their tokens and its speed is not known."""
@@ -156,7 +175,8 @@ class PrefillChunker:
             chunk = ids[at : at + size - cached % size]
             began, aside_s = self._clock(), 0.0
             if (stages := self._stages(len(chunk))) > 1:
-                computing = generation.prefill_in_stages(chunk, stages, self._stopped)
+                cut = generation.prefill_in_pieces if self._chunking.by_rows else generation.prefill_in_stages
+                computing = cut(chunk, stages, self._stopped)
                 while True:
                     try:
                         next(computing)

@@ -146,7 +146,11 @@ class _Loading:
         planned = self._plan(read)
         guessing = self._load_guessing(found, read, planned)
         alone = self._why_alone(read, planned)
-        spec = self._spec(found, read, planned, guessing, alone)
+        why = why_layer_by_layer(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
+        # Pinned keys that move with a window are the class's own business: then a piece ends where it always did.
+        by_rows = why is None and not any(layer.keep for layer in planned.plan.layers)
+        planned = replace(planned, chunking=replace(planned.chunking, by_rows=by_rows))
+        spec = self._spec(found, read, planned, guessing, (alone, why or ""))
         runtime = self._runtime(read, planned, guessing, spec)
         capacity, machine = planned.kv.capacity(planned.longest), planned.machine
         on_close = ExitStack()
@@ -296,12 +300,14 @@ class _Loading:
         own = replace(own, weights=both.weights)
         return _Guessing(draft, heads, heads_bytes, (*on_draft, *on_heads), own, both)
 
-    def _spec(self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, alone: str) -> ModelSpec:
+    def _spec(
+        self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: tuple[str, str]
+    ) -> ModelSpec:
         request = self._request
         wanted = None if request.speculation is None else request.speculation.draft
         return replace(
             _spec(request.model, self._device, read, planned),
-            notes=self._notes(found, read, planned, guessing, alone),
+            notes=self._notes(found, read, planned, guessing, why),
             memory_notes=found.costs,
             adapter=request.adapter,
             adapter_digest=None if found.added is None else found.added.digest,
@@ -312,8 +318,11 @@ class _Loading:
             rounding=read.rounding,
         )
 
-    def _notes(self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, alone: str) -> tuple[str, ...]:
-        """Return what the user should know of it. alone: why replies are made one after another."""
+    def _notes(
+        self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: tuple[str, str]
+    ) -> tuple[str, ...]:
+        """Return what the user should know of it. why: replies are made one after another; layers are computed one by one."""
+        alone, by_layers = why
         share, config = self._share, read.loaded.config
         capacity = planned.kv.capacity(planned.longest)
         return (
@@ -323,7 +332,7 @@ class _Loading:
             *(() if found.added is None else (found.added.note(read.changes),)),
             *guessing.notes,
             *((f"replies are made one after another: {alone}",) if alone else ()),
-            *step_notes(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads)),
+            *((LAYER_BY_LAYER.format(by_layers),) if by_layers else ()),
             *_rotation_notes(config, short=planned.short_factors),
             *_position_notes(planned.kv, planned.positions),
             *planned.plan.notes,
@@ -461,25 +470,25 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
     return cost
 
 
-def step_notes(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None], *, heads: bool) -> tuple[str, ...]:
-    """Have decode steps on a CPU computed at once, where the model's class allows it; return why not, for packed weights.
+def why_layer_by_layer(
+    loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None], *, heads: bool
+) -> str | None:
+    """Have a CPU's kernels compute steps and pieces of prompts at once, where the model's class allows it; return None, or why not.
 
-    Weights are as they stay. compiling: called where kernels are compiled, and waited for. heads: whether what guesses reads
-    the hidden states of the class's own passes.
+    Weights are as they stay; of unpacked ones, "" says all. compiling: called where kernels are compiled, and waited for. heads:
+    whether what guesses reads the hidden states of the class's own passes.
     """
     if not loaded.by_kernels:
-        return ()
+        return ""
     from .model.cpu.packed import is_packed
     from .model.cpu.stepping import take_steps
 
     if not is_packed(loaded.module):
-        return ()
+        return ""
     if heads:
-        return (LAYER_BY_LAYER.format("its heads for further tokens read the hidden states of its class"),)
-
+        return "its heads for further tokens read the hidden states of its class"
     plain = plan_caches(loaded.module, loaded.config, KVSpec())
-    why = take_steps(loaded.module, plan, plain.make, compiling)
-    return (LAYER_BY_LAYER.format(why),) if why else ()
+    return take_steps(loaded.module, plan, plain.make, compiling) or None
 
 
 def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:

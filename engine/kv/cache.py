@@ -212,6 +212,13 @@ class Cache(AttendingCache):
         ]
         return mx.concatenate(out, axis=2)
 
+    def make_slots(self, heads: int, dim: int) -> None:
+        """Make the first slots where there are none, for one who writes them itself: of float32 (1, heads, ·, dim)."""
+        if not self._keys.capacity:
+            token = mx.zeros((1, heads, 1, dim))
+            self._keys.make(self.key_codec.encode(token))
+            self._values.make(self.value_codec.encode(token))
+
     def takes_in_place(self, count: int) -> bool:
         """Whether the next ``count`` tokens can be written, and attended to, by one who knows only layout and codecs."""
         if not self._keys.capacity or not self._direct or self._shared or not self.layout.fits(self._offset, count):

@@ -282,6 +282,10 @@ class Slots:
             for array, new in zip(self._arrays, encoded, strict=True):
                 array[..., slot : slot + length, :] = new if length == count else new[..., token : token + length, :]
 
+    def make(self, like: Encoded) -> None:
+        """Make the first slots, for tokens like this one."""
+        self._grow(like, 1)
+
     def read(self, count: int) -> Encoded:
         """Return views of the first ``count`` slots."""
         arrays = self.arrays

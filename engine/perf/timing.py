@@ -11,7 +11,8 @@ MLX version and a label that names all a part depends on, so models share the pa
 timed: a prediction can be wrong, and is tested as one.
 
 Where a CPU's kernels compute a whole decode step (engine/model/cpu/stepping.py), its layers are timed as they run there: both
-halves, each as a model of its own, and one layer, which tells how long the ends of a step take that both halves have.
+halves, each as a model of its own, and one layer, which tells how long the ends of a step take that both halves have. So are the
+pieces that they read prompts in.
 
 Timed alone, a part finds its thread awake, its data in the caches and a core to itself. Where MLX takes turns with a CPU's own
 kernels or NumPy (engine/model/cpu) that is not so: MLX's thread sleeps while they multiply, weights go through the caches
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 FILE = "parts.json"
 
-RECIPE = 8
+RECIPE = 9
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
@@ -141,11 +142,25 @@ class StepLatency:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceLatency:
+    """Reading a prompt by a CPU's kernels, ``rows`` tokens at once: the seconds of such a piece after so many tokens."""
+
+    rows: int
+    piece: StepLatency
+
+    def of(self, start: int, stop: int) -> float:
+        """Seconds of reading the tokens from ``start`` to before ``stop``."""
+        whole, rest = divmod(stop - start, self.rows)
+        ends = (self.piece.of(start + self.rows * at) for at in (0, max(whole - 1, 0)))
+        return whole * sum(ends) / 2 + rest / self.rows * self.piece.of(stop - rest)
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredLatency:
     """A ``LatencyModel`` made of timed parts.
 
     other_kernels: those that are neither products nor attention. sampling_s: of what comes between passes. handover: empty where
-    MLX does all of a layer. step: where a CPU's kernels compute decode steps; the other parts are prefill's alone then.
+    MLX does all of a layer. step, pieces: where a CPU's kernels compute both; there are no other parts then.
     """
 
     products: tuple[tuple[Product, PartLatency], ...]
@@ -155,6 +170,7 @@ class MeasuredLatency:
     sampling_s: float
     handover: tuple[HandoverLatency, ...] = ()
     step: StepLatency | None = None
+    pieces: PieceLatency | None = None
 
     def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:  # noqa: ARG002
         """Seconds of a step; None for several sequences, which were not timed."""
@@ -172,6 +188,8 @@ class MeasuredLatency:
         if tokens <= 1 or first is None:
             return first
         end = cached + tokens - 1  # the last token is the first step's
+        if self.pieces is not None:
+            return first + self.pieces.of(cached, end)
         whole, rest = divmod(end - cached, chunk)
         total = first + whole * self._products(chunk) + self._whole_chunks(cached, whole, chunk)
         return total + (self._products(rest) + self._attention_and_kernels(rest, end - rest) if rest else 0.0)
@@ -279,18 +297,24 @@ def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) 
     return typical_s(step, patience=LAYER_PATIENCE) / count
 
 
-def time_step(steps: "Steps | None", layers: "Sequence[LayerPlan]", first: int, last: int, depth: int) -> float:
-    """Time a decode step of a model that has the layers from first to before last alone, after ``depth`` tokens."""
+def time_step(  # noqa: PLR0917
+    steps: "Steps | None", layers: "Sequence[LayerPlan]", first: int, last: int, depth: int, rows: int = 1
+) -> float:
+    """Time a decode step of a model that has the layers from first to before last alone, after ``depth`` tokens.
+
+    rows: of a piece of a prompt, of whose last layer only keys and values are computed.
+    """
     assert steps is not None, "who only reads what was kept times nothing"
-    part, token = steps.of_layers(first, last), mx.zeros((1, 1), mx.int32)
+    part, tokens = steps.of_layers(first, last), mx.zeros((1, rows), mx.int32)
     caches = [filled_caches(layer, depth, 1)[0] for layer in layers[first:last]]
 
     def step() -> None:
-        logits = part.logits(token, caches, own=_no_own_forward)
-        assert logits is not None, "these caches don't take a step"
-        mx.eval(logits)
+        compute = part.logits if rows == 1 else part.read
+        found = compute(tokens, caches, own=_no_own_forward)
+        assert found is not None, "these caches don't take a step"
+        mx.eval(found)
         for cache in caches:
-            cache.trim(min(1, cache.rewindable))
+            cache.trim(min(rows, cache.rewindable))
 
     return typical_s(step, patience=LAYER_PATIENCE)
 
@@ -502,6 +526,9 @@ class TimedModel:
             return None
         if work.prefill_parameters is None or not can_measure(self.plan):
             return None
+        if self.stepped:
+            sampling_s, none = self._sampling(part_s, vocabulary), PartLatency(0.0, 0.0)
+            return MeasuredLatency((), (), none, 0, sampling_s, step=self._step(part_s), pieces=self._pieces(part_s))
         products = {kind: self._product(part_s, kind, bucket(weight_bytes)) for kind in work.products}
         row_s, rows_s = (
             part_s(f"kernel of {hidden} x {rows}", partial(time_kernel, hidden, rows)) for rows in (1, ROWS)
@@ -510,7 +537,7 @@ class TimedModel:
         alike = [list(group) for _, group in groupby(sorted(self.plan.layers, key=_cache_shape), key=_cache_shape)]
         attention = tuple(self._attention(part_s, layers, heads) for layers in alike)
         handover: tuple[HandoverLatency, ...] = ()
-        if not self.stepped and any(waits(kind, by_kernels=self.by_kernels) for kind in self.layer_products):
+        if any(waits(kind, by_kernels=self.by_kernels) for kind in self.layer_products):
             rest_s = sum(products[kind].row_s for kind in self.layer_products) + LAYER_KERNELS * kernel.row_s
             pairs = zip(alike, attention, strict=True)
             handover = tuple(self._handover(part_s, layers, alone, rest_s) for layers, alone in pairs)
@@ -522,7 +549,6 @@ class TimedModel:
             other_kernels=max(work.launches - timed, 0),
             sampling_s=self._sampling(part_s, vocabulary),
             handover=handover,
-            step=self._step(part_s) if self.stepped else None,
         )
 
     def _sampling(self, part_s: PartTimer, vocabulary: int) -> float:
@@ -533,25 +559,44 @@ class TimedModel:
 
     def _step(self, part_s: PartTimer) -> StepLatency:
         """Both halves of the layers, less the ends of a step that they have twice; of two layers, both at once."""
+        count = len(self.plan.layers)
+        sums, one_s = self._halves(part_s, 1)
+        twice_s = 0.0 if one_s is None else min(max((count * one_s - sums[0][1]) / (count - 2), 0.0), one_s)
+        return StepLatency(tuple((depth, each - twice_s) for depth, each in sums), self._limit)
+
+    def _pieces(self, part_s: PartTimer) -> PieceLatency:
+        """Both halves of the layers, and what the last layer of the first one lacks; of two layers, both at once."""
+        from ..model.cpu.stepping import PIECE
+
+        count = len(self.plan.layers)
+        sums, one_s = self._halves(part_s, PIECE)
+        if one_s is not None:  # of one layer, there are only keys and values
+            sums = [(depth, each + max((each - 2 * one_s) / (count - 2) - one_s, 0.0)) for depth, each in sums]
+        return PieceLatency(PIECE, StepLatency(tuple(sums), self._limit))
+
+    @property
+    def _limit(self) -> int | None:
+        limits = [layer.limit for layer in self.plan.layers]
+        return max((each for each in limits if each is not None), default=None) if None not in limits else None
+
+    def _halves(self, part_s: PartTimer, rows: int) -> tuple[list[tuple[int, float]], float | None]:
+        """Return the sum of both halves' seconds by depth, ascending, and the first layer's; None of two layers, timed at once."""
         layers = self.plan.layers
-        count, limits = len(layers), [layer.limit for layer in layers]
-        limit = max((each for each in limits if each is not None), default=None) if None not in limits else None
+        count = len(layers)
         products = ", ".join(kind.key for kind in self.work.products)
         shapes = "; ".join(dict.fromkeys(map(_cache_shape, layers)))
 
         def seconds(first: int, last: int, depth: int) -> float:
             label = f"step of layers {first} to {last} of {count}: {products}, {self.work.query_heads} on {shapes} at {depth}"
-            return part_s(label, partial(time_step, self.steps, layers, first, last, depth))
+            label += f" x {rows}"
+            return part_s(label, partial(time_step, self.steps, layers, first, last, depth, rows))
 
-        depths = [max(depth, 1) for depth in attention_depths(limit)]
+        depths = [max(depth, 1) for depth in attention_depths(self._limit)]
         held = [depth for depth in depths if sum(each.bytes_at(depth) for each in layers) <= LARGEST] or depths[:1]
         halves = [(0, count // 2), (count // 2, count)] if count > 2 else [(0, count)]
         sums = [sum(seconds(first, last, depth) for first, last in halves) for depth in held]
-        twice_s = 0.0
-        if len(halves) > 1:
-            one_s = seconds(0, 1, held[0])
-            twice_s = min(max((count * one_s - sums[0]) / (count - 2), 0.0), one_s)
-        return StepLatency(tuple(zip(held, (each - twice_s for each in accumulate(sums, max)), strict=True)), limit)
+        found = list(zip(held, accumulate(sums, max), strict=True))
+        return found, seconds(0, 1, held[0]) if count > 2 else None
 
     def _product(self, part_s: PartTimer, kind: Product, nbytes: int) -> PartLatency:
         def seconds(rows: int) -> float:

@@ -41,9 +41,9 @@ from tests.guide.dataset import (
     train_tokenizer,
 )
 
-
 HALVES = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """Whether this CPU multiplies bfloat16; where it does not, float32 is several times as fast."""
+
 
 @dataclass(frozen=True, slots=True)
 class GuideShape:

@@ -658,11 +658,12 @@ class ChatScreen(Screen[None]):
         transcript = self.query_one(Transcript)
         transcript.greet(guide=self.session.engine.load.model == GUIDE)
         self._head()
+        server = "" if self._panel_shown else self.server.line  # the panel has it
         self.query_one(Activity).show(
             self.session,
             time.monotonic(),
             following=transcript.following,
-            aside=self.library.activity(),
+            aside=" · ".join(filter(None, (self.library.activity(), server))),
             elsewhere=chats.title_elsewhere(self),
         )
         running = "" if self.shell is None else self.shell.text
@@ -808,6 +809,7 @@ class ChatScreen(Screen[None]):
         line = self.query_one("#server", Static)
         line.display = self.server.on
         line.update(self.server.line.replace(" · ", "\n"))
+        self.show()
 
     def rekey(self) -> None:
         """Hear and name the keys that hold now."""

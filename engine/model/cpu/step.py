@@ -18,7 +18,7 @@ from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, wr
 from .attention_tiles import dot
 from .compiling import compile_kernel, compiled
 from .pool import call, run
-from .products import floats_at, words_at
+from .products import ROWS_AT_ONCE, floats_at, words_at
 from .tiles import LANES
 
 SILU, GELU, GELU_TANH = range(3)
@@ -48,6 +48,9 @@ PREPARATION = 2
 # Numbers of a model.
 EMBEDDED, RESIDUAL, LOGITS, SOFTCAP, EPS = range(5)
 """What embeddings, what layers add and logits are multiplied by; what bounds logits, or 0; what is added to the mean of squares."""
+
+ATTENDED = 64
+"""How many times the pool takes heads of rows from an attention, at most."""
 
 PER_MATRIX = 3
 """Words of one of several matrices: its first piece, kernel and arguments."""
@@ -126,7 +129,7 @@ def _multiply(pool: int, words: Any, rows: int) -> None:
     """Prepare rows and multiply them by matrices that share them."""
     preparations = carray(words_at(words[4]), (words[5], PREPARATION))
     for each in range(words[5]):
-        call(preparations[each, 0], preparations[each, 1], 0, rows)
+        run(pool, preparations[each, 0], preparations[each, 1], rows, ROWS_AT_ONCE)
     run(pool, words[0], words[1], words[2], words[3])
 
 
@@ -166,9 +169,10 @@ def _add(model: Any, bias: int, norm: int, numbers: Any) -> None:
 def run_step(  # noqa: PLR0917
     pool: int, model: Any, layers: Any, runs: Any, attentions: Any, numbers: Any, logits: Any
 ) -> None:
-    """Compute logits (rows, vocabulary) of one step.
+    """Compute logits (rows, vocabulary) of one step; of a piece of a prompt, whose ``runs`` end so, only keys and values.
 
-    model: MODEL words; layers (L, LAYER); runs (RUNS · L + 1, RUN); attentions (L, ALL of attention.py); numbers: EMBEDDED … EPS.
+    model: MODEL words; layers (L, LAYER); runs (RUNS · L + 1, RUN), or as far as the last layer's first; attentions (L, ALL of
+    attention.py); numbers: EMBEDDED … EPS.
     """
     rows, inner, eps = model[COUNT], model[INNER], numbers[EPS]
     call(model[EMBEDDING], model[EMBEDDING + 1], 0, rows)
@@ -176,12 +180,13 @@ def run_step(  # noqa: PLR0917
     for i in range(len(hidden)):
         hidden[i] *= numbers[EMBEDDED]
     turns = carray(floats_at(model[ROPES_AT]), (rows, model[ROPES], 2, model[ROPE_DIMS] // 2))
+    head = RUNS * len(layers)
     for index in range(len(runs)):
         at, phase = min(index // RUNS, len(layers) - 1), index % RUNS
         layer, attention = layers[at], attentions[at]
         block = phase // 2  # attention, feed-forward
         if phase % 2 == 0:
-            weight = layer[BEFORE + block] if index < len(runs) - 1 else model[LAST_NORM]
+            weight = layer[BEFORE + block] if index < head else model[LAST_NORM]
             for row in range(rows):
                 place = 4 * model[DIMS] * row
                 _norm(model[HIDDEN] + place, weight, model[DIMS], eps, model[NORMED] + place)
@@ -193,10 +198,12 @@ def run_step(  # noqa: PLR0917
                 gated = model[GATED] + 8 * inner * row
                 _add_bias(gated, layer[GATED_BIAS], 2 * inner)
                 _gate(gated, inner, model[ACTIVATION], model[ACTED] + 4 * inner * row)
-        elif index < len(runs) - 1:
+        elif index < head:
             _rotate_heads(model, layer, attention, turns, eps)
             write_tokens(attention)
-            run(pool, model[ATTEND], attention.ctypes.data, rows * attention[HEADS], 1)
+            if index < len(runs) - 1:
+                pieces = rows * attention[HEADS]
+                run(pool, model[ATTEND], attention.ctypes.data, pieces, 1 + pieces // ATTENDED)
     _finish(logits, numbers)
 
 

@@ -1,8 +1,9 @@
 """Decode steps of a whole model by step.py, where its class computes that way: instead of the class's own forward pass.
 
 ``take_steps`` reads the model's parts, computes a few tokens both ways, and from then on the model's calls that are decode steps go
-to the kernels: one token of one or several sequences, or a few tokens of one whose logits are all asked for (guesses). They read
-and write the engine's own caches (engine/kv/cache.py) where these lie. Any other call, and any other cache, stays with the class.
+to the kernels: one token of one or several sequences, or a few tokens of one whose logits are all asked for (guesses). So do the
+pieces of a prompt, of which no logits are. They read and write the engine's own caches (engine/kv/cache.py) where these lie. Any
+other call, and any other cache, stays with the class.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,9 @@ Caching = Callable[[], list[Any]]
 MOST_GUESSED = 16
 """Tokens of one sequence that a step takes at most: guesses are never more. Others are a piece of a prompt."""
 
+PIECE = 64
+"""Tokens of a prompt that are read at once; what is left over, in powers of two. Weights come from memory once for each."""
+
 TOLERANCE = 1e-3
 """How far logits may lie from the class's own, over the largest of them: the order of sums differs."""
 
@@ -52,7 +56,7 @@ class Steps:
 
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
-        self._spaces: dict[int, _Space] = {}
+        self._spaces: dict[tuple[int, bool], _Space] = {}
         self._words: WeakKeyDictionary[HeldSlots, tuple[int, Words]] = WeakKeyDictionary()
 
     def of_layers(self, first: int, last: int) -> "Steps":
@@ -65,9 +69,13 @@ class Steps:
         own: the class's forward pass, which takes the sequences whose caches need it now, one by one: so none sees its neighbours.
         """
         batch, count = inputs.shape
-        if count != 1 and (batch != 1 or count > MOST_GUESSED or not are_asked_for()):
+        if count != 1 and batch == 1 and not are_asked_for():
+            return self.read(inputs, caches, own)
+        if count != 1 and (batch != 1 or count > MOST_GUESSED):
             return None
         lanes = _lanes(caches)
+        for lane in lanes:
+            self._make_slots(lane)
         fitting = [all(cache.takes_in_place(count) for cache in lane) for lane in lanes]
         if not any(fitting):
             return None
@@ -79,22 +87,43 @@ class Steps:
         parts = iter(found), iter(mx.split(together, len(chosen)))
         return mx.concatenate([next(parts[fits]) for fits in fitting])
 
+    def read(self, inputs: mx.array, caches: Sequence[Any], own: Forward) -> mx.array | None:
+        """Read a piece of a prompt, ids (1, N), into the caches of one sequence, as far as they take it; the rest is ``own``'s.
+
+        Return logits of nothing, or of the rest; None where they take none of it.
+        """
+        (lane,) = _lanes(caches) or ([],)
+        done, count = 0, inputs.shape[1]
+        self._make_slots(lane)
+        while lane and done < count:
+            size = PIECE if count - done >= PIECE else 1 << ((count - done).bit_length() - 1)
+            if not all(cache.takes_in_place(size) for cache in lane):
+                break
+            self._compute(inputs[:, done : done + size], [lane], asked=False)
+            done += size
+        if done == count:
+            return mx.zeros((1, 0, len(self.parts.head.weight)))
+        return own(inputs[:, done:], caches) if done else None
+
+    def _make_slots(self, lane: Sequence[Cache]) -> None:
+        for cache in lane if lane and not lane[0].offset else ():
+            cache.make_slots(self.parts.heads, self.parts.size)
+
     def _step(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]]) -> mx.array:
-        batch, count = inputs.shape
+        return mx.array(self._compute(inputs, lanes, asked=True)).reshape(*inputs.shape, -1)
+
+    def _compute(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]], *, asked: bool) -> Floats:
+        count = inputs.shape[1]
         ids = np.asarray(inputs.astype(mx.int64)).reshape(-1)
-        rows = len(ids)
-        if rows not in self._spaces:
-            self._spaces[rows] = _Space(self.parts, rows)
-        table: list[int] = []
+        key = len(ids), asked
+        if key not in self._spaces:
+            self._spaces[key] = _Space(self.parts, len(ids), asked=asked)
+        addresses: list[list[int]] = []
         positions: list[int] = []
         for lane in lanes:
-            start = lane[0].offset
-            addresses = [self._address(cache, cache.hold(count)) for cache in lane]
-            for position in range(start, start + count):
-                positions.append(position)
-                for address in addresses:
-                    table += (address, position)
-        return mx.array(self._spaces[rows].run(ids, table, positions)).reshape(batch, count, -1)
+            positions += range(lane[0].offset, lane[0].offset + count)
+            addresses += [[self._address(cache, cache.hold(count)) for cache in lane]] * count
+        return self._spaces[key].run(ids, addresses, positions)
 
     def _address(self, cache: Cache, held: HeldSlots) -> int:
         found = self._words.get(held)
@@ -154,9 +183,9 @@ def _form(codec: Codec, size: int) -> tuple[int, int, int, int]:
 
 
 class _Space:
-    """Buffers for so many rows, and the words that tell kernels where they are."""
+    """Buffers for so many rows, and the words that tell kernels where they are. asked: for logits, else keys and values alone."""
 
-    def __init__(self, parts: ModelParts, rows: int) -> None:
+    def __init__(self, parts: ModelParts, rows: int, *, asked: bool) -> None:
         self._parts, self._rows = parts, rows
         self._kept: list[Any] = []  # whatever words hold the addresses of
         query_width, key_width = parts.heads * parts.repeats * parts.size, parts.heads * parts.size
@@ -168,7 +197,7 @@ class _Space:
         dims_turned = parts.ropes[0].dims
         self._turns = self._keep(np.zeros((rows, len(parts.ropes), 2, dims_turned // 2), np.float32))
         self._table = self._keep(np.zeros((rows, len(parts.layers), 2), np.int64))
-        self._logits = self._buffer(len(parts.head.weight))
+        self._logits = self._buffer(len(parts.head.weight) if asked else 0)
         self._prepared: dict[tuple[int, Preparation], tuple[Any, Words]] = {}
         self._model = np.zeros(step.MODEL, np.int64)
         self._model[:] = (
@@ -184,14 +213,17 @@ class _Space:
         self._numbers = np.array((parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32)
         self._layers = np.array([self._layer_words(each) for each in parts.layers])
         self._attentions = np.array([self._attention_words(index, each) for index, each in enumerate(parts.layers)])
-        products = [self._products(each) for each in parts.layers]
-        head = self._product((parts.head,), self._normed, self._logits)
-        self._runs = np.array([*(each for layer in products for each in layer), head])
+        runs = [each for layer in parts.layers for each in self._products(layer)]
+        if asked:
+            self._runs = np.array([*runs, self._product((parts.head,), self._normed, self._logits)])
+        else:
+            self._runs = np.array(runs[: len(runs) - step.RUNS + 1])
 
-    def run(self, ids: npt.NDArray[np.int64], table: Sequence[int], positions: Sequence[int]) -> Floats:
-        """Compute a step, and return logits (rows, V), which stand until the next one."""
+    def run(self, ids: npt.NDArray[np.int64], addresses: Sequence[Sequence[int]], positions: Sequence[int]) -> Floats:
+        """Compute a step, and return logits (rows, V), which stand until the next one. addresses: of each row's caches' words."""
         self._ids[:] = ids
-        self._table.reshape(-1)[:] = table
+        self._table[:, :, 0] = addresses
+        self._table[:, :, 1] = np.array(positions)[:, None]
         for row, position in enumerate(positions):
             for index, rope in enumerate(self._parts.ropes):
                 self._turns[row, index] = rope.at(position)
@@ -351,9 +383,10 @@ def _difference(model: nn.Module, steps: Steps, make: Caching) -> float:
     """Return the largest difference of logits of a few tokens, over the largest logit."""
     read, decoded = CHECKED
     both = make(), make()
-    for caches in both:
-        model(mx.array([read]), cache=caches)
-        mx.eval([cache.state for cache in caches])
+    if steps.read(mx.array([read]), both[0], model) is None:
+        return float("nan")
+    model(mx.array([read]), cache=both[1])
+    mx.eval([cache.state for cache in both[1]])
     off = 0.0
     for token in decoded:
         ids = mx.array([[token]])

@@ -24,6 +24,7 @@ from tests.scripted_engine import SCENARIOS, SCRIPTED
 from tests.tiny import make_tiny
 from tokamac.app import settings
 from tokamac.app.backend.client import Died
+from tokamac.app.backend.command_process import Ended, Serving
 from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent, RequestFailed
 from tokamac.app.chat import external_programs
 from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
@@ -507,6 +508,24 @@ async def test_a_rolling_context_shows_what_rolled_out(chat: Start) -> None:
         await c.until(lambda: f"{gone} tokens" in c.screen_text(), "the gauge")
         assert "forgotten" in c.screen_text()
         assert "64 / 64" in c.screen_text() or "64 of 64" in c.screen_text()
+
+
+@pytest.mark.parametrize("size", [(60, 16), (80, 24), (140, 40)])
+async def test_a_server_on_the_chats_engine_is_told_with_a_panel_and_without(
+    chat: Start, size: tuple[int, int]
+) -> None:
+    async with chat("fast", size=size) as c:
+        await c.ready()
+        server = c.app.chat._server
+        server.job.begin()
+        server._changed()
+        await c.until(lambda: c.screen_text().count("server: starting") == 1)
+        server.job.take(Serving("http://127.0.0.1:11435", 1, 0))
+        server._changed()
+        await c.until(lambda: c.screen_text().count("http://127.0.0.1:11435") == 1 and "1 request" in c.screen_text())
+        server.job.ended(Ended(0, ""))
+        server._changed()
+        await c.until(lambda: "11435" not in c.screen_text())
 
 
 async def test_resizing_while_a_reply_streams(chat: Start) -> None:

@@ -578,8 +578,10 @@ def stepped() -> TimedModel:
 @on_a_cpu
 @pytest.mark.usefixtures("hurried")
 def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, monkeypatch):
-    def seconds(_steps: Any, _layers: Any, first: int, last: int, depth: int) -> float:
-        return 2.0 + (last - first) * (3.0 + depth / 1000)
+    def seconds(_steps: Any, _layers: Any, first: int, last: int, depth: int, rows: int) -> float:
+        if rows == 1:
+            return 2.0 + (last - first) * (3.0 + depth / 1000)
+        return 5.0 + (last - first - 1) * (30.0 + depth / 100)  # of the last layer, keys and values alone
 
     monkeypatch.setattr(timing, "time_step", seconds)
     measure = LatencyProfiler(stepped, tmp_path / "parts.json")
@@ -591,6 +593,9 @@ def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, mo
         whole = 2.0 + layers * (3.0 + depth / 1000)
         assert pace.decode_s(stepped.work, depth) == pytest.approx(whole + pace.sampling_s)
     assert pace.decode_s(stepped.work, 64, batch=2) is None
+    pieces = [5.0 + (layers - 1) * (30.0 + depth / 100) for depth in (1024, 1088, 1152, 1216)]
+    first = pace.decode_s(stepped.work, 1024 + 225)  # the last token makes the reply's first
+    assert pace.prefill_s(stepped.work, 225, 1024, 256) == pytest.approx(first + sum(pieces[:3]) + pieces[3] / 2)
     read_by_name = LatencyProfiler(replace(stepped, steps=None), tmp_path / "parts.json")
     assert read_by_name.latency() == pace
 
