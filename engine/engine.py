@@ -146,13 +146,13 @@ class Engine:
         _check_load(model, kv, prompt_cache, adapter, speculation, nodes)
         limit = None if memory is None else given_limit(memory)
         request = LoadRequest(
-            str(model),
+            model,
             kv=kv,
             prompt_cache=prompt_cache,
             dtype=dtype,
             memory=limit,
             unchecked=unchecked,
-            adapter=None if adapter is None else str(adapter),
+            adapter=adapter,
             parallel=given_count(parallel, "replies at once", least=1),
             speculation=speculation,
             cpu_exact=cpu_exact,

@@ -1,4 +1,4 @@
-"""Prefill: a prompt is computed in chunks, a few layers at a time where others wait. Knows tokens and caches, not text."""
+"""Prefill: a prompt is computed in chunks; where others wait, by layers or tokens. Knows tokens and caches, not text."""
 
 import math
 import time
@@ -47,10 +47,9 @@ class Generation:
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
         """Compute ``ids`` after the cached ones in chunks; yield after each how many are done. Stop iterating to cancel."""
-        done = 0
+        done, self.chunk = 0, min(chunk, len(ids))
         while done < len(ids):
             part = ids[done : done + chunk]
-            self.chunk = len(part)
             with forcing_fused(self._force_fused):
                 self._model(mx.array([part]), cache=self.caches)
             mx.eval(
@@ -102,7 +101,7 @@ class Generation:
 
         For a model whose tokens have the same bits in pieces of any size. What was computed when ``stopped`` said so stays.
         """
-        size = max(LEAST_PIECE, -(-len(ids) // pieces))
+        size = -(-len(ids) // (pieces * LEAST_PIECE)) * LEAST_PIECE
         for done in self.prefill(ids, size):
             if done == len(ids):
                 break
@@ -123,7 +122,7 @@ def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
 
 
 LEAST_PIECE = 64
-"""Tokens that are worth reading all weights for."""
+"""Tokens that a CPU's kernels read at once: pieces are made of so many."""
 
 UNKNOWN_STAGES = 16
 """Of a chunk while others wait for their tokens and its speed is not known."""
@@ -136,7 +135,8 @@ class PrefillChunker:
     """Computes prompts in chunks, cut at multiples of the chunk size, counted from the first token (perf/mitigation.py).
 
     Where a chunk takes long, it is computed a few layers at a time, so that a cancellation is heard in between: then what was
-    begun of it is dropped. Time decides that alone, never where a prompt is cut.
+    begun of it is dropped. Time decides that alone, never where a prompt is cut; but where a token's bits are the same in a piece
+    of any size (``Chunking.by_rows``), it is cut by time, and what was computed stays.
 
     Args:
         chunking: how large a chunk is at which depth.

@@ -29,7 +29,7 @@ from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from .model.config import context_length, pretraining_length, read_config
 from .model.corrections import use_short_factors
 from .model.loader import BUILD_ERRORS, DTYPES, LoadedModel, load_model, position_rows
-from .model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost
+from .model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost, rounds_here
 from .model.stored_heads import StoredHeads, find_heads
 from .options import KVSpec, LoadRequest, Sampling
 from .perf.bandwidth import with_bandwidth
@@ -106,7 +106,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """How it will be computed. longest: tokens that it was made for. shape: of the model alone, then with what guesses."""
+    """How it will be computed. longest: tokens that it was made for. shape: of the model alone."""
 
     kv: KVSpec
     plan: CachePlan
@@ -136,7 +136,7 @@ class _Loading:
 
     def __init__(self, request: LoadRequest, report: Progress, share: NodeShare | None, team: Team | None) -> None:
         self._request, self._report, self._share, self._team = request, report, share, team
-        self._device, self._chip = device_kind(), detect()
+        self._name, self._device, self._chip = str(request.model), device_kind(), detect()
 
     def runner(self) -> Runner:
         """Take all steps."""
@@ -148,7 +148,7 @@ class _Loading:
         alone = self._why_alone(read, planned)
         why = why_layer_by_layer(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
         # Pinned keys that move with a window are the class's own business: then a piece ends where it always did.
-        by_rows = why is None and not any(layer.keep for layer in planned.plan.layers)
+        by_rows = why is None and not any(layer.block for layer in planned.plan.layers)
         planned = replace(planned, chunking=replace(planned.chunking, by_rows=by_rows))
         spec = self._spec(found, read, planned, guessing, (alone, why or ""))
         runtime = self._runtime(read, planned, guessing, spec)
@@ -168,12 +168,12 @@ class _Loading:
             request.prompt_cache,
             runtime,
             folder=found.folder,
-            name=request.model,
+            name=self._name,
             dtype=request.dtype,
             unpacked=read.loaded.eager,
             short_factors=planned.short_factors,
             **({} if found.added is None else {"adapter": found.added.digest}),
-            **({"rounded": True} if read.rounded else {}),
+            **({"rounded": rounds_here()} if read.rounded else {}),
         )
         profiler = (
             _profiler(runtime, by_kernels=read.loaded.by_kernels, rounded=read.rounded) if share is None else None
@@ -212,9 +212,11 @@ class _Loading:
         draft, wanted = None, None if request.speculation is None else request.speculation.draft
         if wanted is not None:
             at = download.resolve(wanted, progress=report)
-            draft = find_draft(at, str(wanted), folder, request.model, device)
+            draft = find_draft(at, str(wanted), folder, self._name, device)
         adapter = request.adapter
-        added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), adapter)
+        added = (
+            None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), str(adapter))
+        )
         more = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
         guesses = request.speculation is not None and request.speculation.heads
         heads = tuple(find_heads(folder, read_config(folder))) if guesses else ()
@@ -240,7 +242,7 @@ class _Loading:
             rounded=not request.cpu_exact,
             divide=None if share is None else partial(_divide, share, device, request.memory),
         )
-        tokenizer = load_tokenizer(found.folder, loaded.config, request.model)
+        tokenizer = load_tokenizer(found.folder, loaded.config, self._name)
         exact = request.cpu_exact or not loaded.by_kernels
         rounding = None if exact else _rounding(loaded, tokenizer, self._report)
         changes = {} if found.added is None else _adapt(loaded, found.added, request.dtype, device)
@@ -306,10 +308,10 @@ class _Loading:
         request = self._request
         wanted = None if request.speculation is None else request.speculation.draft
         return replace(
-            _spec(request.model, self._device, read, planned),
+            _spec(self._name, self._device, read, planned),
             notes=self._notes(found, read, planned, guessing, why),
             memory_notes=found.costs,
-            adapter=request.adapter,
+            adapter=None if request.adapter is None else str(request.adapter),
             adapter_digest=None if found.added is None else found.added.digest,
             draft=None if wanted is None else str(wanted),
             draft_bytes=None if guessing.draft is None else guessing.draft.weight_bytes,
@@ -440,7 +442,7 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
-LAYER_BY_LAYER = "decoding goes through MLX layer by layer: {}"
+LAYER_BY_LAYER = "it is computed by MLX layer by layer: {}"
 
 SLOWLY_MEASURED = 500e6
 """Bytes of weights from which three passes over some tokens take a second or more, and a line says so."""

@@ -457,13 +457,13 @@ class LoadRequest:
     at once at most. cpu_exact: a CPU's kernels never round rows.
     """
 
-    model: str
+    model: str | Path
     kv: KVSpec = KVSpec()
     prompt_cache: PromptCacheSpec | None = None
     dtype: str | None = None
     memory: int | None = None
     unchecked: bool = False
-    adapter: str | None = None
+    adapter: str | Path | None = None
     parallel: int = 1
     speculation: Speculation | None = None
     cpu_exact: bool = False

@@ -29,8 +29,7 @@ def load_together(
     group = team.connect()
     prompts = request.prompt_cache
     request = replace(request, prompt_cache=None if prompts is None else replace(prompts, disk=False))
-    told = replace(
-        request, prompt_cache=None, speculation=None
-    )  # which guesses, and keeps prompts, is this one's to say
+    # To guess, and to keep prompts, is for this one.
+    told = replace(request, model=str(request.model), prompt_cache=None, speculation=None)
     team.load({"request": asdict(told), "split": split})
     return load(request, progress, share=NodeShare(group, group.rank(), group.size(), split), team=team)

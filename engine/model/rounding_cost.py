@@ -1,10 +1,11 @@
 """What rounding a model's rows on a CPU costs, kept for each model: measured once (cpu/rounding.py), known wherever it is asked.
 
-It decides how the model is computed, so it depends on the model's files and on nothing else: not on the machine's load, and not on
-what was asked for.
+It decides how the model is computed, so it depends on the model's files and on the widths that a CPU can round for, and on nothing
+else: not on the machine's load, and not on what was asked for.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -48,7 +49,16 @@ def cost_key(folder: Path, weights: str) -> str:
             data = read_bytes(folder / name, MOST_CONFIG_BYTES)
             text.update(f"{name} {len(data)} ".encode())
             text.update(data)
-    return f"recipe {RECIPE} | {weights} | {text.hexdigest()}"
+    return f"recipe {RECIPE} | {weights} | {text.hexdigest()} | {rounds_here()}"
+
+
+def rounds_here() -> str:
+    """Return the widths of weights that this machine can round rows for, as text; "" where a GPU computes."""
+    if sys.platform != "linux":
+        return ""
+    from .cpu.features import ROUNDED_BITS
+
+    return " ".join(map(str, ROUNDED_BITS))
 
 
 def known_cost(key: str) -> RoundingCost | None:

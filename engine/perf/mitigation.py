@@ -14,7 +14,8 @@ acts on it (engine/prefill_budget.py).
 
 Chunks depend on model, chip and depth, never on a clock, and a prompt is cut at multiples of the chunk, counted from its first
 token. So it is cut alike on a busy machine and on an idle one, and rounding (of packed keys and values above all: a key at the edge
-between two levels falls to either side) does not depend on the machine's load.
+between two levels falls to either side) does not depend on the machine's load. Within a chunk, a CPU's kernels are given pieces as
+others wait: a token's bits are the same in any.
 
     a GPU       large chunks keep it busy, small ones keep memory and the wait for a cancellation low. A dense model loses nothing
                 in chunks of 512. A mixture does: few rows for each expert multiply badly, and each chunk reads all experts. It

@@ -148,11 +148,11 @@ class PieceLatency:
     rows: int
     piece: StepLatency
 
-    def of(self, start: int, stop: int) -> float:
-        """Seconds of reading the tokens from ``start`` to before ``stop``."""
-        whole, rest = divmod(stop - start, self.rows)
-        ends = (self.piece.of(start + self.rows * at) for at in (0, max(whole - 1, 0)))
-        return whole * sum(ends) / 2 + rest / self.rows * self.piece.of(stop - rest)
+    def of(self, start: int, stop: int, least_s: float) -> float:
+        """Seconds of reading the tokens from ``start`` to before ``stop``. least_s: of a few: all weights are read for them."""
+        rest = (stop - start) % self.rows
+        whole = sum(self.piece.of(at) for at in range(start, stop - rest, self.rows))
+        return whole + (max(rest / self.rows * self.piece.of(stop - rest), least_s) if rest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class MeasuredLatency:
             return first
         end = cached + tokens - 1  # the last token is the first step's
         if self.pieces is not None:
-            return first + self.pieces.of(cached, end)
+            return first + self.pieces.of(cached, end, first)
         whole, rest = divmod(end - cached, chunk)
         total = first + whole * self._products(chunk) + self._whole_chunks(cached, whole, chunk)
         return total + (self._products(rest) + self._attention_and_kernels(rest, end - rest) if rest else 0.0)

@@ -353,11 +353,13 @@ def _compare(tokens: int, warm: mx.array, cold: mx.array, *, packed: bool) -> Ch
 
 
 def _logits_after(model: Any, caches: list[Any], ids: list[int], chunk: int, cancelled: Callable[[], bool]) -> mx.array:
-    """Return the logits (V,) after the last of ``ids``, computed in chunks; after an earlier one when cancelled."""
-    logits = mx.zeros(0)
-    for begin in range(0, len(ids), chunk):
-        logits = model(mx.array([ids[begin : begin + chunk]]), cache=caches)[0, -1]
-        mx.eval(logits, [cache.state for cache in caches])
+    """Return the logits (V,) after the last of ``ids``, the others computed in chunks; of nothing when cancelled."""
+    last = len(ids) - 1
+    for begin in range(0, last, chunk):
+        model(mx.array([ids[begin : min(begin + chunk, last)]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
         if cancelled():
-            break
+            return mx.zeros(0)
+    logits: mx.array = model(mx.array([ids[last:]]), cache=caches)[0, -1]
+    mx.eval(logits)
     return logits

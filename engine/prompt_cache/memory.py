@@ -382,7 +382,7 @@ class MemoryStore(CacheStore):
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
-        self._in_tree = ByteCount()  # of new runs: leases in use still follow the old ones
+        self._in_tree = ByteCount()
         self._idle = None
         self._used.clear()
 
@@ -522,7 +522,8 @@ class MemoryStore(CacheStore):
         donors = [other for other in self._used if other.lease.keep == held.lease.keep]
         common = [common_prefix(other.lease.ids, ids) for other in donors]
         most = max(common, default=0)
-        if most < WORTH_SHARING:
+        most -= most % WORTH_SHARING  # a CPU's kernels attend to so many at a time: so sharing changes no bit
+        if not most:
             return 0
         return self._operations.share(donors[common.index(most)].lease.caches, held.lease.caches, most)
 

@@ -347,8 +347,12 @@ class Decoder:
                 self._model(mx.array([lane.behind]), cache=lane.caches)  # the head is not asked for
                 lane.cached_ids.extend(lane.behind)
                 lane.behind = []
-        tokens = [_some_token(lane.token) for lane in lanes]
-        ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
+        known = [lane.known for lane in lanes]
+        if None in known:
+            tokens = [_some_token(lane.token) for lane in lanes]
+            ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
+        else:  # nothing to compute before the pass: on a CPU, one wait for MLX's thread less
+            ids = mx.array([[each] for each in known], mx.uint32)
         return self._operations.forward(self._model, ids, [lane.caches for lane in lanes])
 
     def _read(self, lane: Lane, *, launched: bool, last: bool = False, shared: bool = False) -> Decoded:

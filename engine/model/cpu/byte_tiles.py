@@ -22,12 +22,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compiling import compiled
+from .features import ADDS_PRODUCTS, ROUNDED_BITS
 from .tiles import (
     AFFINE,
     ARGUMENTS,
     BFLOAT16,
     F32,
-    FEATURES,
     FLOAT16,
     FLOAT32,
     FLOATS,
@@ -44,17 +44,8 @@ from .tiles import (
     parts_of_tile,
 )
 
-ADDS_PRODUCTS = {"avx512f", "avx512bw", "avx512vl", "avx512vnni"} <= FEATURES
-"""Whether four products of bytes are added to a sum by one instruction."""
-
-ADDS_PAIRS = "avx2" in FEATURES
-"""Whether two are, in 16 bits."""
-
 PADS = not ADDS_PRODUCTS
 """Whether a tile's scales and biases are float32, rows of ``padded`` numbers: where nothing reads a part of a vector."""
-
-SHIFTS_BYTES = "avx512vbmi" in FEATURES
-"""Whether weights of odd widths are spread to bytes by two."""
 
 VECTOR = 64
 BYTES, BITS = ir.VectorType(I8, VECTOR), ir.VectorType(ir.IntType(1), VECTOR)
@@ -68,11 +59,7 @@ STORED_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
 def can_round(format: WeightFormat) -> bool:
     """Whether this machine multiplies weights of this format with rounded rows."""
-    if format.kind != AFFINE:
-        return False
-    if ADDS_PRODUCTS:
-        return SHIFTS_BYTES or format.bits in (2, 4, 8)
-    return ADDS_PAIRS and format.bits in (2, 4)
+    return format.kind == AFFINE and format.bits in ROUNDED_BITS
 
 
 @compiled

@@ -170,7 +170,7 @@ def multiply_rounded_pieces(  # noqa: PLR0917
 ) -> None:
     """Multiply as ``multiply_pieces`` does, where the rows of x are rounded.
 
-    stored, there: how scales are, and how tiles have them (PADS); literals, too.
+    stored, there: how scales are, and, a literal, too, how tiles have them (PADS).
     """
     literally(form)
     literally(there)

@@ -42,6 +42,11 @@ def round_rows(model: nn.Module, *, rounds: bool) -> bool:
     return bool(found)
 
 
+def rounds_rows(model: nn.Module) -> bool:
+    """Return whether any of them rounds its rows."""
+    return any(module._matrix.rounds for module in _roundable(model))
+
+
 def measure_cost(model: nn.Module, ids: Sequence[int]) -> RoundingCost | None:
     """Return what rounding costs a model whose products are exact, over a text of ``ids``; None where logits are no numbers.
 

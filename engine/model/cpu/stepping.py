@@ -30,7 +30,7 @@ from .fitting import LayerParts, ModelParts, UnfitError, parts_of
 from .packed import NOTICEABLE_S
 from .pool import POOL
 from .products import PackedMatrix, Preparation, shares
-from .rounding import round_rows
+from .rounding import round_rows, rounds_rows
 from .step import Floats
 from .tiles import LANES, WeightFormat
 
@@ -42,7 +42,7 @@ MOST_GUESSED = 16
 """Tokens of one sequence that a step takes at most: guesses are never more. Others are a piece of a prompt."""
 
 PIECE = 64
-"""Tokens of a prompt that are read at once; what is left over, in powers of two. Weights come from memory once for each."""
+"""Tokens of a prompt that are read at once: weights come from memory once for each piece."""
 
 TOLERANCE = 1e-3
 """How far logits may lie from the class's own, over the largest of them: the order of sums differs."""
@@ -96,7 +96,7 @@ class Steps:
         done, count = 0, inputs.shape[1]
         self._make_slots(lane)
         while lane and done < count:
-            size = PIECE if count - done >= PIECE else 1 << ((count - done).bit_length() - 1)
+            size = min(PIECE, count - done)
             if not all(cache.takes_in_place(size) for cache in lane):
                 break
             self._compute(inputs[:, done : done + size], [lane], asked=False)
@@ -106,7 +106,7 @@ class Steps:
         return own(inputs[:, done:], caches) if done else None
 
     def _make_slots(self, lane: Sequence[Cache]) -> None:
-        for cache in lane if lane and not lane[0].offset else ():
+        for cache in lane:
             cache.make_slots(self.parts.heads, self.parts.size)
 
     def _step(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]]) -> mx.array:
@@ -114,10 +114,10 @@ class Steps:
 
     def _compute(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]], *, asked: bool) -> Floats:
         count = inputs.shape[1]
-        ids = np.asarray(inputs.astype(mx.int64)).reshape(-1)
-        key = len(ids), asked
+        ids = np.asarray(inputs).reshape(-1).astype(np.int64)
+        key = 1 << (len(ids) - 1).bit_length(), asked
         if key not in self._spaces:
-            self._spaces[key] = _Space(self.parts, len(ids), asked=asked)
+            self._spaces[key] = _Space(self.parts, key[0], asked=asked)
         addresses: list[list[int]] = []
         positions: list[int] = []
         for lane in lanes:
@@ -183,11 +183,15 @@ def _form(codec: Codec, size: int) -> tuple[int, int, int, int]:
 
 
 class _Space:
-    """Buffers for so many rows, and the words that tell kernels where they are. asked: for logits, else keys and values alone."""
+    """Buffers for up to so many rows, and the words that tell kernels where they are.
+
+    asked: for logits, else keys and values alone.
+    """
 
     def __init__(self, parts: ModelParts, rows: int, *, asked: bool) -> None:
         self._parts, self._rows = parts, rows
         self._kept: list[Any] = []  # whatever words hold the addresses of
+        self._counting: list[Words] = []  # of products: each tells how many rows there are
         query_width, key_width = parts.heads * parts.repeats * parts.size, parts.heads * parts.size
         dims, inner = len(parts.last_norm), _columns(parts.layers[0].down)
         self._ids = self._keep(np.zeros(rows, np.int64))
@@ -221,9 +225,14 @@ class _Space:
 
     def run(self, ids: npt.NDArray[np.int64], addresses: Sequence[Sequence[int]], positions: Sequence[int]) -> Floats:
         """Compute a step, and return logits (rows, V), which stand until the next one. addresses: of each row's caches' words."""
-        self._ids[:] = ids
-        self._table[:, :, 0] = addresses
-        self._table[:, :, 1] = np.array(positions)[:, None]
+        rows = len(ids)
+        if rows != self._model[step.COUNT]:
+            self._model[step.COUNT] = self._attentions[:, attention.ROWS] = rows
+            for words in self._counting:
+                words[products.COUNT] = rows
+        self._ids[:rows] = ids
+        self._table[:rows, :, 0] = addresses
+        self._table[:rows, :, 1] = np.array(positions)[:, None]
         for row, position in enumerate(positions):
             for index, rope in enumerate(self._parts.ropes):
                 self._turns[row, index] = rope.at(position)
@@ -236,11 +245,11 @@ class _Space:
                 self._runs,
                 self._attentions,
                 self._numbers,
-                self._logits,
+                self._logits[:rows],
             )
         finally:
             POOL.release(pool)
-        return self._logits
+        return self._logits[:rows]
 
     def _keep(self, array: Any) -> Any:
         self._kept.append(array)
@@ -303,6 +312,7 @@ class _Space:
                 rows, arguments = self._prepare(preparation, x)
                 preparations[arguments.ctypes.data] = preparation.kernel, arguments.ctypes.data
             words = self._keep(matrix._arguments.copy())
+            self._counting.append(words)
             words[products.X], words[products.X_BYTES], words[products.COUNT] = (
                 rows.ctypes.data,
                 rows.strides[0],
@@ -340,7 +350,7 @@ def _columns(layer: Any) -> int:
 
 
 def take_steps(model: nn.Module, plan: CachePlan, make: Caching, compiling: Callable[[], None] = lambda: None) -> str:
-    """Have decode steps of ``model`` computed at once from now on; return why not, or "".
+    """Have decode steps of ``model``, and pieces of prompts, computed at once from now on; return why not, or "".
 
     plan: of the caches that it will have, whose kernels are compiled, too. make: makes the caches of one sequence, at 16 bits.
     compiling is called where compiling takes noticeable time. Weights must not change afterwards.
@@ -357,7 +367,7 @@ def take_steps(model: nn.Module, plan: CachePlan, make: Caching, compiling: Call
         except TimeoutError:
             compiling()
             compiled.result()
-    rounds = bool(steps.parts.head._matrix.rounds)
+    rounds = rounds_rows(model)
     if rounds:  # rounded rows make a large step of a small difference: what is compared is exact
         round_rows(model, rounds=False)
     off = _difference(model, steps, make)

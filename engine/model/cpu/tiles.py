@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .features import FEATURES
 
 LANES = 16
 """Weights unpacked at once. It divides every group that MLX knows."""
@@ -56,11 +58,6 @@ FLOAT32, BFLOAT16, FLOAT16, E8M0, E4M3 = range(5)
 FORMATS = (*(WeightFormat(bits) for bits in (2, 3, 4, 5, 6, 8)), WeightFormat(4, FP4), WeightFormat(8, FP8))
 
 
-def _features() -> frozenset[str]:
-    return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
-
-
-FEATURES = _features()
 LOOKS_UP = "avx512f" in FEATURES
 FUSES = platform.machine() not in ("x86_64", "AMD64") or "fma" in FEATURES
 """Whether a product and a sum are one instruction; without it LLVM would call a function for every number."""

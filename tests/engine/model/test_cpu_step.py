@@ -17,17 +17,22 @@ from tests.engine.helpers import write_model
 from tests.engine.kv.models import WINDOW, config_of, seeded, tokens
 from tokamac.engine import Engine, KVSpec
 from tokamac.engine.device import device_kind
+from tokamac.engine.generation import LEAST_PIECE
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.kv.rows import forward
 from tokamac.engine.kv.snapshot import freeze, own_prefixes, share, thaw
 from tokamac.engine.model.corrections import correct
 from tokamac.engine.model.head import asking_for_logits
+from tokamac.engine.prompt_cache.memory import WORTH_SHARING
 
 if sys.platform != "linux" or device_kind() != "cpu":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.model.cpu import fitting, products, stepping
+from tokamac.engine.model.cpu import attention, fitting, products, stepping
+from tokamac.engine.model.cpu.byte_tiles import can_round
 from tokamac.engine.model.cpu.packed import use_kernels
+from tokamac.engine.model.cpu.rounding import round_rows, rounds_rows
+from tokamac.engine.model.cpu.tiles import WeightFormat
 
 Caches = list[Any]
 
@@ -69,7 +74,9 @@ SPECS = {
 }
 
 
-def built(name: str, *, bits: int = 4, mode: str = "affine") -> tuple[Any, dict[str, Any]]:
+def built(
+    name: str, *, bits: int = 4, mode: str = "affine", head_bits: int | None = None
+) -> tuple[Any, dict[str, Any]]:
     """A packed model, whose steps are its class's own, and its config."""
     kind, changes = MODELS[name]
     config = config_of(kind)
@@ -77,7 +84,11 @@ def built(name: str, *, bits: int = 4, mode: str = "affine") -> tuple[Any, dict[
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     model = seeded(module.Model(module.ModelArgs.from_dict(config)))
     correct(model, config)
-    nn.quantize(model, 32, bits, mode=mode)
+    head = {"group_size": 32, "bits": head_bits}
+    nn.quantize(
+        model, 32, bits, mode=mode,
+        class_predicate=lambda path, module: hasattr(module, "to_quantized") and (head if head_bits and "head" in path else True),
+    )  # fmt: skip
     use_kernels(model, logits=None)
     return model, config
 
@@ -234,7 +245,7 @@ def test_a_prompt_has_the_bits_of_single_tokens_however_it_is_cut(
     ids = tokens(100)
     model(ids, cache=whole)
     if spec not in ("pinned", "packed ring"):
-        assert steps == [64, 32, 4]
+        assert steps == [64, 36]
     for at in range(100):
         model(ids[:, at : at + 1], cache=single)
     for begun, stop in ((0, 7), (7, 8), (8, 41), (41, 100)):
@@ -311,9 +322,35 @@ def test_a_prefix_that_others_share_is_read_where_it_lies(spec: str, monkeypatch
         for caches in (first, second):
             found = np.array(model(ids, cache=caches))
             assert np.abs(found - expected).max() < (1e-4 if spec == "growing" else 0.05) * np.abs(expected).max()
-    assert len(steps) >= 59
+    assert len(steps) == 40
     own_prefixes(second)
-    assert second[0].offset == len(steps) == 60
+    assert second[0].offset == 60
+
+
+@pytest.mark.parametrize("spec", ["growing", "8 and 4 bits", "rotated"])
+def test_behind_a_prefix_of_whole_blocks_a_prompt_has_the_same_bits(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, make = made("llama", spec)
+    steps = taken(monkeypatch)
+    whole, first, second = begin(model, make, 300), begin(model, make, 300), make()
+    assert share(first, second, attention.BLOCK) == attention.BLOCK
+    model(tokens(300)[:, attention.BLOCK :], cache=second)
+    assert sum(steps) == 2 * 300 + 300 - attention.BLOCK  # the class has read nothing
+    ids = tokens(1, 5)
+    assert mx.array_equal(model(ids, cache=second), model(ids, cache=whole))
+
+
+def test_pieces_that_others_wait_for_are_those_that_kernels_take() -> None:
+    assert LEAST_PIECE == stepping.PIECE
+    assert WORTH_SHARING % attention.BLOCK == 0
+
+
+@pytest.mark.skipif(not can_round(WeightFormat(4)), reason="this CPU does not multiply bytes")
+def test_layers_may_round_where_the_head_does_not() -> None:
+    model, config = built("llama, biases and a head", head_bits=6)
+    round_rows(model, rounds=True)
+    plan = plan_caches(model, config, KVSpec())
+    assert stepping.take_steps(model, plan, plan.make) == ""
+    assert rounds_rows(model)
 
 
 def test_no_weight_is_held_twice() -> None:

@@ -217,7 +217,9 @@ def test_a_reply_that_thought_leaves_the_next_turn_little_to_read(
 
 
 @pytest.mark.usefixtures("all_worth_storing")
-def test_what_is_stored_can_be_checked(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [None, 4])
+def test_what_is_stored_can_be_checked(bits: int | None, tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path / "tiny") if bits is None else write_model(tmp_path / "packed", bits=bits)
     spec = PromptCacheSpec(folder=tmp_path / "cache")
     prompts = [[(5 * number + seed) % 260 for number in range(300 + 50 * seed)] for seed in (0, 1, 2)]
     with Engine.load(tiny, prompt_cache=spec) as engine:
