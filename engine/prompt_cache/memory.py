@@ -522,8 +522,7 @@ class MemoryStore(CacheStore):
         donors = [other for other in self._used if other.lease.keep == held.lease.keep]
         common = [common_prefix(other.lease.ids, ids) for other in donors]
         most = max(common, default=0)
-        most -= most % WORTH_SHARING  # a CPU's kernels attend to so many at a time: so sharing changes no bit
-        if not most:
+        if most < WORTH_SHARING:
             return 0
         return self._operations.share(donors[common.index(most)].lease.caches, held.lease.caches, most)
 

@@ -203,38 +203,60 @@ def _softmax(scores: Any, count: int, state: Any, softcap: float) -> Any:
 
 
 @compiled
-def _read(  # noqa: PLR0917
-    address: int,
-    prefix: int,
-    place: int,
-    begin: int,
-    stop: int,
-    work: Any,
-    scores: Any,
-    states: Any,
-    sums: Any,
-    softcap: float,
-) -> None:
-    """Attend to the slots from ``begin`` to before ``stop``. address: of the cache's words; prefix: which, or -1 for its own slots;
-    place: where the head's slots begin. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
-    """
+def _point(  # noqa: PLR0917
+    address: int, segment: Any, at: int, head: int, side: int, words: Any
+) -> int:
+    """Have a kernel's arguments begin at slot ``at`` of a segment, see ``_read``; return the kernel. side: 1 is of values."""
     cache = carray(words_at(address), PARTS)
-    while begin < stop:
-        count = min(BLOCK, stop - begin)
-        for side in range(2):
-            first = VALUES if side else KEYS
-            arrays = carray(words_at(address + 8 * (first if prefix < 0 else PARTS + PART * prefix + 1 + 3 * side)), 3)
-            words, moved = work[side], place + begin
-            words[tiles.FIRST] = arrays[0] + moved * cache[first + TOKEN_BYTES]
-            words[tiles.SCALES] = arrays[1] + 4 * moved * cache[first + GROUPS]
-            words[tiles.BIASES] = arrays[2] + 4 * moved * cache[first + GROUPS]
-        call(cache[KEYS + KERNEL], work[0].ctypes.data, 0, count)
+    first, prefix = VALUES if side else KEYS, segment[0]
+    arrays = carray(words_at(address + 8 * (first if prefix < 0 else PARTS + PART * prefix + 1 + 3 * side)), 3)
+    moved = head * segment[3] + at
+    words[tiles.FIRST] = arrays[0] + moved * cache[first + TOKEN_BYTES]
+    words[tiles.SCALES] = arrays[1] + 4 * moved * cache[first + GROUPS]
+    words[tiles.BIASES] = arrays[2] + 4 * moved * cache[first + GROUPS]
+    return cache[first + KERNEL]
+
+
+@compiled
+def _read(  # noqa: PLR0917
+    address: int, segments: Any, head: int, work: Any, scores: Any, states: Any, sums: Any, softcap: float
+) -> None:
+    """Attend to the slots of all segments, BLOCK tokens at a time wherever they lie: so a prefix that is shared changes no bit.
+
+    address: of the cache's words; segments: (n, 4) of which prefix, or -1 for its own slots, first slot, last slot + 1, and how
+    many there are for a head. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
+    """
+    scores_at = np.intp(scores.ctypes.data)
+    part, begin = 0, segments[0, 1]
+    while True:
+        from_part, from_begin, filled = part, begin, 0
+        while part < len(segments) and filled < BLOCK:
+            count = min(BLOCK - filled, segments[part, 2] - begin)
+            if count > 0:
+                kernel = _point(address, segments[part], begin, head, 0, work[0])
+                work[0][tiles.OUT] = scores_at + 4 * filled
+                call(kernel, work[0].ctypes.data, 0, count)
+                filled += count
+                begin += count
+            if begin >= segments[part, 2]:
+                part += 1
+                begin = segments[part, 1] if part < len(segments) else 0
+        if filled == 0:
+            return
         for row in range(len(scores)):
-            shrunk = _softmax(scores[row], count, states[row], softcap)
+            shrunk = _softmax(scores[row], filled, states[row], softcap)
             for i in range(sums.shape[1]):
                 sums[row, i] *= shrunk
-        call(cache[VALUES + KERNEL], work[1].ctypes.data, 0, count)
-        begin += count
+        done = 0
+        while done < filled:
+            count = min(filled - done, segments[from_part, 2] - from_begin)
+            if count > 0:
+                kernel = _point(address, segments[from_part], from_begin, head, 1, work[1])
+                work[1][tiles.ROWS] = scores_at + 4 * done
+                call(kernel, work[1].ctypes.data, 0, count)
+                done += count
+            from_part += 1
+            from_begin = segments[from_part, 1] if from_part < len(segments) else 0
 
 
 @compiled
@@ -272,23 +294,23 @@ def _attend(  # noqa: PLR0917
     # What it sees: of each prefix, then of its own slots, up to three runs in the order of their tokens.
     prefixes = carray(words_at(address + 8 * PARTS), (cache[PREFIXES], PART))
     window, keep = cache[WINDOW], cache[KEEP]
-    runs = np.zeros((3, 2), np.int64)
+    segments = np.zeros((len(prefixes) + 3, 4), np.int64)
+    for part in range(len(prefixes)):
+        segments[part, 0], segments[part, 2], segments[part, 3] = part, prefixes[part, 0], prefixes[part, 0]
+    runs = segments[len(prefixes) :]
+    runs[:, 0], runs[:, 3] = -1, cache[CAPACITY]
     if window == 0:
-        runs[0, 1] = position + 1 - cache[PREFIX_TOKENS]
+        runs[0, 2] = position + 1 - cache[PREFIX_TOKENS]
     elif position < window:
-        runs[0, 1] = position + 1
+        runs[0, 2] = position + 1
     else:
-        runs[0, 1] = keep
+        runs[0, 2] = keep
         oldest, newest = _slot(cache, position - (window - keep) + 1), _slot(cache, position)
         if oldest > newest:
-            runs[1, 0], runs[1, 1] = oldest, window + cache[SPARE]
+            runs[1, 1], runs[1, 2] = oldest, window + cache[SPARE]
             oldest = keep
-        runs[2, 0], runs[2, 1] = oldest, newest + 1
-    for part in range(len(prefixes) + 3):
-        turn = part - len(prefixes)
-        capacity = prefixes[part, 0] if turn < 0 else cache[CAPACITY]
-        begin, stop = (0, capacity) if turn < 0 else (runs[turn, 0], runs[turn, 1])
-        _read(address, part if turn < 0 else -1, head * capacity, begin, stop, work, scores, states, sums, tuning[1])
+        runs[2, 1], runs[2, 2] = oldest, newest + 1
+    _read(address, segments, head, work, scores, states, sums, tuning[1])
     out = carray(floats_at(given[OUT] + row * given[OUT_BYTES] + 4 * size * repeats * head), (repeats, size))
     for each in range(repeats):
         total = states[each, 1]

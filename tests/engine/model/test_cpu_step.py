@@ -23,12 +23,11 @@ from tokamac.engine.kv.rows import forward
 from tokamac.engine.kv.snapshot import freeze, own_prefixes, share, thaw
 from tokamac.engine.model.corrections import correct
 from tokamac.engine.model.head import asking_for_logits
-from tokamac.engine.prompt_cache.memory import WORTH_SHARING
 
 if sys.platform != "linux" or device_kind() != "cpu":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.model.cpu import attention, fitting, products, stepping
+from tokamac.engine.model.cpu import fitting, products, stepping
 from tokamac.engine.model.cpu.byte_tiles import can_round
 from tokamac.engine.model.cpu.packed import use_kernels
 from tokamac.engine.model.cpu.rounding import round_rows, rounds_rows
@@ -322,26 +321,30 @@ def test_a_prefix_that_others_share_is_read_where_it_lies(spec: str, monkeypatch
         for caches in (first, second):
             found = np.array(model(ids, cache=caches))
             assert np.abs(found - expected).max() < (1e-4 if spec == "growing" else 0.05) * np.abs(expected).max()
-    assert len(steps) == 40
+    assert len(steps) == 60
     own_prefixes(second)
     assert second[0].offset == 60
 
 
+@pytest.mark.parametrize("shared", [1, 30, 256, 299])
 @pytest.mark.parametrize("spec", ["growing", "8 and 4 bits", "rotated"])
-def test_behind_a_prefix_of_whole_blocks_a_prompt_has_the_same_bits(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_shared_prefix_a_prompt_has_the_same_bits(
+    spec: str, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, make = made("llama", spec)
     steps = taken(monkeypatch)
-    whole, first, second = begin(model, make, 300), begin(model, make, 300), make()
-    assert share(first, second, attention.BLOCK) == attention.BLOCK
-    model(tokens(300)[:, attention.BLOCK :], cache=second)
-    assert sum(steps) == 2 * 300 + 300 - attention.BLOCK  # the class has read nothing
-    ids = tokens(1, 5)
-    assert mx.array_equal(model(ids, cache=second), model(ids, cache=whole))
+    whole, first, second, third = begin(model, make, 300), begin(model, make, 300), make(), make()
+    assert share(first, second, shared) == shared
+    model(tokens(300)[:, shared:], cache=second)
+    assert share(second, third, 300) == 300  # a prefix behind another
+    assert sum(steps) == 3 * 300 - shared  # the class has read nothing
+    for at in range(3):
+        found = [np.array(model(tokens(1, at), cache=caches)) for caches in (whole, first, second, third)]
+        assert all(np.array_equal(each, found[0]) for each in found)
 
 
 def test_pieces_that_others_wait_for_are_those_that_kernels_take() -> None:
     assert LEAST_PIECE == stepping.PIECE
-    assert WORTH_SHARING % attention.BLOCK == 0
 
 
 @pytest.mark.skipif(not can_round(WeightFormat(4)), reason="this CPU does not multiply bytes")
