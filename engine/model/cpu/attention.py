@@ -214,7 +214,8 @@ def _point(  # noqa: PLR0917
     words[tiles.FIRST] = arrays[0] + moved * cache[first + TOKEN_BYTES]
     words[tiles.SCALES] = arrays[1] + 4 * moved * cache[first + GROUPS]
     words[tiles.BIASES] = arrays[2] + 4 * moved * cache[first + GROUPS]
-    return cache[first + KERNEL]
+    kernel: int = cache[first + KERNEL]
+    return kernel
 
 
 @compiled
