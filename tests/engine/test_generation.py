@@ -48,6 +48,7 @@ class FixedChunking:
     size: int
     deep: int = 1 << 30
     whole: bool = False
+    by_rows: bool = False
 
     def at(self, depth: int) -> int:
         return self.size // 2 if depth >= self.deep else self.size
@@ -175,6 +176,21 @@ def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked
     pieces = PrefillChunker(FixedChunking(64), 64, 0, clock=lambda: next(now))  # type: ignore[arg-type]
     assert list(pieces.compute(run, list(range(500)))) == [True, False, True]  # type: ignore[arg-type]
     assert (run.cached_ids, asked) == (list(range(64)), [3])
+
+
+def test_where_pieces_of_any_size_are_the_same_a_slow_chunk_is_cut_by_tokens_and_what_was_computed_stays():
+    read: list[int] = []
+    run, now = Generation(lambda ids, cache: read.append(ids.shape[1]), [], []), itertools.count(0, 3)
+    stops = iter([False, True])
+    pieces = PrefillChunker(
+        FixedChunking(512, by_rows=True), 512, 0, clock=lambda: next(now), stopped=lambda: next(stops)  # type: ignore[arg-type]
+    )  # fmt: skip
+    found = list(pieces.compute(run, list(range(1024))))
+    # The first chunk is computed at once, its speed not being known; of the second, three pieces of 192, 192 and 128.
+    assert read == [512, 192, 192]
+    assert found == [True, False, False, True]
+    assert run.cached_ids == list(range(512 + 2 * 192))
+    assert run.chunk == 192
 
 
 @pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)
