@@ -48,7 +48,7 @@ PADS = not ADDS_PRODUCTS
 """Whether a tile's scales and biases are float32, rows of ``padded`` numbers: where nothing reads a part of a vector."""
 
 VECTOR = 64
-BYTES, BITS = ir.VectorType(I8, VECTOR), ir.VectorType(ir.IntType(1), VECTOR)
+BYTES = ir.VectorType(I8, VECTOR)
 MOST = 127.0
 TINY = 2.0**-126
 """Groups whose scale would be smaller than the smallest normal number are zeros."""
