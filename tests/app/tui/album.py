@@ -101,6 +101,9 @@ def still(c: Chat) -> None:
         for box in [*screen.query(Input), *screen.query(TextArea)]:
             box.cursor_blink = False
             box._cursor_visible = True  # else as it was when it ceased to blink
+            if isinstance(box, TextArea):  # it keeps its lines as drawn, and forgets that one had no cursor by then
+                box._line_cache.clear()
+            box.refresh()
 
 
 def drawn(c: Chat) -> str:
