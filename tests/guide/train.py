@@ -511,6 +511,42 @@ def _endless(conversations: Conversations, plan: TrainingPlan, number: int) -> I
         yield from batches(conversations.piece(), plan.batch_tokens, rng)
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal, for matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+    ``torch.optim.Muon`` does it in bfloat16 always: on a CPU without that, six times the time of all else in a step.
+    """
+
+    STEPS = (3.4445, -4.7750, 2.0315)
+    """The Newton-Schulz polynomial of the method's author, which is applied five times."""
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Move each matrix that has a gradient."""
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for matrix in (each for each in group["params"] if each.grad is not None):
+                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+                average.lerp_(matrix.grad, 1 - momentum)
+                matrix.mul_(1 - rate * group["weight_decay"])
+                tall = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                matrix.add_(self._orthogonal(matrix.grad.lerp(average, momentum)), alpha=-rate * tall)
+
+    def _orthogonal(self, update: Tensor) -> Tensor:
+        """update (out, in) → about the nearest matrix whose singular values are all one."""
+        tall = update.shape[0] > update.shape[1]
+        x = (update.T if tall else update).to(torch.bfloat16 if HALVES else torch.float32)
+        x = x / x.norm().clamp_min(1e-7)
+        a, b, c = self.STEPS
+        for _ in range(5):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return (x.T if tall else x).to(update.dtype)
+
+
 def _optimizers(model: Llama, router: Router, plan: TrainingPlan) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return the optimizers with their learning rates: Muon (Jordan et al. 2024) for the layers' matrices, AdamW for the rest.
 
@@ -523,9 +559,7 @@ def _optimizers(model: Llama, router: Router, plan: TrainingPlan) -> list[tuple[
         {"params": [p for p in rest if p.ndim > 1], "weight_decay": plan.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    muon = torch.optim.Muon(
-        matrices, lr=MATRIX_RATE * plan.learning_rate, weight_decay=plan.weight_decay, momentum=0.95
-    )
+    muon = Muon(matrices, MATRIX_RATE * plan.learning_rate, plan.weight_decay)
     adam = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
     return [(muon, MATRIX_RATE * plan.learning_rate), (adam, plan.learning_rate)]
 
