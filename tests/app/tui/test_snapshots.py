@@ -672,7 +672,9 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
         await c.app.push_screen(FigureScreen([explain(each, c.session) for each in FIGURES], FIGURES.index("gaps")))
         await album.take_at(c, "figure-unknown")
         await c.app.pop_screen()
-        monkeypatch.setattr(c.app.chat.bridge, "set_busy", lambda busy: None)  # it is asked nothing, and need not answer
+        monkeypatch.setattr(
+            c.app.chat.bridge, "set_busy", lambda busy: None
+        )  # it is asked nothing, and need not answer
         unheard(c, c.session.submit("Why is decode slow?"))
         unheard(c, c.session.submit("And what would help?"))
         said(c, ReplyEvent(c.session._id, PrefillProgress(1000, 1200, 1000)))
