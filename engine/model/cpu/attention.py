@@ -228,15 +228,15 @@ def _read(  # noqa: PLR0917
     many there are for a head. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
     """
     scores_at = np.intp(scores.ctypes.data)
+    block = np.empty((len(segments), 3), np.int64)  # of its pieces: the segment, its first slot, how many
     part, begin = 0, segments[0, 1]
     while True:
-        from_part, from_begin, filled = part, begin, 0
+        pieces, filled = 0, 0
         while part < len(segments) and filled < BLOCK:
             count = min(BLOCK - filled, segments[part, 2] - begin)
             if count > 0:
-                kernel = _point(address, segments[part], begin, head, 0, work[0])
-                work[0][tiles.OUT] = scores_at + 4 * filled
-                call(kernel, work[0].ctypes.data, 0, count)
+                block[pieces, 0], block[pieces, 1], block[pieces, 2] = part, begin, count
+                pieces += 1
                 filled += count
                 begin += count
             if begin >= segments[part, 2]:
@@ -244,20 +244,19 @@ def _read(  # noqa: PLR0917
                 begin = segments[part, 1] if part < len(segments) else 0
         if filled == 0:
             return
-        for row in range(len(scores)):
-            shrunk = _softmax(scores[row], filled, states[row], softcap)
-            for i in range(sums.shape[1]):
-                sums[row, i] *= shrunk
-        done = 0
-        while done < filled:
-            count = min(filled - done, segments[from_part, 2] - from_begin)
-            if count > 0:
-                kernel = _point(address, segments[from_part], from_begin, head, 1, work[1])
-                work[1][tiles.ROWS] = scores_at + 4 * done
-                call(kernel, work[1].ctypes.data, 0, count)
-                done += count
-            from_part += 1
-            from_begin = segments[from_part, 1] if from_part < len(segments) else 0
+        for side in range(2):
+            if side == 1:
+                for row in range(len(scores)):
+                    shrunk = _softmax(scores[row], filled, states[row], softcap)
+                    for i in range(sums.shape[1]):
+                        sums[row, i] *= shrunk
+            at = scores_at
+            for piece in range(pieces):
+                words, count = work[side], block[piece, 2]
+                kernel = _point(address, segments[block[piece, 0]], block[piece, 1], head, side, words)
+                words[tiles.ROWS if side == 1 else tiles.OUT] = at
+                call(kernel, words.ctypes.data, 0, count)
+                at += 4 * count
 
 
 @compiled
