@@ -172,21 +172,7 @@ class Engine:
             if progress is not None:
                 progress(at)
 
-        def work() -> "Runner":
-            check_backends(installed_backends())
-            check_address_space()
-            try:
-                from .loading import load
-            except ImportError as error:
-                if (explained := cannot_import(error)) is None:
-                    raise
-                raise explained from error
-            if team is not None and nodes is not None:
-                from .distributed.leading import load_together
-
-                return load_together(team, nodes.split, request, tell)
-            return load(request, tell)
-
+        work = partial(_load, request, tell, team, nodes)
         try:
             if team is None:
                 return cls(worker, worker.call(work))
@@ -635,6 +621,25 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _load(
+    request: LoadRequest, tell: Callable[[LoadProgress], None], team: "Team | None", nodes: Nodes | None
+) -> "Runner":
+    """Load on the engine's thread, with the team's other nodes where there is one."""
+    check_backends(installed_backends())
+    check_address_space()
+    try:
+        from .loading import load
+    except ImportError as error:
+        if (explained := cannot_import(error)) is None:
+            raise
+        raise explained from error
+    if team is not None and nodes is not None:
+        from .distributed.leading import load_together
+
+        return load_together(team, nodes.split, request, tell)
+    return load(request, tell)
 
 
 def _check_load(  # noqa: PLR0917

@@ -94,14 +94,11 @@ class Generation:
         self.cached_ids.extend(ids)
         return True
 
-    def prefill_in_pieces(
-        self, ids: list[int], pieces: int, stopped: Callable[[], bool]
-    ) -> Generator[None, None, bool]:
-        """Compute ``ids`` in so many pieces at most, yielding between them; return whether all were computed.
+    def prefill_in_pieces(self, ids: list[int], size: int, stopped: Callable[[], bool]) -> Generator[None, None, bool]:
+        """Compute ``ids`` in pieces of ``size``, yielding between them; return whether all were computed.
 
         For a model whose tokens have the same bits in pieces of any size. What was computed when ``stopped`` said so stays.
         """
-        size = -(-len(ids) // (pieces * LEAST_PIECE)) * LEAST_PIECE
         for done in self.prefill(ids, size):
             if done == len(ids):
                 break
@@ -121,9 +118,6 @@ def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
     return [ours[at : at + size] for at in range(0, len(ours), size)]
 
 
-LEAST_PIECE = 64
-"""Tokens that a CPU's kernels read at once: pieces are made of so many."""
-
 UNKNOWN_STAGES = 16
 """Of a chunk while others wait for their tokens and its speed is not known."""
 
@@ -136,7 +130,7 @@ class PrefillChunker:
 
     Where a chunk takes long, it is computed a few layers at a time, so that a cancellation is heard in between: then what was
     begun of it is dropped. Time decides that alone, never where a prompt is cut; but where a token's bits are the same in a piece
-    of any size (``Chunking.by_rows``), it is cut by time, and what was computed stays.
+    of any size (``Chunking.piece``), it is cut by time, and what was computed stays.
 
     Args:
         chunking: how large a chunk is at which depth.
@@ -175,8 +169,11 @@ class PrefillChunker:
             chunk = ids[at : at + size - cached % size]
             began, aside_s = self._clock(), 0.0
             if (stages := self._stages(len(chunk))) > 1:
-                cut = generation.prefill_in_pieces if self._chunking.by_rows else generation.prefill_in_stages
-                computing = cut(chunk, stages, self._stopped)
+                if (piece := self._chunking.piece) is None:
+                    computing = generation.prefill_in_stages(chunk, stages, self._stopped)
+                else:
+                    rounded = math.ceil(len(chunk) / (stages * piece)) * piece
+                    computing = generation.prefill_in_pieces(chunk, rounded, self._stopped)
                 while True:
                     try:
                         next(computing)

@@ -146,11 +146,9 @@ class _Loading:
         planned = self._plan(read)
         guessing = self._load_guessing(found, read, planned)
         alone = self._why_alone(read, planned)
-        why = why_layer_by_layer(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
-        # Pinned keys that move with a window are the class's own business: then a piece ends where it always did.
-        by_rows = why is None and not any(layer.block for layer in planned.plan.layers)
-        planned = replace(planned, chunking=replace(planned.chunking, by_rows=by_rows))
-        spec = self._spec(found, read, planned, guessing, (alone, why or ""))
+        piece, why = compute_by_steps(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
+        planned = replace(planned, chunking=replace(planned.chunking, piece=piece))
+        spec = self._spec(found, read, planned, guessing, (alone, why))
         runtime = self._runtime(read, planned, guessing, spec)
         capacity, machine = planned.kv.capacity(planned.longest), planned.machine
         on_close = ExitStack()
@@ -472,25 +470,29 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
     return cost
 
 
-def why_layer_by_layer(
+def compute_by_steps(
     loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None], *, heads: bool
-) -> str | None:
-    """Have a CPU's kernels compute steps and pieces of prompts at once, where the model's class allows it; return None, or why not.
+) -> tuple[int | None, str]:
+    """Have a CPU's kernels compute steps and pieces of prompts at once, where the model's class allows it.
 
-    Weights are as they stay; of unpacked ones, "" says all. compiling: called where kernels are compiled, and waited for. heads:
-    whether what guesses reads the hidden states of the class's own passes.
+    Return the tokens of a piece (None: its class reads prompts), and why not, "" where there is no more to say than that weights
+    are not packed. Weights stay as they are. compiling: called where kernels are compiled, and waited for. heads: whether what
+    guesses reads the hidden states of the class's own passes.
     """
     if not loaded.by_kernels:
-        return ""
+        return None, ""
     from .model.cpu.packed import is_packed
-    from .model.cpu.stepping import take_steps
+    from .model.cpu.stepping import PIECE, take_steps
 
     if not is_packed(loaded.module):
-        return ""
+        return None, ""
     if heads:
-        return "its heads for further tokens read the hidden states of its class"
+        return None, "its heads for further tokens read the hidden states of its class"
     plain = plan_caches(loaded.module, loaded.config, KVSpec())
-    return take_steps(loaded.module, plan, plain.make, compiling) or None
+    if why := take_steps(loaded.module, plan, plain.make, compiling):
+        return None, why
+    # Pinned keys that move with a window are the class's own business: then a piece ends where it always did.
+    return None if any(layer.block for layer in plan.layers) else PIECE, ""
 
 
 def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:

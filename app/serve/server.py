@@ -177,11 +177,11 @@ async def serve(
 
     Raises RequestError where the model can't be loaded.
     """
-    stopping = stop or asyncio.Event()
+    ending = _Ending(stop or asyncio.Event())
 
     def make_engine(load: Load, log: Path, share: Path | None) -> ServedEngine:
         engine = ServedEngine(load, log, note, options.command, keeper=keeper, share=share, join=options.engine)
-        engine.on_lost = stopping.set
+        engine.on_lost = ending.stopping.set
         engine.on_progress = progress
         return engine
 
@@ -194,43 +194,55 @@ async def serve(
         template=options.template,
         card=options.card,
     )
-    interrupted = False
-    server: QuietServer | None = None
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: int) -> None:
-        nonlocal interrupted
-        interrupted = interrupted or number == signal.SIGINT
-        if stopping.is_set() and server is not None:
-            server.force_exit = True
-        stopping.set()
-
-    main = threading.current_thread() is threading.main_thread()  # no other hears of signals
-    heard = [each for each in SIGNALS if main and signal.getsignal(each) is not signal.SIG_IGN]
-    for number in heard:  # a shell's job in the background ignores Ctrl-C
-        loop.add_signal_handler(number, on_signal, number)
     try:
-        loaded, stopped = asyncio.ensure_future(pool.start()), asyncio.ensure_future(stopping.wait())
-        await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not loaded.done():
-            loaded.cancel()
-            return interrupted
-        model = loaded.result()
-        app = ServerApp(pool, gate_of(host, options), note)
-        server = QuietServer(_config(app))
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        ready(model)
-        telling = asyncio.ensure_future(_tell(pool, activity))
-        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
-        app.stopping.set()
-        server.should_exit = True
-        await serving
-        telling.cancel()
+        with ending.by_signals():
+            loaded, stopped = asyncio.ensure_future(pool.start()), asyncio.ensure_future(ending.stopping.wait())
+            await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not loaded.done():
+                loaded.cancel()
+                return ending.interrupted
+            model = loaded.result()
+            app = ServerApp(pool, gate_of(host, options), note)
+            server = ending.server = QuietServer(_config(app))
+            serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+            ready(model)
+            telling = asyncio.ensure_future(_tell(pool, activity))
+            await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+            app.stopping.set()
+            server.should_exit = True
+            await serving
+            telling.cancel()
     finally:
-        for number in heard:
-            loop.remove_signal_handler(number)
         await pool.close()
-    return interrupted
+    return ending.interrupted
+
+
+@dataclass
+class _Ending:
+    """What ends a server: an event, or a signal. A second signal ends it without waiting for its replies."""
+
+    stopping: asyncio.Event
+    server: QuietServer | None = None
+    interrupted: bool = False
+
+    @contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """Hear signals where this is the main thread: no other hears of them. A shell's job in the background ignores Ctrl-C."""
+        loop, main = asyncio.get_running_loop(), threading.current_thread() is threading.main_thread()
+        heard = [each for each in SIGNALS if main and signal.getsignal(each) is not signal.SIG_IGN]
+        for number in heard:
+            loop.add_signal_handler(number, self._hear, number)
+        try:
+            yield
+        finally:
+            for number in heard:
+                loop.remove_signal_handler(number)
+
+    def _hear(self, number: int) -> None:
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        if self.stopping.is_set() and self.server is not None:
+            self.server.force_exit = True
+        self.stopping.set()
 
 
 async def _tell(pool: ModelPool, activity: Callable[[int, int], None] | None) -> None:

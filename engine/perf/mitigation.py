@@ -255,14 +255,15 @@ class Chunking:
     """The chunks of a model's prompts on a device.
 
     latency: as published for the chip, the same in every process; None where there is none. whole: a chunk is computed at once,
-    however long it takes. by_rows: a token's bits are the same in a piece of any size, so a chunk may be cut anywhere.
+    however long it takes. piece: tokens that are read at once where a token's bits are the same in a piece of any size, so that a
+    chunk may be cut anywhere; None where they are not.
     """
 
     work: Workload
     device: DeviceKind
     latency: LatencyModel | None
     whole: bool = False
-    by_rows: bool = False
+    piece: int | None = None
 
     def at(self, depth: int) -> int:
         """Return the tokens to compute at once after ``depth``: a power of two, never more than at a lesser depth."""

@@ -48,7 +48,7 @@ class FixedChunking:
     size: int
     deep: int = 1 << 30
     whole: bool = False
-    by_rows: bool = False
+    piece: int | None = None
 
     def at(self, depth: int) -> int:
         return self.size // 2 if depth >= self.deep else self.size
@@ -183,7 +183,7 @@ def test_where_pieces_of_any_size_are_the_same_a_slow_chunk_is_cut_by_tokens_and
     run, now = Generation(lambda ids, cache: read.append(ids.shape[1]), [], []), itertools.count(0, 3)
     stops = iter([False, True])
     pieces = PrefillChunker(
-        FixedChunking(512, by_rows=True), 512, 0, clock=lambda: next(now), stopped=lambda: next(stops)  # type: ignore[arg-type]
+        FixedChunking(512, piece=64), 512, 0, clock=lambda: next(now), stopped=lambda: next(stops)  # type: ignore[arg-type]
     )  # fmt: skip
     found = list(pieces.compute(run, list(range(1024))))
     # The first chunk is computed at once, its speed not being known; of the second, three pieces of 192, 192 and 128.

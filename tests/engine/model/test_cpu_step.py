@@ -17,7 +17,6 @@ from tests.engine.helpers import write_model
 from tests.engine.kv.models import WINDOW, config_of, seeded, tokens
 from tokamac.engine import Engine, KVSpec
 from tokamac.engine.device import device_kind
-from tokamac.engine.generation import LEAST_PIECE
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.kv.rows import forward
 from tokamac.engine.kv.snapshot import freeze, own_prefixes, share, thaw
@@ -341,10 +340,6 @@ def test_behind_a_shared_prefix_a_prompt_has_the_same_bits(
     for at in range(3):
         found = [np.array(model(tokens(1, at), cache=caches)) for caches in (whole, first, second, third)]
         assert all(np.array_equal(each, found[0]) for each in found)
-
-
-def test_pieces_that_others_wait_for_are_those_that_kernels_take() -> None:
-    assert LEAST_PIECE == stepping.PIECE
 
 
 @pytest.mark.skipif(not can_round(WeightFormat(4)), reason="this CPU does not multiply bytes")
