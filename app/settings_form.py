@@ -166,6 +166,14 @@ MEMORY_FIELDS = (
 )
 SPEED_FIELDS = (
     Field("speculation", "Guess ahead", "on or off; the text is the same", _switch, show=_show_switch, choices=SWITCH),
+    Field(
+        "cpu_exact",
+        "Exact on a CPU",
+        "off rounds what costs little; faster",
+        _switch,
+        show=_show_switch,
+        choices=SWITCH,
+    ),
 )
 APP_FIELDS = (
     Field("models_folder", "Models folder", "whole path; empty: ~/Models/tokamac", _folder, ""),

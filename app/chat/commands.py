@@ -581,6 +581,7 @@ def current_sheet(view: ChatView) -> Sheet:
         memory_gb=limit,
         parallel=session.engine.load.parallel,
         speculation=session.engine.load.speculation,
+        cpu_exact=session.engine.load.cpu_exact,
     )
     own = preferences.own.sampling is not None or preferences.own.template is not None
     return Sheet(session.template, session.sampling, session.engine.load.kv, values, own)
@@ -610,6 +611,7 @@ def apply_sheet(view: ChatView, sheet: Sheet) -> bool:
         memory=sheet.settings.memory_bytes,
         parallel=sheet.settings.parallel,
         speculation=sheet.settings.speculation,
+        cpu_exact=sheet.settings.cpu_exact,
     )
     if load == engine.load:
         return False

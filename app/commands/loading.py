@@ -89,16 +89,10 @@ def load(
             bar.clear()
     for remark in engine.spec.memory_notes:
         note(f"note: {remark}")
-    for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
-        note(remark)
-    for remark in engine.spec.notes if kv == KVSpec() and parallel > 1 and nodes is None else ():
-        if remark.startswith(ONE_BY_ONE):
+    told = (BESIDE, ONE_BY_ONE) if parallel > 1 else (BESIDE,)
+    for remark in engine.spec.notes:  # what was asked for is not done otherwise in silence
+        if kv != KVSpec() or nodes is not None or remark.startswith(told):
             note(f"note: {remark}")
-    for remark in engine.spec.notes if kv == KVSpec() and nodes is None else ():
-        if remark.startswith(BESIDE):
-            note(f"note: {remark}")
-    for remark in engine.spec.notes if nodes is not None and kv == KVSpec() else ():
-        note(f"note: {remark}")
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine

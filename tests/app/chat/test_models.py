@@ -416,24 +416,27 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
     assert settings.load(tmp_path / "settings.toml").settings.unload_after_min == 7
 
 
-async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "loaded"),
+    [
+        ("memory_gb", 3.5, ("memory", 3_500_000_000)),
+        ("parallel", 2, ("parallel", 2)),
+        ("speculation", False, ("speculation", False)),
+        ("cpu_exact", True, ("cpu_exact", True)),
+    ],
+)
+async def test_what_the_model_is_loaded_with_loads_it_again_and_is_remembered(
+    chat: Start, tmp_path: Path, name: str, value: object, loaded: tuple[str, object]
+) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._apply(c.app.chat, Sheet(settings=Settings(memory_gb=3.5)))
+        assert commands.current_sheet(c.app.chat).settings == Settings(toured=True)
+        wishes._apply(c.app.chat, Sheet(settings=replace(Settings(), **{name: value})))
         assert c.session.engine.phase is EnginePhase.LOADING
         await c.phase(EnginePhase.IDLE)
-        assert c.session.engine.load.memory == 3_500_000_000
-    assert settings.load(tmp_path / "settings.toml").settings.memory_gb == 3.5
-
-
-async def test_a_number_of_replies_at_once_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
-    async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
-        wishes._apply(c.app.chat, Sheet(settings=Settings(parallel=2)))
-        assert c.session.engine.phase is EnginePhase.LOADING
-        await c.phase(EnginePhase.IDLE)
-        assert c.session.engine.load.parallel == 2
-    assert settings.load(tmp_path / "settings.toml").settings.parallel == 2
+        assert getattr(c.session.engine.load, loaded[0]) == loaded[1]
+        assert getattr(commands.current_sheet(c.app.chat).settings, name) == value
+    assert getattr(settings.load(tmp_path / "settings.toml").settings, name) == value
 
 
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
