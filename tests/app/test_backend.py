@@ -97,13 +97,13 @@ from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
 
 # The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's.
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Talk:
     """A started process and the events it sent."""
 
-    def __init__(self, log: Path, command: list[str], silence_s: float = 10.0) -> None:
+    def __init__(self, log: Path, command: list[str], silence_s: float = PATIENCE_S) -> None:
         self.events: queue.Queue[BackendEvent] = queue.Queue()
         self.log = log
         self.process = EngineProcess(command, log, self.events.put, silence_s=silence_s)
@@ -150,7 +150,7 @@ class Talk:
 def talk(tmp_path: Path) -> Iterator[Callable[..., Talk]]:
     talks: list[Talk] = []
 
-    def start(command: list[str] | None = None, silence_s: float = 10.0) -> Talk:
+    def start(command: list[str] | None = None, silence_s: float = PATIENCE_S) -> Talk:
         talks.append(Talk(tmp_path / "log" / "engine.log", command or SCRIPTED, silence_s))
         return talks[-1]
 

@@ -166,7 +166,7 @@ def fits(tmux: Tmux, size: Size) -> bool:
 ROUNDS = ("screen", "engine", "both") * 2
 SEED = 20
 READY = " bits"  # in the side panel: the engine has loaded
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 ESCAPE, ENTER, CHATS, DELETE, UNDO = "\x1b", "\r", "\x0c", "\x04", "\x1a"
 
 

@@ -20,7 +20,7 @@ from tokamac.app.keep_awake import KeepAwake, awake
 from tokamac.app.plain.repl import run_plain
 from tokamac.app.settings import Settings
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LASTING = 3600.0
 
 

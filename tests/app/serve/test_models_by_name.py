@@ -16,7 +16,7 @@ import pytest
 from tests.app.serve.serving import HOST, Served, serving, user
 from tests.engine.helpers import until
 from tests.tiny import make_tiny
-from tokamac.app.serve import model_pool
+from tokamac.app.serve import answering, model_pool
 from tokamac.app.serve.room import Eviction, InMemory, eviction, shares
 
 CHAT = "/v1/chat/completions"
@@ -139,6 +139,7 @@ def test_the_one_used_least_recently_leaves_and_comes_again(two: Served, models:
 
 def test_a_model_in_use_never_leaves(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pool, "WAIT_S", 0.2)
+    monkeypatch.setattr(answering, "WRITE_S", 600.0)  # else a busy machine gives the reader up before all is asked
     with serving(models["a"], tmp_path / "log", memory=ROOM_FOR_ONE, allowed=(models["b"],)) as served:
         body = {"messages": user("Hi"), "max_tokens": 100_000, "temperature": 0, "stream": True, "logprobs": True}
         with socket.create_connection((HOST, served.port), 60) as raw:  # reads a little, and then nothing for a while
