@@ -5,6 +5,7 @@ the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch).
 words are split (BPE-dropout), which the tokenizer draws itself. The last third trains as if weights were packed; in the last fifth
 declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew; --finishing trains like the
 last fifth alone. --workers N trains in N processes of one core, whose weights draw near to each other every few steps.
+--student OF trains a model of a ninth of the size with the vocabulary of the checkpoint OF, which drafts for it.
 
 --mean averages checkpoints instead. Rounds that began with the same checkpoint can be averaged (Wortsman et al. 2022,
 https://arxiv.org/abs/2203.05482): the mean declines what either declined, and loses fewer answers than either.
@@ -74,10 +75,15 @@ class GuideShape:
         return {**fixed, **asdict(self), "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
 
 
+STUDENT = GuideShape(
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=384
+)
+"""What drafts for the guide."""
+
 WEIGHTS = "model.safetensors"
 
-ROUTE_AFTER = 6
-"""The layer after which, in training, the assistant mark must tell which answer is coming."""
+ROUTED = 0.75
+"""The share of the layers after which, in training, the assistant mark must tell which answer is coming."""
 
 GROUP, LEVELS = 64, 15
 """The shipped format: 4 bits, groups of 64."""
@@ -208,6 +214,7 @@ class Llama(nn.Module):
         super().__init__()
         self.model = Decoder(shape, dropout)
         self.dropout = Dropout(dropout)
+        self.route_after = int(ROUTED * shape.num_hidden_layers)
         frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.max_position_embeddings), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -215,7 +222,7 @@ class Llama(nn.Module):
         self.apply(_initialise)
 
     def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, T) → two of (B, T, D): the end, normalised and ready for the head, and the state after ROUTE_AFTER layers."""
+        """ids (B, T) → two of (B, T, D): the end, normalised and ready for the head, and the state after ``route_after`` layers."""
         length = ids.shape[1]
         cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         mask = torch.full((length, length), float("-inf"), dtype=torch.bfloat16).triu(1)
@@ -223,7 +230,7 @@ class Llama(nn.Module):
         midway = x
         for index, layer in enumerate(self.model.layers, 1):
             x = layer(x, cos, sin, mask)
-            midway = x if index == ROUTE_AFTER else midway
+            midway = x if index == self.route_after else midway
         return self.model.norm(x), midway
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -290,8 +297,14 @@ class TrainingPlan:
     resume: Path | None = None
     finishing: bool = False
     workers: int = 1
+    student: Path | None = None
     dropout: float = 0.08
     weight_decay: float = 0.05
+
+    @property
+    def shape(self) -> GuideShape:
+        """Return the model's dimensions."""
+        return GuideShape() if self.student is None else STUDENT
 
     def progress(self, step: int, seconds: float) -> float:
         """Return the share of the training that is done, 0 to 1."""
@@ -319,12 +332,15 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="begin with the weights and the vocabulary of this checkpoint")
     parser.add_argument("--finishing", action="store_true", help="train in the manner of the last fifth from the start")
     parser.add_argument("--workers", type=int, default=1, help="processes of one core that train together")
+    parser.add_argument("--student", type=Path, metavar="OF", help="train what drafts for this checkpoint")
     args = parser.parse_args()
     if args.mean:
         average(args.mean, args.out)
         return
     bounds = args.out, args.steps, args.minutes, args.seed, args.batch_tokens, args.learning_rate
-    train(TrainingPlan(*bounds, resume=args.resume, finishing=args.finishing, workers=args.workers))
+    train(
+        TrainingPlan(*bounds, resume=args.resume, finishing=args.finishing, workers=args.workers, student=args.student)
+    )
 
 
 def train(plan: TrainingPlan) -> None:
@@ -332,12 +348,13 @@ def train(plan: TrainingPlan) -> None:
     if plan.workers > 1:
         torch.set_num_threads(1)  # before the fork: threads don't survive it
     entries = read_corpus()
-    tokenizer = train_tokenizer(_texts(entries)) if plan.resume is None else read_tokenizer(plan.resume)
+    vocabulary = plan.resume or plan.student
+    tokenizer = train_tokenizer(_texts(entries)) if vocabulary is None else read_tokenizer(vocabulary)
     torch.manual_seed(plan.seed)
-    model = Llama(GuideShape(), plan.dropout)
+    model = Llama(plan.shape, plan.dropout)
     if plan.resume is not None:
         model.load_state_dict(grown(load_file(plan.resume / WEIGHTS), model))
-    router = Router(GuideShape(), Conversations(entries, tokenizer, plan.seed).answers)
+    router = Router(plan.shape, Conversations(entries, tokenizer, plan.seed).answers)
     centre = Centre.of(model, router)
     if plan.workers == 1:
         _work(0, plan, tokenizer, (model, router), centre)
@@ -345,7 +362,7 @@ def train(plan: TrainingPlan) -> None:
         arguments = plan, tokenizer, (model, router), centre
         torch.multiprocessing.start_processes(_work, arguments, nprocs=plan.workers, start_method="fork")
     centre.give(model, router)
-    save(model, tokenizer, plan.out)
+    save(model, plan.shape, tokenizer, plan.out)
 
 
 def grown(weights: dict[str, Tensor], model: Llama) -> dict[str, Tensor]:
@@ -439,17 +456,17 @@ def _work(number: int, plan: TrainingPlan, tokenizer: Tokenizer, models: tuple[L
                 flush=True,
             )
             losses = [0.0, 0.0]
-            save(model, tokenizer, plan.out)
+            save(model, plan.shape, tokenizer, plan.out)
     centre.meet(model, router)
 
 
-def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+def save(model: Llama, shape: GuideShape, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the checkpoint in Hugging Face's form, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     end, pad = mark_id(tokenizer, END), mark_id(tokenizer, PAD)
-    _write_json(folder / "config.json", GuideShape().config(end, pad))
+    _write_json(folder / "config.json", shape.config(end, pad))
     _write_json(folder / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": pad})
     save_tokenizer(tokenizer, folder)
 
@@ -523,17 +540,19 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Move each matrix that has a gradient."""
-        for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
-            for matrix in (each for each in group["params"] if each.grad is not None):
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
-                average.lerp_(matrix.grad, 1 - momentum)
-                matrix.mul_(1 - rate * group["weight_decay"])
-                tall = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-                matrix.add_(self._orthogonal(matrix.grad.lerp(average, momentum)), alpha=-rate * tall)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for matrix in (each for each in group["params"] if each.grad is not None):
+                    self._move(matrix, group["lr"], group["momentum"], group["weight_decay"])
+
+    def _move(self, matrix: Tensor, rate: float, momentum: float, weight_decay: float) -> None:
+        average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+        average.lerp_(matrix.grad, 1 - momentum)
+        matrix.mul_(1 - rate * weight_decay)
+        tall = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+        matrix.add_(self._orthogonal(matrix.grad.lerp(average, momentum)), alpha=-rate * tall)
 
     def _orthogonal(self, update: Tensor) -> Tensor:
         """update (out, in) → about the nearest matrix whose singular values are all one."""
