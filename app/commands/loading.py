@@ -89,7 +89,7 @@ def load(
             bar.clear()
     for remark in engine.spec.memory_notes:
         note(f"note: {remark}")
-    told = (BESIDE, ONE_BY_ONE) if parallel > 1 else (BESIDE,)
+    told = (*BESIDE, ONE_BY_ONE) if parallel > 1 else BESIDE
     for remark in engine.spec.notes:  # what was asked for is not done otherwise in silence
         if kv != KVSpec() or nodes is not None or remark.startswith(told):
             note(f"note: {remark}")
