@@ -338,13 +338,13 @@ NO_ADAPTER = NO_DRAFT = "none"
 """Takes the adapter, or the draft model, away that the settings have for a model."""
 
 
-def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--adapter``."""
+def add_adapter_flag(parser: argparse.ArgumentParser, *, of_settings: bool = True) -> None:
+    """Add ``--adapter``. of_settings: without it, what the settings have for the model is taken."""
+    default = f"(what the settings have for the model); {NO_ADAPTER} is without" if of_settings else "(none)"
     parser.add_argument(
         "--adapter",
         metavar="DIR|ID",
-        help="a LoRA or DoRA adapter, of mlx-lm or PEFT: a folder or a Hugging Face id (what the settings have for the model); "
-        f"{NO_ADAPTER} is without",
+        help=f"a LoRA or DoRA adapter, of mlx-lm or PEFT: a folder or a Hugging Face id {default}",
     )
 
 

@@ -1,6 +1,6 @@
 """Profiles: a model, a system prompt and options under a name, which a chat takes on together.
 
-In the settings file each is a table, and its keys are the names that /settings has:
+In the settings file each is a table. Its keys are the names that /settings has of sampling, template and KV cache, and three more:
 
     [profiles.coding]
     model = "org/name"

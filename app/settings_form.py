@@ -1,7 +1,7 @@
 """The settings as a form of texts, for a screen and for lines: fields in groups, how each is read, and what is wrong with one.
 
 What a user thinks of comes in that order: this chat (thinking, the chat template's own options, sampling), the model (keys and
-values, memory), the app. A sheet holds the values of all of them.
+values, memory, speed), the app. A sheet holds the values of all of them.
 """
 
 import re

@@ -350,7 +350,7 @@ ACTIONS: tuple[Action, ...] = (
         "settings",
         ("ctrl+t",),
         "Settings",
-        "Change all settings in one sheet: thinking, chat template, sampling, KV cache, memory, app.",
+        "Change all settings in one sheet: thinking, chat template, sampling, KV cache, memory, speed, app.",
         slash="settings",
         plain_argument="[NAME VALUE]",
         also=("config", "options"),

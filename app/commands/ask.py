@@ -101,7 +101,9 @@ def parser() -> Parser:
     )
     made.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask; - or nothing reads standard input")
     add_model_flag(made)
-    made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
+    made.add_argument(
+        "-f", "--file", action="append", default=[], metavar="FILE", help="a text file or a PDF; may be repeated"
+    )
     made.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_profile_flag(made, "none")
     made.add_argument(

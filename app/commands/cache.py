@@ -82,7 +82,9 @@ def parser() -> ActionParser:
         help="of export: what is asked; without it the prompt may go on with anything",
     )
     add_model_flag(made)
-    made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
+    made.add_argument(
+        "-f", "--file", action="append", default=[], metavar="FILE", help="a text file or a PDF; may be repeated"
+    )
     made.add_argument("--system", metavar="TEXT", help="the system prompt")
     made.add_argument("--json", action="store_true", help="one JSON object")
     add_kv_flags(made, cache=False)

@@ -131,7 +131,7 @@ def parser() -> Parser:
     group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
     add_place_flags(made)
     add_kv_flags(made, cache=False, full=False)
-    add_adapter_flag(made)
+    add_adapter_flag(made, of_settings=False)
     made.add_argument(
         "--draft",
         metavar="MODEL",

@@ -30,7 +30,8 @@ def parser() -> Parser:
         "quality",
         "Compare what two models of one tokenizer say of a text: perplexity of each, KL divergence, matching top tokens, and "
         "how far the outputs of each layer are apart. A is the reference, such as the source of a conversion. One layer is in "
-        "memory at a time. With A alone: its perplexity, loaded as for an answer.",
+        "memory at a time. With A alone: its perplexity, loaded as for an answer, but without an adapter and, on a CPU, with "
+        "nothing rounded.",
         "  tokamac quality Qwen/Qwen3-0.6B ./Qwen3-0.6B-4bit\n  tokamac quality guide ./mine --text notes.txt --tokens 2048\n"
         "  tokamac quality ./mine --text book.txt --tokens 100000 --window 4096 --stride 2048",
     )

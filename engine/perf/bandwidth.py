@@ -296,8 +296,8 @@ def _parsed(value: object) -> KeptBandwidth | None:
 def measure_bandwidth(bytes_read: int = LARGEST, *, device: DeviceKind | None = None) -> float | None:
     """Return how fast a working set of ``bytes_read`` can be read, in GB/s: the best of what fits into about 1.5 s.
 
-    On a CPU this is NumPy's float32 matrix-vector product on all its threads, which is what the engine decodes with there. On a
-    GPU it is MLX's half-precision one, and a copy (which moves each byte twice), for the working set and for one that no cache
+    On a CPU this is NumPy's float32 matrix-vector product on all its threads, which is what it decodes plain weights with. On
+    a GPU it is MLX's half-precision one, and a copy (which moves each byte twice), for the working set and for one that no cache
     holds. A busy machine reads slower: measure an idle one. None where nothing could be measured.
     """
     return max((sample.gbs for sample in trials(bytes_read, device or device_kind())), default=None)

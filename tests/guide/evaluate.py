@@ -26,7 +26,7 @@ PASS = 0.85
 """The share of in-scope replies that must be right."""
 
 MAX_TOKENS = 160
-"""Twice the longest answer: a model that rambles is cut, and judged by what it said."""
+"""Well over the longest answer: a model that rambles is cut, and judged by what it said."""
 
 OUT_OF_SCOPE, NEWCOMERS = "out of scope", "newcomers"
 

@@ -2,10 +2,11 @@
 
 Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetensors, tokenizer); ``make guide`` then converts it to
 the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded, but for the way that
-words are split (BPE-dropout), which the tokenizer draws itself. The last third trains as if weights were packed; in the last fifth
+words are split (BPE-dropout), which the tokenizer draws itself, for when workers meet, and for what --minutes leaves time for.
+The last third trains as if weights were packed; in the last fifth
 declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew; --finishing trains like the
 last fifth alone. --workers N trains in N processes of one core, whose weights draw near to each other every few steps.
---student OF trains a model of a ninth of the size with the vocabulary of the checkpoint OF, which drafts for it.
+--student OF trains a model of an eighth of the size with the vocabulary of the checkpoint OF, which drafts for it.
 
 --mean averages checkpoints instead. Rounds that began with the same checkpoint can be averaged (Wortsman et al. 2022,
 https://arxiv.org/abs/2203.05482): the mean declines what either declined, and loses fewer answers than either.
