@@ -22,7 +22,18 @@ from tokamac.engine.perf.diagnosis import Diagnosis
 
 from ..backend.protocol import ShapeError, build
 from ..store.store import Store
-from ..store.values import OUTCOMES, FinalState, Json, Outcome, StoredMessage, StoreError, TitleOrigin, ToolResult
+from ..store.values import (
+    LEFT_OUT,
+    OUTCOMES,
+    FinalState,
+    Json,
+    Outcome,
+    StoredMessage,
+    StoreError,
+    TitleOrigin,
+    ToolResult,
+    left_out_of,
+)
 from .attachments import Draft, joined
 from .conversation import Conversation, Ending, MessageNode, Reply, ReplySettings, Tree, Turn
 from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record
@@ -277,8 +288,6 @@ def _state(node: MessageNode) -> str:
 
 
 CHECKPOINT_S = 2.0
-PRUNED = "left_out"
-"""The key, in a chat's settings, of what is not sent."""
 LEFT = "Your unsent prompt stays in the previous chat."
 AGAIN = "Not saved: {} The next prompt tries again."
 SAVED = "The whole chat is saved again."
@@ -544,11 +553,7 @@ class Recording:
 
     def pruned_of(self, chat: str) -> set[tuple[int, str]]:
         """Return what of ``chat`` is not sent: stored messages, with "" or the name of a file. Raises StoreError."""
-        stored = self.store.chat(chat).settings.get(PRUNED)
-        pairs = (
-            [each for each in stored if isinstance(each, list) and len(each) == 2] if isinstance(stored, list) else []
-        )
-        return {(key, name) for key, name in pairs if isinstance(key, int) and isinstance(name, str)}
+        return left_out_of(self.store.chat(chat).settings)
 
     def own(self, chat: str) -> ChatOverrides:
         """Return the settings of ``chat`` itself. Raises StoreError."""
@@ -677,7 +682,7 @@ class Recording:
         stored = sorted(
             (ledger.stored(key), name) for key, name in conversation.pruned if ledger.stored(key) is not None
         )
-        self.store.set_settings(chat, {PRUNED: [list(each) for each in stored] or None})
+        self.store.set_settings(chat, {LEFT_OUT: [list(each) for each in stored] or None})
 
     def _keep_draft(self, opened: OpenChat, chat: str, text: str) -> None:
         self.store.set_draft(chat, text)

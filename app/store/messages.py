@@ -22,12 +22,14 @@ from tokamac.engine.events import ToolCall
 
 from ..backend.protocol import ShapeError, build
 from .values import (
+    LEFT_OUT,
     Archive,
     Attachment,
     Json,
     StoredChat,
     StoredMessage,
     StoreError,
+    left_out_of,
     one_line,
     refused,
     storable,
@@ -144,7 +146,11 @@ def adopt(connection: sqlite3.Connection, archive: Archive) -> StoredChat:
         made[each.id] = _add(connection, replace(each, chat=name, parent=made[each.parent], state=state))
     if archive.chat.head not in made:
         raise StoreError(f"The chat stands at message {archive.chat.head}, which is not in it")
-    return update_chat(connection, name, head=made[archive.chat.head])
+    settings = dict(archive.chat.settings)
+    if settings.pop(LEFT_OUT, None) is not None:
+        moved = sorted((made[key], file) for key, file in left_out_of(archive.chat.settings) if key in made)
+        settings |= {LEFT_OUT: moved} if moved else {}
+    return update_chat(connection, name, head=made[archive.chat.head], settings=as_json(settings))
 
 
 def _add(connection: sqlite3.Connection, draft: StoredMessage, *, owner: str | None = None) -> int:

@@ -28,7 +28,16 @@ FinalState = Literal["complete", "stopped", "failed"]
 TitleOrigin = Literal["words", "model", "user"]
 """Who made a title: the first words of the chat, a model, or the user, whose title no model replaces."""
 Json = Mapping[str, Any]
-"""An object that JSON can hold. The store keeps it and does not look inside."""
+"""An object that JSON can hold. The store keeps it and does not look inside, but for LEFT_OUT."""
+LEFT_OUT = "left_out"
+"""The key, in a chat's settings, of what is kept but not sent: [[message, file], …]; a file of "" is the whole turn."""
+
+
+def left_out_of(settings: Json) -> set[tuple[int, str]]:
+    """Return what a chat's settings leave out, as (message, file)."""
+    stored = settings.get(LEFT_OUT)
+    pairs = [each for each in stored if isinstance(each, list) and len(each) == 2] if isinstance(stored, list) else []
+    return {(key, name) for key, name in pairs if type(key) is int and isinstance(name, str)}
 
 
 @dataclass(frozen=True, slots=True)

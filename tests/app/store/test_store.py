@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from tokamac.app.store import export
 from tokamac.app.store.messages import ID_CHARS
 from tokamac.app.store.search import MAX_CHARS, SNIPPET_CHARS, joined, parse, unmarked, window
 from tokamac.app.store.store import Store
@@ -368,6 +369,30 @@ def test_a_fork_is_a_new_chat_with_the_messages_that_lead_there(store: Store) ->
     assert {m.id for m in copied}.isdisjoint({a.id, b.id})
     assert len(store.archive(chat).messages) == 4
     assert store.path(store.fork(chat, writing.id).id)[-1].state == "stopped"  # nobody writes the copy
+
+
+def test_what_is_left_out_is_left_out_of_a_fork_and_of_what_comes_from_another_store(
+    store: Store, tmp_path: Path
+) -> None:
+    other = Store.open(tmp_path / "other" / "chats.db")
+    other.add_message(other.new_chat().id, None, "user", "ids of its own")
+    chat = store.new_chat().id
+    a = store.add_message(chat, None, "user", "a", attachments=[Attachment("f", "t")])
+    b = store.add_message(chat, a.id, "assistant", "b")
+    c = store.add_message(chat, b.id, "user", "c")
+    store.set_settings(chat, {"left_out": [[a.id, "f"], [c.id, ""]], "a": 1})
+
+    def left_out(of: Store, name: str) -> set[tuple[str, str]]:
+        found = of.chat(name).settings.get("left_out", [])
+        return {(of.message(key).text, file) for key, file in found}
+
+    fork = store.fork(chat, b.id)  # c is not in it
+    assert left_out(store, fork.id) == {("a", "f")}
+    with other:
+        adopted = other.adopt(export.parse(export.to_json(store.archive(chat)), now=1.0))
+        assert left_out(other, adopted.id) == {("a", "f"), ("c", "")}
+    store.set_settings(chat, {"left_out": [[c.id, ""]]})
+    assert store.fork(chat, b.id).settings == {"a": 1}
 
 
 @pytest.mark.parametrize(
