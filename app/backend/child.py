@@ -305,7 +305,8 @@ class Child:
 
     def _welcome(self, connection: socket.socket) -> None:
         """Hear a guest, until it goes. Runs on a thread of its own."""
-        guest = EngineClient(GuestOutbox(connection), self)
+        outbox = GuestOutbox(connection)
+        guest = EngineClient(outbox, self)
         with self._clients_lock:
             self._clients.append(guest)
         self._tell_guests()
@@ -322,6 +323,7 @@ class Child:
         finally:
             with self._clients_lock:
                 self._clients.remove(guest)
+            outbox.close()  # replies that end, and what waits in the line, still tell
             guest.close()
             self._tell_guests()
 

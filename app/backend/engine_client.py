@@ -75,7 +75,9 @@ class Answerer(Generic[Question]):
     def _run(self) -> None:
         while (first := self._questions.get()) is not None:
             waiting = {self._replaces(first[1]): first}
-            while not self._questions.empty() and (more := self._questions.get()) is not None:
+            while not self._questions.empty():
+                if (more := self._questions.get()) is None:
+                    return
                 waiting[self._replaces(more[1])] = more
             for engine, question in waiting.values():
                 self._outbox.put(self._answered(engine, question))

@@ -119,13 +119,14 @@ class Pulse:
         """It has ended."""
         with self._lock:
             self._works -= 1
-            if not self._works:
+            if not self._works and not self._closed:
                 self._busy.clear()
 
     def close(self) -> None:
-        """End the thread."""
-        self._closed = True
-        self._busy.set()
+        """End the thread, though something still works."""
+        with self._lock:
+            self._closed = True
+            self._busy.set()
 
     def _run(self) -> None:
         beat = stats = 0.0

@@ -191,6 +191,12 @@ class GuestOutbox(Outbox):
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """End the connection, and return once nothing is written to it: another file may have its descriptor next."""
+        self.disconnect()  # frees who waits for the guest to read
+        with self._lock:
+            pass
+
     def _write(self, *messages: EngineMessage) -> None:
         if self._gone:
             return

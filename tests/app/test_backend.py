@@ -6,11 +6,13 @@ import gc
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +26,10 @@ from tests.engine.helpers import until, within
 from tests.scripted_engine import SCRIPTED
 from tests.tiny import make_tiny
 from tokamac.app.backend import protocol, shell
-from tokamac.app.backend.child import Child, load_engine
+from tokamac.app.backend.child import Child, Loader, load_engine
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess, Garbled
 from tokamac.app.backend.command_process import LineProcess
-from tokamac.app.backend.engine_client import KEPT_CANCELS
+from tokamac.app.backend.engine_client import KEPT_CANCELS, EngineClient
 from tokamac.app.backend.outbox import FLUSH_S as OUTBOX_FLUSH_S
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import (
@@ -64,10 +66,12 @@ from tokamac.app.backend.protocol import (
     Unloaded,
     Wanted,
     Warm,
+    Warmed,
     Where,
     decode_message,
     encode,
 )
+from tokamac.app.backend.sharing import GuestOutbox
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import (
     Alternative,
@@ -508,7 +512,7 @@ async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_ho
 
 
 def test_cancels_that_came_too_late_are_forgotten_and_one_that_came_too_early_waits() -> None:
-    child = Child(load_engine, Outbox(os.open(os.devnull, os.O_WRONLY)))
+    child = mute_child()
     for late in range(KEPT_CANCELS + 7):
         child._owner.cancel(late)
     child._owner.cancel(-1)
@@ -521,6 +525,77 @@ def test_cancels_that_came_too_late_are_forgotten_and_one_that_came_too_early_wa
     child._requests.put((child._owner, Quit()))
     within(waiting.join)
     assert -1 in child._owner._cancelled
+
+
+# Guests of the process, by its own parts.
+
+
+def mute_child(load: Loader = load_engine) -> Child:
+    """A process's loop whose owner hears nothing."""
+    return Child(load, Outbox(os.open(os.devnull, os.O_WRONLY)))
+
+
+def test_what_a_guest_that_left_would_be_told_goes_to_no_file_that_has_its_descriptor_next(tmp_path: Path) -> None:
+    child, (ours, theirs) = mute_child(), socket.socketpair()
+    with ours:
+        theirs.sendall(encode(Warm(1, ())))
+        theirs.close()
+        within(lambda: child._welcome(ours))
+        guest, _ = child._requests.get()
+        with (tmp_path / "next").open("wb") as file:
+            os.dup2(file.fileno(), ours.fileno())
+        guest.outbox.put(Warmed(1, None))
+    assert (tmp_path / "next").read_bytes() == b""
+
+
+def test_a_guests_descriptor_is_given_back_once_nobody_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, begun = os.write, threading.Event()
+    order: list[str] = []
+    ours, theirs = socket.socketpair()
+
+    def slowly(fd: int, data: memoryview) -> int:
+        if fd != ours.fileno():
+            return write(fd, data)
+        begun.set()
+        try:
+            return write(fd, data)
+        finally:
+            time.sleep(0.1)
+            order.append("written")
+
+    monkeypatch.setattr(os, "write", slowly)
+    with ours, theirs:
+        outbox = GuestOutbox(ours)
+        writer = threading.Thread(target=outbox.put, args=(EngineNotice("x" * 2**24),), daemon=True)  # nobody reads it
+        writer.start()
+        assert begun.wait(PATIENCE_S)
+        within(outbox.close)
+        order.append("closed")
+        within(writer.join)
+    assert order == ["written", "closed"]
+
+
+def test_the_threads_of_a_guest_that_left_end_though_it_waits_for_answers_and_a_reply(pipe: tuple[int, int]) -> None:
+    child, before = mute_child(), set(threading.enumerate())
+    may_answer, asked = threading.Event(), threading.Event()
+
+    def between(_: object) -> list[int]:
+        asked.set()
+        may_answer.wait()
+        return []
+
+    engine: Any = types.SimpleNamespace(between=between)
+    guest = EngineClient(Outbox(pipe[1]), child)
+    own = set(threading.enumerate()) - before
+    guest.tokens.ask(engine, AskTokens(1))
+    assert asked.wait(PATIENCE_S)
+    guest.tokens.ask(engine, AskTokens(2))
+    guest.pulse.start()
+    assert decode_message(os.read(pipe[0], 1 << 16)) == Heartbeat()
+    guest.close()
+    guest.pulse.stop()  # the reply ends
+    may_answer.set()
+    until(lambda: not any(each.is_alive() for each in own))
 
 
 def test_close_reaps(tmp_path: Path) -> None:
