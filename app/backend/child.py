@@ -167,7 +167,6 @@ class Child:
             client, request = self._next()
             if isinstance(request, Quit):
                 break
-            client.pulse.start()
             try:
                 self._answer(client, request)
             finally:
@@ -530,6 +529,8 @@ class Child:
             case Share(path):
                 self._share(Path(path))  # guests wait in the line, for a load that may take long
             case _:
+                if not isinstance(request, Quit):
+                    client.pulse.start()  # until it was answered: there may be a load in the line before it
                 self._requests.put((client, request))
 
 
