@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import mlx.core as mx
@@ -65,13 +66,24 @@ class Generation:
     ) -> Generator[None, None, bool]:
         """Compute ``ids`` at once, yielding after every few layers; return whether all were computed.
 
-        The result is the same, bit by bit. Where ``stopped`` said so in between, all is as it was before.
+        The result is the same, bit by bit. Where ``stopped`` said so in between, or the generator was closed, all is as it was
+        before.
         """
         parts = _in_stages(self.caches, stages)
         before = [
             [cache.copy() for cache in part] for part in parts
         ]  # shared: until a layer is computed nothing is copied
         frozen, self.chunk = freeze(self.caches), len(ids)
+
+        def take_back(done: int) -> None:
+            for cache in (cache for computed in parts[:done] for cache in computed):
+                cache.trim(len(ids))
+            for waiting, copies in zip(parts[done:], before[done:], strict=True):
+                for cache, old in zip(waiting, copies, strict=True):
+                    cache.state = old.state
+            thaw(self.caches, frozen)
+            mx.clear_cache()
+
         with forcing_fused(self._force_fused):
             self._model(mx.array([ids]), cache=self.caches)
         for done, part in enumerate(parts, 1):
@@ -79,15 +91,13 @@ class Generation:
             mx.eval([cache.state for cache in part])
             if done == len(parts):
                 break
-            yield
+            try:
+                yield
+            except GeneratorExit:  # the prompt cache takes the caches back as they then are
+                take_back(done)
+                raise
             if stopped():
-                for cache in (cache for computed in parts[:done] for cache in computed):
-                    cache.trim(len(ids))
-                for waiting, copies in zip(parts[done:], before[done:], strict=True):
-                    for cache, old in zip(waiting, copies, strict=True):
-                        cache.state = old.state
-                thaw(self.caches, frozen)
-                mx.clear_cache()
+                take_back(done)
                 return False
         mx.eval([cache.state for cache in self.caches])  # of caches that do not grow
         mx.clear_cache()
@@ -160,8 +170,8 @@ class PrefillChunker:
         self.largest = self._size(cached)
         self._token_s = chunking.token_s(cached)
 
-    def compute(self, generation: Generation, ids: list[int]) -> Iterator[bool]:
-        """Compute ``ids`` after the cached ones; yield True after each chunk, False within one. Stop iterating to cancel."""
+    def compute(self, generation: Generation, ids: list[int]) -> Generator[bool, None, None]:
+        """Compute ``ids`` after the cached ones; yield True after each chunk, False within one. Close it to cancel."""
         at = 0
         while at < len(ids):
             cached = len(generation.cached_ids)
@@ -174,15 +184,16 @@ class PrefillChunker:
                 else:
                     rounded = math.ceil(len(chunk) / (stages * piece)) * piece
                     computing = generation.prefill_in_pieces(chunk, rounded, self._stopped)
-                while True:
-                    try:
-                        next(computing)
-                    except StopIteration as end:
-                        whole = bool(end.value)
-                        break
-                    left = self._clock()
-                    yield False
-                    aside_s += self._clock() - left
+                with closing(computing):
+                    while True:
+                        try:
+                            next(computing)
+                        except StopIteration as end:
+                            whole = bool(end.value)
+                            break
+                        left = self._clock()
+                        yield False
+                        aside_s += self._clock() - left
             else:
                 whole = all(generation.prefill(chunk, len(chunk)))
             if whole:

@@ -1,6 +1,7 @@
 """One reply, from token ids to events: make room, prefill, decode, text. Runs on the MLX thread."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,10 +196,11 @@ class ReplyTask:
             if budget.pressure is not None:
                 yield budget.pressure
             self._chunker = self._new_chunker(budget, lease)
-            for _ in self._chunker.compute(generation, missing):
-                if self._cancelled():
-                    return
-                yield None
+            with closing(self._chunker.compute(generation, missing)) as chunks:
+                for _ in chunks:
+                    if self._cancelled():
+                        return
+                    yield None
 
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
@@ -249,14 +251,15 @@ class ReplyTask:
             return
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
-            for whole in chunker.compute(generation, ids[len(generation.cached_ids) : stop]):
-                if not whole:
-                    yield None
-                    continue
-                self._request.recorder.computed(len(generation.cached_ids) - cached)
-                if self._cancelled():
-                    return
-                yield PrefillProgress(len(generation.cached_ids), len(ids), cached)
+            with closing(chunker.compute(generation, ids[len(generation.cached_ids) : stop])) as chunks:
+                for whole in chunks:
+                    if not whole:
+                        yield None
+                        continue
+                    self._request.recorder.computed(len(generation.cached_ids) - cached)
+                    if self._cancelled():
+                        return
+                    yield PrefillProgress(len(generation.cached_ids), len(ids), cached)
             self._store.checkpoint(lease)
 
     def _decode(self, generation: Generation, lease: CacheLease) -> ReplyEvents:

@@ -6,7 +6,7 @@ model, measures it once. Until then the expected speed is unknown; a busy machin
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -363,13 +363,14 @@ class Runner:
             chunker = PrefillChunker(
                 runtime.chunking, budget.chunk, cached, pace=pace, stage_s=stage_s, stopped=cancelled
             )
-            for whole in chunker.compute(generation, request.ids[cached:-1]):
-                if not whole:
-                    yield None
-                    continue
-                yield PrefillProgress(len(generation.cached_ids), total, cached)
-                if cancelled():
-                    break
+            with closing(chunker.compute(generation, request.ids[cached:-1])) as chunks:
+                for whole in chunks:
+                    if not whole:
+                        yield None
+                        continue
+                    yield PrefillProgress(len(generation.cached_ids), total, cached)
+                    if cancelled():
+                        break
             self._store.rates.saw_prefill(len(generation.cached_ids) - cached, time.perf_counter() - began)
             if not cancelled():
                 self._store.checkpoint(lease)

@@ -6,6 +6,7 @@ a pass over many tokens rounds otherwise than a pass over one, so they may diffe
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -81,13 +82,14 @@ def look_again(
     with computing(), lease:
         yield PrefillProgress(cached, total, cached)
         chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)
-        for whole in chunker.compute(generation, prompt[cached:-1]):
-            if not whole:
-                yield None
-                continue
-            yield PrefillProgress(len(generation.cached_ids), total, cached)
-            if cancelled():
-                return
+        with closing(chunker.compute(generation, prompt[cached:-1])) as chunks:
+            for whole in chunks:
+                if not whole:
+                    yield None
+                    continue
+                yield PrefillProgress(len(generation.cached_ids), total, cached)
+                if cancelled():
+                    return
         store.checkpoint(lease)
         taken_in, places = [prompt[-1], *ids[:-1]], _Places(runtime, request)
         for begin in range(0, len(ids), PIECE):

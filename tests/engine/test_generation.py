@@ -29,6 +29,7 @@ from tokamac.engine.generation import Generation, PrefillChunker
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.snapshot import grows
+from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import PromptCacheSpec, TemplateOptions
 from tokamac.engine.runner import Runner
 from tokamac.engine.sampling import Sampler
@@ -145,6 +146,67 @@ def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
         assert run.cached_ids == ids[:119]
         ends.append(model(mx.array([ids[119:]]), cache=caches))
     assert mx.array_equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("llama", KVSpec(key_bits=8, value_bits=4)), ("gemma3_text", KVSpec()), ("qwen3_next", KVSpec())]
+)
+def test_a_piece_that_was_let_go_of_between_its_stages_never_was(name: str, spec: KVSpec):
+    install_seam()
+    model, config = built(name, num_hidden_layers=6)
+    plan = plan_caches(model, config, spec)
+    ids: list[int] = tokens(120)[0].tolist()  # type: ignore[assignment]
+    ends: list[mx.array] = []
+    for staged in (False, True):
+        caches = plan.make(None)
+        run = Generation(model, caches, [])
+        assert all(run.prefill(ids[:50], 50))
+        if staged:
+            computing = run.prefill_in_stages(ids[50:119], 2, lambda: False)
+            next(computing)
+            computing.close()
+            assert run.cached_ids == ids[:50]
+        assert all(run.prefill(ids[50:119], 69))
+        ends.append(model(mx.array([ids[119:]]), cache=caches))
+    assert mx.array_equal(*ends)
+
+
+@pytest.mark.parametrize("what", ["reply", "warm"])
+def test_what_is_closed_within_a_chunk_gives_back_caches_that_hold_the_chunks_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: CHUNK)
+    monkeypatch.setattr(PrefillChunker, "_stages", lambda *_: 2)
+    generators: list[object] = []  # all are referred to: it is not enough to let go of one
+
+    def kept(make: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            generators.append(make(*args))
+            return generators[-1]
+
+        return call
+
+    monkeypatch.setattr(PrefillChunker, "compute", kept(PrefillChunker.compute))
+    monkeypatch.setattr(Generation, "prefill_in_stages", kept(Generation.prefill_in_stages))
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as engine:
+        core: Runner = engine._runner
+        chunking = replace(core.runtime.chunking, piece=None)
+        monkeypatch.setattr(core, "_runtime", replace(core.runtime, chunking=chunking))
+
+        def closed() -> tuple[list[int], set[int]]:
+            if what == "reply":
+                events = core.reply(PROMPT, GREEDY, Recorder(), lambda: False).events()
+            else:
+                events = core.warm(PROMPT, lambda: False)
+            for _ in range(2):  # within the second chunk
+                while next(events) is not None:
+                    pass
+            events.close()
+            store: Any = core._store
+            live = store._idle.lease
+            return list(live.ids), {cache.offset for _, cache in leaves(live.caches)}
+
+        assert engine.between(closed) == (PROMPT[:CHUNK], {CHUNK})
 
 
 def test_stages_take_no_more_memory():
