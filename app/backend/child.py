@@ -158,6 +158,7 @@ class Child:
         self._owner = EngineClient(outbox, self)
         self._clients = [self._owner]
         self._clients_lock = threading.Lock()
+        self._guests_lock = threading.Lock()  # held while their number is told
         self._listener: EngineListener | None = None
 
     def run(self, stdin: BinaryIO) -> None:
@@ -327,7 +328,8 @@ class Child:
             self._tell_guests()
 
     def _tell_guests(self) -> None:
-        self._owner.outbox.put(Guests(len(self._guests())))
+        with self._guests_lock:  # else an older number may be told last
+            self._owner.outbox.put(Guests(len(self._guests())))
 
     def _join(self, guest: EngineClient, request: Join) -> None:
         """Have a guest hear of the model, which is loaded again where it was given up. Raises TokamacError for another one."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from tokamac.engine.errors import TokamacError, panic_error
 from tokamac.engine.events import Message
 from tokamac.engine.options import TemplateOptions
+from tokamac.engine.text import continuation
 from tokamac.engine.text.tools import as_text, has_calls
 
 from .advice import Advisor
@@ -130,8 +131,10 @@ def tokenizing(outbox: Outbox, accept: Callable[[Sequence[Message]], list[Messag
         def encoded() -> list[int]:
             if not ask.messages:
                 return engine.tokenizer.encode(ask.text, add_special_tokens=True)
-            told = engine.tokenizer.using(ask.template)
-            return told.encode(told.render(accept(ask.messages)))
+            told, messages = engine.tokenizer.using(ask.template), accept(ask.messages)
+            if ask.continues:
+                return told.encode(continuation.render(told, messages[:-1], continuation.unfinished(messages)))
+            return told.encode(told.render(messages))
 
         try:
             return PromptTokens(ask.id, tuple(engine.between(encoded)))

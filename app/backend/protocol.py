@@ -425,13 +425,14 @@ class AskTokens:
     """Tell the tokens of a prompt: ``PromptTokens`` comes when the engine is free.
 
     messages, template: a conversation, as the chat template writes it; where there is none, ``text`` is the prompt, after what the
-    tokenizer puts before every text.
+    tokenizer puts before every text. continues: the conversation ends with a reply that goes on.
     """
 
     id: int
     text: str = ""
     messages: tuple[Message, ...] = ()
     template: TemplateOptions = field(default_factory=TemplateOptions)
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)

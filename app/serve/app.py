@@ -167,9 +167,9 @@ class ServerApp:
     async def _count(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
         body = await self._read(request)
         async with self._pool.lease(_name(body)) as resident:
-            exchange = MessageExchange(body, resident.served, counting=True)
-            (prompt,) = exchange.request.prompts
-            told = await resident.engine.tokens("", prompt, exchange.request.template)  # type: ignore[arg-type]
+            asked = MessageExchange(body, resident.served, counting=True).request
+            (prompt,) = asked.prompts
+            told = await resident.engine.tokens("", prompt, asked.template, continues=asked.continues)  # type: ignore[arg-type]
         check_counted(told.error)
         return JSONAnswer(count_of(len(told.tokens)))
 

@@ -283,14 +283,19 @@ class ServedEngine:
         return told.tokens
 
     async def tokens(
-        self, text: str, messages: tuple[Message, ...] = (), template: TemplateOptions | None = None
+        self,
+        text: str,
+        messages: tuple[Message, ...] = (),
+        template: TemplateOptions | None = None,
+        *,
+        continues: bool = False,
     ) -> PromptTokens:
-        """Return the tokens of a text, or of a conversation. Raises EngineDownError."""
+        """Return the tokens of a text, or of a conversation, which may end with a reply that goes on. Raises EngineDownError."""
         self._check()
         id = next(self._ids)
         answer: asyncio.Future[PromptTokens] = self._loop.create_future()
         self._questions[id] = answer
-        self._ask(AskTokens(id, text, messages, template or TemplateOptions()))
+        self._ask(AskTokens(id, text, messages, template or TemplateOptions(), continues))
         try:
             return await answer
         finally:

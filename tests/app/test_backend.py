@@ -43,10 +43,12 @@ from tokamac.app.backend.protocol import (
     Change,
     ChipLine,
     CurvePoint,
+    EngineMessage,
     EngineNotice,
     Figures,
     Generate,
     GoOn,
+    Guests,
     Heartbeat,
     Hold,
     Load,
@@ -598,6 +600,29 @@ def test_the_threads_of_a_guest_that_left_end_though_it_waits_for_answers_and_a_
     until(lambda: not any(each.is_alive() for each in own))
 
 
+def test_the_number_of_guests_that_is_told_last_is_the_number_that_there_is() -> None:
+    told, first, second = [], threading.Event(), threading.Event()
+
+    class SlowOutbox(Outbox):
+        def put(self, message: EngineMessage) -> None:
+            if not first.is_set():
+                first.set()
+                second.wait(0.5)  # it comes only if it overtakes the first
+            else:
+                second.set()
+            told.append(message)
+
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    child = Child(load_engine, SlowOutbox(nowhere))
+    leaving = threading.Thread(target=child._tell_guests, daemon=True)
+    leaving.start()
+    assert first.wait(PATIENCE_S)
+    child._clients.append(EngineClient(Outbox(nowhere), child))
+    within(child._tell_guests)
+    within(leaving.join)
+    assert told == [Guests(0), Guests(1)]
+
+
 class OpenInput:
     """A process's input of which nothing comes, and that never ends."""
 
@@ -733,16 +758,23 @@ def test_a_prompt_of_tokens_is_told_and_answered_without_what_only_a_screen_show
         child.process.send(AskTokens(1, "Hello"))
         child.process.send(AskTokens(2, messages=(Message("user", "Hello"),)))
         child.process.send(AskTokens(3, messages=(Message("user", "Hello"),), template=TemplateOptions(thinking="on")))
-        text, written, refused = (child.until(PromptTokens)[-1] for _ in range(3))
+        begun = (Message("user", "Hello"), Message("assistant", "Hi"))
+        child.process.send(AskTokens(4, messages=begun, continues=True))
+        child.process.send(AskTokens(5, messages=begun[:1], continues=True))
+        text, written, refused, continued, none = (child.until(PromptTokens)[-1] for _ in range(5))
         assert isinstance(text, PromptTokens)
         assert isinstance(written, PromptTokens)
         assert len(text.tokens) == len("Hello")
         assert len(written.tokens) == len("Hello") + len(("<|user|>", "<|end|>", "<|assistant|>"))
         assert isinstance(refused, PromptTokens)
         assert (refused.tokens, "thinking" in refused.error) == ((), True)
+        assert isinstance(continued, PromptTokens)
+        assert len(continued.tokens) == len(written.tokens) + len("Hi")
+        assert isinstance(none, PromptTokens)
+        assert "only a reply can be continued" in none.error
         sampling = Sampling(max_tokens=200, temperature=0)
-        child.process.send(Generate(4, (), sampling, tokens=text.tokens, watched=False))
-        *events, ended = child.told(1)[4]
+        child.process.send(Generate(6, (), sampling, tokens=text.tokens, watched=False))
+        *events, ended = child.told(1)[6]
         assert isinstance(ended, Finished)
         assert (ended.metrics.prompt_tokens, ended.metrics.generated_tokens) == (5, 200)
         assert (ended.passes, ended.diagnosis, ended.outliers) == (None, None, ())
@@ -958,7 +990,7 @@ REQUESTS = st.one_of(
     st.builds(protocol.Warm, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskCount, NUMBERS, TEXT),
-    st.builds(protocol.AskTokens, NUMBERS, TEXT, st.lists(MESSAGE, max_size=2).map(tuple)),
+    st.builds(protocol.AskTokens, NUMBERS, TEXT, st.lists(MESSAGE, max_size=2).map(tuple), continues=st.booleans()),
     st.builds(protocol.AskWhatIf, NUMBERS, QUESTION),
     st.builds(
         protocol.LookAgain, NUMBERS, st.lists(MESSAGE, max_size=2).map(tuple), MESSAGE, PASSES, st.none() | NUMBERS

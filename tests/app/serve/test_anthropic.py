@@ -77,6 +77,10 @@ def test_a_reply_goes_on_from_what_it_is_given(client: anthropic.Anthropic, alon
 def test_a_prompt_is_counted(client: anthropic.Anthropic, alone: Finished) -> None:
     counted = client.messages.count_tokens(model="guide", messages=user(QUESTION))  # type: ignore[arg-type]
     assert counted.input_tokens == alone.metrics.prompt_tokens
+    begun: Any = [*user(QUESTION), {"role": "assistant", "content": " ".join(alone.text.split(" ")[:4])}]
+    counted = client.messages.count_tokens(model="guide", messages=begun)
+    usage = client.messages.create(model="guide", max_tokens=1, messages=begun).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     long = client.messages.count_tokens(model="guide", messages=user("long " * 5000))  # type: ignore[arg-type]
     assert long.input_tokens > 5000  # more than the context holds: who asks wants to know by how much
 
