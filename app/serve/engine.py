@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +148,7 @@ class ServedEngine:
         self._tell_busy()
 
     def begin(self) -> None:
-        """Start a process, unless one runs that has loaded nothing."""
+        """Start a process, unless one runs that has loaded nothing. Raises EngineDownError where it can't be."""
         if self._process is not None and self._process.alive and self.state == "loading":
             return
         self.state, self.problem, self._began_s = "loading", "", time.monotonic()
@@ -161,13 +161,21 @@ class ServedEngine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._hear, number, event)
 
-        process: EngineLink
+        try:
+            self._process = self._connected(hear)
+        except (OSError, SharingError) as error:
+            why = getattr(error, "strerror", None) or error
+            self.state, self.problem, self._problem_kind = "down", f"the engine can't be started: {why}", DIED
+            self._changed.set()
+            raise self._down() from error
+
+    def _connected(self, hear: Callable[[BackendEvent], object]) -> EngineLink:
         if self._join is not None:
-            process = self._process = EngineGuest(self._join, hear, follows=True)
-            return
-        process = self._process = EngineProcess(self._command, self._log, hear)
+            return EngineGuest(self._join, hear, follows=True)
+        process = EngineProcess(self._command, self._log, hear)
         if self._share is not None:
             process.send(Share(str(self._share)))
+        return process
 
     async def weigh(self, names: Sequence[str], context: int) -> tuple[ModelLine, ...]:
         """Return what models on the disk would take here, with keys and values of such a context. Raises RequestError."""
@@ -367,10 +375,11 @@ class ServedEngine:
             self._hold(opened)
 
     def _loaded(self, info: ModelInfo, memory: MemoryUse) -> None:
+        self._loaded_s = time.monotonic()
+        if self.state == "loading":  # else a chat whose engine this is has loaded another model
+            self._load_s = self._loaded_s - self._began_s
         self.info, self.state = info, "ready"
         self.problem = ""
-        self._loaded_s = time.monotonic()
-        self._load_s = self._loaded_s - self._began_s
         self.memory = memory
         self._reckon_room()
         self._tell_busy()
@@ -400,8 +409,9 @@ class ServedEngine:
             self._lost_s = time.monotonic()
             self._join_again()
         elif lasted and not self._closing:
-            self.start()
-            self.problem = problem
+            with suppress(EngineDownError):  # it is started by who asks next
+                self.start()
+                self.problem = problem
         else:
             self._changed.set()
 
@@ -409,11 +419,12 @@ class ServedEngine:
         """Go on with the process that follows one that died, as soon as it is there."""
         if self._closing or self.state != "down":
             return
+        problem = self.problem
         try:
             self.start()
-        except SharingError:
+        except EngineDownError:
+            self.problem = problem
             if time.monotonic() - self._lost_s < LOST_S:
-                self.state = "down"
                 self._loop.call_later(JOIN_S, self._join_again)
             else:
                 self.on_lost()

@@ -1,6 +1,7 @@
 """The server itself: who may ask, what a request may hold, clients that leave or read slowly, an engine that dies, and its end."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from tests.engine.helpers import until
 from tests.tiny import make_tiny
 from tokamac.app.backend import client
 from tokamac.app.backend.protocol import Load, MemoryUse, ModelInfo
+from tokamac.app.backend.sharing import SharingError
 from tokamac.app.serve import answering, server
 from tokamac.app.serve import engine as serve_engine
 from tokamac.app.serve.engine import ServedEngine
@@ -357,23 +359,23 @@ def test_a_dead_engine_is_a_clear_error_and_a_new_one(scripted: Scripted) -> Non
         assert any("the engine ended" in line for line in served.lines)
 
 
+class Process:
+    """Is told, and says, nothing."""
+
+    alive = True
+
+    def __init__(self, *_: object) -> None: ...
+
+    def send(self, _: object) -> None: ...
+
+    def set_busy(self, _: object) -> None: ...
+
+
 def test_while_an_engine_is_started_again_clients_stay_away_as_long_as_loading_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = [0.0]
     monkeypatch.setattr(serve_engine.time, "monotonic", lambda: clock_s[0])
-
-    class Process:
-        """Is told, and says, nothing."""
-
-        alive = True
-
-        def __init__(self, *_: object) -> None: ...
-
-        def send(self, _: object) -> None: ...
-
-        def set_busy(self, _: object) -> None: ...
-
     monkeypatch.setattr(serve_engine, "EngineProcess", Process)
 
     async def told() -> list[int | None]:
@@ -381,6 +383,8 @@ def test_while_an_engine_is_started_again_clients_stay_away_as_long_as_loading_t
         engine.start()
         clock_s[0] = 40.0
         engine._loaded(ModelInfo("large"), MemoryUse())
+        clock_s[0] = 900.0
+        engine._loaded(ModelInfo("other"), MemoryUse())  # whose process it is has changed the model
         clock_s[0] = 1_000.0
         reading = asyncio.ensure_future(engine.tokens("Hi"))
         await asyncio.sleep(0)
@@ -393,6 +397,61 @@ def test_while_an_engine_is_started_again_clients_stay_away_as_long_as_loading_t
         return found
 
     assert asyncio.run(told()) == [40, 30]
+
+
+def test_an_engine_that_can_not_be_started_again_is_tried_by_who_asks_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async def told() -> None:
+        monkeypatch.setattr(serve_engine, "EngineProcess", Process)
+        monkeypatch.setattr(serve_engine, "LASTED_S", -1.0)
+        engine = ServedEngine(Load("large"), tmp_path / "log", lambda _: None)
+        engine.start()
+        engine._loaded(ModelInfo("large"), MemoryUse())
+        monkeypatch.setattr(serve_engine, "EngineProcess", full)
+        engine._died("the engine ended", "")
+        for _ in range(2):
+            with pytest.raises(RequestError, match="can't be started: Cannot allocate memory") as failed:
+                await engine.tokens("Hi")
+            assert (failed.value.status, failed.value.code) == (503, "engine_unavailable")
+        with pytest.raises(RequestError, match="Cannot allocate memory"):
+            await asyncio.wait_for(engine.ready(), 60)
+        monkeypatch.setattr(serve_engine, "EngineProcess", Process)
+        with pytest.raises(RequestError):
+            await engine.tokens("Hi")
+        assert engine.state == "loading"
+
+    asyncio.run(told())
+
+
+def test_a_chats_engine_is_looked_for_again_though_there_is_no_memory_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told() -> None:
+        monkeypatch.setattr(serve_engine, "EngineGuest", lambda *_, **__: Process())
+        monkeypatch.setattr(serve_engine, "JOIN_S", 0.0)
+        engine = ServedEngine(Load(""), tmp_path / "log", lambda _: None, join=tmp_path / "socket")
+        engine.start()
+        engine._loaded(ModelInfo("large"), MemoryUse())
+        fails = iter((OSError(errno.EMFILE, "Too many open files"), SharingError("no engine answers")))
+
+        def joined(*_: object, **__: object) -> Process:
+            for failure in fails:
+                raise failure
+            return Process()
+
+        monkeypatch.setattr(serve_engine, "EngineGuest", joined)
+        engine._died("the engine ended", "")
+        assert (engine.state, engine.problem) == ("down", "the engine ended")
+        async with asyncio.timeout(60):
+            while engine.state != "loading":
+                await asyncio.sleep(0)
+        assert next(fails, None) is None
+
+    asyncio.run(told())
 
 
 def test_a_model_that_can_not_be_loaded_is_told_at_the_start(scripted: Scripted) -> None:
