@@ -80,7 +80,7 @@ class Generation:
                 cache.trim(len(ids))
             for waiting, copies in zip(parts[done:], before[done:], strict=True):
                 for cache, old in zip(waiting, copies, strict=True):
-                    cache.state = old.state
+                    cache.restore(old)
             thaw(self.caches, frozen)
             mx.clear_cache()
 

@@ -282,6 +282,18 @@ class Cache(AttendingCache):
         other._offset, other._high = self._offset, self._high
         return other
 
+    def restore(self, earlier: "Cache") -> None:
+        """Hold again what ``earlier``, a copy, does, without computing what came since.
+
+        What others share since stays shared: all layers of a model begin with the same prefix.
+        """
+        if self._prefix_tokens > earlier._prefix_tokens:
+            self.trim(self._offset - earlier._offset)  # sharing computed what came
+            return
+        self._prefix, self._prefix_tokens = earlier._prefix, earlier._prefix_tokens
+        self._keys.step, self._values.step = earlier._keys.step, earlier._values.step
+        self.state = earlier.state
+
     @property
     def state(self) -> tuple[Encoded, Encoded, Encoded, int, int]:
         """The whole content beyond a shared prefix, which can be set again: key arrays, value arrays, the keys of moving pinned

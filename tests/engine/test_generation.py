@@ -31,6 +31,7 @@ from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.snapshot import grows
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import PromptCacheSpec, TemplateOptions
+from tokamac.engine.prompt_cache import memory
 from tokamac.engine.runner import Runner
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.schedule.decoding import Decoder
@@ -169,6 +170,42 @@ def test_a_piece_that_was_let_go_of_between_its_stages_never_was(name: str, spec
         assert all(run.prefill(ids[50:119], 69))
         ends.append(model(mx.array([ids[119:]]), cache=caches))
     assert mx.array_equal(*ends)
+
+
+def test_a_piece_that_was_stopped_still_shares_what_another_began_with_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "WORTH_SHARING", 16)
+    install_seam()
+    model, config = built("llama", num_hidden_layers=6)
+    plan = plan_caches(model, config, KVSpec())
+    store = memory.MemoryStore(plan.make, lambda: 1 << 40, all_grow=True)
+    ids: list[int] = tokens(120)[0].tolist()  # type: ignore[assignment]
+
+    def after(lease: memory.CacheLease, wanted: list[int]) -> mx.array:
+        run, rest = Generation(model, lease.caches, lease.ids), wanted[len(lease.ids) : -1]
+        assert all(run.prefill(rest, len(rest)))
+        return model(mx.array([wanted[-1:]]), cache=[cache.copy() for cache in lease.caches])
+
+    def cold(wanted: list[int]) -> mx.array:
+        return after(memory.CacheLease([], plan.make(None), None), wanted)
+
+    def check_another(begins: int, *, shares: int) -> None:
+        other = [*ids[:begins], 5, 7, 9]
+        with store.acquire(other, None) as lease:
+            assert {cache.offset for cache in lease.caches} == {len(lease.ids)} == {begins}
+            assert {sum(each.tokens for each in cache.prefix) for cache in lease.caches} == {shares}
+            assert mx.allclose(after(lease, other), cold(other), atol=1e-4)
+
+    with store.acquire(ids, None) as first:
+        run = Generation(model, first.caches, first.ids)
+        assert all(run.prefill(ids[:50], 50))
+        stages = run.prefill_in_stages(ids[50:119], 3, lambda: True)
+        next(stages)
+        check_another(40, shares=40)
+        assert not outcome(stages)
+        assert first.ids == ids[:50]
+        with store.acquire([1, 2, 3], None):  # what is not in use is of another beginning
+            check_another(30, shares=0)  # less than is held once already: in each layer alike
+        assert mx.allclose(after(first, ids), cold(ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("what", ["reply", "warm"])

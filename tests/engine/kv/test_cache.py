@@ -798,6 +798,30 @@ def test_what_is_shared_counts_once_and_nobody_writes_to_it() -> None:
         second.begin_with(first.prefix)
 
 
+@pytest.mark.parametrize("shared", [None, (30, 15), (15, 30), (0, 15), (15, 0)])
+def test_what_came_since_a_copy_is_taken_back_whatever_was_shared_before_and_since(shared: tuple[int, int] | None) -> None:
+    cache, alone = Cache(Growing(), Plain(), Plain()), Cache(Growing(), Plain(), Plain())
+    attended(cache, *some_kv(40, 0))
+    attended(alone, *some_kv(40, 0))
+    before, since = shared or (0, 0)
+    if before:
+        cache.share_prefix(before)
+    earlier = cache.copy()
+    attended(cache, *some_kv(10, 1))
+    if since:
+        cache.share_prefix(since)
+    elif before:
+        cache.own_prefix()
+    cache.restore(earlier)
+    assert sum(each.tokens for each in cache.prefix) == max(before, since)
+    for number in range(2):
+        assert cache.offset == alone.offset == 40 + 3 * number
+        assert all(mx.array_equal(*arrays) for arrays in zip(held(cache), held(alone), strict=True))
+        found, expected = (attended(each, *some_kv(3, 2)) for each in (cache, alone))
+        assert largest_difference(found, expected) < 1e-5
+    assert earlier.offset == 40
+
+
 @pytest.mark.parametrize("cache", [Cache(Ring(8), Plain(), Plain()), Cache(Growing(), Plain(), Plain(), shared=True)])
 def test_a_window_and_keys_that_other_layers_read_are_not_shared(cache: Cache) -> None:
     assert not cache.can_share
