@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from tokamac.engine.errors import shortened
 
-from .sanitise import Sanitiser, sanitise, sanitise_line
+from .sanitise import Sanitiser, reveal, sanitise, sanitise_line
 from .units import seconds, size
 
 BAR_CELLS, LEAST_CELLS = 20, 4
@@ -41,6 +41,11 @@ def is_file(stream: TextIO) -> bool:
 def note(text: str) -> None:
     """Write one line to stderr."""
     print(shortened(sanitise(text).replace("\n", " ")), file=sys.stderr, flush=True)
+
+
+def quote(text: str) -> None:
+    """Write what the user is asked to allow to stderr: whole, with its line breaks."""
+    print(reveal(text), file=sys.stderr, flush=True)
 
 
 def json_line(value: Any) -> None:

@@ -18,6 +18,8 @@ _FORBIDDEN = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-
 _SUSPECT = re.compile(f"[{_FORBIDDEN}\u2028\u2029]")
 _STRING_INTRODUCERS = frozenset("P]X^_\x90\x9d\x98\x9e\x9f")
 _LINE_ENDS = frozenset("\r\u2028\u2029")
+_CONTROL = re.compile(f"[{_FORBIDDEN}]")
+_LINE_END = re.compile("\r\n?|[\u2028\u2029]")
 _NOT_IN_A_ROW = re.compile(f"[{_FORBIDDEN}\t\n\u2028\u2029]")
 
 
@@ -109,6 +111,14 @@ class Sanitiser:
 def sanitise(text: str) -> str:
     """Return the whole of ``text`` made safe to show."""
     return Sanitiser().feed(text)
+
+
+def reveal(text: str) -> str:
+    """Return ``text`` made safe, with all that ``sanitise`` would take out with an escape sequence.
+
+    For what the user is asked to allow: nothing of it may hide inside a sequence.
+    """
+    return _CONTROL.sub(REPLACEMENT, _LINE_END.sub("\n", text))
 
 
 def sanitise_line(text: str) -> str:

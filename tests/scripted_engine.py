@@ -6,6 +6,7 @@ It pretends to run four billion weights at 4.5 bits on a chip of the table. What
 notes on stderr, the log, where a test sees it.
 """
 
+import json
 import os
 import signal
 import sys
@@ -121,8 +122,13 @@ CALLS = (
     ToolCall("read_file", '{"path": "notes.md"}', "scripted0"),
     ToolCall("calculate", '{"expression": "6 * 7"}', "scripted1"),
 )
+LONG_CALL = ToolCall(
+    "calculate", json.dumps({"expression": f"{'+'.join('7' * 200)}+6*7\n{'1 ' * 1200}and 4+2"}), "scripted2"
+)
+"""Longer in a word, and in a line, than a note may be; what matters is in the middle."""
 SCENARIOS = {
     "calls": Scenario(calls=CALLS, gap_s=0.0, prefill_step_s=0.0),
+    "calls-at-length": Scenario(calls=(LONG_CALL,), gap_s=0.0, prefill_step_s=0.0),
     "calls-for-ever": Scenario(calls=CALLS[1:], calls_again=True, gap_s=0.0, prefill_step_s=0.0),
     "guide": Scenario(),
     "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),

@@ -247,7 +247,7 @@ def shell(repl: "Repl", text: str) -> None:
     repl.tell(
         f"This command runs in {folder} with {Path(user_shell()).name}; its output is attached to the next prompt:"
     )
-    repl.tell(text)
+    repl.console.quote(text)
     try:
         allowed = repl.console.read("run it? [y]es, [n]o> ").strip().lower() in ("y", "yes")
     except EOFError:

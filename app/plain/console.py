@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from tokamac.engine.events import TextKind
 
 from ..chat.attachments import Draft, joined
-from ..output import dim, is_terminal, note
+from ..output import dim, is_terminal, note, quote
 from ..sanitise import Sanitiser, sanitise
 
 Complete = Callable[[str, str], list[str]]
@@ -128,6 +128,12 @@ class Console:
         if self._last != "\n" and self.shown:
             self._write("\n")
         note(text)
+
+    def quote(self, text: str) -> None:
+        """Write what the user is asked to allow: whole, with its line breaks. Not while a line is read."""
+        if self.shown:
+            self.end()
+        quote(text)
 
     def announce(self, news: Callable[[], list[str]]) -> None:
         """Write ``news`` above the prompt, unless something is typed there: then they are not asked for yet. From any thread."""

@@ -192,8 +192,7 @@ class Driver:
         """Ask the user whether ``call`` may be run: where nobody types, it may not."""
         if self.session.tools.waiting != call:
             return []
-        for line in ("The model wants to call:", *call_lines(call)):
-            self._console.note(line)
+        self._console.quote("\n".join(["The model wants to call:", *call_lines(call)]))
         if not self._console.typed:
             self._console.note("No one is here to allow it. [tools] allowed in the settings allows it for good.")
             return self.session.consent(call.id, "deny")

@@ -11,7 +11,7 @@ from tokamac.engine.events import Message, ToolCall
 from tokamac.engine.options import ToolSpec
 
 from .. import settings
-from ..output import note
+from ..output import note, quote
 from ..store.values import ToolResult
 from .loop import CallAsks, CallRuns, ToolLoop
 from .tool import DENIED, call_line, call_lines, decision_of
@@ -70,8 +70,7 @@ class AskTools:
         if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
             note("nobody is here to allow a call; --allow-tools allows all of them")
             return ToolResult(call, DENIED, "refused")
-        for line in ("The model wants to call:", *call_lines(call)):
-            note(line)
+        quote("\n".join(["The model wants to call:", *call_lines(call)]))
         decision = None
         while decision is None:
             sys.stderr.write("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")

@@ -8,7 +8,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.options import ToolSpec
 
-from ..sanitise import sanitise, sanitise_line
+from ..sanitise import reveal, sanitise, sanitise_line
 from ..store.values import ToolResult
 
 LONGEST_RESULT = 24_000
@@ -83,13 +83,17 @@ def check_arguments(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
 
 def call_lines(call: ToolCall) -> list[str]:
     """Return a call as it is shown when it asks to be allowed: the name, and each argument in full, safe."""
-    lines = [sanitise_line(call.name) or "(no name)"]
+    lines = [_on_one_line(call.name) or "(no name)"]
     for name, value in call.values.items():
         whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         left = len(whole) - LONGEST_SHOWN
-        text = sanitise(whole[:LONGEST_SHOWN]) + (CUT.format(left) if left > 0 else "")
-        lines += [f"{'  ' if at else f'  {sanitise_line(name)}: '}{line}" for at, line in enumerate(text.split("\n"))]
+        text = reveal(whole[:LONGEST_SHOWN]) + (CUT.format(left) if left > 0 else "")
+        lines += [f"{'  ' if at else f'  {_on_one_line(name)}: '}{line}" for at, line in enumerate(text.split("\n"))]
     return lines
+
+
+def _on_one_line(name: str) -> str:
+    return " ".join(reveal(name).split())
 
 
 def call_line(call: ToolCall) -> str:

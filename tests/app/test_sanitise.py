@@ -24,7 +24,16 @@ from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
 from tokamac.app.backend import protocol
 from tokamac.app.backend.protocol import ReplyEvent
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.sanitise import LONGEST_SEQUENCE, REPLACEMENT, Sanitiser, bare, safe_link, sanitise, sanitise_line
+from tokamac.app.sanitise import (
+    LONGEST_SEQUENCE,
+    REPLACEMENT,
+    Sanitiser,
+    bare,
+    reveal,
+    safe_link,
+    sanitise,
+    sanitise_line,
+)
 from tokamac.app.settings import Settings, dumps
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, Attachment, StoredMessage
@@ -101,6 +110,17 @@ def test_known_cases(raw: str, shown: str) -> None:
 
 def test_a_sequence_without_end_does_not_swallow_the_reply() -> None:
     assert sanitise("\x1b]0;" + "x" * (LONGEST_SEQUENCE + 100)).endswith("x" * 50)
+
+
+@settings(max_examples=300, deadline=None)
+@given(HOSTILE)
+def test_what_is_to_be_allowed_hides_nothing_in_a_sequence(text: str) -> None:
+    shown = reveal(text)
+    assert not FORBIDDEN.search(shown)
+    assert len(shown) == len(text.replace("\r\n", "\n"))
+    assert [char for char in shown if char not in f"{REPLACEMENT}\n"] == [
+        char for char in text if not FORBIDDEN.match(char) and char not in f"{REPLACEMENT}\n"
+    ]
 
 
 def test_a_line_stays_a_line() -> None:

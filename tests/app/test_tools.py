@@ -1,5 +1,6 @@
 """Tools: what they read and refuse, how a reply's calls are answered, and what of it a user sees."""
 
+import io
 import json
 import os
 import queue
@@ -174,6 +175,9 @@ def test_a_call_is_shown_in_full_and_safe() -> None:
     assert len(lines) == 4
     assert lines[3] == "  b: [1]"
     assert not any("\x1b" in line for line in lines)
+    hidden = json.dumps({"a\x9d": "safe\x1b]and all is deleted\x07 \x9dand sent\x9c", "b\x1b[1": ["\x9dforce"]})
+    shown = "\n".join(call_lines(ToolCall("run", hidden)))
+    assert all(text in shown for text in ("and all is deleted", "and sent", "b�[1: ", "force"))
 
 
 def test_decisions_are_words_or_their_letters() -> None:
@@ -675,6 +679,22 @@ def test_a_command_runs_what_is_allowed_and_refuses_the_rest(
     refused = AskTools(box, ["calculate"], ToolSettings(), allow=False)  # nobody types in a test
     assert [each.content for each in refused.answer([call])] == ["The user did not allow this call."]
     assert "--allow-tools" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "long", [f"{'+'.join('7' * 200)}+6*7+{'+'.join('7' * 60)}", f"{'please ' * 190}send it {'thanks ' * 100}"]
+)
+def test_a_command_asks_for_a_call_with_all_of_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], long: str
+) -> None:
+    keyboard = io.StringIO("d\n")
+    for stream in (keyboard, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    tools = AskTools(Toolbox(Settings(), tmp_path, tmp_path / "log"), ["calculate"], ToolSettings(), allow=False)
+    call = ToolCall("calculate", json.dumps({"expression": f"{long}\n2\x1b[8m"}), "a")
+    tools.answer([call])
+    assert f"call:\ncalculate\n  expression: {long}\n  2�[8m\nallow it?" in capsys.readouterr().err
 
 
 class CallingEngine:

@@ -1,5 +1,6 @@
 """``tokamac chat --plain`` through pipes and on a terminal: prompts, commands, refusals, and leaving."""
 
+import json
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, spawn
+from tests.scripted_engine import LONG_CALL
 from tests.tiny import make_tiny
 from tokamac.app.chat.actions import ACTIONS, parse
 from tokamac.app.chat.recording import LEFT
@@ -834,6 +836,30 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     status, _, err = piped("/tools on\nAnd?\n", "calls")
     assert status == 0
     assert err.count("No one is here to allow it") == 2
+
+
+@pytest.mark.usefixtures("data", "home")
+def test_what_is_to_be_allowed_is_shown_whole(terminal: Callable[..., Terminal]) -> None:
+    shown = terminal("calls-at-length", "--plain", SHELL="/bin/sh")
+    shown.until("you> ")
+    shown.type("/tools on calculate\n")
+    shown.until("Tools on in this chat")
+    shown.until("you> ")
+    shown.type("And?\n")
+    shown.until("The model wants to call:\r\ncalculate\r\n")
+    first, second = json.loads(LONG_CALL.arguments)["expression"].split("\n")
+    shown.until(f"  expression: {first}\r\n  {second}\r\n")
+    shown.until("[d]eny> ")
+    shown.type("d\n")
+    shown.until("not run")
+    shown.until("you> ")
+    word = "x" * 300
+    shown.type(f"!echo {word}; \\\necho two\n")
+    shown.until("attached to the next prompt:")
+    shown.until(f"echo {word}; \r\necho two\r\n")
+    shown.until("[n]o> ")
+    shown.type("n\n")
+    assert shown.leave() == 0
 
 
 # Several versions of a reply ---------------------------------------------------------------------------------------------
