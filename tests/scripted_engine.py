@@ -129,6 +129,7 @@ LONG_CALL = ToolCall(
 SCENARIOS = {
     "calls": Scenario(calls=CALLS, gap_s=0.0, prefill_step_s=0.0),
     "calls-at-length": Scenario(calls=(LONG_CALL,), gap_s=0.0, prefill_step_s=0.0),
+    "calls-a-server": Scenario(calls=(ToolCall("slow_send", "{}", "scripted3"),), gap_s=0.0, prefill_step_s=0.0),
     "calls-for-ever": Scenario(calls=CALLS[1:], calls_again=True, gap_s=0.0, prefill_step_s=0.0),
     "guide": Scenario(),
     "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),

@@ -108,6 +108,7 @@ class Driver:
         self._may_title = False  # as it was when the wait began
         self.preferences.tools_came = lambda said: self.later(lambda: self._tools_came(said))
         self._title = ""  # by the model, while a line was awaited
+        self._asking = False  # an answer is awaited
         self._told = 0  # how many of the versions that are written at once were printed
 
     @unbroken()
@@ -197,15 +198,31 @@ class Driver:
             self._console.note("No one is here to allow it. [tools] allowed in the settings allows it for good.")
             return self.session.consent(call.id, "deny")
         while True:
-            try:
-                answer = self._console.read("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")
-            except (EOFError, KeyboardInterrupt):
+            if (answer := self._read_answer()) is None:
                 return self.session.stop()
             if (decision := decision_of(answer)) is None:
                 continue
             if decision == "always" and (problem := self.preferences.allow_tool(call.name, always=True)):
                 self._console.note(problem)
             return self.session.consent(call.id, decision)
+
+    def _read_answer(self) -> str | None:
+        """Return what the user types at the question; None at Ctrl-C, or at the end of the input."""
+        try:
+            self._asking = True
+            return self._console.read("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")
+        except (EOFError, KeyboardInterrupt):
+            self._console.aside("")
+            return None
+        finally:
+            self._asking = False
+
+    def _interrupted(self) -> None:
+        """Hear Ctrl-C between two steps; while an answer is awaited, no step comes, so there it ends the wait."""
+        if self._asking:
+            self._asking = False
+            raise KeyboardInterrupt
+        self._events.put(_Interrupt())
 
     def _give_back(self, draft: Draft) -> None:
         if not self._console.typed:
@@ -260,7 +277,7 @@ class Driver:
         if loaded and self.session.engine.phase is EnginePhase.UNLOADED:
             self.perform(self.session.start())
         self._rarely.begin()
-        with heard(lambda: self._events.put(_Interrupt())):
+        with heard(self._interrupted):
             session = self.session
             while session.engine.replying or session.counting or (session.engine.busy and (loaded or session.queued)):
                 match self._next():
@@ -274,7 +291,7 @@ class Driver:
 
     def settle_counts(self) -> None:
         """Take what the engine says until what was asked of it is counted, or it is busy."""
-        with heard(lambda: self._events.put(_Interrupt())):
+        with heard(self._interrupted):
             while self.session.counts.pending and self.session.engine.phase is EnginePhase.IDLE:
                 match self._next():
                     case None | _Interrupt():
@@ -339,7 +356,7 @@ class Driver:
     def look_again(self, question: LookAgain, take: Callable[[LookedAt], None]) -> None:
         """Give ``take`` what the engine tells of a reply's tokens, until that ends. Ctrl-C stops it."""
         number, process = self._process_number, self._process
-        with heard(lambda: self._events.put(_Interrupt())):
+        with heard(self._interrupted):
             if process is not None:
                 process.send(question)
             while process is not None and number == self._process_number:

@@ -50,7 +50,7 @@ class Attachment:
 
 
 Outcome = Literal["done", "failed", "refused"]
-"""Of a call: it was run; running it failed; the user did not allow it, or it was stopped before."""
+"""Of a call: it was run; running it failed, or it was stopped meanwhile; the user did not allow it, or it was stopped before."""
 OUTCOMES: Mapping[Outcome, FinalState] = {"done": "complete", "failed": "failed", "refused": "stopped"}
 """The states in which results are stored."""
 

@@ -10,7 +10,7 @@ from tokamac.engine.events import ToolCall
 from tokamac.engine.options import ToolSpec
 
 from ..store.values import ToolResult
-from .tool import STOPPED, Decision
+from .tool import STOPPED, STOPPED_RUNNING, Decision
 
 MOST_CALLS = 16
 """For one prompt, unless the settings say otherwise."""
@@ -105,7 +105,8 @@ class ToolLoop:
         return CallRuns(call)
 
     def stop(self) -> list[ToolResult]:
-        """Answer what is not answered yet: nothing more is run."""
-        calls = [*(each for each in (self.waiting, self.running) if each is not None), *self._left]
+        """Answer what is not answered yet: nothing more is run. A call that runs is not known to have had no effect."""
+        running = [] if self.running is None else [ToolResult(self.running, STOPPED_RUNNING, "failed")]
+        left = [*([] if self.waiting is None else [self.waiting]), *self._left]
         self.reset()
-        return [ToolResult(call, STOPPED, "refused") for call in calls]
+        return [*running, *(ToolResult(call, STOPPED, "refused") for call in left)]

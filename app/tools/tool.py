@@ -18,6 +18,7 @@ LONGEST_SHOWN = 4_000
 CUT = "\n[… {:,} more characters were left out]"
 DENIED = "The user did not allow this call."
 STOPPED = "The user stopped before this call was run."
+STOPPED_RUNNING = "Stopped while this call ran; it may have had an effect."
 
 Decision = Literal["once", "chat", "always", "deny"]
 """What the user says to a call: this one, those of its tool in this chat, for good, or not."""

@@ -284,11 +284,18 @@ def test_stopping_answers_what_is_left_and_the_chat_goes_on() -> None:
     finish(session, CALL, OTHER)
     session.consent("a", "once")
     steps = session.stop()
-    assert [step.result.outcome for step in steps if isinstance(step, ToolAnswered)] == ["refused", "refused"]
+    results = [step.result for step in steps if isinstance(step, ToolAnswered)]
+    assert [each.outcome for each in results] == ["failed", "refused"]
+    ran, not_run = ("".join(row.row.content.plain for row in ToolMessage(each).rows(99)) for each in results)
+    assert "it may have had an effect" in ran
+    assert "not run" not in ran
+    assert "not run" in not_run
     assert session.engine.phase is EnginePhase.IDLE
     assert session.tool_ended(ToolResult(CALL, "late")) == []
     (request,) = asked(session.submit("b"))
     assert [each.role for each in request.messages] == ["user", "assistant", "tool", "tool", "user"]
+    assert "while this call ran" in request.messages[2].content
+    assert "before this call was run" in request.messages[3].content
 
 
 def test_calls_without_end_are_ended() -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, spawn
+from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, spawn, until
 from tests.scripted_engine import LONG_CALL
 from tests.tiny import make_tiny
 from tokamac.app.chat.actions import ACTIONS, parse
@@ -26,6 +26,7 @@ from tokamac.app.plain.processes import MODEL_FIRST
 from tokamac.app.plain.repl import ENDED, NoKeys
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import StoredMessage
+from tokamac.app.tools.tool import STOPPED, STOPPED_RUNNING
 
 # `tokamac chat` without a screen, through pipes.
 
@@ -860,6 +861,75 @@ def test_what_is_to_be_allowed_is_shown_whole(terminal: Callable[..., Terminal])
     shown.until("[n]o> ")
     shown.type("n\n")
     assert shown.leave() == 0
+
+
+@pytest.mark.usefixtures("home")
+def test_ctrl_c_where_a_call_is_asked_for_stops_at_once(data: Path, terminal: Callable[..., Terminal]) -> None:
+    shown = terminal("calls", "--plain")
+    shown.until("you> ")
+    shown.type("/tools on\n")
+    shown.until("Tools on in this chat")
+    shown.until("you> ")
+    shown.type("What shall I bring?\n")
+    shown.until("[d]eny> ")
+    shown.type("\x03")
+    shown.until('read_file("notes.md"): not run')
+    shown.until('calculate("6 * 7"): not run')
+    shown.until("you> ")
+    shown.type("\x03")  # as before at the prompt
+    shown.until("Press Ctrl-C again to quit")
+    assert shown.leave() == 0
+    results = [(each.text, each.state) for each in last_path(data) if each.role == "tool"]
+    assert results == [(STOPPED, "stopped")] * 2
+
+
+SLOW_SERVER = '''
+import time
+from pathlib import Path
+from mcp.server import MCPServer
+app = MCPServer("slow")
+
+@app.tool()
+def send() -> str:
+    """Send it."""
+    Path("sent").touch()
+    time.sleep(60)
+    return ""
+
+app.run("stdio")
+'''
+
+
+@pytest.mark.usefixtures("home")
+def test_ctrl_c_while_a_call_runs_says_that_it_ran(
+    data: Path, tmp_path: Path, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mcp")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "server.py").write_text(SLOW_SERVER)
+    server = tmp_path / "settings.toml"
+    server.write_text(
+        f'[tools]\nallowed = ["slow_send"]\n[mcp.slow]\ncommand = "{sys.executable}"\nargs = ["{tmp_path}/server.py"]\n'
+    )
+    shown = terminal("calls-a-server", "--plain", TEST_SETTINGS=str(server))
+    shown.until("you> ")
+    shown.type("/tools on slow\n")
+    shown.until("you> ")
+
+    def ready() -> bool:
+        shown.type("/tools\n")
+        shown.until("you> ")
+        return b"slow is ready: 1 tool." in shown.shown  # it is told between two lines
+
+    until(ready)
+    shown.type("Send it.\n")
+    shown.until("calling slow_send")
+    until((tmp_path / "sent").exists)
+    shown.type("\x03")
+    shown.until(f"slow_send(): {STOPPED_RUNNING}")
+    assert shown.leave() == 0
+    (result,) = [each for each in last_path(data) if each.role == "tool"]
+    assert (result.text, result.state) == (STOPPED_RUNNING, "failed")
 
 
 # Several versions of a reply ---------------------------------------------------------------------------------------------
