@@ -203,7 +203,7 @@ class PromptCache(MemoryStore):
 
     def _restore(self, lease: CacheLease, links: list[Link], ids: list[int]) -> CacheLease:
         """Append stored segments to the live caches. A damaged or foreign one is a miss."""
-        disk, fixed = self._disk, self.needs_checkpoints
+        disk, fixed, held = self._disk, self.needs_checkpoints, self._current()
         assert disk is not None
         began, size = time.perf_counter(), 0
         loaded = (disk.load(link, ids) for link in links)
@@ -215,15 +215,15 @@ class PromptCache(MemoryStore):
                 break
             begin = len(lease.ids) - link.start
             try:
-                snapshot.extend(lease.caches, segment.piece, begin, link.tokens, reserve=links[-1].stop)
-                if fixed and link is links[-1]:
-                    snapshot.thaw(lease.caches, segment.states or ())
+                with self._dropping(held):
+                    snapshot.extend(lease.caches, segment.piece, begin, link.tokens, reserve=links[-1].stop)
+                    if fixed and link is links[-1]:
+                        snapshot.thaw(lease.caches, segment.states or ())
+                    lease.ids.extend(segment.tokens[begin : link.tokens])
+                    run = self._follow(held).value
             except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
                 disk.discard(link.entry)
-                self._drop(self._current())  # nobody knows what it holds now
                 return self._renew(lease.keep).lease
-            lease.ids.extend(segment.tokens[begin : link.tokens])
-            run = self._follow(self._current()).value
             run.stored = fixed
             if fixed:
                 run.states = segment.states

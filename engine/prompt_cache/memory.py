@@ -13,6 +13,7 @@ continue only from a checkpoint, or from as far back as its caches rewind by the
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,7 +303,8 @@ class MemoryStore(CacheStore):
             self._retire()
         position = self._reachable(root, wanted)
         live = self._idle or self._renew(keep)
-        self._go_to(live, root, wanted[:position])
+        with self._dropping(live):
+            self._go_to(live, root, wanted[:position])
         self._touch(live.end)
         self._evict()
         return live.lease
@@ -321,14 +323,17 @@ class MemoryStore(CacheStore):
         if held is None:
             super().release(lease)
             return
-        if not failed:
-            self._retire()  # while this one still counts as live: what both hold stays in the tree
-        self._used.remove(held)
         if failed:
             self._drop(held)
             return
-        self._idle = held
-        self._touch(self._follow(held))
+        with self._dropping(held):
+            self._follow(held)
+        try:
+            self._retire()  # while this one still counts as live: what both hold stays in the tree
+        finally:
+            self._used.remove(held)
+            self._idle = held  # what it holds is known, whatever became of the other
+        self._touch(held.end)
         self._evict()
 
     def suspend(self, lease: CacheLease) -> None:
@@ -439,19 +444,30 @@ class MemoryStore(CacheStore):
 
     def _retire(self) -> None:
         """Move what the unused live caches hold into the tree."""
-        if self._idle is not None:
-            self._freeze_end(self._idle)
-            self._cut_back(self._idle, self._root(self._idle.lease.keep))
+        if (held := self._idle) is not None:
+            with self._dropping(held):
+                self._freeze_end(held)
+                self._cut_back(held, self._root(held.lease.keep))
             self._idle = None
 
     def _drop(self, held: Held) -> None:
         """Forget live caches, and all in the tree that continues what only they held."""
         if held is self._idle:
             self._idle = None
+        self._used = [each for each in self._used if each is not held]
         live = self._live_nodes()
         only = [node for node in held.end.path() if id(node) not in live]
         if only and only[0].parent is not None:
             _forget(only[0])
+
+    @contextmanager
+    def _dropping(self, held: Held) -> Iterator[None]:
+        """Drop live caches where moving them fails, for want of memory say: nobody knows what they hold then."""
+        try:
+            yield
+        except BaseException:
+            self._drop(held)
+            raise
 
     def _cut(self, node: Node[CachedRun], start: int, stop: int) -> KVSlice:
         """Return copies of the tokens start…stop on the path to ``node``, from live caches or the tree."""
@@ -508,6 +524,7 @@ class MemoryStore(CacheStore):
             else:
                 self._operations.extend(live.caches, each.value.piece, reserve=node.stop)
                 each.value.piece = None
+            held.end = each  # at once: should the next fail, the tree has lost what was moved
         if not in_place and self.needs_checkpoints:
             if node.parent is None:
                 live.caches[:] = self._make(live.keep)
@@ -541,18 +558,17 @@ class MemoryStore(CacheStore):
 
     def _follow(self, held: Held) -> Node[CachedRun]:
         """Add live caches' whole path to the tree, without slices of what they hold themselves; return its end."""
-        ids, node = held.lease.ids, held.end
-        while node.stop < len(ids):
-            rest = ids[node.stop :]
-            child = node.children.get(rest[0])
+        ids = held.lease.ids
+        while held.end.stop < len(ids):
+            rest = ids[held.end.stop :]
+            child = held.end.children.get(rest[0])
             if child is None:
-                child = insert(node, rest, CachedRun(self._in_tree))
+                child = insert(held.end, rest, CachedRun(self._in_tree))
             elif (shared := common_prefix(child.tokens, rest)) < len(child.tokens):
                 child = self._split(child, child.start + shared)
             child.value.piece = None
-            node = child
-        held.end = node
-        return node
+            held.end = child  # at once: should the next fail, nobody else holds what this one holds
+        return held.end
 
     def _freeze_end(self, held: Held) -> States | None:
         """Freeze what can't be sliced of live caches; return the states at their end, None where all can be sliced."""

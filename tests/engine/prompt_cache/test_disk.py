@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from tests.engine.kv.models import VOCABULARY, seeded, tiny_llama
 from tokamac.engine import Engine, Finished, PromptCacheSpec, Sampling, kv
 from tokamac.engine.kv import snapshot
+from tokamac.engine.kv.operations import LOCAL
 from tokamac.engine.kv.plan import CachePlan, plan_caches
 from tokamac.engine.model.config import model_classes, normalise
 from tokamac.engine.options import KVSpec
+from tokamac.engine.prompt_cache import memory
 from tokamac.engine.prompt_cache.cache import PromptCache
 from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, Rates, from_bytes, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
@@ -286,6 +288,98 @@ def test_after_a_failure_nothing_of_it_is_used() -> None:
     assert ask(bench, store, [1, 2, 3, 4], []) == 0
 
 
+class ShortOfMemory:
+    """What is done to caches; ``fails_after`` so many things it fails at one, halfway where tokens are moved. None: at none."""
+
+    def __init__(self) -> None:
+        self.fails_after: int | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def act(caches: Any, *more: Any, **named: Any) -> Any:
+            if self.fails_after == 0:
+                self.fails_after = None
+                self._begin(name, caches, *more, **named)
+                raise RuntimeError(f"[malloc] Unable to allocate for {name}")
+            if self.fails_after is not None:
+                self.fails_after -= 1
+            return getattr(LOCAL, name)(caches, *more, **named)
+
+        return act
+
+    def _begin(self, name: str, caches: Any, *more: Any, **named: Any) -> None:
+        """Move the tokens of the first cache alone."""
+        first = [cache for cache in caches if snapshot.grows(cache)][:1] if name in ("cut_off", "extend") else []
+        if first and name == "cut_off":
+            snapshot.cut_off(first, *more)
+        elif first:
+            piece, *bounds = more
+            snapshot.extend(first, piece[:1], *bounds, **named)
+
+
+TRUNK = [number % VOCABULARY for number in range(7, 47)]
+ONE, TWO, OTHER = [*TRUNK, *range(1, 15)], [*TRUNK, *range(20, 33)], [*range(60, 90)]
+
+
+def switches(bench: Bench, store: MemoryStore) -> Iterator[Callable[[], Any]]:
+    """Yield requests of a few conversations in turn, two of them at once."""
+    yield lambda: ask(bench, store, TWO, [4] * 9)
+    yield lambda: ask(bench, store, ONE, [4] * 9)
+    yield lambda: ask(bench, store, TWO, [4] * 9)
+    yield lambda: ask(bench, store, OTHER, [])
+
+    def at_once() -> None:
+        with store.acquire(ONE, None) as lease:
+            compute(bench.model, lease, ONE[: len(lease.ids) + 3])
+            ask(bench, store, TWO, [])
+            ask(bench, store, ONE, [])
+
+    yield at_once
+    yield lambda: ask(bench, store, TRUNK, [])
+
+
+@pytest.mark.parametrize(("kind", "sharing", "step"), [("full", LARGE, 1), ("full", 10, 1), ("hybrid", LARGE, 3)])
+def test_where_there_is_no_memory_to_move_caches_they_are_dropped_and_no_answer_is_wrong(
+    kind: str, sharing: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time another thing that is done to caches fails, ``step`` after the one before."""
+    monkeypatch.setattr(memory, "WORTH_SHARING", sharing)
+    bench, failures = BENCHES[kind], 0
+    while True:
+        operations = ShortOfMemory()
+        store = MemoryStore(
+            bench.plan.make,
+            lambda: LARGE,
+            all_grow=snapshot.all_grow(bench.plan.make(None)),
+            operations=operations,  # type: ignore[arg-type]
+        )
+        operations.fails_after = failures
+        for request in switches(bench, store):
+            try:
+                request()
+            except RuntimeError as error:
+                assert "Unable to allocate" in str(error)  # noqa: PT017  # any other step does not fail
+            assert not store.leases
+            check_tree(store)
+        if operations.fails_after is not None:  # nothing is left that could fail
+            break
+        failures += step
+        for prompt in (ONE, TWO, OTHER):
+            ask(bench, store, prompt, [])
+            check_tree(store)
+    assert failures > 10
+
+
+def check_tree(store: MemoryStore) -> None:
+    """Check that every token the tree knows is held once: by live caches, or in the tree."""
+    for held in store._held:
+        assert held.lease.ids == held.end.ids()
+        assert all(cache.offset == len(held.lease.ids) for cache in held.lease.caches if snapshot.grows(cache))
+    on_path = {id(node) for held in store._held for node in held.end.path()}
+    growing = any(snapshot.grows(cache) for held in store._held for cache in held.lease.caches)
+    for node in store._nodes():
+        assert (node.value.piece is None) == (id(node) in on_path) or not growing
+
+
 def test_caches_with_other_pinned_tokens_are_other_caches() -> None:
     bench, ids = BENCHES["window"], list(range(12))
     store = bench.store()
@@ -440,6 +534,23 @@ def filled_disk(bench: Bench) -> list[Any]:
     lease = CacheLease([], bench.plan.make(None), None)
     compute(bench.model, lease, [9] * 256)
     return lease.caches
+
+
+def test_what_was_read_in_part_for_want_of_memory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = BENCHES["hybrid"]
+    ask_disk(bench, opened(bench, tmp_path), LONG, [])
+    cache, thaw = opened(bench, tmp_path), snapshot.thaw
+
+    def fail(*given: Any) -> None:
+        thaw(*given)
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(snapshot, "thaw", fail)
+        with pytest.raises(MemoryError):
+            cache.acquire(LONG, None)
+    assert ask_disk(bench, cache, LONG[9:50], []) == 0
+    assert ask_disk(bench, cache, LONG, []) == len(LONG) - 1
 
 
 def test_segments_of_another_shape_are_a_miss(tmp_path: Path) -> None:
