@@ -14,6 +14,7 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +31,8 @@ LONGEST_PATH = 100
 LONGEST_CARD = 2**16
 BACKLOG = 16
 CONNECT_S = 2.0
+BEGIN_S = 5.0
+"""How long a process may take from making its socket to listening at it."""
 STUCK_S = 5
 """How long a guest may take to read what its socket holds; then it is let go, so that it holds up nobody."""
 
@@ -105,11 +108,16 @@ class EngineCard:
 
 
 def cards() -> Iterator[EngineCard]:
-    """Yield the cards of engines that answer; those of others are removed."""
+    """Yield the cards of engines that answer; those of others are removed, and sockets that were left without one."""
     try:
-        files = sorted(sharing_folder().glob("*.json"))
+        folder = sharing_folder()
+        files, sockets = sorted(folder.glob("*.json")), sorted(folder.glob("*.sock"))
     except (SharingError, OSError):
         return
+    for each in sockets:
+        if each.with_suffix(".json") not in files and _is_left(each):
+            with suppress(OSError):
+                each.unlink()
     for file in files:
         try:
             with file.open("rb") as opened:
@@ -122,6 +130,19 @@ def cards() -> Iterator[EngineCard]:
             card.remove()
         else:
             yield card
+
+
+def _is_left(path: Path) -> bool:
+    """Whether nobody listens at a socket, and nobody is about to."""
+    try:
+        if time.time() - path.lstat().st_mtime < BEGIN_S:
+            return False
+        connected(path).close()
+    except OSError:
+        return False
+    except SharingError as error:
+        return isinstance(error.__cause__, ConnectionRefusedError)
+    return False
 
 
 def connected(path: Path) -> socket.socket:

@@ -286,6 +286,7 @@ class ModelPool:
             del self._residents[id]
             self._share()
             await asyncio.shield(engine.close())
+            self._hide(resident)  # the process may have been ended before it took its socket away
             if isinstance(error, RequestError) and not error.param:
                 error.message, error.param = f"{id} can't be loaded: {error.message}", "model"
             raise
@@ -302,16 +303,21 @@ class ModelPool:
             resident.model = ServedModel(
                 resident.id or info.name, info, aliases, self._sampling, self._template, created
             )
+        self._show(resident)
+
+    def _show(self, resident: Resident) -> None:
+        """Have other programs find a model's engine; who looked while it was started again has removed its card."""
+        if resident.card is None or self._closing or self._residents.get(resident.id) is not resident:
+            return
+        try:
+            resident.card.write()
+        except OSError as error:
+            self._note(f"other programs will not find this engine: {error.strerror or error}")
 
     def _is_loaded(self, resident: Resident) -> None:
         engine, offer = resident.engine, self._offer
         if resident.id == offer.id:
             self._first = resident
-        if resident.card is not None:
-            try:
-                resident.card.write()
-            except OSError as error:
-                self._note(f"other programs will not find this engine: {error.strerror or error}")
         if self._budget is None and len(self._residents) == 1:
             self._budget = engine.memory.budget_bytes  # the system's, while no other model takes of it
         known = [each for each in (resident.nbytes, engine.memory.active_bytes) if each is not None]

@@ -1,11 +1,13 @@
 """One engine for several programs: real processes over a real socket, by scripts and by a tiny model."""
 
 import json
+import os
 import queue
 import socket
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +15,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.app.serve.serving import serving
 from tests.engine.helpers import until
 from tests.scripted_engine import SCRIPTED
 from tokamac.app.backend.client import BackendEvent, Died, EngineLink, EngineProcess
@@ -39,6 +42,8 @@ from tokamac.app.backend.sharing import (
     connected,
     sharing_folder,
 )
+from tokamac.app.serve import engine as serve_engine
+from tokamac.app.serve.model_pool import CardMaker
 from tokamac.engine.events import Finished, Message
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -209,6 +214,10 @@ def card_of(path: Path, load: Load = STEADY, pid: int = 1) -> EngineCard:
     return EngineCard(pid, "http://127.0.0.1:11435", load, str(path))
 
 
+def cards_in(folder: Path) -> CardMaker:
+    return lambda number, load: card_of(folder / f"serve-{number}.sock", load)
+
+
 def test_cards_are_the_users_alone_and_stale_ones_go(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     with owned(folder) as (_, _, path):
@@ -225,6 +234,39 @@ def test_cards_are_the_users_alone_and_stale_ones_go(folder: Path) -> None:
         assert CardFinder().find(replace(STEADY, kv=KVSpec(key_bits=8))) is None
     until(lambda: not list(cards()))
     assert not card.path.exists()
+
+
+def test_sockets_that_were_left_without_a_card_go(folder: Path) -> None:
+    with ExitStack() as opened:
+        for name in ("left.sock", "young.sock", "heard.sock"):
+            made = opened.enter_context(socket.socket(socket.AF_UNIX))
+            made.bind(str(folder / name))
+            if name == "heard.sock":
+                made.listen()
+            changed_s = time.time() + 3600 if name == "young.sock" else 0.0  # on a slow machine it stays young
+            os.utime(folder / name, (changed_s, changed_s))
+        assert not list(cards())
+        assert {each.name for each in folder.iterdir()} == {"young.sock", "heard.sock"}
+
+
+def test_an_engine_that_was_started_again_is_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engine, "LASTED_S", 3600.0)  # it is started by who asks
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with serving("dies-decoding", folder / "log", command=SCRIPTED, card=cards_in(folder)) as served:
+        assert len(list(cards())) == 1
+        assert served.ask("/v1/chat/completions", body)[0] == 503
+        assert not list(cards())
+        assert served.ask("/v1/chat/completions", body)[0] == 503
+        until(lambda: served.health()["status"] == "ok")
+        assert len(list(cards())) == 1
+    assert not list(folder.glob("*.json"))
+
+
+def test_a_model_that_can_not_be_loaded_leaves_no_socket(folder: Path) -> None:
+    body = {"model": "missing", "messages": [{"role": "user", "content": "Hi"}]}
+    with serving("fast", folder / "log", command=SCRIPTED, card=cards_in(folder), allowed=("missing",)) as served:
+        assert served.ask("/v1/chat/completions", body)[0] == 400
+        assert not [*folder.glob("*.sock"), *folder.glob("*.json")]  # fast had to leave for it
 
 
 def test_a_card_that_is_no_card_is_passed_over(folder: Path, tmp_path: Path) -> None:
