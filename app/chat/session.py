@@ -577,7 +577,7 @@ class Session:
         shown: list[Step] = [Opened(tuple(self.turns), new=not conversation.tree.nodes)]
         if self.versions is not None and self.versions_of(conversation):
             shown.append(VersionsBegun(self.versions, resumed=True))
-        elif self.replying:
+        elif self.replying and self.engine.at_work:  # while its calls are answered, no reply grows
             shown.append(Resumed(replace(self.turns[-1], reply=conversation.partial)))
         follows = self._go_on() if self.engine.phase is EnginePhase.IDLE else []
         return [*stopped, *shown, *follows]

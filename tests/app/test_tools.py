@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,14 +15,14 @@ from typing import Any, Self
 
 import pytest
 
-from tests.app.conftest import Chat
+from tests.app.conftest import PATIENCE_S, Chat
 from tokamac.app import settings
 from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import NOT_RUN, Reply, Tree, Turn, messages
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import Ask, AskConsent, EnginePhase, Notice, RunTool, Step, ToolAnswered
+from tokamac.app.chat.steps import Ask, AskConsent, EnginePhase, Notice, Opened, Resumed, RunTool, Step, ToolAnswered
 from tokamac.app.commands import ask, loading
 from tokamac.app.settings import McpServer, Settings, ToolSettings
 from tokamac.app.store.values import ToolResult
@@ -32,7 +33,7 @@ from tokamac.app.tools.files import AllowedFolders, ListFolder, ReadFile, Search
 from tokamac.app.tools.mcp import McpConnection, McpTool
 from tokamac.app.tools.tool import LONGEST_RESULT, Tool, ToolError, bounded, call_lines, decision_of, result_of
 from tokamac.app.tools.toolbox import Toolbox, UnknownToolError
-from tokamac.app.tui.markdown.turns import ToolMessage
+from tokamac.app.tui.markdown.turns import ReplyMessage, ToolMessage, UserMessage
 from tokamac.app.tui.screens.tools import ConsentScreen, ToolsScreen
 from tokamac.engine.events import Event, Finished, Message, TextChunk, ToolCall
 from tokamac.engine.metrics import Metrics
@@ -326,6 +327,24 @@ def test_regenerating_and_continuing_keep_to_the_right_place() -> None:
     finish(session, text="It is 1.")
     (anew,) = asked(session.regenerate())
     assert [each.role for each in anew.messages] == ["user"]
+
+
+def test_a_chat_that_is_shown_again_while_its_calls_are_answered_is_shown_as_it_is() -> None:
+    session = ready()
+    session.tools.allowed = {"add", "look"}
+    session.submit("a")
+    finish(session, CALL, OTHER)
+    first = session.conversation
+    session.new_chat()
+    assert session.show(first) == [Opened(tuple(first.turns))], "none of its replies grows"
+    session.tool_ended(ToolResult(CALL, "1"))
+    session.new_chat()
+    assert session.show(first) == [Opened(tuple(first.turns))]
+    assert asked(session.tool_ended(ToolResult(OTHER, "2")))
+    session.new_chat()
+    opened, resumed = session.show(first)
+    assert isinstance(opened, Opened)
+    assert resumed == Resumed(replace(first.turns[-1], reply=Reply(""))), "the reply to them"
 
 
 def test_a_model_without_tools_is_told_none_and_the_user_once() -> None:
@@ -660,6 +679,40 @@ async def test_a_call_in_the_background_names_its_chat_which_alone_is_allowed_it
         assert [each.outcome for each in first.turns[-1].results] == ["done"]  # though it is off in the new chat
         assert "milk" in first.turns[-1].results[0].text
         await running.pilot.press("escape")
+
+
+async def test_a_chat_opened_again_while_its_call_runs_shows_each_message_once(
+    chat: Callable[..., Any], at_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del at_home
+    goes_on = threading.Event()
+    async with chat("calls") as running:
+        await running.ready()
+        running.app.chat.do("tools", "on read_file calculate")
+        running.session.conversation.allowed |= {"read_file", "calculate"}
+        box = running.app.chat.preferences.toolbox
+        runs = box.run
+
+        def run(call: ToolCall) -> ToolResult:
+            if call.name == "calculate":
+                goes_on.wait(PATIENCE_S)
+            return runs(call)
+
+        monkeypatch.setattr(box, "run", run)
+        await running.send("What shall I bring?")
+        await running.until(lambda: (call := running.session.tools.running) and call.name == "calculate", "the second")
+        held = running.held
+        running.app.chat.do("new_chat")
+        running.app.chat.open_chat(held)
+        shown = running.transcript.messages
+        kinds = [UserMessage, ReplyMessage, ToolMessage]
+        assert [(type(each), each.key) for each in shown] == list(zip(kinds, (1, 2, 3), strict=True))
+        await running.pilot.press("tab", "e", "enter")  # what acts on the last message finds it
+        goes_on.set()
+        await running.phase(EnginePhase.IDLE)
+        kinds += [ToolMessage, ReplyMessage]
+        await running.until(lambda: [type(each) for each in running.transcript.messages] == kinds, "the reply")
+        assert [each.key for each in running.transcript.messages] == [1, 2, 3, 4, 5]
 
 
 async def test_a_model_that_calls_for_ever_is_ended(chat: Callable[..., Any], tmp_path: Path) -> None:
