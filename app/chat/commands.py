@@ -269,6 +269,9 @@ def delete(view: ChatView, chat: StoredChat, *, back: str) -> None:
         view.tell(f"Deleted: {_titled(view, chat)}. {back} restores it.")
     elif view.session.replying:
         raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then delete.")
+    elif view.session.queued:  # it would be sent in the background, which restores the chat
+        takes_back = view.session.keymap.key("earlier")
+        raise RefusedError(f"A prompt is queued in this chat: wait, or take it back with {takes_back}, then delete.")
     elif recording.missing():  # after another try
         raise RefusedError("Part of this chat could not be saved. If you delete it now, that part is lost.")
     else:

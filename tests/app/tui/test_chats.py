@@ -665,6 +665,26 @@ async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: S
         await c.pilot.press("escape")
 
 
+async def test_while_a_prompt_is_queued_its_chat_is_not_deleted(chat: Start) -> None:
+    why = "A prompt is queued in this chat: wait, or take it back with Up, then delete."
+    async with chat("fast", size=(140, 40)) as c:
+        await c.ready()
+        await c.ask("about apples")
+        c.session.engine.enter(EnginePhase.LOADING)
+        await c.send("and pears")
+        await c.until(lambda: [draft.text for draft in c.session.queued] == ["and pears"], "the queued prompt")
+        await c.send("/delete")
+        await c.until(lambda: why in c.notices)
+        screen = await c.opened("ctrl+l", ChatsScreen)
+        await c.until(lambda: len(rows(screen)) == 1)
+        screen.action_delete()
+        await c.until(lambda: c.notices.count(why) == 2)
+        await c.pilot.press("escape", "up")
+        assert (c.prompt.text, c.session.queued) == ("and pears", [])
+        c.app.chat.do("delete_chat")
+        assert (deleted(c), kept(c), c.prompts) == (["about apples"], [], [])
+
+
 async def test_there_may_be_nothing_to_delete_and_no_chat_of_that_id(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
