@@ -504,26 +504,18 @@ class Session:
             return [Notice(NO_PROMPT, "warning")]
         if refusal := self._refusal("continue the reply"):
             return refusal
-        if (reply := self.conversation.partial_reply(at)) is None:
+        node = self.conversation.reply_at(at)
+        if node is None or (reply := self.conversation.partial_reply(at)) is None:
             return self._answer(prompt)
         if why := why_whole(reply, thinks=self.engine.info is not None and self.engine.info.thinks):
             return [Notice(why, "warning")]
-        node = self.conversation.reply_at(at)
-        after = None if node is None else self.conversation.result_before(node.key)
-        if after is not None:  # it goes on from the results of calls, which stay as they are
-            self.conversation.tree.head = after
-            moved = Moved(tuple(self.conversation.tree.turns_to(self.conversation.calls_before(after))))
-            return [
-                moved,
-                *self._reply(self._here(), self.conversation.answer(after, cut_here(reply)), cut_here(reply)),
-            ]
-        return self._answer(prompt, cut_here(reply))
+        return self._answer_beside(node.key, prompt, cut_here(reply))
 
     def branch_from(self, key: int, begun: Reply) -> list[Step]:
         """Generate another reply beside the reply ``key`` that goes on from ``begun``."""
         if (prompt := self.conversation.prompt_of(key)) is None:
             return [Notice(NO_PROMPT, "warning")]
-        return self._refusal("go on from this step") or self._answer(prompt, begun)
+        return self._refusal("go on from this step") or self._answer_beside(key, prompt, begun)
 
     def prompt_before(self, key: int) -> tuple[Message, ...]:
         """Return what the reply ``key`` answers, as the engine is given it now."""
@@ -946,6 +938,18 @@ class Session:
         last = prompt.key == self.turns[-1].key
         moved = [] if last else [Moved(tuple(self.conversation.tree.turns_to(prompt.parent)))]
         return [*moved, *self._reply(self._here(), self.conversation.answer(prompt.key, partial), partial, again=last)]
+
+    def _answer_beside(self, key: int, prompt: MessageNode, partial: Reply) -> list[Step]:
+        """Generate another reply beside the reply ``key`` to ``prompt``, from a ``partial`` one on.
+
+        Results of calls that ``key`` follows stay, and the new one follows them, too.
+        """
+        conversation = self.conversation
+        if (after := conversation.result_before(key)) is None:
+            return self._answer(prompt, partial)
+        conversation.tree.head = after
+        moved = Moved(tuple(conversation.tree.turns_to(conversation.calls_before(after))))
+        return [moved, *self._reply(self._here(), conversation.answer(after, partial), partial)]
 
     def _reply(
         self,

@@ -22,7 +22,18 @@ from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import NOT_RUN, Reply, Tree, Turn, messages
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import Ask, AskConsent, EnginePhase, Notice, Opened, Resumed, RunTool, Step, ToolAnswered
+from tokamac.app.chat.steps import (
+    Ask,
+    AskConsent,
+    EnginePhase,
+    Moved,
+    Notice,
+    Opened,
+    Resumed,
+    RunTool,
+    Step,
+    ToolAnswered,
+)
 from tokamac.app.commands import ask, loading
 from tokamac.app.settings import McpServer, Settings, ToolSettings
 from tokamac.app.store.values import ToolResult
@@ -327,6 +338,26 @@ def test_regenerating_and_continuing_keep_to_the_right_place() -> None:
     finish(session, text="It is 1.")
     (anew,) = asked(session.regenerate())
     assert [each.role for each in anew.messages] == ["user"]
+
+
+def test_a_reply_branches_after_the_results_of_calls_that_it_follows() -> None:
+    session = ready()
+    session.tools.allowed = {"add"}
+    session.submit("a")
+    finish(session, CALL)
+    session.tool_ended(ToolResult(CALL, "1"))
+    finish(session, text="It is 1.")
+    key = session.turns[-1].reply_key
+    before = session.prompt_before(key)
+    moved, *steps = session.branch_from(key, Reply("It"))
+    assert isinstance(moved, Moved)
+    assert [len(turn.results) for turn in moved.turns] == [0]
+    (request,) = asked(steps)
+    assert (request.messages, request.continues) == ((*before, Message("assistant", "It")), True)
+    assert [each.role for each in before] == ["user", "assistant", "tool"]
+    finish(session, text="It may be 1.")
+    assert [len(turn.results) for turn in session.turns] == [0, 1]
+    assert session.turns[-1].reply_place == (2, 2)
 
 
 def test_a_chat_that_is_shown_again_while_its_calls_are_answered_is_shown_as_it_is() -> None:
