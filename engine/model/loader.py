@@ -211,6 +211,12 @@ def load_lazily(folder: Path, config: dict[str, Any], classes: Classes) -> tuple
 
     module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: (made, arguments))
     _check_types(module, expected)
+    for _, leaf in leaf_modules(module):
+        scales, biases = leaf.get("scales"), leaf.get("biases")
+        if (
+            scales is not None and biases is not None and scales.dtype != biases.dtype
+        ):  # MLX takes both; kernels read them alike
+            leaf.scales, leaf.biases = scales.astype(mx.float32), biases.astype(mx.float32)
     return module, loaded
 
 
@@ -223,10 +229,13 @@ def _typed(module: nn.Module) -> Iterator[tuple[str, type | None, bool]]:
 
 
 def _check_types(module: nn.Module, expected: Mapping[str, tuple[type | None, bool]]) -> None:
-    """Raise ValueError for integers where the class made floating numbers, and packed weights that are no words."""
+    """Raise ValueError for integers where the class made floating numbers, and packed weights of no fitting type."""
     arrays = dict(tree_flatten(module.parameters()))
     for name, owner, floating in _typed(module):
         stem, _, leaf = name.rpartition(".")
+        if leaf in ("scales", "biases") and f"{stem}.weight" in arrays and not floating:
+            if leaf == "biases" or arrays[name].dtype != mx.uint8:
+                raise ValueError(f"{name} holds {_plain(arrays[name])} where packed weights have floating numbers")
         if leaf == "weight" and f"{stem}.scales" in arrays and owner not in (None, expected.get(name, (None,))[0]):
             if arrays[name].dtype != mx.uint32:
                 raise ValueError(f"{name} holds {_plain(arrays[name])} where the model has packed weights")

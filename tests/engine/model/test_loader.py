@@ -95,6 +95,37 @@ def test_a_shard_that_the_index_names_and_nobody_has(folder: Path) -> None:
     assert "model-00002.safetensors is missing" in str(refusal(folder))
 
 
+@pytest.mark.parametrize(("leaf", "dtype"), [("scales", mx.int32), ("biases", mx.int32), ("biases", mx.uint8)], ids=str)
+def test_scales_and_biases_that_are_no_numbers_are_damage(tmp_path: Path, leaf: str, dtype: mx.Dtype) -> None:
+    write_model(tmp_path, bits=4)
+    arrays = mx.load(str(tmp_path / "model.safetensors"))
+    changed = {name: array.astype(dtype) if name.endswith(leaf) else array for name, array in arrays.items()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
+    error = refusal(tmp_path)
+    assert isinstance(error, ModelDamagedError)
+    assert leaf in str(error)
+
+
+@pytest.mark.parametrize(("scales", "biases"), [(mx.float32, mx.float16), (mx.float16, mx.float32)], ids=str)
+def test_scales_and_biases_of_two_types_are_multiplied_as_they_are(
+    tmp_path: Path, scales: mx.Dtype, biases: mx.Dtype
+) -> None:
+    write_model(tmp_path, bits=4)
+    arrays = mx.load(str(tmp_path / "model.safetensors"))
+    found = []
+    for kinds in ((mx.float16, mx.float16), (scales, biases)):  # halves, so that the same numbers are in both
+        given = {
+            name: array.astype(mx.float16).astype(kind)
+            for name, array in arrays.items()
+            for leaf, kind in zip(("scales", "biases"), kinds, strict=True)
+            if name.endswith(leaf)
+        }
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), {**arrays, **given})
+        with Engine.load(tmp_path, prompt_cache=None, cpu_exact=True) as engine:
+            found.append(engine.logprobs(list(range(1, 20))))
+    assert np.allclose(found[0], found[1], atol=1e-5)
+
+
 def test_an_index_may_not_point_outside_the_folder(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     assert "outside" in str(refusal(folder))
