@@ -7,13 +7,17 @@ Whatever runs inside a step holds no lock of the interpreter, checks no index an
 they are written; ``contract`` alone (a product and a sum may be rounded once instead of twice) is left to the compiler.
 """
 
+import fcntl
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import cfunc, njit, types
+from numba.core.caching import FunctionCache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,12 +38,32 @@ def compiled(function: F) -> F:
 def compile_kernel(function: Callable[..., None]) -> int:
     """Compile a KERNEL now, and return its address. It lives as long as the process."""
     _name_by_sources(function)
-    try:
-        made = cfunc(KERNEL, cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        made = cfunc(KERNEL, error_model="numpy")(function)
+    with alone(function):
+        try:
+            made = cfunc(KERNEL, cache=True, error_model="numpy")(function)
+        except RuntimeError:
+            made = cfunc(KERNEL, error_model="numpy")(function)
     _alive.append(made)
     return int(made.address)
+
+
+@contextmanager
+def alone(function: Callable[..., Any]) -> Iterator[None]:
+    """Let no other process compile meanwhile what is kept in the folder of ``function``.
+
+    numba takes a name for what it made and writes it to an index, without a lock: two that do so at once may give one's name to
+    the code of the other, for good.
+    """
+    with _compiling, ExitStack() as stack:
+        with suppress(RuntimeError, OSError):  # no folder, or one that can't be written: nothing is kept there
+            folder = Path(FunctionCache(function).cache_path)
+            if folder not in _locked:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((folder / "compiling.lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                _locked.append(folder)
+                stack.callback(_locked.remove, folder)
+        yield
 
 
 def _name_by_sources(function: Callable[..., Any]) -> None:
@@ -56,3 +80,5 @@ def digest_of(folder: Path) -> str:
 
 
 _alive: list[Any] = []
+_compiling = threading.RLock()
+_locked: list[Path] = []  # by this process: a second lock of its own would wait for the first

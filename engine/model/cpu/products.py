@@ -318,7 +318,7 @@ def prepare(format: WeightFormat, stored: int, *, rounded: bool) -> None:
 
     stored: how scales are; rounded: what rounded rows need, too.
     """
-    columns, outs = LANES, SHARES * OUTS
+    columns, outs = 2 * LANES, SHARES * OUTS  # so many numbers of any bits are whole words
     words = np.zeros((outs, columns * format.bits // 32), np.uint32)
     none = np.zeros((outs, 1), np.float32)  # large enough, however they are stored
     matrix = PackedMatrix(words, none, none, format, columns, stored)

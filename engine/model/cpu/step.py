@@ -16,7 +16,7 @@ from numba import carray, types
 
 from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, write_tokens
 from .attention_tiles import dot
-from .compiling import compile_kernel, compiled
+from .compiling import alone, compile_kernel, compiled
 from .pool import call, run
 from .products import ROWS_AT_ONCE, floats_at, words_at
 from .tiles import LANES
@@ -224,7 +224,9 @@ _addresses: dict[str, int] = {}
 def prepare() -> None:
     """Compile what every step runs, if it was not."""
     words, table, numbers = types.int64[::1], types.int64[:, ::1], types.float32[::1]
-    run_step.compile((types.intp, words, table, table, table, numbers, types.float32[:, ::1]))  # type: ignore[attr-defined]
+    given = (types.intp, words, table, table, table, numbers, types.float32[:, ::1])
+    with alone(run_step.py_func):  # type: ignore[attr-defined]
+        run_step.compile(given)  # type: ignore[attr-defined]
     several()
 
 

@@ -1,11 +1,13 @@
 """Products on a plain CPU: packed weights against what MLX unpacks them to, bit by bit across rows, threads and pieces."""
 
+import fcntl
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -95,6 +97,29 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
     assert np.allclose(together, x @ unpacked(layer).T, rtol=1e-3, atol=1e-3 * np.abs(together).max())
     for row in range(rows):
         assert np.array_equal(matrix.multiply(x[row : row + 1])[0], together[row])
+
+
+def test_no_other_process_compiles_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba's index of what is kept is not locked, and two that write it at once may name each other's code."""
+    locked: list[bool] = []
+
+    def compile_now(*_: object, **__: object) -> Callable[[object], object]:
+        (folder,) = compiling._locked
+        with (folder / "compiling.lock").open("w") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(True)
+        with compiling.alone(kernel):  # what is compiled within it waits for nobody
+            return lambda _: SimpleNamespace(address=7)
+
+    def kernel(arguments: int, first: int, last: int) -> None:
+        """Nothing."""
+
+    monkeypatch.setattr(compiling, "cfunc", compile_now)
+    monkeypatch.setattr(compiling, "_alive", [])
+    assert compiling.compile_kernel(kernel) == 7
+    assert (locked, compiling._locked) == ([True], [])
 
 
 def test_nothing_is_read_that_was_let_go_of() -> None:
