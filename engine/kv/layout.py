@@ -280,7 +280,9 @@ class Slots:
         count = encoded[0].shape[2]
         for token, slot, length in spans:
             for array, new in zip(self._arrays, encoded, strict=True):
-                array[..., slot : slot + length, :] = new if length == count else new[..., token : token + length, :]
+                part = new if length == count else new[..., token : token + length, :]
+                # What is written over all of an array MLX takes in its place, in whatever order it lies; kernels count on this one.
+                array[..., slot : slot + length, :] = mx.contiguous(part) if length == self.capacity else part
 
     def make(self, like: Encoded) -> None:
         """Make the first slots, for tokens like this one."""

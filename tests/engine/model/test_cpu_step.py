@@ -127,6 +127,24 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("spec", "read", "trimmed"),
+    [(KVSpec(window=192, keep=0), 256, 0), (KVSpec(window=192, keep=0), 512, 0), (KVSpec(), 256, 6)],
+    ids=["a full ring", "again", "growing, taken back"],
+)
+def test_slots_that_a_class_filled_at_once_are_read_as_they_lie(spec: KVSpec, read: int, trimmed: int) -> None:
+    """MLX takes what is written over a whole array in its place, and a class's own values lie in the order of tokens."""
+    model, config, own = stepping_model("granite")  # two heads of keys
+    make = plan_caches(model, config, spec).make
+    caches = begin(model, make, read, own=own), begin(model, make, read, own=own)
+    for each in [*caches[0], *caches[1]]:
+        assert each.trim(trimmed) == trimmed
+    for at in range(3):
+        found = np.array(model(tokens(1, at), cache=caches[0]))
+        expected = np.array(own.__call__(model, tokens(1, at), cache=caches[1]))
+        assert np.allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
 def contents(caches: Caches) -> list[np.ndarray]:
     return [np.array(array) for each in caches for array in each.arrays]
 
