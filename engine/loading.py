@@ -38,7 +38,7 @@ from .perf.diagnosis import packed_layers
 from .perf.footprint import context_notes, form_on, order_of, planned_bytes, value_bytes, weigh
 from .perf.hardware import advice, attention_device, detect
 from .perf.measurement_store import machine_key
-from .perf.memory import array_budget, wired
+from .perf.memory import MemoryLimit, wired
 from .perf.mitigation import Chunking, told_apart
 from .perf.model_work import leaves_out_senses, work_of
 from .perf.peak_memory import ModelShape, shape_of
@@ -137,6 +137,7 @@ class _Loading:
     def __init__(self, request: LoadRequest, report: Progress, share: NodeShare | None, team: Team | None) -> None:
         self._request, self._report, self._share, self._team = request, report, share, team
         self._name, self._device, self._chip = str(request.model), device_kind(), detect()
+        self._limit = MemoryLimit(request.memory)
 
     def runner(self) -> Runner:
         """Take all steps."""
@@ -200,9 +201,6 @@ class _Loading:
     def _compiling(self) -> None:
         self._report(LoadProgress("compile", 0, None))
 
-    def _budget(self) -> int | None:
-        return array_budget() if self._request.memory is None else self._request.memory
-
     def _find(self) -> _Found:
         """Bring what is to be loaded to this machine, and see that it fits. Raises MemoryLimitError, OptionError, ModelError."""
         request, report, device = self._request, self._report, self._device
@@ -238,7 +236,7 @@ class _Loading:
             compiling=self._compiling,
             unchecked=request.unchecked,
             rounded=not request.cpu_exact,
-            divide=None if share is None else partial(_divide, share, device, request.memory),
+            divide=None if share is None else partial(_divide, share, device, self._limit),
         )
         tokenizer = load_tokenizer(found.folder, loaded.config, self._name)
         exact = request.cpu_exact or not loaded.by_kernels
@@ -282,7 +280,7 @@ class _Loading:
         draft, on_draft = None, tuple[str, ...]()
         if found.draft is not None:
             draft, on_draft = load_draft(
-                found.draft, planned.kv, device, chip, budget=self._budget, progress=self._reading
+                found.draft, planned.kv, device, chip, budget=self._limit.budget, progress=self._reading
             )
         heads, on_heads = load_heads(
             found.stored_heads,
@@ -291,7 +289,7 @@ class _Loading:
             dtype=self._request.dtype,
             device=device,
             reading=read_steps(planned.work, planned.machine.pace, chip, device=device),
-            budget=self._budget,
+            budget=self._limit.budget,
             progress=self._reading,
         )
         heads_bytes = sum(each.weight_bytes + each.kv_bytes for each in heads)
@@ -366,7 +364,7 @@ class _Loading:
             chunking=planned.chunking,
             packed_kv=packed_layers(plan.layers, kv.group_size, work.kv) if len(work.kv) == len(plan.layers) else None,
             bits_per_weight=spec.bits_per_weight,
-            memory_limit=self._request.memory,
+            memory_limit=self._limit,
             doubts=loaded.doubts,
             positions=planned.positions,
             operations=operations,
@@ -411,12 +409,12 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
 
 
 def _divide(
-    share: NodeShare, device: DeviceKind, memory: int | None, module: Any, config: dict[str, Any]
+    share: NodeShare, device: DeviceKind, limit: MemoryLimit, module: Any, config: dict[str, Any]
 ) -> dict[str, Any]:
     """Leave a module this process's part of it; return the part's config. Raises MemoryLimitError where that does not fit."""
     own = share.divide(module, config)
     held = cost_of_model(module, own, form=form_on(device)).weight_bytes
-    budget = array_budget() if memory is None else memory
+    budget = limit.budget()
     if budget is not None and held > budget:
         needed, most = told_apart(held, budget)
         raise MemoryLimitError(

@@ -497,11 +497,11 @@ class Runner:
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
-        return snapshot(self.runtime.memory_limit)
+        return snapshot(self.runtime.memory_limit.nbytes)
 
     def limit_memory(self, memory: int | None) -> None:
-        """Set the bytes that arrays may take from the next reply on; None is the system's limit."""
-        self._runtime = replace(self.runtime, memory_limit=memory)
+        """Set the bytes that arrays may take from now on; None is the system's limit."""
+        self.runtime.memory_limit.nbytes = memory
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""

@@ -1,7 +1,7 @@
 """What every request of an engine shares: the model, its tokenizer, its cache plan, and what a step of it costs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .device import DeviceKind
@@ -9,11 +9,11 @@ from .kv import CachePlan, plan_caches
 from .kv.operations import LOCAL, CacheOperations
 from .metrics import Metrics, StepCost, rate
 from .options import KVSpec
-from .perf import memory
 from .perf.bandwidth import BandwidthRecord, believed, learn
 from .perf.cost import cost_of_model
 from .perf.diagnosis import Situation, packed_layers
 from .perf.hardware import Chip
+from .perf.memory import MemoryLimit
 from .perf.mitigation import Chunking
 from .perf.model_work import work_of
 from .perf.peak_memory import ModelShape, cache_layers
@@ -93,7 +93,7 @@ class Runtime:
         context_length: the model's, in tokens; None is unknown.
         chunking: how its prompts are cut.
         packed_kv, bits_per_weight: see ``Situation`` (perf/diagnosis.py).
-        memory_limit: bytes that the user lets arrays take; None is the system's limit.
+        memory_limit: what the user lets arrays take; shared with all that asks for it.
         doubts: see ``ModelSpec``.
         positions: how many positions the model has learned one by one: no token is ever beyond them. None where they are computed.
         operations: what is done to the model and to caches.
@@ -113,7 +113,7 @@ class Runtime:
     chunking: Chunking
     packed_kv: tuple[KVUse, ...] | None = None
     bits_per_weight: float | None = None
-    memory_limit: int | None = None
+    memory_limit: MemoryLimit = field(default_factory=MemoryLimit)
     doubts: tuple[str, ...] = ()
     positions: int | None = None
     operations: CacheOperations = LOCAL
@@ -136,7 +136,7 @@ class Runtime:
     @property
     def memory_budget(self) -> int | None:
         """Bytes that MLX's arrays of this process may take in all, as it is now; None is unknown."""
-        return memory.array_budget() if self.memory_limit is None else self.memory_limit
+        return self.memory_limit.budget()
 
     @property
     def prefill_chunk(self) -> int:

@@ -170,6 +170,17 @@ def array_budget() -> int | None:
     return None if found is None else found.bytes
 
 
+@dataclass(slots=True)
+class MemoryLimit:
+    """Bytes that the user lets MLX's arrays take; None is the system's limit. One object for all that ask, since it may change."""
+
+    nbytes: int | None = None
+
+    def budget(self) -> int | None:
+        """Return the bytes of the limit that holds now; None is unknown."""
+        return array_budget() if self.nbytes is None else self.nbytes
+
+
 def system_limit() -> Limit | None:
     """Return what MLX's arrays of this process may take in all, as the system has it now; None is unknown."""
     ours = held()

@@ -29,7 +29,7 @@ from tokamac.engine.kv.codec import ROTATED_KEY_BITS
 from tokamac.engine.kv.layout import Slots
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.model.skeleton import skeleton_model
-from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation
 from tokamac.engine.perf import memory, peak_memory
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
@@ -57,6 +57,7 @@ from tokamac.engine.perf.mitigation import PROMPT as MITIGATION_PROMPT
 from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, Peak, grown, predict_peak, rounded, shape_of
 from tokamac.engine.perf.roofline import fitted
 from tokamac.engine.perf.workload import Workload
+from tokamac.engine.prompt_cache.cache import LEAST_MEMORY
 
 # Attention that writes its scores down, measured: MLX's own products on the CPU device stand for those that a GPU
 # runs where no kernel is fused, since the arrays are the same. Counts of bytes, the same on every run.
@@ -662,6 +663,27 @@ def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
         assert finished(events).metrics.generated_tokens == 100
         allow(None)
         assert finished(list(engine.generate(prompt, long))).text == plain.text
+
+
+def test_a_limit_that_changes_holds_for_all_that_share_the_memory(folder):
+    """Other KV bits, the prompt cache and a draft model: each asked what the limit was when the model was loaded."""
+    draft = Speculation(lookup=False, branches=False, draft=folder)
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), speculation=draft) as engine:
+        runner, store = engine._runner, engine._runner._store
+        drafting = runner._speculation._draft.model
+        list(engine.generate(PROMPT[:200], GREEDY, kv_bits=(8, 8)))
+        engine.limit_memory(12_345_678_900)
+        assert store._budget() == 1_234_567_890
+        engine.limit_memory(20_000)
+        assert store._budget() == LEAST_MEMORY
+        assert store._beside(200) <= 20_000
+        assert not drafting.fits(1)
+        for bits in (None, (8, 8)):
+            with pytest.raises(MemoryLimitError, match="may be used"):
+                list(engine.generate(PROMPT, GREEDY, kv_bits=bits))
+        engine.limit_memory(None)
+        assert drafting.fits(1)
+        assert finished(list(engine.generate(PROMPT[:200], GREEDY, kv_bits=(8, 8)))).text
 
 
 @pytest.fixture

@@ -360,6 +360,15 @@ def test_without_memory_for_its_caches_a_layer_guesses_no_more_and_says_so(tmp_p
         assert (found.metrics.drafted_tokens, rests) == (None, {NO_MEMORY})
 
 
+def test_a_limit_that_changes_holds_for_its_caches(tmp_path: Path) -> None:
+    with loaded(write_mtp(tmp_path / "model", "glm4_moe", knowing=True)) as engine:
+        layer = heads_of(engine).drafter(HiddenStates(), None)._layer  # type: ignore[arg-type, attr-defined]
+        for limit, fits in ((1 << 50, True), (20_000, False), (None, True)):
+            engine.limit_memory(limit)
+            assert engine.between(lambda: layer.begin(0)) is fits
+        engine.between(layer.forget)
+
+
 # What there is, and what is said of it.
 
 
