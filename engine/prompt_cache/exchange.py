@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
 from ..kv import snapshot
+from ..kv.cache import Cache
+from ..kv.probe import leaves
 from .disk import DamagedError, DiskStore, Segment, from_bytes
 from .folder import Identity, SegmentEntry, child_name, root_name
 from .memory import CacheStore
@@ -104,16 +106,11 @@ def _check(runtime: "Runtime", file: Path, of: Portable, vocabulary: int) -> Non
             raise damaged(file, FOREIGN) from error
         if not _continues(packet, segment, parent, at):
             raise damaged(file, "its segments are not consecutive")
-        found = list(_shapes(segment))
-        if min(segment.tokens, default=-1) < 0 or max(segment.tokens) >= vocabulary or shapes not in (None, found):
+        if min(segment.tokens, default=-1) < 0 or max(segment.tokens) >= vocabulary or not _has_slots(segment):
             raise damaged(file, FOREIGN)
-        if shapes is None:  # try the first one in empty caches, as a prompt would
-            try:
-                snapshot.extend(caches, segment.piece, reserve=len(segment.tokens))
-                if segment.states is not None:
-                    snapshot.thaw(caches, segment.states)
-            except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
-                raise damaged(file, FOREIGN) from error
+        found = list(_shapes(segment))
+        if shapes not in (None, found) or (shapes is None and not _fits(segment, caches)):
+            raise damaged(file, FOREIGN)
         shapes, parent, at = found, packet.name, at + len(segment.tokens)
     if at != of.tokens:
         raise damaged(file, FOREIGN)
@@ -127,9 +124,25 @@ def _continues(packet: Packet, segment: Segment, parent: str, at: int) -> bool:
     return named and packet.parent == parent and segment.start == at
 
 
+def _has_slots(segment: Segment) -> bool:
+    """Return whether each array of a slice has a slot for each token."""
+    arrays = [array for arrays in segment.piece for array in arrays]
+    return all(array.ndim >= 2 and array.shape[-2] == len(segment.tokens) for array in arrays)
+
+
+def _fits(segment: Segment, caches: list[Any]) -> bool:
+    """Return whether empty caches take the first segment, as a prompt would, and hold all its tokens then."""
+    try:
+        snapshot.extend(caches, segment.piece, reserve=len(segment.tokens))
+        snapshot.thaw(caches, segment.states or ())
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError):
+        return False
+    counting = [cache for _, cache in leaves(caches) if isinstance(cache, Cache) or snapshot.grows(cache)]
+    return all(cache.offset == len(segment.tokens) for cache in counting)
+
+
 def _shapes(segment: Segment) -> Iterator[object]:
-    """Yield what is alike in all segments of a prompt; each array of a slice must have a slot for each token."""
+    """Yield what is alike in all segments of a prompt."""
     for arrays in segment.piece:
         for array in arrays:
-            tokens = array.shape[-2] if array.ndim >= 2 else -1
-            yield array.dtype, array.ndim, array.shape[:-2], array.shape[-1], tokens == len(segment.tokens)
+            yield array.dtype, array.ndim, array.shape[:-2], array.shape[-1]

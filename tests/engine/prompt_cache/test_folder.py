@@ -9,9 +9,12 @@ import random
 import signal
 import stat
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.helpers import write_model, write_peft
@@ -326,31 +329,14 @@ def test_any_byte_that_is_not_as_written_is_refused_and_nothing_is_stored(tiny: 
 @pytest.mark.usefixtures("all_worth_storing")
 def test_a_file_with_right_checksums_and_wrong_contents_is_refused(tiny: Path, tmp_path: Path) -> None:
     """Whoever makes a file can make its checksums, too."""
-    import xxhash
-
-    file = tmp_path / "prompt.kv"
-    export(tiny, file)
-    of, whole = read_portable(file), file.read_bytes()
-    at = len(MAGIC)
-    parts = []
-    for *_, size, _ in of.segments:
-        parts.append(whole[at : at + size])
-        at += size
-    footer = json.loads(whole[at:-TAIL_BYTES])
+    export(tiny, tmp_path / "prompt.kv")
+    parts, made = taken_apart(tmp_path / "prompt.kv")
     shorter = write_model(tmp_path / "narrow", head_dim=16)
     export(shorter, tmp_path / "narrow.kv")
     narrow = (tmp_path / "narrow.kv").read_bytes()[len(MAGIC) :][: read_portable(tmp_path / "narrow.kv").segments[0][2]]
 
-    def made(parts: list[bytes], **changes: object) -> Path:
-        listed = [
-            [parent, name, len(data), xxhash.xxh3_128_hexdigest(data)]
-            for (parent, name, *_), data in zip(footer["segments"], parts, strict=False)
-        ]
-        text = json.dumps({**footer, "segments": listed, **changes}).encode()
-        length = len(text).to_bytes(8, "little")
-        path = tmp_path / "made.kv"
-        path.write_bytes(MAGIC + b"".join(parts) + text + length + xxhash.xxh3_128_digest(MAGIC + text + length))
-        return path
+    def slots(change: Callable[[np.ndarray], np.ndarray]) -> Path:
+        return made([rewritten(part, change) for part in parts])
 
     with engine(tiny, tmp_path / "importing") as one:
         for bad in (
@@ -361,11 +347,70 @@ def test_a_file_with_right_checksums_and_wrong_contents_is_refused(tiny: Path, t
             lambda: made(parts, keep=3),
             lambda: made(parts, kv={"key_bits": 7}),
             lambda: made(parts, identity=[]),
+            lambda: slots(lambda array: array[..., :10, :]),
+            lambda: slots(lambda array: array[..., :0, :]),
+            lambda: slots(lambda array: array.reshape(-1)),
+            lambda: slots(lambda array: array.reshape(-1)[0]),
+            lambda: slots(lambda _: None),
         ):
             with pytest.raises(TokamacError, match="damaged"):
                 one.import_prompt(bad())
         assert stored(tmp_path / "importing") == []
         assert one.import_prompt(made(parts)).new_bytes > 0
+
+
+@pytest.mark.usefixtures("all_worth_storing")
+def test_states_that_are_not_of_all_tokens_are_refused(tiny: Path, tmp_path: Path) -> None:
+    export(tiny, tmp_path / "prompt.kv", RING)
+    (part,), made = taken_apart(tmp_path / "prompt.kv")
+
+    def counted(numbers: list[dict[str, int]]) -> list[dict[str, int]]:
+        return [{**each, "offset": each["offset"] - 5} for each in numbers]
+
+    with engine(tiny, tmp_path / "importing", RING) as one:
+        for change in (counted, lambda _: None, lambda numbers: numbers[:1]):
+            with pytest.raises(TokamacError, match="damaged"):
+                one.import_prompt(made([rewritten(part, lambda array: array, change)]))
+        assert stored(tmp_path / "importing") == []
+        assert one.import_prompt(made([rewritten(part, lambda array: array)])).new_bytes > 0
+
+
+def taken_apart(file: Path) -> tuple[list[bytes], Callable[..., Path]]:
+    """Return the segments of a computed prompt, and what writes others in their place, with right checksums."""
+    import xxhash
+
+    of, whole, at = read_portable(file), file.read_bytes(), len(MAGIC)
+    parts = []
+    for *_, size, _ in of.segments:
+        parts.append(whole[at : at + size])
+        at += size
+    footer = json.loads(whole[at:-TAIL_BYTES])
+
+    def made(parts: list[bytes], **changes: object) -> Path:
+        listed = [
+            [parent, name, len(data), xxhash.xxh3_128_hexdigest(data)]
+            for (parent, name, *_), data in zip(footer["segments"], parts, strict=False)
+        ]
+        text = json.dumps({**footer, "segments": listed, **changes}).encode()
+        length = len(text).to_bytes(8, "little")
+        path = file.with_name("made.kv")
+        path.write_bytes(MAGIC + b"".join(parts) + text + length + xxhash.xxh3_128_digest(MAGIC + text + length))
+        return path
+
+    return parts, made
+
+
+def rewritten(
+    part: bytes, change: Callable[[np.ndarray], Any], numbers: Callable[[list[Any]], Any] = lambda numbers: numbers
+) -> bytes:
+    """Return a segment with other arrays, where ``change`` returns any, and other numbers in its states."""
+    from safetensors.numpy import load, save
+
+    about = json.loads(part[8 : 8 + int.from_bytes(part[:8], "little")])["__metadata__"]
+    about["numbers"] = json.dumps(numbers(json.loads(about["numbers"])))
+    arrays = {name: array if name == "t" else change(array) for name, array in load(part).items()}
+    kept = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
+    return save(kept, metadata=about)
 
 
 @pytest.mark.usefixtures("all_worth_storing")
