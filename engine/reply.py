@@ -170,6 +170,11 @@ class ReplyTask:
             self._earlier_peak = max(self._earlier_peak, mx.get_peak_memory())
             self._store.suspend(self._lease)
 
+    def drop(self) -> None:
+        """Drop the caches: a pass failed. What is thrown into the reply then says whether it goes on, with others."""
+        if self._lease is not None:
+            self._store.drop(self._lease)
+
     def _resume(self, generation: Generation, lane: Lane) -> Iterator[Any]:
         """Acquire the caches again after a rest; what was evicted meanwhile is computed again."""
         cached_ids, lease = self._suspended_ids, self._lease
@@ -290,7 +295,7 @@ class ReplyTask:
                 token = yield lane
             except SharedFailureError:
                 forced, made = lane.forced, [*request.ids, *request.recorder.ids]
-                self._store.start_over(lease, made)
+                self._store.start_over(lease, made[:-1])  # the last is the first step's
                 mx.clear_cache()
                 yield from self._compute_again(generation, lease, made[:-1])
                 lane = self._lane(lease, sets, growth, thinking)

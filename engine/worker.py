@@ -161,6 +161,9 @@ class TextlessReply:
     def rest(self) -> None:
         """Nothing to do."""
 
+    def drop(self) -> None:
+        """Nothing to do: they decode nothing."""
+
     def live(self) -> None:
         """Nothing is measured."""
 

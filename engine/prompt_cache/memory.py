@@ -123,10 +123,15 @@ class CacheStore:
         """Return whether a lease in use is about to hold a good part of ``ids`` that is not known yet."""
         return False
 
-    def start_over(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
-        """Drop what a lease in use holds, which after a failure nobody knows; it then holds the longest known prefix of ``ids``."""
+    def drop(self, lease: CacheLease) -> None:
+        """Drop what a lease in use holds, which after a failure nobody knows; only ``start_over`` gives it caches again."""
         lease.expected_bytes = 0
         lease.ids.clear()
+        lease.caches.clear()
+
+    def start_over(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
+        """Drop what a lease in use holds; it then holds the longest known prefix of ``ids``."""
+        self.drop(lease)
         lease.caches[:] = self._make(lease.keep)
 
     def checkpoint(self, lease: CacheLease) -> None:
@@ -360,10 +365,14 @@ class MemoryStore(CacheStore):
         most = max(common_prefix(each, ids) for each in coming)
         return most - self.known(ids, keep).tokens >= WORTH_WAITING
 
+    def drop(self, lease: CacheLease) -> None:
+        """Drop what a lease in use holds, and all in the tree that continues it."""
+        self.release(lease, failed=True)
+        super().drop(lease)
+
     def start_over(self, lease: CacheLease, ids: list[int]) -> None:
         """Drop what a lease in use holds, and fill it again as ``acquire`` does."""
-        lease.expected_bytes = 0
-        self.release(lease, failed=True)
+        self.drop(lease)
         self.resume(lease, ids)
 
     def checkpoint(self, lease: CacheLease) -> None:

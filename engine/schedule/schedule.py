@@ -54,6 +54,9 @@ class EventSource(Protocol):
     def rest(self) -> None:
         """Release what others may use until the next event is asked for. Called after text alone."""
 
+    def drop(self) -> None:
+        """Drop the caches, whose pass failed: nobody knows what they hold. The failure is thrown into the events next."""
+
     def live(self) -> Live | None:
         """Return what is measured so far; None where that is no reply. Callable from any thread."""
 
@@ -80,6 +83,11 @@ class Seat:
             self.events, self.source = self.making.events(), None
             self.stream.live = self.making.live
         return self.making, self.events
+
+    def drop(self) -> None:
+        """Drop its caches: a pass over them failed."""
+        if self.making is not None:
+            self.making.drop()
 
 
 class Schedule:
@@ -185,11 +193,16 @@ class Schedule:
                 self._together = len(seats) // 2
                 failure = SharedFailureError()
                 failure.__cause__ = error
+            for seat in seats:  # all of them, before one is filled again from what another holds
+                seat.drop()
             for seat in seats:
                 self._advance(seat, failure=failure)
             return
         for each in decoded:
-            self._advance(by_lane[id(each.lane)], each.token, each.failure)
+            seat = by_lane[id(each.lane)]
+            if each.failure is not None:
+                seat.drop()
+            self._advance(seat, each.token, each.failure)
 
     def _advance(self, seat: Seat, token: int | None = None, failure: BaseException | None = None) -> None:
         """Let a reply go on until its turn is over; hand its events over."""

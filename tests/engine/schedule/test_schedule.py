@@ -299,6 +299,48 @@ def test_after_a_pass_of_several_that_failed_each_goes_on_and_says_the_same(
     assert max(widths[widths.index(max(widths)) + 8 :], default=0) <= max(widths)
 
 
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(temperature=0, max_tokens=24)], ids=["seeded", "greedy"])
+@pytest.mark.parametrize("tokens", [60, 400])
+@pytest.mark.parametrize("fails", [1, 2, 10])
+def test_after_a_failed_pass_none_goes_on_from_what_another_of_it_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, tokens: int, fails: int
+) -> None:
+    """Of 400 tokens they hold most together, of 60 each a copy."""
+    prompt = [5 + i * i % 250 for i in range(tokens)]
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        single = alone(engine, [prompt], sampling)
+        widths: list[int] = []
+
+        def once(rows: int, _: int) -> bool:
+            widths.append(rows)
+            return rows == 2 and widths.count(2) == fails
+
+        fail(engine, monkeypatch, once)
+        many = together(engine, [prompt, prompt], sampling)
+        assert widths.count(2) == fails  # from then on each has passes of its own
+        assert [said(many[number, 0][-1]) for number in range(2)] == single * 2
+
+
+def test_caches_of_a_failed_pass_are_dropped_also_where_nobody_reads_the_reply(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as engine:
+        single = alone(engine, PROMPTS[4:], SAMPLED)
+
+        def once(_: int, number: int) -> bool:
+            if number == 3:
+                engine._replies.open[0].abandon()
+            return number == 3
+
+        fail(engine, monkeypatch, once)
+        events = engine.generate(PROMPTS[4], SAMPLED)
+        within(lambda: [*events])
+        until(lambda: not engine._replies.schedule.busy)
+        assert engine.between(lambda: engine._runner._store.known(PROMPTS[4], None).tokens) == 0
+        assert alone(engine, PROMPTS[4:], SAMPLED) == single
+
+
 def test_a_reply_that_fails_alone_ends_alone(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     single = alone(either, PROMPTS, SAMPLED)
     bad: list[int] = []
