@@ -146,29 +146,34 @@ class PromptCache(MemoryStore):
             disk.remove_shorter(*self._replaced)
             self._replaced = None
         try:
-            begun = any(self._write_next(disk, keep, leaf) for keep, leaf in self._leaves())
+            more = any(self._write_next(disk, keep, leaf) for keep, leaf in self._leaves())
         except (RuntimeError, ValueError) as error:  # MLX has no memory for the copy, say
             disk.fail(f"the prompt cache can't be written ({error}): it stays in memory")
             return disk.rest_s
-        return PAUSE_S if begun else None
+        return PAUSE_S if more else None
 
     def _write_next(self, disk: DiskStore, keep: int | None, leaf: Node[CachedRun]) -> bool:
-        """Begin to write the first segment on the path to ``leaf`` that is not stored; return whether there was one."""
+        """Begin to write the first segment on the path to ``leaf`` that is not stored; return whether there may be more to do."""
         ends, ids = self._segment_ends(leaf), leaf.ids()
         for start, stop, parent, name in disk.parts(ids, list(ends), keep):
-            if disk.has(name) or name in self._written:
+            node, tokens = ends[stop], ids[start:stop]
+            if disk.has(name):
+                if node is not None:
+                    node.value.stored = True
+                continue
+            states = None if node is None else node.value.states
+            if node is not None and states is None:  # its file is gone, its state evicted: none can end here
+                node.value.stored = False
+                return True
+            if name in self._written:
                 continue
             self._written.add(name)
-            node, tokens = ends[stop], ids[start:stop]
-            states = node.value.states if node else None
             segment = to_host(start, tokens, self._cut(leaf, start, stop), states)
             if not self.rates.is_worth(segment.nbytes, len(tokens) if node is None else stop):
                 return False
             disk.write(segment, parent, name)
             if node is None:
                 self._replaced = parent, tokens
-            else:
-                node.value.stored = True
             return True
         return False
 

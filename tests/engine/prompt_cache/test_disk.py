@@ -21,7 +21,7 @@ from tokamac.engine.kv.plan import CachePlan, plan_caches
 from tokamac.engine.model.config import model_classes, normalise
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache import memory
-from tokamac.engine.prompt_cache.cache import PromptCache
+from tokamac.engine.prompt_cache.cache import PAUSE_S, PromptCache
 from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, Rates, from_bytes, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
 from tokamac.engine.prompt_cache.memory import CacheLease, MemoryStore
@@ -647,6 +647,33 @@ def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
         cache._disk.wait(20)
     assert cache.trouble is None
     assert opened(bench, tmp_path).known([*LONG, 1], None).tokens == len(LONG)
+
+
+@pytest.mark.parametrize("loss", ["the file is gone", "it could not be written"])
+@pytest.mark.parametrize("kind", ["window", "hybrid"])
+def test_no_segment_is_written_without_the_state_at_its_end(
+    kind: str, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, now, folder = BENCHES[kind], [0.0], Folder(tmp_path)
+    cache = bench.cache(folder, MODEL, clock=lambda: now[0])
+    with monkeypatch.context() as full:
+        if loss == "it could not be written":
+            full.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        ask(bench, cache, LONG[:600], [])
+        while cache.idle() == PAUSE_S:
+            cache._disk.wait(60)
+    assert cache.shrink(LARGE) > 0  # the states, as nothing else is in the tree
+    folder.clear()
+    now[0] += AGAIN_S
+    longer = [*LONG[:600], *LONG[:80]]
+    ask(bench, cache, longer, [])
+    while cache.idle() == PAUSE_S:
+        cache._disk.wait(60)
+    assert cache.trouble is None
+    segments = [from_bytes(data) for entry in folder.entries(MODEL) if (data := folder.read(entry))]
+    assert segments
+    assert all(segment.states is not None for segment in segments)
+    assert ask_disk(bench, opened(bench, tmp_path), [*longer, 5], []) == len(longer) - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
