@@ -99,6 +99,8 @@ OUTLIER = 3.0
 """A pass counts as so many times what was expected at most: the machine did something else, too."""
 FORGETS_AFTER = 128
 """Plain steps without any pass over several rows, after which the oldest of each width is forgotten: machines get quiet again."""
+LEAST_RISE = 0.05
+"""Steps that more rows must be expected to add, or no timing says how much they do: it would be lost in noise."""
 CONTEXT_STEP = 512
 USUALLY_READ = 2
 """Tokens that a draft model has not read yet, after a draft that came true as far as it went: its last, and one more."""
@@ -186,7 +188,7 @@ class PassCosts:
         width = min(alike[near], key=lambda other: abs(other - rows) / max(other, rows))
         expected = max(1.0, self._prior(width, context))
         measured = fmean([*passes[width], expected])
-        if width == rows or expected == 1:
+        if width == rows or expected - 1 < LEAST_RISE:
             return max(measured, predicted if width < rows else 1.0)
         return max(1.0, 1 + (predicted - 1) * (measured - 1) / (expected - 1))  # under- or overrated alike
 
@@ -232,10 +234,11 @@ class DraftingCosts:
 
     def saw(self, read: int, width: int, steps: float) -> None:
         """Take what a draft of ``width`` tokens took, before which so many were read."""
-        if read <= SHORT[-1] + 1:
+        beyond = self._rows(read) - self._rows(USUALLY_READ)
+        if read <= SHORT[-1] + 1 or beyond < LEAST_RISE:
             self._drafts.append(steps / self._steps(read, width))
         else:
-            self._reads.append(max(0.0, steps - self.drafting(width)) / (self._rows(read) - self._rows(USUALLY_READ)))
+            self._reads.append(max(0.0, steps - self.drafting(width)) / beyond)
         self._rested = 0
 
     def rested(self) -> None:

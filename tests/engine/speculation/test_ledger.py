@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokamac.engine.speculation.ledger import CREDIT, HALF, LONG, SHARE, SHORT, SURE, DraftLedger, PassCosts, bucket_of
+from tokamac.engine.speculation.ledger import (
+    CREDIT,
+    HALF,
+    LONG,
+    SHARE,
+    SHORT,
+    SURE,
+    DraftingCosts,
+    DraftLedger,
+    PassCosts,
+    bucket_of,
+)
 
 CONTEXT = 1000
 
@@ -91,6 +102,36 @@ def test_costs_are_what_was_measured_near_them() -> None:
     assert costs.steps(8, 100_000) == 2.5  # nothing nearer is known
     assert costs.steps(4, CONTEXT) == pytest.approx(1 + 1.5 * 1.5 / 3.5)  # overrated alike
     assert costs.steps(32, CONTEXT) == pytest.approx(1 + 15.5 * 1.5 / 3.5)
+
+
+@pytest.mark.parametrize("rise", [0.0, 1e-12, 1e-4, 0.04])
+@pytest.mark.parametrize("read", [9, 31, 400])
+def test_where_reading_should_cost_nothing_a_draft_that_read_much_is_timed_as_any(rise: float, read: int) -> None:
+    costs = DraftingCosts(lambda rows: 2.0 if rows > 500 else 1.0 + rise * (rows > 8))
+    costs.step = 0.2
+    costs.saw(read, 3, 1.2)
+    assert costs.drafting(3) == pytest.approx(3 * (0.4 + 0.2) / 2, rel=0.05)  # it took twice what was expected
+    assert costs.reading(read) == pytest.approx(0.2 * rise)
+    assert costs.reading(501) == pytest.approx(0.2)
+
+
+def test_how_much_longer_it_takes_to_read_is_measured_where_it_should_take_longer() -> None:
+    costs = DraftingCosts(lambda rows: 1 + rows / 50)
+    costs.saw(52, 1, costs.drafting(1) + 3.0)
+    assert costs.reading(52) == pytest.approx(2.0)  # three steps where one was expected
+    assert costs.reading(102) == pytest.approx(4.0)
+    costs.saw(52, 1, 0.0)
+    assert costs.reading(52) == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("rise", [0.0, 1e-12, 1e-4, 0.04])
+def test_a_pass_that_should_cost_nothing_says_little_of_wider_ones(rise: float) -> None:
+    costs = known(lambda rows: 1 + rise if 1 < rows < 8 else float(rows > 7) + 1)
+    costs.saw_pass(3, CONTEXT, 3.0)
+    assert costs.steps(3, CONTEXT) == pytest.approx(2.0, rel=0.05)
+    assert costs.steps(2, CONTEXT) == costs.steps(3, CONTEXT)
+    assert costs.steps(8, CONTEXT) == pytest.approx(2.0, rel=0.05)
+    assert costs.steps(1, CONTEXT) == 1.0
 
 
 def test_a_plain_step_is_timed_by_medians_and_dear_passes_are_forgotten_in_time() -> None:
