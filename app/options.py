@@ -6,10 +6,10 @@ A bad value is wrong usage (exit 2) and names its flag. A flag that would have n
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tokamac.engine.errors import OptionError
+from tokamac.engine.files import expanded, is_dir
 from tokamac.engine.hub.cache import GUIDE, nearest
 from tokamac.engine.options import (
     GROUP_SIZES,
@@ -240,7 +240,7 @@ def nodes_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
             if given is not None:
                 parser.error(f"{flag} has no effect without --nodes or --hostfile")
         return None
-    hostfile = None if options.hostfile is None else str(Path(options.hostfile).expanduser().absolute())
+    hostfile = None if options.hostfile is None else str(expanded(options.hostfile).absolute())
     if options.adapter is not None and given_adapter(options.adapter):
         parser.error("--adapter: an adapter can't be added to a model that several nodes hold")
     try:
@@ -360,8 +360,8 @@ def given_adapter(written: str) -> str:
     name = written.strip()
     if not name or name.lower() == NO_ADAPTER:
         return ""
-    folder = Path(name).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else name
+    folder = expanded(name)
+    return str(folder.absolute()) if is_dir(folder) else name
 
 
 def add_profile_flag(parser: argparse.ArgumentParser, without: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.events import Message
-from tokamac.engine.files import NotRegularError, open_regular
+from tokamac.engine.files import NotRegularError, expanded, open_regular
 from tokamac.engine.options import Sampling, TemplateOptions
 
 from .chat.attachments import AttachError, PDFError, decoded, fence_for, kind_of, pdf_text
@@ -66,13 +66,13 @@ def reading(name: str, flag: str, piped: str) -> Iterator[None]:
 
 def open_file(name: str) -> BinaryIO:
     """Open a file, or a descriptor that this process was started with, as a shell's ``<(command)`` is: somebody writes to it."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return path.open("rb") if is_handed_over(name) else open_regular(path)
 
 
 def is_handed_over(name: str) -> bool:
     """Whether a path is a descriptor of this process."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return path.parent in HANDED_OVER or path == Path("/dev/stdin")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.files import read_text, to_disk
+from tokamac.engine.files import expanded, read_text, to_disk
 from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
 
@@ -58,7 +58,7 @@ class ToolSettings:
     """What holds for tools in every chat.
 
     allowed: the tools that need not ask, ever. folders: what may be read beside the folder a chat was started from. calls: for one
-    prompt, at most. Raises OptionError for a number of calls that is none.
+    prompt, at most. Raises OptionError for a number of calls that is none, and a folder in a home that nobody has.
     """
 
     allowed: tuple[str, ...] = ()
@@ -68,6 +68,8 @@ class ToolSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.calls <= MOST_CALLS:
             raise OptionError(f"calls is {self.calls}, which is not a limit.", f"Use 1 to {MOST_CALLS}.")
+        for folder in self.folders:
+            expanded(folder, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Settings:
     panel, all_figures: whether the side panel is shown, and with every figure. toured: whether the tour of the first start was
     shown. system_prompts: texts by name. adapters, drafts: adapters and draft models, by model. keys: of actions by id, as they
     were written. tools: what they may do. mcp: programs that offer tools.
-    Raises OptionError for values out of range.
+    Raises OptionError for values out of range, and for a folder in a home that nobody has.
     """
 
     model: str = "guide"
@@ -138,6 +140,7 @@ class Settings:
             )
         if self.titles not in TITLES:
             raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
+        expanded(self.models_folder, strict=True)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -151,7 +154,7 @@ class Settings:
     @property
     def models_path(self) -> Path:
         """Where the chat puts models that it converts: an absolute path, there or not."""
-        return Path(self.models_folder).expanduser().absolute() if self.models_folder else default_models_folder()
+        return expanded(self.models_folder).absolute() if self.models_folder else default_models_folder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ def default_models_folder() -> Path:
     They take gigabytes. A hidden data folder would fill the disk unseen, and on a Mac the Finder does not show it.
     """
     given = os.environ.get("TOKAMAC_DATA_DIR")
-    return Path(given).expanduser().absolute() / "models" if given else Path.home() / "Models" / "tokamac"
+    return expanded(given).absolute() / "models" if given else Path.home() / "Models" / "tokamac"
 
 
 def load(path: Path) -> LoadedSettings:

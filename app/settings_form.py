@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.files import exists, expanded, is_dir
 from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, STAGES, THINKING, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.text.thinking import KNOWN
 
@@ -100,8 +100,8 @@ def _minutes(text: str) -> int | None:
 
 
 def _folder(text: str) -> str:
-    path = Path(text.strip()).expanduser()
-    if not path.is_absolute() or (path.exists() and not path.is_dir()):
+    path = expanded(text.strip())
+    if not path.is_absolute() or (exists(path) and not is_dir(path)):
         raise ValueError
     return text.strip()
 

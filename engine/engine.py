@@ -39,6 +39,7 @@ from .events import (
     TextChunk,
     TokenLogprob,
 )
+from .files import expanded
 from .metrics import Recorder
 from .options import (
     PARALLEL,
@@ -479,7 +480,7 @@ class Engine:
         Yields PrefillProgress, at last Exchanged once the file is whole; cancelled like ``generate``. goes_on: of messages, what is
         certain however the last of them, the user's, goes on. Raises what ``warm`` raises; OptionError where it can't be written.
         """
-        given, path = given_prompt(prompt), Path(file).expanduser()
+        given, path = given_prompt(prompt), expanded(file)
         done: list[Exchanged] = []
         yield from self._replies.stream(
             lambda stream: TextlessReply(
@@ -496,7 +497,7 @@ class Engine:
         It must have been computed by this very model, adapter, KV settings and versions. All of the file is checked first; what
         its numbers say no check can tell, so take one only from whom you would take a model. Raises TokamacError.
         """
-        path = Path(file).expanduser()
+        path = expanded(file)
         return self._replies.call(lambda: self._runner.import_prompt(path))
 
     def warm_ahead(

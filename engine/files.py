@@ -23,7 +23,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import DeviceError
+from .errors import DeviceError, OptionError
 
 CONFIG_BYTES = 16 << 20
 """A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""
@@ -67,6 +67,35 @@ class NotRegularError(OSError):
 
 class TooLargeError(OSError):
     """A file has more bytes than its purpose allows."""
+
+
+def expanded(path: str | os.PathLike[str], *, strict: bool = False) -> Path:
+    """Return a path with the folder that ``~`` or ``~name`` stands for.
+
+    Where nobody has that name, the path stays as it was written, as in a shell: whoever opens it says that there is no such file.
+    strict: OptionError is raised instead, for what is to be made.
+    """
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError) as error:  # ValueError: the name holds what no name can
+        if strict:
+            raise OptionError(f"there is no home folder for {os.fspath(path)}", "Write the whole path.") from error
+        return Path(path)
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether something has this path; False too where that can't be known. Path's own raises OSError there, up to Python 3.13."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_dir(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder's; False too where that can't be known: its name is too long, its parent can't be read."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a file's; False too where that can't be known."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

@@ -76,6 +76,18 @@ def test_packages_import_only_downwards(package: str) -> None:
         assert ours <= MAY_IMPORT[package], f"{file.relative_to(ROOT)} imports {sorted(ours - MAY_IMPORT[package])}"
 
 
+def test_homes_are_looked_up_in_one_place() -> None:
+    """``Path.expanduser`` raises RuntimeError for a home that nobody has, which no caller thinks of: ``files.expanded`` doesn't."""
+    users = {
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for file in sources(package)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser"
+    }
+    assert users == {"engine/files.py"}
+
+
 def test_quant_is_used_by_the_commands_about_conversion_alone() -> None:
     users = {
         str(file.relative_to(ROOT))

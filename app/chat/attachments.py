@@ -27,7 +27,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.files import NotRegularError, TooLargeError, read_bytes
+from tokamac.engine.files import NotRegularError, TooLargeError, exists, expanded, is_dir, read_bytes
 
 from ..sanitise import sanitise, sanitise_line
 from ..store.values import Attachment
@@ -234,9 +234,9 @@ def read_named(typed: str, folder: Path) -> Attachment:
 
     Raises AttachError.
     """
-    if (ranged := LINES.fullmatch(typed)) and not (folder / Path(typed).expanduser()).exists():
+    if (ranged := LINES.fullmatch(typed)) and not exists(folder / expanded(typed)):
         return _lines(read_file(ranged[1], folder), int(ranged[2]), int(ranged[3]))
-    if (folder / Path(typed).expanduser()).is_dir():
+    if is_dir(folder / expanded(typed)):
         return read_folder(typed, folder)
     return read_file(typed, folder)
 
@@ -255,7 +255,7 @@ def read_folder(typed: str, folder: Path) -> Attachment:
 
     What git ignores is left out, and hidden files; so is what is no text. There is a limit on files and characters.
     """
-    root, name = folder / Path(typed).expanduser(), sanitise_line(typed.rstrip("/.") or typed)
+    root, name = folder / expanded(typed), sanitise_line(typed.rstrip("/.") or typed)
     found: list[Attachment] = []
     for path in _listed(root):
         with suppress(AttachError):
@@ -312,7 +312,7 @@ def read_file(typed: str, folder: Path) -> Attachment:
     name = sanitise_line(typed)
     is_pdf = kind_of(typed) == "pdf"
     try:
-        path = folder / Path(typed).expanduser()
+        path = folder / expanded(typed)
         data = _read(path, name, LARGEST_PDF_BYTES if is_pdf else LARGEST_TEXT_BYTES)
         text = pdf_text(data) if is_pdf else decoded(data, name)
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
+from tokamac.engine.files import expanded
 from tokamac.engine.hub.cache import nearest
 from tokamac.engine.options import KVSpec
 
@@ -309,7 +310,7 @@ def imported(file: Path, path: str) -> str:
     """Create a chat in the store ``file`` from the file at ``path``; return its ID. For any thread. Raises StoreError."""
     from ..export import bring
 
-    archive = bring(Path(path).expanduser(), now=time.time())
+    archive = bring(expanded(path), now=time.time())
     with Store.open(file) as store:
         return store.adopt(archive).id
 

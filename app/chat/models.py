@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from tokamac.engine.errors import ModelNotFoundError
-from tokamac.engine.files import read_text
+from tokamac.engine.files import exists, expanded, is_dir, is_file, read_text
 from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
 from tokamac.engine.hub.search import good_for
 from tokamac.engine.options import KVSpec
@@ -67,7 +68,7 @@ def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
     if named := environment.get("HF_HUB_CACHE"):
         return Path(named)
     home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home).expanduser() / "hub"
+    return expanded(home) / "hub"
 
 
 def names_on_disk(cache: Path) -> list[str]:
@@ -97,7 +98,7 @@ def models_on_disk(cache: Path, folders: Iterable[str], models_folder: Path | No
 
 def _converted(models_folder: Path | None) -> list[Path]:
     """Return the models in the models folder."""
-    if models_folder is None or not models_folder.is_dir():
+    if models_folder is None or not is_dir(models_folder):
         return []
     return sorted(config.parent for config in models_folder.glob("[!.]*/config.json"))
 
@@ -115,17 +116,17 @@ def _context(folder: Path) -> int | None:
 
 def is_id(model: str) -> bool:
     """Whether a text can be a Hugging Face ID, ``org/name[@revision]``, and is not the name of a folder."""
-    return _ID.fullmatch(model) is not None and ".." not in model and not Path(model).is_dir()
+    return _ID.fullmatch(model) is not None and ".." not in model and not is_dir(model)
 
 
 def is_folder(model: str) -> bool:
     """Whether a text names a folder, and not the embedded model."""
-    return model != GUIDE and bool(model.strip()) and Path(model).expanduser().is_dir()
+    return model != GUIDE and bool(model.strip()) and is_dir(expanded(model))
 
 
 def lasting(model: str) -> str:
     """Return a name of the model for every working directory: of a folder its absolute path."""
-    return str(Path(model).expanduser().absolute()) if is_folder(model) else model
+    return str(expanded(model).absolute()) if is_folder(model) else model
 
 
 def must_be_downloaded(model: str, cache: Path) -> bool:
@@ -149,8 +150,8 @@ def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:
     own = sum(path.stat().st_size for path in embedded.glob("*"))  # of links too: an editable install is made of them
     yield OnDisk(GUIDE, "embedded", embedded, own)
     for name in folders:
-        path = Path(name).expanduser()
-        if path.is_dir():
+        path = expanded(name)
+        if is_dir(path):
             yield OnDisk(name, "folder", path, _bytes(path.glob("*.*")))
     for folder, name in _repositories(cache).items():
         yield from _cached(folder, name)
@@ -159,7 +160,7 @@ def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:
 def _cached_as(cache: Path, model: str) -> Iterator[OnDisk]:
     name = model.partition("@")[0]
     folder = cache / folder_name(name)
-    return _cached(folder, name) if folder.is_dir() else iter(())
+    return _cached(folder, name) if is_dir(folder) else iter(())
 
 
 def _cached(folder: Path, name: str) -> Iterator[OnDisk]:
@@ -182,7 +183,9 @@ def _cached(folder: Path, name: str) -> Iterator[OnDisk]:
 def _revisions(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the branches and tags that were downloaded, with their snapshots."""
     references = folder / "refs"
-    for reference in sorted(path for path in references.rglob("*") if path.is_file()):
+    if not is_dir(references):
+        return  # rglob would raise where it may not be looked into
+    for reference in sorted(path for path in references.rglob("*") if is_file(path)):
         try:
             commit = read_text(reference, REFERENCE_BYTES, "ascii").strip()
         except (OSError, ValueError):
@@ -201,13 +204,18 @@ def _repositories(cache: Path) -> dict[Path, str]:
 
 
 def _bytes(paths: Iterable[Path]) -> int:
-    """Return the bytes of files, without links: their targets are counted already."""
-    return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
+    """Return the bytes of files, without links: their targets are counted already. What may not be read counts nothing."""
+    nbytes = 0
+    for path in paths:
+        with suppress(OSError):
+            at = path.lstat()
+            nbytes += at.st_size if stat.S_ISREG(at.st_mode) else 0
+    return nbytes
 
 
 def _free_bytes(cache: Path) -> int | None:
     """Return the free bytes on the disk of the cache."""
-    there = next((path for path in (cache, *cache.parents) if path.exists()), None)
+    there = next((path for path in (cache, *cache.parents) if exists(path)), None)
     return None if there is None else shutil.disk_usage(there).free
 
 
@@ -231,7 +239,7 @@ class Folders:
 
     def remember(self, folder: str) -> None:
         """Put a folder first."""
-        name = str(Path(folder).expanduser().absolute())
+        name = str(expanded(folder).absolute())
         known = self.all()
         if known[:1] != (name,):
             self._write([name, *(each for each in known if each != name)][:MOST])

@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import TokamacError, access_hint
@@ -27,6 +26,7 @@ from tokamac.engine.events import (
     ToolCall,
     Truncated,
 )
+from tokamac.engine.files import expanded
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
@@ -302,7 +302,7 @@ def _answer_each(
     system = profile.system if options.system is None else options.system
     every = EachOptions("\n\n".join(file_blocks(options.file)), system, wanted, template)
     check_input(options.each)  # now, not after the model is loaded
-    earlier = Earlier() if options.resume is None else read_earlier(Path(options.resume).expanduser())
+    earlier = Earlier() if options.resume is None else read_earlier(expanded(options.resume))
     if not has_prompts_left(options.each, earlier, every):
         return 0
     options.model = options.model or profile.model
@@ -389,7 +389,7 @@ def write_steps(
                 bar.update(done, total)
     bar.clear()
     try:
-        with nullcontext(sys.stderr) if name == STDIN else Path(name).expanduser().open("w", encoding="utf-8") as file:
+        with nullcontext(sys.stderr) if name == STDIN else expanded(name).open("w", encoding="utf-8") as file:
             for index in range(len(steps)):
                 file.write(json.dumps(steps.record(index)) + "\n")
     except OSError as error:

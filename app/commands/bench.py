@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokamac.engine.files import expanded
 from tokamac.engine.options import KVSpec, Nodes, Sampling, Speculation, TemplateOptions
 
 from .. import settings
@@ -106,7 +107,7 @@ def parser() -> Parser:
 
 def svg_path(text: str) -> Path:
     """Return the path of a picture to be written."""
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.suffix.lower() != ".svg":
         raise argparse.ArgumentTypeError(f"the picture is SVG, so {text!r} must end in .svg")
     return path

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.files import to_disk
+from tokamac.engine.files import expanded, is_dir, to_disk
 from tokamac.engine.metrics import Metrics, share
 
 from ..output import picked, table
@@ -488,8 +488,8 @@ def chart(engine: "Engine", measured: Sequence[MeasuredPoint], peer_version: str
 
 def _name(model: str) -> str:
     """Return what a picture that is shown around calls the model: of a folder, its name alone."""
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    folder = expanded(model)
+    return folder.resolve().name if is_dir(folder) else model
 
 
 def _dot(each: MeasuredPoint, rates: Sequence[float | None]) -> Dot | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Message, PrefillProgress
+from tokamac.engine.files import expanded
 from tokamac.engine.options import KVSpec, PromptCacheSpec
 
 from .. import INTERRUPTED
@@ -258,7 +259,7 @@ def _saying(folder: "Folder", done: str) -> Iterator[None]:
 
 def run_file(parser: Parser, options: argparse.Namespace) -> int:
     """Export or import; return the exit status."""
-    file, model = Path(options.subject).expanduser(), options.model or default_model()
+    file, model = expanded(options.subject), options.model or default_model()
     found = _export(parser, options, file, model) if options.action == "export" else _import(options, file, model)
     if found is None:
         return INTERRUPTED

@@ -8,6 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokamac.engine.files import expanded
+
 from ..chat.listing import part
 from ..output import ModelText, json_line, note, table
 from ..parser import ActionParser, Parser
@@ -188,7 +190,7 @@ def _export(store: "Questions", target: str, options: argparse.Namespace) -> Don
     from ..export import export_chat, free_name
 
     chat = _chat(store, target)
-    path = Path(options.output).expanduser() if options.output else free_name(chat.title, Path.cwd())
+    path = expanded(options.output) if options.output else free_name(chat.title, Path.cwd())
     export_chat(store.archive(chat.id), path)
     return {**_plain(chat), "path": str(path)}, f"exported {chat.id} to {sanitise_line(str(path))}"
 
@@ -196,7 +198,7 @@ def _export(store: "Questions", target: str, options: argparse.Namespace) -> Don
 def _import(store: "Store", target: str, _: argparse.Namespace) -> Done:
     from ..export import bring
 
-    chat = store.adopt(bring(Path(target).expanduser(), now=time.time()))
+    chat = store.adopt(bring(expanded(target), now=time.time()))
     return _plain(chat), f"imported as {chat.id}: {_title(chat)}"
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.files import expanded
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
 from ..keep_awake import awake
@@ -145,16 +146,16 @@ def _target(options: argparse.Namespace, request: dict[str, Any]) -> Path:
     from tokamac.quant.conversion import default_target
 
     if options.output:
-        return Path(options.output).expanduser().absolute()
+        return expanded(options.output, strict=True).absolute()
     name = default_target(options.source, Options(**request))
-    return (Path(options.into or "").expanduser() / name).absolute()
+    return (expanded(options.into or "", strict=True) / name).absolute()
 
 
 def requested(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
     """Return what Options takes; end with exit status 2 where the flags contradict each other."""
     request = {field.name: getattr(options, field.name) for field in fields(Options)}
     if (text := request["calibration"]) is not None:
-        request["calibration"] = SHIPPED if text is True else Path(text).expanduser()
+        request["calibration"] = SHIPPED if text is True else expanded(text)
     try:
         Options(**request)
     except OptionError as error:

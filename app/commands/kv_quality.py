@@ -8,12 +8,11 @@ import argparse
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.assets import asset_path
 from tokamac.engine.errors import access_hint
-from tokamac.engine.files import read_text
+from tokamac.engine.files import expanded, read_text
 from tokamac.engine.kv.divergence import (
     FASTER,
     LEAST_TOP1,
@@ -167,7 +166,7 @@ def _base(parser: Parser, options: argparse.Namespace) -> KVSpec:
 
 def _read(name: str) -> str:
     try:
-        text = read_text(Path(name).expanduser(), LONGEST_INPUT, "utf-8-sig")
+        text = read_text(expanded(name), LONGEST_INPUT, "utf-8-sig")
     except OSError as error:
         raise InputError(
             f"{name} can't be read: {error.strerror}", access_hint(error, "Check the path given to --text.")

@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import OptionError
+from tokamac.engine.files import expanded
 from tokamac.engine.options import KVSpec
 from tokamac.quant.report import TOKENS, with_error
 
@@ -68,7 +68,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     check_backends(installed_backends())
     check_address_space()
     multiply_in_float32()  # divergences as small as 1e-5 are compared
-    file = None if options.text is None else Path(options.text).expanduser()
+    file = None if options.text is None else expanded(options.text)
     text = calibration.text(file)
     return _perplexity(options, text) if options.b is None else _difference(options, text, from_start=file is not None)
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tokamac.engine.files import exists
+
 from ..store import export
 from ..store.export import to_json, to_markdown, write
 from ..store.values import Archive, StoreError
@@ -37,7 +39,7 @@ def free_name(title: str, folder: Path, suffix: str = ".md") -> Path:
     """Return a path in ``folder`` that is made of the title and is not taken yet."""
     stem = _NOT_IN_NAMES.sub("-", title[:MOST_CHARACTERS].lower()).strip("-") or "chat"
     number = 1
-    while (path := folder / (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}")).exists():
+    while exists(path := folder / (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}")):
         number += 1
     return path
 

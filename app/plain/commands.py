@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.files import expanded
 from tokamac.engine.hub.cache import nearest
 
 from .. import units
@@ -89,7 +90,7 @@ def export(repl: "Repl", written: str) -> None:
 
     chat, missing = commands.exported(repl)
     archive = recording_of(repl).store.archive(chat)
-    path = Path(written).expanduser() if written else free_name(archive.chat.title, Path())
+    path = expanded(written) if written else free_name(archive.chat.title, Path())
     export_chat(archive, path)
     repl.tell(f"Exported to {path}. {missing}".strip())
 
@@ -432,9 +433,10 @@ def explain_reply(repl: "Repl", turn: str) -> None:
     from .. import verdict
 
     turns = repl.session.turns
-    if turn and not (turn.isdecimal() and 1 <= int(turn) <= len(turns)):
-        raise RefusedError(f"There is no turn {turn}. This chat has {len(turns)}.")
-    replies = [each.reply for each in (turns[int(turn) - 1 :][:1] if turn else turns)]
+    wanted = whole_number(turn) or 0
+    if turn and not 0 < wanted <= len(turns):
+        raise RefusedError(f"There is no turn {turn:.40}. This chat has {len(turns)}.")
+    replies = [each.reply for each in (turns[wanted - 1 : wanted] if turn else turns)]
     measured = [reply for reply in replies if reply is not None and reply.metrics is not None]
     if not measured:
         raise RefusedError("There is no reply to explain yet." if not turn else f"Nothing was measured of turn {turn}.")

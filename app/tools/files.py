@@ -6,10 +6,11 @@ refused below a folder; the user may allow such a folder by itself.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.files import NotRegularError, open_regular
+from tokamac.engine.files import NotRegularError, expanded, open_regular
 from tokamac.engine.options import ToolSpec
 
 from .tool import LONGEST_RESULT, ToolError
@@ -35,14 +36,14 @@ class AllowedFolders:
     """The folders that tools may read, the first of which paths are relative to."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self.roots = tuple(dict.fromkeys(folder.expanduser().resolve() for folder in folders))
+        self.roots = tuple(dict.fromkeys(_resolved(folders)))
 
     def resolve(self, given: str) -> Path:
         """Return the path that a model means. Raises ToolError for one that it may not read, or that is not there."""
         if "\0" in given:
             raise ToolError("a path has no NUL in it")
         try:
-            path = (self.roots[0] / Path(given or ".").expanduser()).resolve()
+            path = (self.roots[0] / expanded(given or ".")).resolve()
             root = self._root_of(path)
             if root is None:
                 raise ToolError(
@@ -66,6 +67,13 @@ class AllowedFolders:
         return max(
             (root for root in self.roots if path.is_relative_to(root)), key=lambda root: len(root.parts), default=None
         )
+
+
+def _resolved(folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the folders without symbolic links; one whose path can't be followed allows nothing."""
+    for folder in folders:
+        with suppress(OSError, RuntimeError, ValueError):  # links in a circle, a name with a NUL
+            yield expanded(folder).resolve()
 
 
 def hidden(path: Path) -> str:

@@ -11,11 +11,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError, TokamacError, access_hint
-from ..files import read_text
+from ..files import expanded, read_text
 from ..options import MOST_NODES, NODE_BACKENDS, Backend, Nodes
 
 LOOPBACK = "127.0.0.1"
@@ -88,7 +87,7 @@ def hosts_of(nodes: Nodes) -> NodeHosts:
         if nodes.backend == "jaccl":
             raise OptionError("jaccl needs the names of RDMA devices", f"Give a hostfile. {_WRITE_ONE}")
         return NodeHosts(tuple(NodeHost(LOOPBACK, (LOOPBACK,)) for _ in range(nodes.count or 0)))
-    path = Path(nodes.hostfile).expanduser()
+    path = expanded(nodes.hostfile)
     try:
         found = _read(json.loads(read_text(path)), nodes.backend)
     except OSError as error:

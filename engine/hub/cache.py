@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError, ModelError, ModelNotFoundError
-from ..files import TOKENIZER_FILES, read_text
+from ..files import TOKENIZER_FILES, expanded, is_dir, read_text
 from ..model.safetensors import find_shards, read_header
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _no_repository(model: str) -> ModelNotFoundError:
         return ModelNotFoundError(
             f"there is no model {model!r}", "Name a folder, a Hugging Face id such as org/name, or guide."
         )
-    if Path(model).expanduser().is_dir():
+    if is_dir(expanded(model)):
         return ModelNotFoundError(
             f"{model} is a folder, not a Hugging Face id",
             "Your own folders are yours to update and remove.",

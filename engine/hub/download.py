@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, TokamacError
 from ..events import LoadProgress
-from ..files import to_disk
+from ..files import exists, expanded, is_dir, to_disk
 from ..model.safetensors import find_shards
 from ..model.stored_heads import MEDUSA_FILE, MTP_FILE
 from ..perf import measurement_store
@@ -102,11 +102,11 @@ def resolve_adapter(
 
     Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
     """
-    path = Path(adapter).expanduser()
-    if str(adapter).strip() and path.is_dir():
+    path = expanded(adapter)
+    if str(adapter).strip() and is_dir(path):
         return path
-    if path.exists() or isinstance(adapter, Path) or _is_path(str(adapter)):
-        what = "a file, not the folder of an adapter" if path.exists() else "no folder"
+    if exists(path) or isinstance(adapter, Path) or _is_path(str(adapter)):
+        what = "a file, not the folder of an adapter" if exists(path) else "no folder"
         raise ModelNotFoundError(f"{adapter} is {what}", "Name the folder that the adapter was saved to.")
     if _ID.fullmatch(str(adapter)) is None:
         raise ModelNotFoundError(
@@ -140,10 +140,10 @@ def _local(model: str | Path) -> Path | None:
         return _embedded()
     if not str(model).strip():
         return None
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = expanded(model)
+    if is_dir(path):
         return path
-    if path.exists():
+    if exists(path):
         raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
     if isinstance(model, Path) or _is_path(model):
         hint = "Check the path, or name a Hugging Face id such as org/name."
@@ -191,7 +191,7 @@ def translate(error: Exception, repo: Repo) -> Exception:
         return error
     if isinstance(error, hub.GatedRepoError):
         return _gated(repo)
-    if isinstance(error, hub.RepositoryNotFoundError):
+    if isinstance(error, hub.RepositoryNotFoundError | hub.HFValidationError):  # of no such name, or none can have it
         near = meant(repo.id, cache_folder())
         return ModelNotFoundError(
             f"there is no folder {repo.id}, and no such model on Hugging Face (or it is private)",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files import read_text
+from ..files import expanded, is_file, read_text
 
 LM_STUDIO = "LM Studio"
 HOMES = (".lmstudio", ".cache/lm-studio")
@@ -36,7 +36,7 @@ def lm_studio_models(home: Path | None = None) -> OtherModels:
     gguf: list[Path] = []
     for root in dict.fromkeys(root.resolve() for root in _models_folders(home or Path.home())):
         for folder in _model_folders(root):
-            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            if is_file(folder / "config.json") and any(folder.glob("*.safetensors")):
                 folders.append(folder)
             elif any(folder.glob("*.gguf")):
                 gguf.append(folder)
@@ -47,7 +47,7 @@ def _models_folders(home: Path) -> Iterator[Path]:
     homes = [home / name for name in HOMES]
     try:
         if named := read_text(home / POINTER, POINTER_BYTES).strip():
-            homes.insert(0, Path(named.splitlines()[0]).expanduser())
+            homes.insert(0, expanded(named.splitlines()[0]))
     except (OSError, ValueError):
         pass  # most have none
     for settings in (*(each / "settings.json" for each in homes), *(home / name for name in SETTINGS)):
@@ -63,7 +63,7 @@ def _moved(settings: Path) -> Path | None:
     except (OSError, ValueError, RecursionError):
         return None
     named = found.get("downloadsFolder") if isinstance(found, dict) else None
-    return Path(named).expanduser() if isinstance(named, str) and named.strip() and "\0" not in named else None
+    return expanded(named) if isinstance(named, str) and named.strip() and "\0" not in named else None
 
 
 def _model_folders(root: Path) -> Iterator[Path]:

@@ -21,6 +21,7 @@ from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.backend.protocol import ModelInfo
 from tokamac.app.chat.preferences import ChatOverrides, Preferences, as_settings, own_of
+from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.profiles import CHAT_KV, Profile, differing, why_no_name
 from tokamac.app.settings import Settings, merged
@@ -232,6 +233,7 @@ def test_what_the_form_shows_it_reads(sampling: Sampling) -> None:
         ("keywords", "style"),
         ("key_bits", "7"),
         ("models_folder", "here"),
+        ("models_folder", "~nobody-of-that-name"),
         ("panel", "perhaps"),
         ("titles", "me"),
     ],
@@ -321,6 +323,8 @@ def test_unknown_keys_are_named_and_kept(tmp_path: Path) -> None:
         ("[kv]\nkey_bits = 7", "key_bits"),
         ("sampling = 3", "sampling"),
         ('keys = "f7"', "keys"),
+        ('models_folder = "~nobody-of-that-name/m"', "no home folder for ~nobody-of-that-name/m"),
+        ('[tools]\nfolders = ["~nobody-of-that-name/m"]', "no home folder for ~nobody-of-that-name/m"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, line: str, named: str) -> None:
@@ -329,6 +333,18 @@ def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, line: str, named: 
     read = settings.load(path)
     assert named in read.warnings[0]
     assert read.settings == Settings()
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-that-name/m", "circle", "a\\u0000b"])
+def test_a_chat_starts_whatever_the_folders_are_that_its_tools_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "settings.toml").write_text(f'[tools]\nfolders = ["{folder}"]\n')
+    begun = begin(ChatOptions("guide", settings_path=tmp_path / "settings.toml", log_path=tmp_path / "engine.log"))
+    assert len(begun.warnings) == folder.startswith("~")
+    assert begun.preferences.toolbox.names
 
 
 def test_a_valid_value_beside_a_bad_one_is_taken(tmp_path: Path) -> None:

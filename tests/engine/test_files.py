@@ -25,7 +25,7 @@ from tokamac.app.store.database import Database
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoreError
 from tokamac.engine import ModelDamagedError, OptionError, files
-from tokamac.engine.files import check_regular, open_regular, read_bytes, read_text
+from tokamac.engine.files import check_regular, exists, expanded, is_dir, open_regular, read_bytes, read_text
 from tokamac.engine.hub import download
 from tokamac.engine.hub.cache import Repo, is_whole, whole_snapshot
 from tokamac.engine.model.config import read_config
@@ -38,6 +38,41 @@ from tokamac.quant import calibration, convert
 from tokamac.quant.provenance import front_matter
 from tokamac.quant.report import read_recorded
 from tokamac.quant.resume import checksum, read_journal
+
+# A path that can be none is one where nothing is.
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "~nobody\0", "~" + "a" * 300])
+def test_a_home_that_nobody_has_stays_as_it_was_written(name: str) -> None:
+    assert expanded(name) == Path(name)
+    assert not exists(expanded(name))
+    assert not is_dir(expanded(name))
+    with pytest.raises(OptionError, match="no home folder"):
+        expanded(name, strict=True)
+
+
+def test_the_users_own_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/x", strict=True) == expanded(Path("~/x")) == tmp_path / "x"
+    assert is_dir(expanded("~"))
+
+
+@pytest.mark.parametrize("check", [exists, is_dir])
+def test_where_a_name_is_too_long_nothing_is(tmp_path: Path, check: Callable[[Path], bool]) -> None:
+    assert check(tmp_path)
+    assert not check(tmp_path / ("a" * 300))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_in_a_folder_that_may_not_be_read_nothing_is(tmp_path: Path) -> None:
+    (tmp_path / "closed" / "model").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0)
+    try:
+        assert not exists(tmp_path / "closed" / "model")
+        assert not is_dir(tmp_path / "closed" / "model")
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+
 
 # What is a FIFO, a device, a socket or far too large in place of a file is refused at once, by every reader.
 

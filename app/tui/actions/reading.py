@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokamac.engine.files import exists, expanded
+
 from ...backend.protocol import LookedAt, StopLooking
 from ...chat.commands import RefusedError, exported, imported, links_of, recording_of, save_settings
 from ...sanitise import sanitise_line
@@ -188,7 +190,7 @@ def ask_guide(chat: "ChatScreen", question: str) -> None:
 def export(chat: "ChatScreen", written: str) -> None:
     """Export the conversation to a new file: the one that is named, or one named after the title."""
     (name, missing), file = exported(chat), recording_of(chat).store.file
-    path = Path(written).expanduser() if written else None
+    path = expanded(written) if written else None
     chat.run_worker(lambda: _write(chat, file, name, path, missing), thread=True, group="files")
 
 
@@ -201,7 +203,7 @@ def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, missing
             archive = store.archive(name)
         path = path or Path.cwd() / free_name(archive.chat.title, Path.cwd()).name
         check_suffix(path)
-        if path.exists():
+        if exists(path):
             chat.app.call_from_thread(_offer_free_name, chat, path)
             return
         export_chat(archive, path)

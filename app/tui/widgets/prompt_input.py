@@ -22,6 +22,8 @@ from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 from textual.worker import get_current_worker
 
+from tokamac.engine.files import expanded
+
 from ... import units
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
@@ -114,9 +116,9 @@ def files_below(folder: Path) -> Iterator[str]:
 def _entries(folder: Path, typed: str, *, hidden: bool) -> list[str]:
     """Return the names in a folder, folders with a slash; none where it can't be read."""
     try:
-        with os.scandir(folder / Path(typed).expanduser()) as entries:
+        with os.scandir(folder / expanded(typed)) as entries:
             found = [each.name + ("/" if each.is_dir() else "") for each in entries if hidden or each.name[0] != "."]
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, ValueError):
         return []
     return sorted(name for name in found if name.isprintable())
 

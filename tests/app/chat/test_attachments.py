@@ -153,7 +153,7 @@ def test_a_hostile_file_is_made_safe_in_its_text_and_its_name(tmp_path: Path) ->
         ("socket", "socket is not a regular file"),
         ("large.txt", "large.txt has 4.0 MB; the limit is 4"),
         ("a\0b", "a�b can't be read"),
-        ("~nobody-of-that-name/x", "~nobody-of-that-name/x can't be read"),
+        ("~nobody-of-that-name/x", "There is no file ~nobody-of-that-name/x"),
         ("/dev/zero", "/dev/zero is not a regular file"),
     ],
 )
@@ -565,6 +565,13 @@ def test_lines_of_a_file_are_attached_by_their_numbers(tmp_path: Path) -> None:
             read_named(wrong, tmp_path)
     (tmp_path / "odd:1-2").write_text("its own name")
     assert read_named("odd:1-2", tmp_path).text == "its own name"
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "a" * 300])
+@pytest.mark.parametrize("lines", ["", ":1-2"])
+def test_a_path_that_can_be_none_is_refused_with_lines_and_without(tmp_path: Path, name: str, lines: str) -> None:
+    with pytest.raises(AttachError):
+        read_named(name + lines, tmp_path)
 
 
 @pytest.mark.parametrize("git", [True, False])

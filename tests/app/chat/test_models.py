@@ -36,6 +36,7 @@ from tokamac.app.chat.models import (
     advise,
     best_guess,
     hub_cache,
+    is_folder,
     is_id,
     lasting,
     models_on_disk,
@@ -98,9 +99,29 @@ def test_what_is_on_disk_with_its_size_and_whether_it_is_whole(tmp_path: Path) -
     assert names_on_disk(tmp_path) == ["guide", "org/tagged", "org/whole"]
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("mode", [0, 0o444])
+@pytest.mark.parametrize("closed", ["hub/models--org--whole", "own", "home/.lmstudio/models/publisher/tiny"])
+def test_a_folder_that_may_not_be_read_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str, mode: int
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cached(tmp_path / "hub", "org/whole")
+    for name in ("own", "home/.lmstudio/models/publisher/tiny"):
+        make_tiny(tmp_path / name)
+    (tmp_path / closed).chmod(mode)
+    try:
+        found = [each.model for each in models_on_disk(tmp_path / "hub", [str(tmp_path / "own")]).models]
+    finally:
+        (tmp_path / closed).chmod(0o700)
+    assert found[0] == "guide"
+    assert len(found) >= 3
+
+
 def test_a_cache_that_is_not_there_has_the_embedded_model_alone(tmp_path: Path) -> None:
     assert [each.model for each in models_on_disk(tmp_path / "none", []).models] == ["guide"]
     assert hub_cache({"HF_HOME": "/x"}) == Path("/x/hub")
+    assert hub_cache({"HF_HOME": "~nobody-of-that-name"}) == Path("~nobody-of-that-name/hub")
     assert hub_cache({"HF_HUB_CACHE": "/y", "HF_HOME": "/x"}) == Path("/y")
 
 
@@ -238,6 +259,16 @@ def test_words_narrow_the_list_also_to_what_does_not_fit() -> None:
 def test_a_folder_that_is_typed_is_offered(tmp_path: Path) -> None:
     (row,) = rows(str(tmp_path), DISK, OFFERS, estimated("org/a"), ())
     assert (row.section, row.home) == ("typed", "folder")
+
+
+@pytest.mark.parametrize("name", ["~m", "~nobody-of-that-name/x", "a" * 300, f"org/{'a' * 300}", f"/{'a' * 300}/x"])
+def test_a_path_that_can_be_none_is_no_folder(tmp_path: Path, name: str) -> None:
+    assert not is_folder(name)
+    assert lasting(name) == name
+    assert must_be_downloaded(name, tmp_path) == is_id(name) == name.startswith("org/")
+    assert [(row.section, row.home) for row in rows(name, DISK, OFFERS, estimated("org/a"), ())] == [("typed", None)]
+    assert [each.model for each in models_on_disk(tmp_path, [name], Path(name)).models] == ["guide"]
+    Folders(tmp_path / "folders.json").remember(name)
 
 
 def test_a_download_is_listed_as_such_wherever_it_was_before() -> None:

@@ -643,6 +643,23 @@ def test_a_number_of_thousands_of_digits_is_refused_and_the_chat_goes_on(data: P
     assert [text for text, _ in prompts(data)] == ["one", "two"]
 
 
+def test_a_path_that_can_be_none_is_refused_and_the_chat_goes_on(data: Path) -> None:
+    paths = ("~nobody-of-that-name/x", "a" * 300)
+    lines = [f"/{command} {path}.md" for command in ("attach", "import", "export") for path in paths]
+    status, _, err = piped("\n".join(["one", *lines, f"/explain {'1' * 5000}", "two", ""]), "fast")
+    assert status == 0
+    assert [re.sub("a{99,}…a{50,}", "a…a", line).partition(":")[0] for line in err.splitlines()] == [
+        "There is no file ~nobody-of-that-name/x.md. Check its path.",
+        "a…a.md can't be read",
+        "~nobody-of-that-name/x.md can't be read",
+        "a…a.md can't be read",
+        "~nobody-of-that-name/x.md can't be written",
+        "a…a.md can't be written",
+        f"There is no turn {'1' * 40}. This chat has 1.",
+    ]
+    assert [text for text, _ in prompts(data)] == ["one", "two"]
+
+
 def test_what_is_attached_is_deleted_with_the_chat_and_comes_back_with_it(data: Path, notes: Path) -> None:
     _, _, err = piped(f"apples\n/attach {notes}\n/delete\npears\n/restore\nand these?\n", "fast")
     assert "). This is a new chat. /restore restores the old one with your unsent prompt.\n" in err

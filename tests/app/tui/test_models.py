@@ -177,6 +177,14 @@ async def test_the_keyboard_types_and_points_without_leaving_the_line(chat: Star
 
 
 @pytest.mark.usefixtures("cache")
+async def test_a_home_that_nobody_has_can_be_typed(chat: Start) -> None:
+    async with chat("guide") as c:
+        p = await picker(c)
+        await p.press("~", "m")
+        await p.until(lambda: p.pointed == "typed:~m", "what was typed")
+
+
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("part", ["#head", "Input", "ModelList"])
 async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_still_there(
     chat: Start, part: str

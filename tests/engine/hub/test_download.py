@@ -43,6 +43,8 @@ def test_guide_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("./nothing", "no folder"),
         ("/no/such/place", "no folder"),
         ("~/surely-not-here", "no folder"),
+        ("~nobody-of-that-name/x", "no folder"),
+        ("a" * 300, "no model"),
         ("a/b/c", "no model"),
         ("gpt2", "no model"),
         ("", "no model"),
@@ -57,6 +59,8 @@ def test_names_that_can_be_nothing(name: str, said: str) -> None:
         download.resolve(name)
     assert said in caught.value.message
     assert caught.value.hint
+    with pytest.raises(ModelNotFoundError):
+        download.resolve_adapter(name)
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
@@ -230,6 +234,7 @@ def test_only_pickles_is_an_error_before_any_download(hub: Hub, client: Client) 
     ("name", "error", "said"),
     [
         ("org/nothing", "ModelNotFoundError", "no such model on Hugging Face"),
+        (f"org/{'a' * 300}", "ModelNotFoundError", "no such model on Hugging Face"),
         ("org/tiny@v9", "ModelNotFoundError", "no revision v9"),
     ],
 )
