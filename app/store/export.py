@@ -66,6 +66,8 @@ VERSION = 1
 MARKDOWN_VERSION = 2
 """Of Markdown; 1 is read as well."""
 T = TypeVar("T")
+LAST_S = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+"""Times of chats are before it: later ones are no date in every time zone."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -209,7 +211,9 @@ def _seconds(moment: str, where: str) -> float:
         raise ShapeError(f"{where}: {moment!r:.40} is no date and time") from None
     if read.tzinfo is None:
         raise ShapeError(f"{where}: {moment!r:.40} has no time zone")
-    return read.timestamp()
+    if not 0 <= (seconds := read.timestamp()) < LAST_S:
+        raise ShapeError(f"{where}: {moment!r:.40} is not from 1970 to 9998")
+    return seconds
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

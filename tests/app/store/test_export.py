@@ -265,6 +265,12 @@ def test_a_file_that_a_person_wrote_by_hand_is_read() -> None:
         (changed("chat", "title_origin", value="god"), "chat.title_origin"),
         (changed("chat", "created", value="yesterday"), "no date and time"),
         (changed("chat", "created", value="2026-01-01T00:00:00"), "no time zone"),
+        (
+            changed("chat", "updated", value="9999-12-31T23:59:59-14:00"),
+            "chat.updated: '9999-12-31T23:59:59-14:00' is not",
+        ),
+        (changed("chat", "created", value="0001-01-01T00:00:00+00:00"), "is not from 1970 to 9998"),
+        (changed("messages", 1, "created", value="1969-12-31T23:59:59+00:00"), "messages[1].created"),
         (changed("chat", "settings", value=[]), "chat.settings: not an object"),
         (changed("chat", value=[]), "chat: not an object"),
         (changed("messages", value={}), "messages: not a list"),
@@ -304,6 +310,7 @@ MARKDOWN = to_markdown(parse(json.dumps(GOOD), now=0))
         ('"version": 2', '"version": 3', "version 1 or 2"),
         ('"version": 2, ', "", "line 1: version"),
         ('"role": "user"', '"role": "cook"', "line 4.role"),
+        ('"updated": "2025', '"updated": "9999', "line 1.updated"),
         ('"role": "user"', '"role": "user", "age": 3', "line 4: unknown field 'age'"),
         ('"role": "user"', '"role": user', "line 4: Expecting value"),
         ("<!-- tokamac-end -->", "<!-- tokamac-song -->\n<!-- tokamac-end -->", "tokamac-song is not known"),
@@ -614,6 +621,9 @@ async def test_export_writes_asks_for_another_name_and_import_opens_it(
         assert await c.ask("and on")
 
 
+NOWHERE = ("~nobody-of-that-name/x", "a" * 300)
+
+
 async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     async with chat("fast") as c:
@@ -624,6 +634,8 @@ async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_pat
             (f"/export {tmp_path}/no/x.md", "can't be written"),
             (f"/import {tmp_path}/none.md", "can't be read"),
             (f"/import {tmp_path}/bad.json", "no conversation"),
+            *((f"/import {name}.md", f"{name[-6:]}.md can't be read") for name in NOWHERE),
+            *((f"/export {name}.md", f"{name[-6:]}.md can't be written") for name in NOWHERE),
             ("/import", "/import chat.md"),
         ):
             await c.send(command)
