@@ -233,9 +233,9 @@ def _check_types(module: nn.Module, expected: Mapping[str, tuple[type | None, bo
     arrays = dict(tree_flatten(module.parameters()))
     for name, owner, floating in _typed(module):
         stem, _, leaf = name.rpartition(".")
-        if leaf in ("scales", "biases") and f"{stem}.weight" in arrays and not floating:
-            if leaf == "biases" or arrays[name].dtype != mx.uint8:
-                raise ValueError(f"{name} holds {_plain(arrays[name])} where packed weights have floating numbers")
+        coded = leaf == "scales" and arrays[name].dtype == mx.uint8
+        if leaf in ("scales", "biases") and f"{stem}.weight" in arrays and not floating and not coded:
+            raise ValueError(f"{name} holds {_plain(arrays[name])} where packed weights have floating numbers")
         if leaf == "weight" and f"{stem}.scales" in arrays and owner not in (None, expected.get(name, (None,))[0]):
             if arrays[name].dtype != mx.uint32:
                 raise ValueError(f"{name} holds {_plain(arrays[name])} where the model has packed weights")

@@ -799,7 +799,9 @@ def test_what_is_shared_counts_once_and_nobody_writes_to_it() -> None:
 
 
 @pytest.mark.parametrize("shared", [None, (30, 15), (15, 30), (0, 15), (15, 0)])
-def test_what_came_since_a_copy_is_taken_back_whatever_was_shared_before_and_since(shared: tuple[int, int] | None) -> None:
+def test_what_came_since_a_copy_is_taken_back_whatever_was_shared_before_and_since(
+    shared: tuple[int, int] | None,
+) -> None:
     cache, alone = Cache(Growing(), Plain(), Plain()), Cache(Growing(), Plain(), Plain())
     attended(cache, *some_kv(40, 0))
     attended(alone, *some_kv(40, 0))
