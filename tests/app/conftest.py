@@ -5,13 +5,13 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from textual.events import Paste
-from textual.pilot import Pilot
+from textual.pilot import Pilot, WaitForScreenTimeout
 from textual.screen import Screen
 
 from tests.scripted_engine import SCRIPTED
@@ -82,7 +82,8 @@ class Chat:
                 f"never: {what or condition}; {self.session.engine.phase} {self.session.engine.problem}"
             )
             await asyncio.sleep(OFTEN_S if waited < SOON_S else SELDOM_S)
-        await self.pilot.pause()
+        with suppress(WaitForScreenTimeout):  # a widget that has gone while it was waited for never answers
+            await self.pilot.pause()
 
     async def opened(self, key: str, kind: type[Shown]) -> Shown:
         """Press the key that opens a screen; return the screen."""
