@@ -612,7 +612,8 @@ def test_a_model_is_downloaded_and_waited_for(hub: Hub, own: dict[str, str]) -> 
     status, out, err = piped("/pull org/tiny\n/pull org/tiny\n/pull tiny\n/pull org/absent\nhi\n", "fast", env=own)
     assert status == 0
     assert "every weight once per token" in out
-    told = [line for line in err.splitlines() if not line.startswith("downloading ")]  # how far it is, where that is slow
+    slowly = "downloading org/tiny: "  # how far it is, where it takes a while
+    told = [line for line in err.splitlines() if not line.startswith(slowly)]
     begun, here, again, no_id, begun_too, absent = told
     assert begun == "Downloading org/tiny. Ctrl-C stops it; the same command resumes it."
     assert here.startswith("org/tiny is downloaded, 80")
