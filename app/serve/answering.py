@@ -6,9 +6,9 @@ sent comments that say so. A client that reads slowly holds its own replies up (
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from tokamac.engine.events import Finished
 
 from .engine import ReplyFeed, ServedEngine
-from .errors import RequestError, unexpected
+from .errors import RequestError, stopping, unexpected
 from .record import Exchange, ServedReply, as_json
 
 LONGEST_BODY = 32 * 2**20
@@ -33,6 +33,9 @@ HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
@@ -98,23 +101,13 @@ class Answering:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Answer, as an ASGI application. The replies end with it, however it ends."""
         self._send = send
-        work = asyncio.ensure_future(self._answered())
-        gone = asyncio.ensure_future(_gone(receive))
-        stopped = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait((work, gone, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-                return
-            await _ended(work)
-            if gone.done():
-                raise ClientLeftError
-            await self._fail(RequestError("the server is being stopped", status=503, code="server_stopping"))
+            try:
+                await while_wanted(self._answered(), receive, self._stopping)
+            except RequestError as error:
+                await self._fail(error)
         except ClientLeftError:
             self._outcome.error = "the client left"
-        finally:
-            for task in (work, gone, stopped):
-                await _ended(task)
 
     async def _answered(self) -> None:
         try:
@@ -200,6 +193,24 @@ class Answering:
                 await self._send(message)
         except (TimeoutError, OSError):
             raise ClientLeftError from None
+
+
+async def while_wanted(work: Coroutine[Any, Any, T], receive: Receive, stop: asyncio.Event) -> T:
+    """Return what ``work`` returns. It is cancelled once nobody waits for it.
+
+    Raises ClientLeftError where the client has left, and RequestError where the server is stopped.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((task, gone, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeftError if gone.done() else stopping()
+    finally:
+        for each in (task, gone, stopped):
+            await _ended(each)
 
 
 async def _gone(receive: Receive) -> None:

@@ -16,8 +16,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .. import units
+from ..backend.protocol import PromptTokens
 from ..sanitise import sanitise_line
-from .answering import Answering, RequestOutcome, Timed, read_body
+from .answering import Answering, ClientLeftError, RequestOutcome, Timed, read_body, while_wanted
 from .anthropic_messages import MessageExchange, anthropic_error, check_counted, count_of
 from .errors import RequestError, unexpected
 from .fields import parsed
@@ -112,7 +113,7 @@ class ServerApp:
             except RequestError as error:
                 outcome.error = error.code
                 made = _refusal(error, as_error)
-            except ClientDisconnect:
+            except (ClientDisconnect, ClientLeftError):
                 outcome.error = "the client left"
                 made = Response(status_code=499)
             except Exception as error:
@@ -149,7 +150,8 @@ class ServerApp:
     async def _reply(self, reading: Reading, as_error: ErrorWriter, request: Request, outcome: RequestOutcome) -> Any:
         body = await self._read(request)
         async with AsyncExitStack() as held:
-            resident = await held.enter_async_context(self._pool.lease(_name(body)))
+            leasing = held.enter_async_context(self._pool.lease(_name(body)))
+            resident = await while_wanted(leasing, request.receive, self.stopping)
             exchange = reading(body, resident.served)
             answering = Answering(resident.engine, exchange, as_error, self.stopping, outcome)
             lease = held.pop_all()
@@ -166,12 +168,15 @@ class ServerApp:
 
     async def _count(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
         body = await self._read(request)
+        told = await while_wanted(self._tokens(body), request.receive, self.stopping)
+        check_counted(told.error)
+        return JSONAnswer(count_of(len(told.tokens)))
+
+    async def _tokens(self, body: Mapping[str, Any]) -> PromptTokens:
         async with self._pool.lease(_name(body)) as resident:
             asked = MessageExchange(body, resident.served, counting=True).request
             (prompt,) = asked.prompts
-            told = await resident.engine.tokens("", prompt, asked.template, continues=asked.continues)  # type: ignore[arg-type]
-        check_counted(told.error)
-        return JSONAnswer(count_of(len(told.tokens)))
+            return await resident.engine.tokens("", prompt, asked.template, continues=asked.continues)  # type: ignore[arg-type]
 
     async def _models(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
         entries = [model_entry(each.served) for each in self._pool.loaded]

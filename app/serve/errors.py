@@ -52,6 +52,11 @@ def unexpected() -> RequestError:
     return RequestError("this should not happen; the server's log says where", status=500, code="internal")
 
 
+def stopping() -> RequestError:
+    """Return the error for a server that is about to end."""
+    return RequestError("the server is being stopped", status=503, code="server_stopping")
+
+
 def of_engine(kind: str, message: str, hint: str) -> RequestError:
     """Return the error for one of the engine's. kind: its class."""
     status, code = KINDS.get(kind, (500, "engine_error"))

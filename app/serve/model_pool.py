@@ -5,17 +5,19 @@
 
 Each model has an engine's process of its own, so a model that leaves gives back all that it held, and one that dies takes no other
 with it. A model that is leased never leaves. While a load waits for a busy one, further requests for that one stand in the same
-line, or two models that have room for one would never take turns.
+line, or two models that have room for one would never take turns. Requests for a model that is on its way wait for the same load,
+which ends when the last of them has left.
 """
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tokamac.engine.hub.cache import list_models, nearest
 from tokamac.engine.options import Sampling, TemplateOptions
@@ -24,7 +26,7 @@ from .. import units
 from ..backend.protocol import Load
 from ..backend.sharing import EngineCard
 from .engine import ServedEngine
-from .errors import RequestError
+from .errors import RequestError, stopping
 from .request import ServedModel
 from .room import InMemory, eviction, shares
 
@@ -95,6 +97,15 @@ class Resident:
         return self.model
 
 
+@dataclass(slots=True)
+class PendingLoad:
+    """A model that waits for its turn to be loaded, or is being loaded. waiting: requests, each of which gets a lease."""
+
+    id: str
+    waiting: int = 0
+    task: "asyncio.Task[Resident]" = field(init=False)
+
+
 class ModelPool:
     """The models of a server. Used in the event loop's thread alone.
 
@@ -122,6 +133,7 @@ class ModelPool:
         self._sampling, self._template = sampling, template
         self._card = card
         self._residents: dict[str, Resident] = {}
+        self._loads: dict[str, PendingLoad] = {}
         self._turn = asyncio.Lock()
         self._uses = itertools.count(1)
         self._budget = offer.load.memory
@@ -148,9 +160,13 @@ class ModelPool:
     async def close(self) -> None:
         """End the processes."""
         self._closing = True
+        for load in self._loads.values():
+            load.task.cancel()
         for each in self._residents.values():
             self._hide(each)
         await asyncio.gather(*(each.engine.close() for each in self._residents.values()))
+        async with self._turn:  # what was being loaded has ended
+            pass
 
     @property
     def default(self) -> ServedModel:
@@ -239,11 +255,45 @@ class ModelPool:
     async def _leased(self, id: str) -> Resident:
         """Return the model of this id with one lease more."""
         resident = self._residents.get(id)
-        if resident is None or resident.leaving or resident.model is None:
+        if resident is not None and resident.model is not None and not resident.leaving:
+            return self._take(resident)
+        if (load := self._loads.get(id)) is None:
+            load = self._loads[id] = PendingLoad(id)
+            load.task = asyncio.ensure_future(self._lease_to_all(load))
+        load.waiting += 1
+        try:
+            await asyncio.wait((load.task,))
+        except asyncio.CancelledError:
+            self._leave(load)
+            raise
+        if load.task.cancelled():
+            raise stopping()
+        return load.task.result()
+
+    async def _lease_to_all(self, load: PendingLoad) -> Resident:
+        """Return a model with a lease for each request that waits for it, loaded in its turn if need be."""
+        try:
             async with self._turn:  # a lock of asyncio lets in who asked first
-                resident = self._residents.get(id) or await self._loaded(id)
-                return self._take(resident)
-        return self._take(resident)
+                resident = self._residents.get(load.id) or await self._loaded(load.id)
+                for _ in range(load.waiting):
+                    self._take(resident)
+                return resident
+        finally:
+            self._forget(load)
+
+    def _leave(self, load: PendingLoad) -> None:
+        """A request waits no more: its lease is given back, and what nobody waits for is not loaded."""
+        load.waiting -= 1
+        if load.task.done():
+            if not load.task.cancelled() and load.task.exception() is None:
+                self._give_back(load.task.result())
+        elif not load.waiting:
+            self._forget(load)  # who asks from here on has it loaded anew
+            load.task.cancel()
+
+    def _forget(self, load: PendingLoad) -> None:
+        if self._loads.get(load.id) is load:
+            del self._loads[load.id]
 
     def _take(self, resident: Resident) -> Resident:
         resident.leases += 1
@@ -271,7 +321,7 @@ class ModelPool:
     async def _loaded(self, id: str) -> Resident:
         """Load a model, once who has to leave for it has left. Raises RequestError, leaving none behind."""
         if self._closing:
-            raise RequestError("the server is being stopped", status=503, code="server_stopping")
+            raise stopping()
         resident = self._admit(id)
         engine = resident.engine
         try:
@@ -285,7 +335,7 @@ class ModelPool:
         except BaseException as error:
             del self._residents[id]
             self._share()
-            await asyncio.shield(engine.close())
+            await _finished(engine.close())
             self._hide(resident)  # the process may have been ended before it took its socket away
             if isinstance(error, RequestError) and not error.param:
                 error.message, error.param = f"{id} can't be loaded: {error.message}", "model"
@@ -387,7 +437,7 @@ class ModelPool:
             self._note(f"{each.id} leaves memory for {wanted}")
             self._hide(each)
             del self._residents[each.id]
-        await asyncio.gather(*(each.engine.close() for each in idle))
+        await _finished(asyncio.gather(*(each.engine.close() for each in idle)))
 
     @staticmethod
     def _hide(resident: Resident) -> None:
@@ -400,3 +450,13 @@ class ModelPool:
         share = shares(taken, self._budget) if len(taken) > 1 else dict.fromkeys(taken, self._offer.load.memory)
         for each in self._residents.values():
             each.engine.limit_memory(share[each.id])
+
+
+async def _finished(work: Awaitable[Any]) -> None:
+    """Wait for the end of ``work``, though this task is cancelled meanwhile: a process has its log and socket until it ends."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise

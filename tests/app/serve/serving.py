@@ -18,6 +18,8 @@ from tokamac.app.serve.request import ServedModel
 from tokamac.app.serve.server import ServerOptions, listen, serve
 
 HOST = "127.0.0.1"
+PATIENCE_S = 180.0
+"""For a model to be loaded, and for an answer: on a busy machine a process takes a minute to begin."""
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Served:
         return f"http://{HOST}:{self.port}"
 
     def connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(HOST, self.port, timeout=60)
+        return http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_S)
 
     def ask(
         self, path: str, body: object = None, *, method: str = "", headers: dict[str, str] | None = None
@@ -100,7 +102,7 @@ def serving(
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_S)
     if failed:
         listening.close()
         raise failed[0]

@@ -1,11 +1,13 @@
 """Models by name: which may be asked for, which are in memory, and who leaves for whom. The arithmetic, and real processes."""
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,13 @@ import pytest
 from tests.app.serve.serving import HOST, Served, serving, user
 from tests.engine.helpers import until
 from tests.tiny import make_tiny
+from tokamac.app.backend.protocol import Load, MemoryUse, ModelInfo, ModelLine
 from tokamac.app.serve import answering, model_pool
+from tokamac.app.serve.app import ServerApp
+from tokamac.app.serve.engine import ServedEngine
+from tokamac.app.serve.model_pool import ModelPool, Offer, Resident
 from tokamac.app.serve.room import Eviction, InMemory, eviction, shares
+from tokamac.app.serve.security import Gate
 
 CHAT = "/v1/chat/completions"
 CONTEXT = 8192
@@ -56,6 +63,168 @@ def test_shares_add_up_to_the_memory() -> None:
     assert shares({"a": 20, "b": 40}, 100) == {"a": 40, "b": 60}
     assert shares({"a": 70, "b": 40}, 100) == {"a": 70, "b": 40}
     assert shares({"a": None, "b": 40}, 100) == {"a": None, "b": None}
+
+
+# Who waits for a load.
+
+
+class WaitingEngine(ServedEngine):
+    """Says that its model is loaded once it may; there is no process."""
+
+    def __init__(self, load: Load, log: Path) -> None:
+        super().__init__(load, log, lambda _: None)
+        self.begun, self.may_load, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def start(self) -> None:
+        self.begun.set()
+
+    async def ready(self) -> None:
+        await self.may_load.wait()
+        self._loaded(ModelInfo(self._load.model), MemoryUse())
+
+    async def weigh(self, names: Sequence[str], context: int) -> tuple[ModelLine, ...]:
+        return ()
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+class Waiting:
+    """A server without sockets that has ``a`` in memory, room for one model, and ``b`` to offer."""
+
+    def __init__(self, log: Path) -> None:
+        self.engines: list[WaitingEngine] = []
+        self.lines: list[str] = []
+        self.pool = ModelPool(Offer(Load("a"), "a", allowed=("b",)), self._made, log, self.lines.append)
+        self.app = ServerApp(self.pool, Gate(None), self.lines.append)
+        self.leave = asyncio.Event()
+        self.leases: list[AbstractAsyncContextManager[Resident]] = []
+
+    def _made(self, load: Load, log: Path, share: Path | None) -> WaitingEngine:
+        self.engines.append(WaitingEngine(load, log))
+        return self.engines[-1]
+
+    async def start(self) -> "Waiting":
+        self.engines[0].may_load.set()
+        await self.pool.start()
+        return self
+
+    async def begun(self, number: int) -> WaitingEngine:
+        """Return the engine of this number, once it loads."""
+        while len(self.engines) <= number:
+            await asyncio.sleep(0)
+        await self.engines[number].begun.wait()
+        return self.engines[number]
+
+    def lease(self, model: str) -> "asyncio.Task[Resident]":
+        """Return a request for a model, which holds it for ever."""
+        self.leases.append(self.pool.lease(model))
+        return asyncio.ensure_future(self.leases[-1].__aenter__())
+
+    async def ask(self, path: str, model: str = "b") -> tuple[int, bytes]:
+        """Return the answer to a client that leaves once it is to."""
+        body = json.dumps(asked(model)).encode()
+        pieces, told = [{"type": "http.request", "body": body, "more_body": False}], list[Any]()
+
+        async def receive() -> Any:
+            if pieces:
+                return pieces.pop()
+            await self.leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        await self.app(scope, receive, send)
+        return told[0]["status"], b"".join(each.get("body", b"") for each in told)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+async def test_who_waits_for_a_model_hears_that_the_server_stops(tmp_path: Path, path: str) -> None:
+    async with asyncio.timeout(60):
+        server = await Waiting(tmp_path / "log").start()
+        asking = asyncio.ensure_future(server.ask(path))
+        engine = await server.begun(1)
+        server.app.stopping.set()
+        status, told = await asking
+        assert (status, b"the server is being stopped" in told) == (503, True)
+        await engine.closed.wait()
+        await server.pool.close()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+async def test_a_model_is_not_loaded_for_a_client_that_left(tmp_path: Path, path: str) -> None:
+    async with asyncio.timeout(60):
+        server = await Waiting(tmp_path / "log").start()
+        asking = asyncio.ensure_future(server.ask(path))
+        engine = await server.begun(1)
+        server.leave.set()
+        assert (await asking)[0] == 499
+        assert "the client left" in server.lines[-1]
+        await engine.closed.wait()
+        again = server.lease("b")  # it has its turn once the other has ended
+        (await server.begun(2)).may_load.set()
+        assert (await again).leases == 1
+        await server.pool.close()
+
+
+async def test_a_client_that_leaves_the_line_makes_no_model_leave(tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        server = await Waiting(tmp_path / "log").start()
+        first = server.lease("b")
+        engine = await server.begun(1)
+        asking = asyncio.ensure_future(server.ask(CHAT, "a"))
+        while "a" not in server.pool._loads:
+            await asyncio.sleep(0)
+        server.leave.set()
+        assert (await asking)[0] == 499
+        engine.may_load.set()
+        assert (await first).id == "b"
+        await server.pool.close()
+        assert len(server.engines) == 2
+
+
+async def test_a_load_goes_on_for_others_when_who_began_it_leaves(tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        server = await Waiting(tmp_path / "log").start()
+        first, second, third = (server.lease("b") for _ in range(3))
+        engine = await server.begun(1)
+        first.cancel()
+        await asyncio.wait((first,))
+        server.pool._loads["b"].task.add_done_callback(lambda _: second.cancel())  # before it knows that it has a lease
+        engine.may_load.set()
+        resident = await third
+        await asyncio.wait((second,))
+        assert first.cancelled()
+        assert second.cancelled()
+        assert not engine.closed.is_set()
+        assert resident.leases == 1
+        await server.pool.close()
+
+
+async def test_a_model_leaves_memory_whole_though_who_wanted_its_room_is_gone(tmp_path: Path) -> None:
+    may_close, closing = asyncio.Event(), asyncio.Event()
+
+    async def close() -> None:
+        closing.set()
+        await may_close.wait()
+
+    async with asyncio.timeout(60):
+        server = await Waiting(tmp_path / "log").start()
+        server.engines[0].close = close  # type: ignore[method-assign]
+        first = server.lease("b")
+        await closing.wait()
+        first.cancel()
+        again = server.lease("a")
+        await asyncio.wait((first,))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert len(server.engines) == 2  # its log and its socket are still those of the one that leaves
+        may_close.set()
+        (await server.begun(2)).may_load.set()
+        assert (await again).id == "a"
+        await server.pool.close()
 
 
 # Real models.
@@ -141,7 +310,8 @@ def test_a_model_in_use_never_leaves(models: dict[str, str], tmp_path: Path, mon
     monkeypatch.setattr(model_pool, "WAIT_S", 0.2)
     monkeypatch.setattr(answering, "WRITE_S", 600.0)  # else a busy machine gives the reader up before all is asked
     with serving(models["a"], tmp_path / "log", memory=ROOM_FOR_ONE, allowed=(models["b"],)) as served:
-        body = {"messages": user("Hi"), "max_tokens": 100_000, "temperature": 0, "stream": True, "logprobs": True}
+        body = {"messages": user("Hi"), "max_tokens": 100_000, "temperature": 0, "stream": True}
+        body |= {"logprobs": True, "top_logprobs": 20}  # more than sockets hold, before the reply ends by itself
         with socket.create_connection((HOST, served.port), 60) as raw:  # reads a little, and then nothing for a while
             data = json.dumps(body).encode()
             raw.sendall(
