@@ -335,8 +335,10 @@ class ModelPool:
         except BaseException as error:
             del self._residents[id]
             self._share()
-            await _finished(engine.close())
-            self._hide(resident)  # the process may have been ended before it took its socket away
+            try:
+                await _finished(engine.close())
+            finally:
+                self._hide(resident)  # the process may have been ended before it took its socket away
             if isinstance(error, RequestError) and not error.param:
                 error.message, error.param = f"{id} can't be loaded: {error.message}", "model"
             raise
