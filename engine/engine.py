@@ -598,9 +598,10 @@ class Engine:
         return self._replies.call(self._runner.memory)
 
     def limit_memory(self, memory: int | None) -> None:
-        """Set the bytes that MLX's arrays of this process may take from the next reply on; None: the system's limit.
+        """Set the bytes that MLX's arrays of this process may take from now on; None: the system's limit.
 
-        For programs that hold several engines: what is loaded stays, and is not checked again. Waits for a reply in progress.
+        For programs that hold several engines: what is loaded stays, and is not checked again. Replies in progress keep to it from
+        the next time that their caches grow.
         """
         self._replies.call(lambda: self._runner.limit_memory(memory))
 
