@@ -510,7 +510,8 @@ async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_ho
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    transports = [each for each in gc.get_objects() if isinstance(each, asyncio.SubprocessTransport)]
+    # By type: torch has objects that warn when their class is asked for.
+    transports = [each for each in gc.get_objects() if issubclass(type(each), asyncio.SubprocessTransport)]
     assert transports
     assert all(each.is_closing() for each in transports)
 
