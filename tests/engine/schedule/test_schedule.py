@@ -557,7 +557,7 @@ def test_many_joins_and_leaves_leave_no_cache_and_no_thread(folder: Path) -> Non
 
         def caches() -> int:
             until(lambda: not engine._replies.schedule.busy and not engine._replies.open)
-            return engine.between(lambda: sum(isinstance(each, Cache) for each in gc.get_objects()))
+            return engine.between(lambda: sum(type(each) is Cache for each in gc.get_objects()))
 
         def some(left_after: int) -> None:
             events = engine.generate_many(PROMPTS, SAMPLED, n=2)
