@@ -489,7 +489,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class LimitMemory:
-    """Let the loaded model take so many bytes from the next reply on: others come or go beside it. None: the system's limit."""
+    """Let the loaded model take so many bytes from now on: others come or go beside it. None: the system's limit."""
 
     memory: int | None
 

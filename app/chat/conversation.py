@@ -23,7 +23,7 @@ from ..store.values import Attachment, ToolResult
 from .attachments import Draft, whole
 
 Ending = Literal["stop", "length", "cancelled", "lost", "failed", "tool_calls"]
-NOT_RUN = "This call was not run."
+NOT_RUN = "This call has no result: it was not run, or did not end."
 """What a model is told of a call that nobody answered."""
 
 

@@ -89,7 +89,8 @@ def call_lines(call: ToolCall) -> list[str]:
         whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         left = len(whole) - LONGEST_SHOWN
         text = reveal(whole[:LONGEST_SHOWN]) + (CUT.format(left) if left > 0 else "")
-        lines += [f"{'  ' if at else f'  {_on_one_line(name)}: '}{line}" for at, line in enumerate(text.split("\n"))]
+        # The bar tells a value's later lines from an argument that they may pretend to be.
+        lines += [f"  {'│ ' if at else f'{_on_one_line(name)}: '}{line}" for at, line in enumerate(text.split("\n"))]
     return lines
 
 

@@ -334,7 +334,11 @@ class Cache(AttendingCache):
         """
         if tokens > self._prefix_tokens:
             at, used = tokens - self._prefix_tokens, self._offset - self._prefix_tokens
-            self._prefix = (*self._prefix, SharedPrefix(self._keys.split(at, used), self._values.split(at, used)))
+            keys, rest_of_keys = self._keys.split(at, used)
+            values, rest_of_values = self._values.split(at, used)
+            mx.eval(keys, rest_of_keys, values, rest_of_values)  # before anything changes: memory may not suffice
+            self._keys.arrays, self._values.arrays = rest_of_keys, rest_of_values
+            self._prefix = (*self._prefix, SharedPrefix(keys, values))
             self._prefix_tokens = tokens
             self._keys.step = self._values.step = SHORT_STEP
             return self._prefix

@@ -318,13 +318,12 @@ class Slots:
         other.arrays = tuple(mx.array(array) for array in self.arrays)
         return other
 
-    def split(self, at: int, used: int) -> Encoded:
-        """Move the first ``at`` slots out, and return them; the rest of the ``used`` ones are the first then. Evaluates."""
+    def split(self, at: int, used: int) -> tuple[Encoded, Encoded]:
+        """Return copies of the first ``at`` slots, and of the rest of the ``used`` ones (() if there is none); lazy."""
         arrays = self.arrays
         front = tuple(mx.contiguous(array[..., :at, :]) for array in arrays)
-        self.arrays = tuple(mx.contiguous(array[..., at:used, :]) for array in arrays) if used > at else ()
-        mx.eval(front, self._arrays)
-        return front
+        rest = tuple(mx.contiguous(array[..., at:used, :]) for array in arrays) if used > at else ()
+        return front, rest
 
     def shrink(self, used: int) -> None:
         """Free all but the first ``used`` slots, where at least half are unused; evaluates."""

@@ -185,7 +185,7 @@ def test_wrong_arguments_are_told_to_the_model(folder: Path) -> None:
 def test_a_call_is_shown_in_full_and_safe() -> None:
     lines = call_lines(ToolCall("run\x1b[2J", '{"a": "x\\ny\\u001b[31m", "b": [1]}'))
     assert len(lines) == 4
-    assert lines[3] == "  b: [1]"
+    assert lines[2:] == ["  │ y�[31m", "  b: [1]"]  # later lines of a value don't pass for another argument
     assert not any("\x1b" in line for line in lines)
     hidden = json.dumps({"a\x9d": "safe\x1b]and all is deleted\x07 \x9dand sent\x9c", "b\x1b[1": ["\x9dforce"]})
     shown = "\n".join(call_lines(ToolCall("run", hidden)))
@@ -785,7 +785,7 @@ def test_a_command_asks_for_a_call_with_all_of_its_arguments(
     tools = AskTools(Toolbox(Settings(), tmp_path, tmp_path / "log"), ["calculate"], ToolSettings(), allow=False)
     call = ToolCall("calculate", json.dumps({"expression": f"{long}\n2\x1b[8m"}), "a")
     tools.answer([call])
-    assert f"call:\ncalculate\n  expression: {long}\n  2�[8m\nallow it?" in capsys.readouterr().err
+    assert f"call:\ncalculate\n  expression: {long}\n  │ 2�[8m\nallow it?" in capsys.readouterr().err
 
 
 class CallingEngine:

@@ -798,6 +798,23 @@ def test_what_is_shared_counts_once_and_nobody_writes_to_it() -> None:
         second.begin_with(first.prefix)
 
 
+def test_a_prefix_that_could_not_be_computed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, alone = Cache(Growing(), codec(8), Plain()), Cache(Growing(), codec(8), Plain())
+    attended(cache, *some_kv(40, 0))
+    attended(alone, *some_kv(40, 0))
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("[metal::malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", no_memory)
+        with pytest.raises(RuntimeError, match="allocate"):
+            cache.share_prefix(15)
+    assert not cache.prefix
+    assert all(mx.array_equal(*arrays) for arrays in zip(held(cache), held(alone), strict=True))
+    assert largest_difference(*(attended(each, *some_kv(3, 2)) for each in (cache, alone))) < 1e-5
+
+
 @pytest.mark.parametrize("shared", [None, (30, 15), (15, 30), (0, 15), (15, 0)])
 def test_what_came_since_a_copy_is_taken_back_whatever_was_shared_before_and_since(
     shared: tuple[int, int] | None,
