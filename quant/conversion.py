@@ -35,7 +35,8 @@ import mlx.core as mx
 
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
-from tokamac.engine.hub.cache import nearest
+from tokamac.engine.hub.names import nearest
+from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.config import context_length
 from tokamac.engine.model.safetensors import find_shards
 from tokamac.engine.perf.config_cost import Packing
@@ -223,18 +224,18 @@ def _convert(
     _check_paths(source, out)
     folder = locate(source)
     target = Path(out) if out is not None else default_target(source, options)
+    adapter = None if options.adapter is None else open_adapter(options.adapter)
     if not dry_run:
-        if (done := _installed(target, folder, options, overwrite=overwrite)) is not None:
+        if (done := _installed(target, folder, options, adapter, overwrite=overwrite)) is not None:
             return replace(done, seconds=time.perf_counter() - started_s)
         check_target(target, folder, overwrite=overwrite)
-    adapter = None if options.adapter is None else open_adapter(options.adapter)
     opened = open_source(folder, adapter=adapter, unchecked=options.unchecked)
     _check_method(opened, options)
     plan = foreseen(opened, options)
     if dry_run:
         return plan
     check_space(target, plan.needed_bytes)
-    with _bounded_memory() as peak, open_work_dir(target, conversion_key(folder, options, opened.adapter)) as work:
+    with _bounded_memory() as peak, open_work_dir(target, conversion_key(folder, options, adapter)) as work:
         packed, quantizer, plan = _prepare(opened, options, work, tell)
         errors = write(plan, packed, quantizer, work, tell)
         outcome = _compared(opened, plan, errors, work.folder, tell) if options.verify else None
@@ -290,14 +291,16 @@ def default_target(source: str | Path, options: Options) -> Path:
     return Path(f"{name}-{suffix}")
 
 
-def _installed(target: Path, folder: Path, options: Options, *, overwrite: bool) -> Conversion | None:
+def _installed(
+    target: Path, folder: Path, options: Options, adapter: Adapter | None, *, overwrite: bool
+) -> Conversion | None:
     """Return what this very conversion came to, where its folder is at ``target`` already; None where it is to be done."""
     # So the same command, repeated after a crash that came once the folder was in its place, is done instead of refused. To replace
     # a finished folder is work that was asked for, unless something is left of the run that made it.
     try:
         if overwrite and not partial_folder(target).exists():
             return None
-        if not target.is_dir() or not is_installed(target, conversion_key(folder, options)):
+        if not target.is_dir() or not is_installed(target, conversion_key(folder, options, adapter)):
             return None
         find_shards(target)
         sizes = read_sizes(target)

@@ -6,7 +6,7 @@
     parent/.out.partial/kept/…         results of earlier stages, each with its checksum in its name
     parent/.out.partial/old            the old folder, until it is removed
 
-    with open_work_dir(target, conversion_key(folder, options)) as work:
+    with open_work_dir(target, conversion_key(folder, options, adapter)) as work:
         …                              measure: work.stage(name, compute)
         write(plan, …, work, …)        tensors: those before work.resumed are there
     # now the folder is at target
@@ -74,7 +74,7 @@ FORMAT = 1
 READ_WHOLE = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 
-def conversion_key(folder: Path, options: Options, adapter: Adapter | None = None) -> str:
+def conversion_key(folder: Path, options: Options, adapter: Adapter | None) -> str:
     """Return 32 hexadecimal digits that tell a conversion of ``folder`` with ``options`` from any other.
 
     Of the source: small files whole; of the weights, headers, sizes and times of change. Of the options: all but ``verify``, which

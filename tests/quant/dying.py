@@ -86,7 +86,7 @@ def _convert(
         resume.SPARE_BYTES = spare_bytes
     resume.check_space(out, plan.output_bytes)
     told.update(seen=[], resumed=0, notes=[])
-    with open_work_dir(out, conversion_key(source, asked)) as place:
+    with open_work_dir(out, conversion_key(source, asked, None)) as place:
         stage = place.stage("stage", measured.encode)
         told.update(resumed=place.resumed, notes=place.notes)
         errors = write(plan, opened, Round(), place, lambda step: told["seen"].append(step.done))

@@ -29,7 +29,7 @@ from tokamac.engine.model.loader import load_model as engine_load
 from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import Conversion, Plan, convert
 from tokamac.quant import plan as plan_module
-from tokamac.quant.conversion import conversion_key, default_target
+from tokamac.quant.conversion import FINISHED, conversion_key, default_target
 from tokamac.quant.options import Options
 from tokamac.quant.shards import lay_out
 from tokamac.quant.source import fresh, open_adapter, open_source
@@ -495,6 +495,19 @@ def test_an_unfinished_conversion_with_another_adapter_is_another(tmp_path: Path
     one, other = (open_adapter(write_peft(tmp_path / f"{seed}", source, seed=seed)) for seed in (1, 2))
     keys = {conversion_key(source, Options(), adapter) for adapter in (one, other, None)}
     assert len(keys) == 3
+
+
+def test_a_finished_conversion_is_another_with_an_adapter_and_the_same_with_the_same(tmp_path: Path) -> None:
+    source, out = write_model(tmp_path / "source"), tmp_path / "out"
+    one, other = (write_peft(tmp_path / f"{seed}", source, seed=seed) for seed in (1, 2))
+    convert(source, out, verify=False)
+    with pytest.raises(ConversionError, match=r"there already|not empty|exists"):
+        convert(source, out, adapter=one, verify=False)
+    convert(source, out, adapter=one, verify=False, overwrite=True)
+    assert FINISHED in convert(source, out, adapter=one, verify=False).notes
+    for adapter in (None, other):
+        with pytest.raises(ConversionError):
+            convert(source, out, adapter=adapter, verify=False)
 
 
 def test_weights_read_anew_have_the_adapter_too(tmp_path: Path) -> None:

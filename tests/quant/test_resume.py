@@ -450,21 +450,21 @@ def test_a_key_tells_what_counts_from_what_does_not(own_source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one")
     options = Options(calibration=text)
-    key = conversion_key(own_source, options)
-    assert conversion_key(own_source, replace(options, verify=False)) == key
-    assert conversion_key(own_source, replace(options, bits=3)) != key
+    key = conversion_key(own_source, options, None)
+    assert conversion_key(own_source, replace(options, verify=False), None) == key
+    assert conversion_key(own_source, replace(options, bits=3), None) != key
     text.write_text("two")
-    assert conversion_key(own_source, options) != key
+    assert conversion_key(own_source, options, None) != key
     text.write_text("one")
     (own_source / ".DS_Store").write_text("seen by a file manager")
-    assert conversion_key(own_source, options) == key
+    assert conversion_key(own_source, options, None) == key
     config = json.loads((own_source / "config.json").read_text())
     (own_source / "config.json").write_text(json.dumps({**config, "rope_theta": 2.0}))
-    assert conversion_key(own_source, options) != key
+    assert conversion_key(own_source, options, None) != key
     (own_source / "config.json").write_text(json.dumps(config))
-    assert conversion_key(own_source, options) == key
+    assert conversion_key(own_source, options, None) == key
     os.utime(own_source / "model.safetensors", ns=(1, 1))
-    assert conversion_key(own_source, options) != key
+    assert conversion_key(own_source, options, None) != key
 
 
 def test_a_tensor_that_is_not_a_number_leaves_nothing_behind(converting, own_source, tmp_path):
