@@ -81,13 +81,13 @@ def given_ids(tokens: object, what: str) -> list[int]:
 
 
 def given_count(value: object, what: str, *, least: int) -> int:
-    """Return a number of tokens as an int. Raises OptionError for what is none, or below ``least``."""
+    """Return the argument called ``what`` as an int. Raises OptionError for what is none, or below ``least``."""
     try:
         count = index(value)
     except TypeError:
-        raise OptionError(f"{what} of {value!r:.60} tokens is not a whole number", "Give an int.") from None
+        raise OptionError(f"{what} is {value!r:.60}, which is not a whole number", "Give an int.") from None
     if count < least:
-        raise OptionError(f"{what} of {count} tokens is too small", f"Use {least} or more.")
+        raise OptionError(f"{what} is {count}, which is too small", f"Use {least} or more.")
     return count
 
 

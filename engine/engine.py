@@ -154,7 +154,7 @@ class Engine:
             memory=limit,
             unchecked=unchecked,
             adapter=adapter,
-            parallel=given_count(parallel, "replies at once", least=1),
+            parallel=given_count(parallel, "parallel", least=1),
             speculation=speculation,
             cpu_exact=cpu_exact,
         )
@@ -306,7 +306,7 @@ class Engine:
         texts, messages or token ids. Stop iterating, or close the iterator, to end all. Raises OptionError.
         """
         given = [given_question(prompt, None) for prompt in prompts]
-        how, told, samples = given_sampling(sampling), given_template(template), given_count(n, "a number", least=1)
+        how, told, samples = given_sampling(sampling), given_template(template), given_count(n, "n", least=1)
 
         def ask(stream: EventStream, prompt: int, sample: int) -> None:
             recorder = Recorder()
@@ -369,7 +369,7 @@ class Engine:
         MemoryLimitError where the rows would not fit the memory.
         """
         ids = given_ids(tokens, "scoring")
-        size = None if chunk is None else given_count(chunk, "a chunk", least=1)
+        size = None if chunk is None else given_count(chunk, "chunk", least=1)
         return self._replies.call(lambda: self._runner.logprobs(ids, size))
 
     def look_again(
@@ -429,8 +429,8 @@ class Engine:
         from .scoring import PerplexityProgress
 
         given = text if isinstance(text, str) else given_ids(text, "perplexity")
-        size = None if window is None else given_count(window, "a window", least=2)
-        step = None if stride is None else given_count(stride, "a stride", least=1)
+        size = None if window is None else given_count(window, "window", least=2)
+        step = None if stride is None else given_count(stride, "stride", least=1)
         steps = self._replies.steps(lambda stopped: self._runner.perplexity(given, size, step, stopped.is_set))
         with closing(steps):
             for at in steps:
@@ -549,7 +549,7 @@ class Engine:
 
     def limits(self, context: int) -> "Limits":
         """Return what this machine allows for decoding at a context of so many tokens. Arithmetic: waits for nothing."""
-        return self._runner.runtime.limits(given_count(context, "a context", least=0))
+        return self._runner.runtime.limits(given_count(context, "context", least=0))
 
     def predict(self, prompt: int, context: int | None = None, *, cached: int = 0, batch: int = 1) -> "Prediction":
         """Return both phases of a reply: reading ``prompt`` tokens, ``cached`` of them there already, and decoding at ``context``.
@@ -557,13 +557,13 @@ class Engine:
         context: tokens in the middle of the reply; None is the prompt's. batch: replies that are decoded together; decode rates
         are of all of them. Ceilings, expected seconds, which side of the ridge. Arithmetic: waits for nothing.
         """
-        tokens, known = given_count(prompt, "a prompt", least=1), given_count(cached, "a cached part", least=0)
+        tokens, known = given_count(prompt, "prompt", least=1), given_count(cached, "cached", least=0)
         if known >= tokens:
             raise OptionError(
                 f"{known} tokens of a prompt of {tokens} can't be cached", "The last is always computed: give fewer."
             )
-        at = tokens if context is None else given_count(context, "a context", least=1)
-        together = given_count(batch, "replies at once", least=1)
+        at = tokens if context is None else given_count(context, "context", least=1)
+        together = given_count(batch, "batch", least=1)
         return self._runner.runtime.predict(tokens, at, known, together)
 
     def measure(self) -> None:

@@ -1,4 +1,4 @@
-"""The one exception tree of the engine.
+"""The one exception tree of the engine, and how MLX's failures become part of it.
 
     TokamacError
     ├── OptionError          an option is out of range, or can't be honoured for this model
@@ -17,16 +17,14 @@
 
 Every error says what failed (``str(error)``) and what to do next (``error.hint``); a traceback shows both.
 
-What MLX raises while it computes, as errors of the engine.
-
-MLX knows one exception for all of it, RuntimeError, so its text is what tells the cases apart (upstream in mlx/backend/metal and
-mlx/backend/cuda: allocator.cpp, eval.cpp, error.h, utils.cpp). On a GPU a step fails at the next time its results are asked for,
-and MLX then forgets the failure: the next step may succeed. C++'s own failed allocations arrive as MemoryError. On a CPU, an
-array of MLX 0.32.4 that the system has no memory for ends the process; nothing here can help that.
+MLX knows one exception for whatever fails while it computes, RuntimeError, so its text is what tells the cases apart (upstream
+in mlx/backend/metal and mlx/backend/cuda: allocator.cpp, eval.cpp, error.h, utils.cpp). On a GPU a step fails at the next time
+its results are asked for, and MLX then forgets the failure: the next step may succeed. C++'s own failed allocations arrive as
+MemoryError. On a CPU, an array of MLX 0.32.4 that the system has no memory for ends the process; nothing here can help that.
 
 What the caches hold after a failed step is not known: arrays are written in place, and one whose step failed may count as
 computed. So nobody goes on from there. The caches are dropped, and what is tried again is computed anew from the last place that
-the prompt cache has (engine/generation.py).
+the prompt cache has (engine/reply.py).
 """
 
 import errno

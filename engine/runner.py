@@ -520,12 +520,18 @@ def _turn(continues: bool) -> Turn:
     return "continued" if continues else "opened"
 
 
+SENSIBLE = 1e9
+"""Above any number that a model suggests; JSON holds others, and Python's infinities."""
+
+
 def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
     """Return what a model's generation_config.json suggests; what it leaves out, or gets wrong, is None."""
 
     def number(name: str) -> float | None:
         value = generation_config.get(name)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        return float(value) if abs(value) < SENSIBLE else None  # NaN is not less, either
 
     greedy = generation_config.get("do_sample") is False
     suggested = Sampling()

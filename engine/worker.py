@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -46,9 +46,13 @@ class _Job:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            self.future.set_result(self._work())
+            found = self._work()
         except BaseException as error:
-            self.future.set_exception(engine_error(error) or error)
+            with contextlib.suppress(InvalidStateError):  # Worker.fail answered already
+                self.future.set_exception(engine_error(error) or error)
+            return
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(found)
 
 
 class Worker:
@@ -64,6 +68,8 @@ class Worker:
         self.turn: Callable[[], bool] = lambda: False
         self.when_idle: Callable[[], float | None] = lambda: None
         self.closed = False
+        self._failure: TokamacError | None = None
+        self._awaited: set[Future[Any]] = set()
         self._at_end = at_end
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle_jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -79,12 +85,14 @@ class Worker:
     def submit(self, work: Callable[[], T], *, idle: bool = False) -> "Future[T]":
         """Queue ``work``; its result or exception arrives in the future. idle: for when there is nothing else to do.
 
-        Raises EngineClosedError after ``close``.
+        Raises EngineClosedError after ``close``, and what ``fail`` was told after that.
         """
         job = _Job(work)
         with self._lock:
             if self.closed:
                 raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+            if self._failure is not None:
+                raise self._failure
             if idle:
                 self._idle_jobs.put(job)
             self._jobs.put(_Job(lambda: None) if idle else job)  # either wakes the thread
@@ -95,24 +103,41 @@ class Worker:
         if self.is_here:
             return work()
         future: Future[T] = self.submit(work, idle=idle)
+        self._awaited.add(future)
         try:
+            if self._failure is not None:  # since it was submitted
+                raise self._failure
             return future.result()
-        except BaseException:
+        except CancelledError:
+            raise self._failure or EngineClosedError(
+                "the engine is closed", "Load it again with Engine.load."
+            ) from None
+        finally:
+            self._awaited.discard(future)
             future.cancel()  # if the caller was interrupted, nobody wants it any more
-            raise
 
-    def leave(self) -> None:
-        """Take no more work; what is queued still runs, and is not waited for. Safe to call again."""
+    def fail(self, error: TokamacError) -> None:
+        """Answer with ``error`` whoever waits, or will ask: the thread may wait for ever for what does not come."""
+        self._failure = error
+        for future in list(self._awaited):
+            if not future.cancel():
+                with contextlib.suppress(InvalidStateError):  # it ended meanwhile
+                    future.set_exception(error)
+
+    def leave(self, last: Callable[[], None] | None = None) -> None:
+        """Take no more work; what is queued still runs, then ``last``, and is not waited for. Safe to call again."""
         with self._lock:
             if not self.closed:
                 self.closed = True
+                if last is not None:
+                    self._jobs.put(_Job(last))
                 self._jobs.put(None)
 
-    def close(self, within_s: float | None = None) -> bool:
-        """Let what is queued finish, then end the thread; return whether it has, ``within_s``. Safe to call again."""
+    def close(self) -> bool:
+        """Let what is queued finish, then end the thread; return whether it has. Safe to call again."""
         self.leave()
         if not self.is_here:
-            self._thread.join(within_s)
+            self._thread.join(None if self._failure is None else STUCK_S)
         return not self._thread.is_alive()
 
     def _idle(self) -> float | None:
@@ -180,7 +205,6 @@ class ReplyScheduler:
         self.schedule = Schedule(self._again)
         self._worker = worker
         worker.turn = self.schedule.turn
-        self._broken = False
         self._ahead = threading.Event()  # ends what is being computed ahead
         self._ahead_lock = threading.Lock()
 
@@ -202,10 +226,8 @@ class ReplyScheduler:
     ) -> Generator[Event, None, None]:
         """Run ``source`` on the MLX thread and yield its events on this one. Closing the generator ends it.
 
-        opened: given the stream before anything is asked of the thread. Raises OptionError on the MLX thread itself.
+        opened: given the stream before anything is asked of the thread. Raises like ``open_reply``.
         """
-        if self._worker.is_here:
-            raise OptionError("a reply can't be read on the engine's own thread", "Ask for it outside of between().")
         stream = EventStream()
         opened(stream)
         try:
@@ -217,14 +239,19 @@ class ReplyScheduler:
     def open_reply(
         self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool = False
     ) -> None:
-        """Have ``source`` run on the MLX thread; its events go to ``stream``, which is open until its end or its last cancel."""
+        """Have ``source`` run on the MLX thread; its events go to ``stream``, which is open until its end or its last cancel.
+
+        Raises OptionError on the MLX thread itself, EngineClosedError, and what ``fail`` was told.
+        """
+        if self._worker.is_here:
+            raise OptionError("a reply can't be read on the engine's own thread", "Ask for it outside of between().")
         seat = Seat(source, stream, background=background)
         self._ahead.set()
         self.open.append(stream)
         stream.when_over = lambda: self._forget(stream)
         try:
             self._worker.submit(lambda: self.schedule.add(seat))
-        except EngineClosedError:
+        except TokamacError:
             self._forget(stream)
             raise
 
@@ -245,7 +272,7 @@ class ReplyScheduler:
                 yield step
         finally:
             stopped.set()
-            with contextlib.suppress(EngineClosedError):
+            with contextlib.suppress(TokamacError):  # it is closed, or has failed
                 self._worker.submit(steps.close)  # on the thread that runs it
 
     def ahead(self, work: Callable[[Callable[[], bool]], None]) -> None:
@@ -262,8 +289,8 @@ class ReplyScheduler:
             stream.cancel()
 
     def fail(self, error: TokamacError) -> None:
-        """End all replies, whose readers get ``error``: the thread may wait for ever for what does not come."""
-        self._broken = True
+        """End all replies and calls, whose callers get ``error``, as do those to come."""
+        self._worker.fail(error)
         self._ahead.set()
         for stream in list(self.open):
             stream.close(error)
@@ -277,11 +304,9 @@ class ReplyScheduler:
             self.schedule.end_all()
             last()
 
-        with contextlib.suppress(EngineClosedError):  # by an earlier call
-            self._worker.submit(ended)
-        self._worker.leave()
+        self._worker.leave(ended)
         self._end_all()  # those that were begun meanwhile
-        if wait and not self._worker.close(STUCK_S if self._broken else None):
+        if wait and not self._worker.close():
             atexit.register(end_without_mlx)
 
     def _end_all(self) -> None:
@@ -290,5 +315,5 @@ class ReplyScheduler:
 
     def _again(self, seat: Seat) -> None:
         self._ahead.set()
-        with contextlib.suppress(EngineClosedError):
+        with contextlib.suppress(TokamacError):  # it is closed, or has failed
             self._worker.submit(lambda: self.schedule.add(seat))

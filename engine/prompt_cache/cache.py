@@ -142,6 +142,7 @@ class PromptCache(MemoryStore):
             if (rest_s := disk.rest_s) > 0:
                 return rest_s
             self._written.clear()
+            self._replaced = None  # what was to take its place may not be there
         if self._replaced is not None:
             disk.remove_shorter(*self._replaced)
             self._replaced = None

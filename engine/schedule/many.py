@@ -72,6 +72,7 @@ class ManyReplies:
             try:
                 self._ask(reply.stream, prompt, sample)
             except TokamacError as error:
+                self._has_read(reply)
                 yield prompt, sample, Failed(error)
                 continue
             self._open.append(reply)
@@ -103,7 +104,7 @@ class ManyReplies:
             yield reply.prompt, reply.sample, event
 
     def _has_read(self, reply: _Open) -> None:
-        """The prompt is in the prompt cache now: its other samples may begin."""
+        """Let the prompt's other samples begin: it is in the prompt cache now, or never will be."""
         if not reply.begun:
             reply.begun = True
             if reply.sample == 0:

@@ -280,6 +280,8 @@ def test_what_is_not_asked_for_comes_from_the_model_then_from_the_defaults() -> 
     resolved = Sampling(temperature=0.1).resolved(recommended)
     assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (0.1, 20, 1.0, 0.0)
     assert recommended_sampling({"do_sample": False, "temperature": 0.9}).temperature == 0.0
+    for nonsense in (float("inf"), float("nan"), -float("inf"), 10**400):
+        assert recommended_sampling({"temperature": nonsense, "top_k": nonsense, "min_p": nonsense}) == Sampling()
 
 
 def test_a_stop_text_alone_is_one_stop() -> None:

@@ -17,9 +17,11 @@ import pytest
 
 from tests.engine.helpers import DEADLINE_S, until, within
 from tokamac.engine import (
+    DeviceError,
     Engine,
     EngineClosedError,
     Event,
+    Failed,
     Finished,
     KVSpec,
     Message,
@@ -29,6 +31,7 @@ from tokamac.engine import (
     Sampling,
     Send,
     TextChunk,
+    TokamacError,
 )
 from tokamac.engine.metrics import Recorder, StepCost
 from tokamac.engine.schedule.stream import HAND_OVER_S, LOOK_AHEAD, EventStream
@@ -161,6 +164,40 @@ def test_a_call_that_nobody_waits_for_any_more_is_not_run() -> None:
     hold.set()
     within(worker.close)
     assert not ran.is_set()
+
+
+def test_a_thread_that_is_stuck_for_good_holds_up_nobody() -> None:
+    worker, stuck, running = Worker("test", at_end=lambda: None), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        running.set()
+        stuck.wait()
+
+    ran: list[str] = []
+    lost: list[TokamacError] = []
+
+    def call(work: Callable[[], None]) -> None:
+        try:
+            worker.call(work)
+        except TokamacError as error:
+            lost.append(error)
+
+    callers = [threading.Thread(target=call, args=(work,)) for work in (hang, lambda: ran.append("later"))]
+    callers[0].start()
+    within(running.wait)
+    callers[1].start()
+    until(lambda: len(worker._awaited) == 2)
+    error = DeviceError("a node is lost", "Start again.")
+    worker.fail(error)
+    for caller in callers:
+        within(caller.join)
+    assert lost == [error, error]
+    with pytest.raises(DeviceError):
+        within(lambda: worker.call(lambda: ran.append("much later")))
+    assert not within(worker.close)
+    stuck.set()
+    until(lambda: not worker._thread.is_alive())  # whose last result goes nowhere
+    assert not ran
 
 
 def test_calls_run_between_two_turns_and_idle_ones_after_the_last() -> None:
@@ -790,6 +827,9 @@ def test_on_the_engines_own_thread_a_call_runs_at_once_and_a_reply_is_refused(ow
     assert within(lambda: own_engine.between(lambda: own_engine.between(lambda: own_engine.memory().active))) > 0
     with pytest.raises(OptionError, match="own thread"):
         within(lambda: own_engine.between(lambda: list(own_engine.generate([5, 6], GREEDY))))
+    found = within(lambda: own_engine.between(lambda: list(own_engine.generate_many([[5, 6]], GREEDY, n=3))))
+    assert [(prompt, sample) for prompt, sample, _ in found] == [(0, 0), (0, 1), (0, 2)]
+    assert all(isinstance(end, Failed) and "own thread" in end.error.message for _, _, end in found)
 
 
 @pytest.mark.usefixtures("one_token_a_batch")

@@ -1,6 +1,7 @@
 """Prompts in memory and on disk: what is taken equals what a cold run computes, and what is wrong there is a miss."""
 
 import datetime
+import errno
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -647,6 +648,30 @@ def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
         cache._disk.wait(20)
     assert cache.trouble is None
     assert opened(bench, tmp_path).known([*LONG, 1], None).tokens == len(LONG)
+
+
+def test_a_longer_end_that_could_not_be_written_leaves_the_shorter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, now = BENCHES["full"], [0.0]
+    cache = bench.cache(Folder(tmp_path), MODEL, clock=lambda: now[0])
+    ask_disk(bench, cache, LONG, [])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Folder, "write", full)
+    longer = [*LONG, *([3] * 40)]
+    lease = cache.acquire(longer, None)
+    with lease:
+        compute(bench.model, lease, longer)
+    cache.flush(20)
+    assert cache.trouble is not None
+    now[0] = AGAIN_S
+    while cache._disk.rest_s == 0:  # tried again, and failed again
+        cache.idle()
+        cache._disk.wait(20)
+    assert lengths(tmp_path) == [188, 256, 256]
 
 
 @pytest.mark.parametrize("loss", ["the file is gone", "it could not be written"])
