@@ -23,7 +23,8 @@ import math
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
@@ -403,15 +404,17 @@ class StepCost:
 class Recorder:
     """The time stamps (seconds, one monotonic clock) and counts of one reply.
 
-    marks: what happened between its tokens, in order. ids: of its tokens. pieces: of the prompt, how many tokens each has, and when
-    it was computed. passes, rows: steps of which it had a row, and the rows of all of them. several: tokens, counted from 1, that
-    came several in a pass, or after a wait for one.
+    marks: what happened between its tokens, in order. ids: of its tokens. others_s: taken by others while the prompt was read.
+    pieces: of the prompt, how many tokens each has, and when it was computed, less what others took until then. passes, rows:
+    steps of which it had a row, and the rows of all of them. several: tokens, counted from 1, that came several in a pass, or
+    after a wait for one.
     """
 
     clock: Clock = time.perf_counter
     accepted_s: float = 0.0
     began_s: float | None = None
     prefill_began_s: float | None = None
+    others_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled: int = 0
@@ -444,13 +447,22 @@ class Recorder:
         """Note that the caches are ready, and the rest of the prompt is about to be computed."""
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
         self.prefilled = 0
+        self.others_s = 0.0
         self.pieces.clear()
         self.prefill_began_s = self.clock()
+
+    def reading(self, events: Generator[T, None, None]) -> Generator[T, None, None]:
+        """Yield what reading the prompt yields: what passes until the next is asked for, others take."""
+        with closing(events):
+            for event in events:
+                left_s = self.clock()
+                yield event
+                self.others_s += self.clock() - left_s
 
     def computed(self, tokens: int) -> None:
         """Note that ``tokens`` of the prompt are in the caches now, those that were there before not counted."""
         if tokens > self.prefilled:
-            self.pieces.append((tokens - self.prefilled, self.clock()))
+            self.pieces.append((tokens - self.prefilled, self.clock() - self.others_s))
         self.prefilled = tokens
 
     def token(self, *, several: bool = False) -> None:
@@ -517,7 +529,8 @@ class Recorder:
         first = times[0] if times else None
         # The first token's step computes the last of the prompt; a reply cancelled before it computed fewer.
         prefill_tokens = self.prompt_tokens - self.cached_tokens if times else self.prefilled
-        prefill_s = None if first is None or self.prefill_began_s is None else first - self.prefill_began_s
+        began_s = self.prefill_began_s
+        prefill_s = None if first is None or began_s is None else first - began_s - self.others_s
         decode_tps = decode_rate(times)
         drafts = self.drafts
         metrics = Metrics(

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from . import kv
 from .errors import FAILURES, ContextError, DeviceError, computing_error
-from .events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
+from .events import Finished, FinishReason, Live, PrefillProgress, Truncated
 from .generation import Generation, PrefillChunker
 from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate, whole_width
 from .options import Sampling
@@ -154,7 +154,7 @@ class ReplyTask:
             self._chunker = self._new_chunker(budget, lease)
             # Nobody waits for what gives way itself.
             lease.coming = () if self._request.background else self._request.ids
-            yield from self._prefill(generation, lease, self._chunker)
+            yield from self._request.recorder.reading(self._prefill(generation, lease, self._chunker))
             lease.coming = ()
             yield from self._decode(generation, lease)
 
@@ -249,7 +249,7 @@ class ReplyTask:
         generated = len(self._request.recorder.token_times)
         return self._budget.peak_with(generated).total if self._budget is not None and generated else None
 
-    def _prefill(self, generation: Generation, lease: CacheLease, chunker: PrefillChunker) -> Iterator[Event | None]:
+    def _prefill(self, generation: Generation, lease: CacheLease, chunker: PrefillChunker) -> ReplyEvents:
         ids, cached = self._request.ids, len(generation.cached_ids)
         yield PrefillProgress(cached, len(ids), cached)
         if self._cancelled():

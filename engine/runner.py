@@ -359,19 +359,19 @@ class Runner:
         cached, total = len(lease.ids), len(request.ids)
         with computing(), lease:
             yield PrefillProgress(cached, total, cached)
-            began = time.perf_counter()
+            began_s, others_s = time.perf_counter(), 0.0
             chunker = PrefillChunker(
                 runtime.chunking, budget.chunk, cached, pace=pace, stage_s=stage_s, stopped=cancelled
             )
             with closing(chunker.compute(generation, request.ids[cached:-1])) as chunks:
                 for whole in chunks:
-                    if not whole:
-                        yield None
-                        continue
-                    yield PrefillProgress(len(generation.cached_ids), total, cached)
-                    if cancelled():
+                    left_s = time.perf_counter()
+                    yield PrefillProgress(len(generation.cached_ids), total, cached) if whole else None
+                    others_s += time.perf_counter() - left_s
+                    if whole and cancelled():
                         break
-            self._store.rates.saw_prefill(len(generation.cached_ids) - cached, time.perf_counter() - began)
+            read_s = time.perf_counter() - began_s - others_s
+            self._store.rates.saw_prefill(len(generation.cached_ids) - cached, read_s)
             if not cancelled():
                 self._store.checkpoint(lease)
 

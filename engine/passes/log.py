@@ -94,7 +94,7 @@ def log_of(recorder: Recorder, cost: PassCost, *, ahead: bool, throttled: Sequen
         pieces.append(PromptPiece(tokens, round((at_s - began_s) * 1e3, 3)))
         began_s = at_s
     times, ids = recorder.token_times, recorder.ids
-    gaps = gaps_ms([began_s, *times])
+    gaps = gaps_ms([began_s + recorder.others_s, *times])
     usual = gap_percentiles(gaps[1:])
     found: tuple[Outlier, ...] = ()
     usual_ms = recorder.usual_ms if recorder.several else None if usual is None else usual.p50

@@ -3,14 +3,14 @@
 import base64
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from tokamac.engine import Engine, Finished, Message, PrefillProgress, Sampling
-from tokamac.engine.metrics import Mark, Recorder
+from tokamac.engine.metrics import Mark, Recorder, StepCost
 from tokamac.engine.passes.cost import PassCost, cost_of
 from tokamac.engine.passes.log import CAUSES, PassLogError, TimedTokens, log_of, pack
 from tokamac.engine.passes.tokens import OTHERS, PromptText, StepToken, StepTokens
@@ -50,6 +50,31 @@ def recorded(*gaps_ms: float, pieces: tuple[tuple[int, float], ...] = ()) -> Rec
         recorder.token_times.append(at)
         recorder.ids.append(1000 + number)
     return recorder
+
+
+def test_what_others_take_while_a_prompt_is_read_is_not_its_own() -> None:
+    now = [0.0]
+    recorder = Recorder(clock=lambda: now[0])
+    recorder.accept()
+    recorder.begin_prefill(100, 0)
+
+    def read() -> Generator[int, None, None]:
+        for done in (64, 99):
+            now[0] += 1
+            recorder.computed(done)
+            yield done
+
+    for _ in recorder.reading(read()):
+        now[0] += 10  # another reply's step
+    now[0] += 0.5
+    recorder.token()
+    recorder.ids.append(7)
+    metrics = recorder.metrics(StepCost(None, None, None, None), kv_bytes=None, peak_memory_bytes=None)
+    assert (metrics.ttft_s, metrics.prefill_s, metrics.prefill_tps) == (22.5, 2.5, 40.0)
+    log = log_of(recorder, COST, ahead=False)
+    assert log is not None
+    assert [piece.ms for piece in log.pieces] == [1000.0, 1000.0]
+    assert log.unpacked().ms == (500.0,)
 
 
 def test_a_log_holds_ids_times_and_what_held_the_tokens_up() -> None:
