@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import expanded, is_dir
-from tokamac.engine.hub.cache import GUIDE, nearest
+from tokamac.engine.hub.names import EMBEDDED, nearest
 from tokamac.engine.options import (
     GROUP_SIZES,
     KV_BITS,
@@ -257,7 +257,7 @@ def check_speculation_flags(parser: argparse.ArgumentParser, options: argparse.N
 
 def speculation_of(options: argparse.Namespace, model: str, default: bool | None = None) -> Speculation | None:
     """Return what guesses tokens for ``model``: by the flags, else by ``default`` or the settings; None is nothing."""
-    known = settings.load(settings.default_path()).settings
+    known = known_settings()
     draft = given_draft(options.draft) if options.draft is not None else known.drafts.get(model)
     on = known.speculation if default is None else default
     if options.speculation is not None or (options.draft is not None and draft):
@@ -267,7 +267,7 @@ def speculation_of(options: argparse.Namespace, model: str, default: bool | None
 
 def given_draft(written: str) -> str:
     """Return the draft model that somebody wrote, a folder in full; "" is none."""
-    return GUIDE if written.strip() == GUIDE else given_adapter(written)
+    return written.strip() if written.strip() in EMBEDDED else given_adapter(written)
 
 
 def replies_at_once(text: str) -> int:
@@ -302,7 +302,7 @@ def parallel_of(options: argparse.Namespace) -> int:
     """Return how many replies are made at once at most: by the flag, else by the settings."""
     if options.parallel is not None:
         return int(options.parallel)
-    return settings.load(settings.default_path()).settings.parallel
+    return known_settings().parallel
 
 
 def memory_limit(options: argparse.Namespace) -> int | None:
@@ -312,7 +312,7 @@ def memory_limit(options: argparse.Namespace) -> int | None:
 
 def limit_of_settings() -> int | None:
     """Return the bytes that MLX's arrays may take by the settings; None is the system's limit."""
-    return settings.load(settings.default_path()).settings.memory_bytes
+    return known_settings().memory_bytes
 
 
 def add_cpu_exact_flag(parser: argparse.ArgumentParser) -> None:
@@ -323,7 +323,7 @@ def add_cpu_exact_flag(parser: argparse.ArgumentParser) -> None:
 
 def is_cpu_exact(options: argparse.Namespace | None = None) -> bool:
     """Return whether a CPU may round nothing, by the flag or the settings."""
-    return getattr(options, "cpu_exact", False) or settings.load(settings.default_path()).settings.cpu_exact
+    return getattr(options, "cpu_exact", False) or known_settings().cpu_exact
 
 
 def add_unchecked_flag(
@@ -352,7 +352,7 @@ def adapter_of(options: argparse.Namespace, model: str) -> str | None:
     """Return what is to be added to ``model``: by the flag, else by the settings; None is nothing."""
     if options.adapter is not None:
         return given_adapter(options.adapter) or None
-    return settings.load(settings.default_path()).settings.adapters.get(model)
+    return known_settings().adapters.get(model)
 
 
 def given_adapter(written: str) -> str:
@@ -555,6 +555,14 @@ def prompt_cache(options: argparse.Namespace) -> PromptCacheSpec | None:
 def any_given(options: argparse.Namespace, names: tuple[str, ...]) -> bool:
     """Whether any of these flags was given."""
     return any(getattr(options, name, None) is not None for name in names)
+
+
+def known_settings() -> settings.Settings:
+    """Return the settings; say on stderr where this moved a damaged file aside."""
+    read = settings.load(settings.default_path())
+    if read.moved:
+        warn(read.warnings)
+    return read.settings
 
 
 def default_model() -> str:

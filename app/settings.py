@@ -159,10 +159,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and in plain sentences what of the file could not be used."""
+    """Settings, and in plain sentences what of the file could not be used. moved: it is gone, so nobody else will find out."""
 
     settings: Settings
     warnings: tuple[str, ...] = ()
+    moved: bool = False
 
 
 def gigabytes_of(nbytes: int | None) -> float | None:
@@ -205,7 +206,7 @@ def load(path: Path) -> LoadedSettings:
     try:
         return read(path)
     except DAMAGED as error:
-        return LoadedSettings(Settings(), (_set_aside(path, error),))
+        return LoadedSettings(Settings(), (_set_aside(path, error),), moved=True)
     except OSError as error:
         return LoadedSettings(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
 

@@ -27,7 +27,7 @@ from tokamac.engine.events import (
     Truncated,
 )
 from tokamac.engine.files import expanded
-from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.passes.tokens import StepTokens
@@ -215,7 +215,7 @@ def _profile(parser: Parser, options: argparse.Namespace) -> Profile:
     if options.profile is None:
         return Profile()
     read = settings.load(settings.default_path())
-    if options.model is not None:  # else the model is looked up, which says them
+    if options.model is not None or read.moved:  # else the model is looked up, which says them
         warn(read.warnings)
     found = given_profile(parser, options.profile, read.settings.profiles)
     if options.model is None:

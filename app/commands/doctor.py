@@ -282,10 +282,10 @@ def _steps() -> Iterator[Finding]:
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "Program": _program,
+    "Settings": _settings,  # before others read them: the first to find the file damaged moves it aside
     "Machine": _machine,
     "Folders": _folders,
     "Terminal": _terminal,
     "Models": _models,
-    "Settings": _settings,
     "Engine": _steps,
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
 
-from .. import INTERRUPTED, settings
+from .. import INTERRUPTED
 from ..backend.protocol import Load
 from ..keep_awake import KeepAwake, program
 from ..options import (
@@ -24,6 +24,7 @@ from ..options import (
     check_speculation_flags,
     default_model,
     is_cpu_exact,
+    known_settings,
     kv_spec,
     memory_limit,
     nodes_of,
@@ -235,7 +236,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         text_every_s=TEXT_EVERY_S,
         nodes=nodes,
     )
-    known = settings.load(settings.default_path()).settings
+    known = known_settings()
 
     def load_of(other: str) -> Load:
         adapter, draft = known.beside(other)

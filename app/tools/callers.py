@@ -11,6 +11,7 @@ from tokamac.engine.events import Message, ToolCall
 from tokamac.engine.options import ToolSpec
 
 from .. import settings
+from ..options import known_settings, warn
 from ..output import note, quote
 from ..store.values import ToolResult
 from .loop import CallAsks, CallRuns, ToolLoop
@@ -83,11 +84,10 @@ class AskTools:
 
     @staticmethod
     def _keep(name: str) -> None:
-        path = settings.default_path()
-        known = settings.load(path).settings
+        known = known_settings()
         allowed = tuple(dict.fromkeys((*known.tools.allowed, name)))
         try:
-            settings.change(path, known, settings.with_allowed(known, allowed))
+            warn(settings.change(settings.default_path(), known, settings.with_allowed(known, allowed)))
         except OSError as error:
             note(f"the settings could not be written: {error.strerror}")
 
@@ -96,7 +96,7 @@ class AskTools:
 def open_tools(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[AskTools]:
     """Yield the tools that the flags name; servers among them are started, and end with this."""
     names = [name.strip() for name in options.tools.split(",") if name.strip()]
-    known = settings.load(settings.default_path()).settings if names else settings.Settings()
+    known = known_settings() if names else settings.Settings()
     if not names:
         if options.allow_tools:
             parser.error("--allow-tools allows the calls of --tools; name some")

@@ -311,6 +311,17 @@ def test_a_damaged_file_is_not_moved_aside_in_silence(path: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["ask", "Hello", "-m", "guide", "--max-tokens", "1"], ["ask", "Hello", "--profile", "none"], ["doctor"]],
+    ids=["ask a model", "ask with a profile", "doctor"],
+)
+def test_nor_by_a_command_that_is_told_its_model(tokamac: Run, path: Path, arguments: list[str]) -> None:
+    path.write_text(DAMAGED)
+    done = tokamac(*arguments)
+    assert " ".join(f"{done.err} {done.out}".split()).count("it is now settings.damaged.toml") == 1
+
+
 def test_nor_by_a_chat_with_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
     file = tmp_path / "settings.toml"
