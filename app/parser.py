@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from tokamac.engine.errors import shortened
-from tokamac.engine.hub.cache import GUIDE, nearest
+from tokamac.engine.hub.names import GUIDE, nearest
 
 from .sanitise import sanitise_line
 

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.hub.cache import nearest
+from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 from .backend.protocol import ShapeError, build

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
-from tokamac.engine.hub.cache import id_of
+from tokamac.engine.hub.names import id_of
 from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.safetensors import find_shards
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from tokamac.engine.errors import EngineClosedError, OptionError, TokamacError, panic_error
 from tokamac.engine.events import Event, Finished, LoadProgress, Message, Price, TextChunk
 from tokamac.engine.files import FLUSH_S, raise_open_files
-from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions
 from tokamac.engine.perf.memory import SOURCES
 
@@ -382,7 +382,6 @@ class Child:
         given = (client, engine, request, events, may_go_on)
         reader = threading.Thread(target=self._reply, args=given, name=f"reply-{request.id}", daemon=True)
         client.began(OpenReply(request, stream, reader, may_go_on))
-        reader.start()
 
     def _reply(
         self,

@@ -44,12 +44,14 @@ class LineProcess(Generic[Line]):
         self._command = command
         self._understand = understand
         self._process: Process | None = None
+        self._is_to_stop = False  # before there was a process to hear it
 
     async def run(self, arguments: Sequence[str], take: Callable[[Line], None]) -> Ended:
         """Start, hand every line to ``take`` as it comes, and return how it ended. Cancelled, it leaves no process behind.
 
         Raises OSError.
         """
+        self._is_to_stop = False
         # A session of its own: Ctrl-C in the terminal is for the chat.
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
@@ -62,6 +64,8 @@ class LineProcess(Generic[Line]):
             start_new_session=True,
         )
         self._process = process = Process(transport, protocol, loop)
+        if self._is_to_stop:
+            process.send_signal(signal.SIGINT)
         assert process.stdout is not None
         assert process.stderr is not None
         errors = asyncio.create_task(_last_line(process.stderr))
@@ -78,9 +82,10 @@ class LineProcess(Generic[Line]):
                 await asyncio.wait_for(process.wait(), REAP_S)
 
     async def interrupt(self, grace_s: float = GRACE_S) -> None:
-        """Ask the process to stop, as Ctrl-C would; end it if it does not."""
+        """Ask the process to stop, as Ctrl-C would, also one that is only about to start; end it if it does not."""
         process = self._process
         if process is None or process.returncode is not None:
+            self._is_to_stop = True
             return
         with suppress(ProcessLookupError):  # it ended on its own meanwhile
             process.send_signal(signal.SIGINT)

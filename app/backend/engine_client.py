@@ -208,14 +208,15 @@ class EngineClient:
         self._lock = threading.Lock()  # held for these three
 
     def began(self, running: OpenReply) -> None:
-        """A reply begins. One that was cancelled already, or of who is leaving, ends at once."""
+        """Have a reply told by its thread. One that was cancelled already, or of who is leaving, ends at once."""
         id = running.request.id
+        self.pulse.start()
         with self._lock:
             self._running[id] = running
             if id in self._cancelled or self._leaving:
                 running.cancel()
             self._cancelled.pop(id, None)
-        self.pulse.start()
+            running.reader.start()  # before others see it, who may wait for its end
 
     def ended(self, reply: int) -> None:
         """A reply is over."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from tokamac.engine.hub.cache import nearest
+from tokamac.engine.hub.names import nearest
 
 Scope = Literal["chat", "message"]
 """Where keys work: everywhere in the chat, or while a message is selected (Tab)."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.files import expanded
-from tokamac.engine.hub.cache import nearest
+from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import KVSpec
 
 from ..backend.chat_server import PORT as SERVE_PORT
@@ -39,7 +39,7 @@ from .models import hub_cache, is_id, lasting, must_be_downloaded, require
 from .preferences import Preferences, chosen, sentences
 from .recording import LEFT, Recording
 from .session import Session
-from .steps import Step
+from .steps import EnginePhase, Step
 
 if TYPE_CHECKING:
     from ..markdown import OpenableLink
@@ -498,6 +498,9 @@ def list_links(view: ChatView, _: str) -> None:
 # Models and settings ------------------------------------------------------------------------------------------------------
 
 
+RELOADING, RELOADING_WITHOUT = "The model is reloading with it.", "The model is reloading without one."
+
+
 def adapter(view: ChatView, written: str) -> None:
     """Load the model with another adapter, or without one, and keep that for this model; or say which it has."""
     load = view.session.engine.load
@@ -507,6 +510,7 @@ def adapter(view: ChatView, written: str) -> None:
         return
     wanted = given_adapter(written) or None
     view.chosen.adapter = load.model, wanted
+    view.tell(RELOADING if wanted else RELOADING_WITHOUT)
     view.load(replace(load, adapter=wanted))
 
 
@@ -527,6 +531,8 @@ def serve(view: ChatView, written: str) -> None:
         raise RefusedError("Write /serve and a port, 1 to 65535, or /serve stop.")
     if any(find_spec(name) is None for name in SERVE_NEEDS):
         raise RefusedError("The server needs starlette and uvicorn. Install them: pip install 'tokamac[serve]'.")
+    if view.session.engine.phase is EnginePhase.UNLOADED:  # there is no process to serve
+        view.perform(view.session.start())
     view.begin_server(port)
 
 
@@ -540,6 +546,7 @@ def draft(view: ChatView, written: str) -> None:
     if wanted is not None and not load.speculation:
         raise RefusedError("Guessing ahead is off. Turn it on under /settings, then add a draft model.")
     view.chosen.draft = load.model, wanted
+    view.tell(RELOADING if wanted else RELOADING_WITHOUT)
     view.load(replace(load, draft=wanted))
 
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, get_args
 
 from tokamac.engine import metrics as rates
 from tokamac.engine.events import Live, PrefillProgress
-from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.metrics import RECENT_GAPS, Metrics, Outlier
 from tokamac.engine.perf.diagnosis import Diagnosis
 

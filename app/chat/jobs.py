@@ -24,8 +24,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tokamac.engine import metrics as rates
 from tokamac.engine.events import Finished, Message, TextChunk
-from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.hub.download import ADVICE
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import Sampling
 
 from .. import INTERRUPTED
@@ -550,10 +550,6 @@ class Downloads:
         match line:
             case PullProgress(done, total):
                 self._measure(model, done, total)
-                if (
-                    self._stage(model) is not DownloadStage.RUNNING
-                ):  # it was asked to stop before there was a process to hear it
-                    self._spawn(self._puller.interrupt())
             case PullRefused(error, hint):
                 self._set(model, problem=_why(error, hint))
             case _:

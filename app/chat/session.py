@@ -25,7 +25,7 @@ from tokamac.engine.events import (
     TextChunk,
     ToolCall,
 )
-from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.perf.diagnosis import Diagnosis
@@ -648,9 +648,8 @@ class Session:
         return self._call_answered(ToolResult(waiting, DENIED, "refused"))
 
     def tool_ended(self, result: ToolResult) -> list[Step]:
-        """Take what came of the call that runs; of another one it is late, and ignored."""
-        running = self.tools.running
-        return self._call_answered(result) if running is not None and running == result.call else []
+        """Take what came of the call that runs; of another one, an equal one too, it is late, and ignored."""
+        return self._call_answered(result) if result.call is self.tools.running else []
 
     def ask_again(self, tool: str) -> None:
         """Take back what the user allowed: calls of ``tool`` ask again in the conversation on screen."""
@@ -835,6 +834,8 @@ class Session:
         self.engine.lost()
         words = f" Its last output: {event.last_line.rstrip('.')}." if event.last_line else ""
         why = f"The engine stopped ({event.why}).{words}"
+        if self.engine.phase in (EnginePhase.UNLOADED, EnginePhase.FAILED):  # it answered a question, with no model
+            return [Notice(why, "warning")]
         ended = self._end("lost") if self.engine.at_work else []
         if self.engine.phase is EnginePhase.TOOLS:
             ended = self._stop_calls()
@@ -977,7 +978,7 @@ class Session:
             shows_guesses=self.tints_guesses,
         )
         begun = self._of(conversation, TurnBegun(replace(turn, reply=partial), again))
-        notices = self._told_once.of(self.engine.info, self._template, messages, settings.tools)
+        notices = self._told_once.of(self.engine.info, settings.template, messages, settings.tools)
         return [begun, Ask(request), *notices]
 
     def _begin(self, running: RunningReply) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tokamac.engine.options import KVSpec, Nodes, Sampling, TemplateOptions
 
 from .. import keep_awake, settings
+from ..backend.shell import working_folder
 from ..keep_awake import KeepAwake
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def begin(options: ChatOptions) -> ChatStart:
     )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()
-    preferences.toolbox = Toolbox(known, Path.cwd(), log.with_stem(f"{log.stem}-mcp"))
+    preferences.toolbox = Toolbox(known, working_folder(), log.with_stem(f"{log.stem}-mcp"))
     preferences.hold(own, session)
     session.idle.after_min, session.keymap = known.unload_after_min, preferences.keymap
     session.tints_guesses = known.tint_guesses

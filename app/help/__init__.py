@@ -48,7 +48,7 @@ def topic(name: str) -> str:
 
 def nearest_topic(word: str, names: list[str]) -> str | None:
     """Return the topic or command that was probably meant; None where none is like it."""
-    from tokamac.engine.hub.cache import nearest
+    from tokamac.engine.hub.names import nearest
 
     return OTHER_NAMES.get(word.lower()) or nearest(word, names)
 

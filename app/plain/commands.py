@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.files import expanded
-from tokamac.engine.hub.cache import nearest
+from tokamac.engine.hub.names import nearest
 
 from .. import units
 from ..backend.shell import ShellCommand, ShellEnding, user_shell, working_folder
@@ -28,7 +28,6 @@ from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
 from ..chat.models import lasting
 from ..chat.recording import LEFT
 from ..chat.steps import EnginePhase
-from ..options import given_adapter, given_draft
 from ..settings_form import GROUPS, THE_MODEL, THIS_CHAT, Field, Form, whole_number
 from ..store.values import Attachment, StoredChat
 from ..verdict import figures_text
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 PlainCommand = Callable[["Repl", str], None]
 MOST_LISTED = 20
-RELOADING = "The model is reloading with it."
 
 # Conversations ------------------------------------------------------------------------------------------------------------
 
@@ -318,22 +316,6 @@ def system(repl: "Repl", text: str) -> None:
     repl.tell("The system prompt applies to this chat from the next message on. /system none removes it.")
 
 
-def adapter(repl: "Repl", written: str) -> None:
-    """Load the model with another adapter, or without one; or print which it has."""
-    if written:
-        repl.tell(
-            "The model is reloading with it." if given_adapter(written) else "The model is reloading without one."
-        )
-    commands.adapter(repl, written)
-
-
-def draft(repl: "Repl", written: str) -> None:
-    """Load the model with another draft model, or without one; or print which it has."""
-    commands.draft(repl, written)
-    if written:
-        repl.tell("The model is reloading with it." if given_draft(written) else "The model is reloading without one.")
-
-
 def thinking(repl: "Repl", text: str) -> None:
     """Print what the chat template is told in this chat, or change it."""
     if repl.session.engine.info is None and not repl.console.typed:
@@ -369,7 +351,7 @@ def settings(repl: "Repl", written: str) -> None:
     scope = next(group.scope for group in form.groups for field in group.fields if field.name == name)
     reloads = scope == THE_MODEL and name != "unload_after_min"
     if reloads:
-        repl.tell(RELOADING)
+        repl.tell(commands.RELOADING)
     elif scope == THIS_CHAT:
         where = (
             "This applies to this chat alone."
@@ -485,8 +467,6 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "choose_model": model,
     "models": processes.models,
     "jobs": background.jobs,
-    "adapter": adapter,
-    "draft": draft,
     "unload": unload,
     "system_prompt": system,
     "settings": settings,

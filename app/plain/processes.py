@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import TextChunk
-from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import KVSpec
 
 from .. import INTERRUPTED, WRONG_USAGE
@@ -379,6 +379,8 @@ def steps(repl: "Repl", written: str) -> None:
         repl.console.aside(f"/steps and a number from 1 to {len(shown):,} explains a step and its likely tokens.")
         return
     number, choice = _numbers(written)
+    if shown.recorded and not 1 <= number <= len(shown):
+        raise RefusedError(f"This reply has {len(shown):,} steps.")
     repl.driver.settle(loaded=True)
     if why := why_not(repl.session, found.reply):
         shown.take(LookedAt(found.key, ended=True, error=why))

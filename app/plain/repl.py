@@ -282,11 +282,13 @@ class Driver:
             while session.engine.replying or session.counting or (session.engine.busy and (loaded or session.queued)):
                 match self._next():
                     case None:
-                        self.perform(self.session.check_cancel())
+                        pass
                     case _Interrupt():
                         self.perform(self.session.stop())
                     case said:
                         self._do(said)
+                if steps := self.session.check_cancel():  # an engine that ignores a stop may still say how it is
+                    self.perform(steps)
                 self._tell_progress()
 
     def settle_counts(self) -> None:
@@ -695,12 +697,10 @@ class Repl:
     def begin_server(self, port: int) -> None:
         """Start the server, with the engine shared."""
         self.driver.share(chat_socket())
-        self.session.serving = True
         self.jobs.serve(port)
 
     def stop_server(self) -> None:
         """Stop it."""
-        self.session.serving = False
         self.jobs.stop_server()
 
     def rekey(self) -> None:
@@ -782,6 +782,7 @@ class Repl:
 
     def _rest(self) -> None:
         """See to what can be done while a line is waited for, on another thread."""
+        self.session.serving = self.server.on
         self.driver.rest()
         self.console.announce(self.jobs.news)
 

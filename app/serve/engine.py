@@ -367,7 +367,7 @@ class ServedEngine:
             known = said.reason != "cancelled" and metrics.total_s is not None
             cost = ReplyCost((metrics.total_s or 0.0) - (metrics.queue_s or 0.0), metrics.kv_bytes) if known else None
             self._forget(opened, id, cost)
-        elif isinstance(said, ToolCall) and opened.one_call:
+        elif isinstance(said, ToolCall) and not said.problem and opened.one_call:
             self._ask(Cancel(id))
         opened.came.put_nowait((number, said))
         if not opened.held and opened.came.qsize() >= BEHIND:

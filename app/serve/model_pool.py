@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.hub.cache import list_models, nearest
+from tokamac.engine.hub.cache import list_models
+from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import Sampling, TemplateOptions
 
 from .. import units

@@ -100,7 +100,7 @@ class ToolLoop:
         if call is None or decision == "deny":
             return None
         if decision != "once":
-            self._allowed_here.add(call.name)
+            (self.allowed if decision == "always" else self._allowed_here).add(call.name)
         self.running = call
         return CallRuns(call)
 

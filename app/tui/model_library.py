@@ -115,8 +115,7 @@ class HubSearch:
 
     async def _search(self, words: str) -> None:
         def take(line: PullLine) -> None:
-            if words != self._words:  # it was asked to stop before there was a process to hear it
-                self._spawn(self._puller.interrupt())
+            if words != self._words:
                 return
             match line:
                 case HubModelLine():

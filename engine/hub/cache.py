@@ -1,4 +1,4 @@
-"""The Hugging Face cache on disk, as other tools share it: what is whole, what there is, removing it, and the names of models.
+"""The Hugging Face cache on disk, as other tools share it: what is whole, what there is, and removing it.
 
 <HF_HUB_CACHE>/models--org--name/refs/main              the commit that a branch stands for
                                  blobs/<sha256>         contents; <sha256>.incomplete while they arrive
@@ -8,7 +8,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,43 +16,19 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DownloadError, ModelError, ModelNotFoundError
 from ..files import TOKENIZER_FILES, expanded, is_dir, read_text
 from ..model.safetensors import find_shards, read_header
+from .names import EMBEDDED, ID, folder_name, id_of, nearest
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
 
-def nearest(written: str, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """Return the name in ``known`` that ``written`` is most like, whatever their case; None where none is like it.
-
-    alike: the least likeness, where 1 is the same.
-    """
-    from difflib import get_close_matches
-
-    names = {name.casefold(): name for name in known}
-    near = get_close_matches(written.casefold(), names, 1, alike)
-    return names[near[0]] if near else None
-
-
-GUIDE = "guide"
-"""The embedded model."""
-_PREFIX = "models--"
 ALIKE = 0.75
 """Ids share much with one another, owners and endings above all, so that the usual likeness would find one for any."""
 
 
-def folder_name(model: str) -> str:
-    """Return what the cache calls the folder of a Hugging Face id: ``models--org--name``."""
-    return _PREFIX + model.replace("/", "--")
-
-
-def id_of(folder: str) -> str | None:
-    """Return the Hugging Face id whose folder in the cache is called so; None for what is no model's."""
-    return folder.removeprefix(_PREFIX).replace("--", "/", 1) if folder.startswith(_PREFIX) else None
-
-
 def meant(model: str, cache: Path) -> str | None:
     """Return the embedded model, one of the catalogue or one in the folder ``cache``; None where none is called nearly so."""
-    names = {GUIDE: GUIDE, **dict(_catalogued()), **dict(_in_cache(cache))}
+    names = {**{each: each for each in EMBEDDED}, **dict(_catalogued()), **dict(_in_cache(cache))}
     near = nearest(model, names, ALIKE)
     return None if near is None or names[near] == model else names[near]
 
@@ -257,20 +233,17 @@ def _config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-_ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
-
-
 def repo_of(model: str) -> Repo:
     """Return the repository that ``model`` names; raise ModelNotFoundError unless it is ``org/name[@revision]``."""
-    match = _ID.fullmatch(model)
+    match = ID.fullmatch(model)
     if match is None or ".." in model or match["id"].endswith((".", "-")):
         raise _no_repository(model)
     return Repo(match["id"], match["revision"] or "main")
 
 
 def _no_repository(model: str) -> ModelNotFoundError:
-    if model == GUIDE:
-        return ModelNotFoundError("guide is the embedded model", "It is always here, and can't be removed.")
+    if model in EMBEDDED:
+        return ModelNotFoundError(f"{model} is an embedded model", "It is always here, and can't be removed.")
     if not model.strip():
         return ModelNotFoundError(
             f"there is no model {model!r}", "Name a folder, a Hugging Face id such as org/name, or guide."

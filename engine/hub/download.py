@@ -38,8 +38,6 @@ from ..model.safetensors import find_shards
 from ..model.stored_heads import MEDUSA_FILE, MTP_FILE
 from ..perf import measurement_store
 from .cache import (
-    _ID,
-    GUIDE,
     ModelOnDisk,
     Repo,
     cache_folder,
@@ -50,13 +48,14 @@ from .cache import (
     whole_adapter,
     whole_snapshot,
 )
+from .names import EMBEDDED, ID
 
 if TYPE_CHECKING:
     from hashlib import _Hash
 
 
 __all__ = [
-    "GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve", "resolve_adapter",
+    "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve", "resolve_adapter",
 ]  # fmt: skip
 
 Progress = Callable[[LoadProgress], None]
@@ -108,7 +107,7 @@ def resolve_adapter(
     if exists(path) or isinstance(adapter, Path) or _is_path(str(adapter)):
         what = "a file, not the folder of an adapter" if exists(path) else "no folder"
         raise ModelNotFoundError(f"{adapter} is {what}", "Name the folder that the adapter was saved to.")
-    if _ID.fullmatch(str(adapter)) is None:
+    if ID.fullmatch(str(adapter)) is None:
         raise ModelNotFoundError(
             f"there is no adapter {str(adapter)!r}", "Name a folder, or a Hugging Face id such as org/name."
         )
@@ -129,15 +128,15 @@ def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled |
 
     The embedded model is as new as the program. Raises like ``resolve``.
     """
-    if model == GUIDE:
-        return _embedded()
+    if model in EMBEDDED:
+        return _embedded(model)
     return download(repo_of(model), progress, cancelled)
 
 
 def _local(model: str | Path) -> Path | None:
     """The folder that ``model`` names; None where it can only be an id."""
-    if model == GUIDE:
-        return _embedded()
+    if isinstance(model, str) and model in EMBEDDED:
+        return _embedded(model)
     if not str(model).strip():
         return None
     path = expanded(model)
@@ -147,16 +146,16 @@ def _local(model: str | Path) -> Path | None:
         raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
     if isinstance(model, Path) or _is_path(model):
         hint = "Check the path, or name a Hugging Face id such as org/name."
-        if path == Path(GUIDE):
-            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
+        if str(path) in EMBEDDED:
+            hint = f"The embedded model is just {path}: no slash, and no Path."
         raise ModelNotFoundError(f"there is no folder {path}", hint)
     return None
 
 
-def _embedded() -> Path:
+def _embedded(name: str) -> Path:
     from tokamac.assets import asset_path
 
-    folder = asset_path("guide", "model")
+    folder = asset_path("guide", EMBEDDED[name])
     if not folder.is_dir():
         raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
     return folder

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError
-from .cache import folder_name
 from .download import is_transport_error, quiet_client
+from .names import folder_name
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

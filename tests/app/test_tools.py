@@ -42,7 +42,16 @@ from tokamac.app.tools.calculate import Clock, evaluate, shown
 from tokamac.app.tools.callers import AskTools
 from tokamac.app.tools.files import AllowedFolders, ListFolder, ReadFile, SearchFiles
 from tokamac.app.tools.mcp import McpConnection, McpTool
-from tokamac.app.tools.tool import LONGEST_RESULT, Tool, ToolError, bounded, call_lines, decision_of, result_of
+from tokamac.app.tools.tool import (
+    LONGEST_RESULT,
+    Decision,
+    Tool,
+    ToolError,
+    bounded,
+    call_lines,
+    decision_of,
+    result_of,
+)
 from tokamac.app.tools.toolbox import Toolbox, UnknownToolError
 from tokamac.app.tui.markdown.turns import ReplyMessage, ToolMessage, UserMessage
 from tokamac.app.tui.screens.tools import ConsentScreen, ToolsScreen
@@ -266,18 +275,19 @@ def test_a_tool_that_is_allowed_in_the_chat_asks_no_more() -> None:
     assert RunTool(CALL) in steps
 
 
-def test_what_is_allowed_in_a_chat_is_not_in_another() -> None:
+@pytest.mark.parametrize(("decision", "then"), [("chat", AskConsent(CALL)), ("always", RunTool(CALL))])
+def test_what_is_allowed_in_a_chat_is_not_in_another_unless_it_always_is(decision: Decision, then: Step) -> None:
     session = ready()
     session.submit("a")
     session.new_chat()
     assert AskConsent(CALL) in finish(session, CALL), "of the chat that goes on in the background"
-    session.consent("a", "chat")
+    session.consent("a", decision)
     session.tool_ended(ToolResult(CALL, "1"))
     assert RunTool(CALL) in finish(session, CALL)
     session.tool_ended(ToolResult(CALL, "1"))
     finish(session, text="Done.")
     session.submit("b")
-    assert AskConsent(CALL) in finish(session, CALL)
+    assert then in finish(session, CALL)
 
 
 def test_a_call_of_a_chat_in_the_background_is_run_whatever_tools_the_open_one_has(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ... import units
 from ...chat import commands, recording
 from ...chat.attachments import Draft, apart, joined
 from ...chat.background import PATH, PriceQuestion
-from ...chat.commands import recording_of
+from ...chat.commands import RefusedError, recording_of
 from ...chat.context import ContextUse
 from ...chat.conversation import Reply
 from ...chat.listing import ChatSearch, ending_text, excerpt
@@ -41,6 +41,7 @@ from ...store.values import StoreError
 from ..widgets.prompt_input import Prompt
 from ..widgets.status import StatusLine
 from ..widgets.transcript import Transcript
+from .writing import still_attaching
 
 if TYPE_CHECKING:
     from ..screens.chat import ChatScreen
@@ -160,8 +161,11 @@ def _switch(
 ) -> tuple[bool, Draft]:
     """Show another chat, whose own settings are ``own``; a reply that runs in the one before goes on if that one is saved.
 
-    Returns whether an unsent prompt stays there, and what could not be saved. leaving: False where nothing is left.
+    Returns whether an unsent prompt stays there, and what could not be saved. leaving: False where nothing is left. Raises
+    RefusedError while something is on its way to the prompt.
     """
+    if leaving and (why := still_attaching(chat)):
+        raise RefusedError(why)
     stays, unsaved = _leave(chat) if leaving else (False, chat.composer.unsent)
     running = chat.session.replying
     goes_on = chat.recording is not None and chat.recording.can_go_on()

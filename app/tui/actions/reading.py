@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.files import exists, expanded
 
+from ...backend.client import Died
 from ...backend.protocol import LookedAt, StopLooking
+from ...backend.shell import ShellError, working_folder
 from ...chat.commands import RefusedError, exported, imported, links_of, recording_of, save_settings
 from ...sanitise import sanitise_line
 from ...store.store import Store
@@ -92,13 +94,13 @@ def steps(chat: "ChatScreen", _: str) -> None:
 
 
 def told_of_steps(chat: "ChatScreen", event: "BackendEvent") -> None:
-    """Hand what the engine tells of a reply's tokens to the screen that shows its steps."""
-    if isinstance(event, LookedAt):
+    """Hand what the engine tells of a reply's tokens, or its death, to the screen that shows the reply's steps."""
+    if isinstance(event, LookedAt | Died):
         from ..screens.steps import StepsScreen
 
         for screen in chat.app.screen_stack:
             if isinstance(screen, StepsScreen):
-                screen.take(event)
+                screen.take(event) if isinstance(event, LookedAt) else screen.lost()
 
 
 def toggle_panel(chat: "ChatScreen", _: str) -> None:
@@ -201,13 +203,15 @@ def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, missing
     try:
         with Store.open(file) as store:
             archive = store.archive(name)
-        path = path or Path.cwd() / free_name(archive.chat.title, Path.cwd()).name
+        if path is None:
+            folder = working_folder()
+            path = folder / free_name(archive.chat.title, folder).name
         check_suffix(path)
         if exists(path):
             chat.app.call_from_thread(_offer_free_name, chat, path)
             return
         export_chat(archive, path)
-    except StoreError as error:
+    except (StoreError, ShellError) as error:
         chat.app.call_from_thread(chat.tell, error.one_line(), "error")
     else:
         text = f"Exported to {sanitise_line(str(path))}. {missing}".strip()

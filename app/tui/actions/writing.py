@@ -47,16 +47,20 @@ def stop(chat: "ChatScreen", _: str) -> None:
         prompt.focus()
 
 
+def is_prompt(chat: "ChatScreen", text: str) -> bool:
+    """Whether what is being written will go to the model, rather than be obeyed here."""
+    if chat.composer.editing is not None:
+        return True
+    return text != "/" and actions.parse(text) is None and shell_command(text) is None
+
+
 def submit(chat: "ChatScreen", draft: Draft) -> None:
     """Send ``draft``, in place of an edited prompt, or run the command in it."""
     prompt, words = chat.query_one(Prompt), Draft(draft.text.strip(), draft.attachments)
     chat.history.forget()
-    if chat.reading:
+    if why := still_attaching(chat):
         prompt.give_back(draft.text, draft.attachments)
-        chat.tell("A file is still being read. Press Enter again in a moment.")
-    elif chat.shell is not None:
-        prompt.give_back(draft.text, draft.attachments)
-        chat.tell(STILL_RUNNING.format(chat.session.keymap.key("stop")))
+        chat.tell(why)
     elif not words.whole:
         chat.tell("Write a message first. Enter sends it.")
     elif chat.composer.editing is not None:
@@ -141,7 +145,11 @@ async def _read(chat: "ChatScreen", path: str) -> None:
         chat.show()
 
 
-STILL_RUNNING = "A shell command is still running. {} ends it."
+def still_attaching(chat: "ChatScreen") -> str:
+    """Return why this chat's prompt is not whole yet: what is on its way belongs to it; "" where nothing is."""
+    if chat.reading:
+        return "A file is still being read. Try again in a moment."
+    return "" if chat.shell is None else f"A shell command is still running. {chat.session.keymap.key('stop')} ends it."
 
 
 def shell(chat: "ChatScreen", text: str) -> None:
@@ -150,7 +158,7 @@ def shell(chat: "ChatScreen", text: str) -> None:
 
     prompt, folder = chat.query_one(Prompt), working_folder()
     if chat.shell is not None:
-        raise RefusedError(STILL_RUNNING.format(chat.session.keymap.key("stop")))
+        raise RefusedError(still_attaching(chat))
     if not text:
         prompt.type("" if prompt.text else "!")
         chat.tell("Write the command after the !, at the start of the prompt: !ls")

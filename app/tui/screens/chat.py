@@ -21,7 +21,7 @@ from textual.widgets import Static
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Live, ToolCall
-from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.names import GUIDE
 
 from ...backend.chat_server import ChatServer, ServerJob
 from ...backend.client import BackendEvent
@@ -876,7 +876,8 @@ class ChatScreen(Screen[None]):
     @on(Prompt.Paused)
     def read_ahead(self, message: Prompt.Paused) -> None:
         """Have the draft read ahead, and save it."""
-        self.perform(self.session.draft_paused(message.draft.text, message.draft.attachments))
+        text, attachments = message.draft.text, message.draft.attachments
+        self.perform(self.session.draft_paused(text if writing.is_prompt(self, text) else "", attachments))
         self._record(lambda recording: recording.drafted(self.composer.unsent.whole))
 
     @on(Prompt.Changed)

@@ -51,7 +51,7 @@ class ConvertScreen(Dialog[str]):
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f4", "leave", "Close", id="convert.leave", show=False),
-        Binding("f6", "stop", "Stop the conversion", id="convert.stop", show=False),
+        Binding("ctrl+k,f6", "stop", "Stop the conversion", id="convert.stop", show=False),
     ]
 
     def __init__(self, source: str, conversions: Conversions[ConversionForm], models_folder: Path) -> None:

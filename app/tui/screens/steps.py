@@ -234,6 +234,11 @@ class StepsScreen(Dialog[Reply]):
         near = at is not None and before <= at + 32 and self._steps.known > before
         self._show() if near or told.prompt is not None or told.ended else self._say()
 
+    def lost(self) -> None:
+        """End what is being computed: the engine's process is gone."""
+        if not self._steps.ended:
+            self.take(LookedAt(self._number, ended=True, error="The engine stopped."))
+
     def action_compute(self) -> None:
         """Cancel the computing, or begin it again."""
         if self._steps.ended:

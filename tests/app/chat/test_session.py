@@ -310,6 +310,13 @@ def test_death_while_idle_restarts(ready: Session) -> None:
     assert kinds(ready.on_event(DIED)) == [Notice, StartEngine, Ask]
 
 
+def test_a_process_without_a_model_that_dies_loads_none(ready: Session) -> None:
+    ready.unload()
+    assert kinds(ready.on_event(DIED)) == [Notice]
+    assert ready.engine.phase is EnginePhase.UNLOADED
+    assert kinds(ready.submit("one")) == [StartEngine, Ask]
+
+
 def test_a_reply_forgives_an_earlier_death(ready: Session) -> None:
     ready.on_event(DIED)
     ready.on_event(LOADED)

@@ -1,7 +1,9 @@
 """``tokamac chat --plain`` while nobody writes, and Ctrl-C whatever is waited for."""
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -68,6 +70,20 @@ def test_never_unless_the_user_says_when(hasty: Callable[..., Terminal]) -> None
     chat.type("\x04")
     assert chat.left() == 0
     assert TOLD.encode() not in chat.shown
+
+
+def test_a_server_that_could_not_start_keeps_no_model_in_memory(hasty: Callable[..., Terminal]) -> None:
+    chat = hasty("fast", "unload_after_min = 1\n")
+    chat.until("you> ")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        chat.type(f"/serve {taken.getsockname()[1]}\n")
+        chat.until("is in use")
+    until(lambda: not children(chat.process.pid))
+    chat.type("hi\n")
+    chat.until(TOLD)
+    assert chat.leave() == 0
 
 
 def titled(data: Path) -> tuple[str, str]:
@@ -439,6 +455,14 @@ def test_a_stop_that_comes_before_the_process_is_not_lost() -> None:
     process = Early([sys.executable, "-c", f"import time; time.sleep({PATIENCE_S})"], text)
     end, told = aside(process, lambda _: None)
     assert (end.status, told) == (INTERRUPTED, 1)
+
+
+async def test_nor_one_that_comes_while_it_is_being_started() -> None:
+    process = LineProcess([sys.executable, "-c", f"import time; time.sleep({PATIENCE_S})"], text)
+    running = asyncio.ensure_future(process.run([], lambda _: None))
+    await asyncio.sleep(0)
+    await process.interrupt()
+    assert (await asyncio.wait_for(running, PATIENCE_S / 2)).status
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")

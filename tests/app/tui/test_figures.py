@@ -3,6 +3,7 @@
 import io
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -186,6 +187,20 @@ async def test_a_reply_is_walked_step_by_step(chat: Start, size: tuple[int, int]
         assert len(strip.render().plain.splitlines()[0]) <= strip.size.width
         await c.pilot.press("escape")
         assert not isinstance(c.app.screen, StepsScreen)
+
+
+async def test_steps_of_an_engine_that_died_end_and_are_computed_again(chat: Start) -> None:
+    async with chat("guide") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        os.kill(c.engine.pid, signal.SIGSTOP)  # it is asked, and does not answer
+        await c.pilot.press("f10")
+        await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
+        c.end_engine()
+        await c.until(lambda: "The engine stopped. C tries again." in shown_steps(c), "the end")
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("c")
+        await c.until(lambda: "likely" in shown_steps(c), "the likely tokens")
 
 
 async def test_the_step_in_sight_is_marked_without_colour(chat: Start) -> None:

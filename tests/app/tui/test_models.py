@@ -35,6 +35,7 @@ from tokamac.app.backend.command_process import (
     decode,
 )
 from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question
+from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.jobs import (
     BITS,
     ConversionForm,
@@ -52,6 +53,7 @@ from tokamac.app.chat.steps import EnginePhase as ChatPhase
 from tokamac.app.tui.actions.model import take_model
 from tokamac.app.tui.screens.convert import ConvertScreen
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
+from tokamac.app.tui.widgets.prompt_input import Prompt
 
 # Ctrl+O: the picker over the chat, with the real commands behind it and a small local hub.
 
@@ -427,6 +429,20 @@ async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_proces
         assert c.session.engine.phase is EnginePhase.UNLOADED
 
 
+async def test_what_is_written_for_the_app_loads_no_model_and_a_prompt_does(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        c.app.chat.do("unload")
+        await c.phase(EnginePhase.UNLOADED)
+        for text in ("/", "/model small", "!ls"):
+            c.prompt.put(Draft(text))
+            c.prompt.post_message(Prompt.Paused(c.prompt.draft))
+            await c.pilot.pause()
+            assert c.session.engine.phase is EnginePhase.UNLOADED
+        c.prompt.put(Draft("What is decode?"))
+        await c.phase(EnginePhase.IDLE)
+
+
 @pytest.mark.usefixtures("cache")
 async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:
     async with chat("fast") as c:
@@ -743,7 +759,7 @@ async def test_stop_interrupts_and_says_that_it_goes_on_from_there(dialog: Open)
         assert "3 of 12 tensors" in d.text("#said")
         assert "25 %" in d.text("#said")
         assert all(box.disabled for box in d.screen.query(Input))
-        await pilot.press("f6")
+        await pilot.press("ctrl+k")
         await d.phase(ConversionPhase.FORM)
         assert "resumes from here" in d.text("#problem")
         await pilot.press("escape")

@@ -327,6 +327,10 @@ async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attach
         await c.send("And?")
         await c.until(lambda: "still running" in c.notices, "the refusal")
         assert (c.prompts, c.prompt.text) == ([], "And?")
+        here = c.app.chat.session.conversation
+        await c.pilot.press("ctrl+n")  # what it writes is for this chat
+        await c.until(lambda: c.notices.count("still running") == 2, "another refusal")
+        assert c.app.chat.session.conversation is here
         await c.pilot.press(key)
         await c.until(lambda: c.app.chat.shell is None, "its end")
         assert c.prompt.attachments[0].text.endswith(f"\n{pid.read_text().strip()}\n[stopped by you]")
