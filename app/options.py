@@ -108,7 +108,7 @@ def alternatives(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; PROMPT stands before --logprobs") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; PROMPT stands before --logprobs") from None
 
 
 _SAMPLING = {
@@ -294,7 +294,7 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1, such as 0.7 or 70%")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, such as 0.7 or 70%")
     return value
 
 

@@ -289,7 +289,7 @@ def _object(text: str) -> Mapping[str, Any]:
             f"it is not JSON ({why})", 'Give an object, such as {"prompt": "Why is the sky blue?"}.'
         ) from error
     if not isinstance(given, dict):
-        raise PromptLineError("it is no JSON object", 'Give one, such as {"prompt": "Why is the sky blue?"}.')
+        raise PromptLineError("it is not a JSON object", 'Give one, such as {"prompt": "Why is the sky blue?"}.')
     return given
 
 
@@ -328,7 +328,7 @@ def _messages(given: Mapping[str, Any], options: EachOptions) -> tuple[Message, 
     if prompt is not None:
         if not isinstance(prompt, str) or not prompt.strip():
             raise PromptLineError(
-                "its prompt is no text" if not isinstance(prompt, str) else "its prompt is empty", "Write one."
+                "its prompt is not a text" if not isinstance(prompt, str) else "its prompt is empty", "Write one."
             )
         messages = [Message("user", prompt)]
     else:
@@ -344,7 +344,7 @@ def _messages(given: Mapping[str, Any], options: EachOptions) -> tuple[Message, 
 def _listed(listed: object) -> list[Message]:
     hint = 'Give a list such as [{"role": "user", "content": "Why?"}].'
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise PromptLineError("its messages are no list of objects", hint)
+        raise PromptLineError("its messages are not a list of objects", hint)
     for each in listed:
         if unknown := [name for name in each if name not in MESSAGE_FIELDS]:
             raise PromptLineError(f"a message has no field {unknown[0]!r:.60}", f"Use {', '.join(MESSAGE_FIELDS)}.")

@@ -124,7 +124,6 @@ THINKING_FIELDS = (
     Field("thinking_budget", "Thinking budget", "tokens; empty: no limit", int, None),
 )
 KEYWORDS = Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ())
-TEMPLATE_FIELDS = (*THINKING_FIELDS, KEYWORDS)
 USUAL_FIELDS = (
     Field("temperature", "Temperature", "0 is greedy; empty: model default", float, None),
     Field("top_p", "Top-p", "1 is off; empty: model default", float, None),

@@ -94,7 +94,7 @@ def given_count(value: object, what: str, *, least: int) -> int:
 def given_bits(value: object) -> KVBits:
     """Return the bits of keys and values. Raises OptionError for what is none."""
     if not isinstance(value, Sequence) or len(value) != 2:
-        raise OptionError(f"KV bits of {value!r:.60} are no two numbers", "Give those of keys and of values: (8, 4).")
+        raise OptionError(f"KV bits of {value!r:.60} are not two numbers", "Give those of keys and of values: (8, 4).")
     spec = KVSpec(key_bits=value[0], value_bits=value[1])
     return spec.key_bits, spec.value_bits
 

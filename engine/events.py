@@ -40,7 +40,7 @@ class ToolCall:
             read = None
         if not isinstance(read, dict):
             raise OptionError(
-                f"the arguments of the call of {self.name!r:.60} are no JSON object",
+                f"the arguments of the call of {self.name!r:.60} are not a JSON object",
                 'Give a text such as {"path": "a"}.',
             )
 

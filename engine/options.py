@@ -56,7 +56,7 @@ def whole(value: Any, what: str) -> int:
 def index(value: Any) -> int:
     """Return an integer of any library as an int; raise TypeError for anything else, bools included."""
     if isinstance(value, bool):
-        raise TypeError("a bool is no number here")
+        raise TypeError("a bool is not a number here")
     return operator.index(value)
 
 
@@ -135,7 +135,7 @@ def _schema(given: object) -> str | None:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         schema, text = None, ""
-    _require(isinstance(schema, Mapping), "the JSON schema is no JSON object", _SCHEMA_HINT)
+    _require(isinstance(schema, Mapping), "the JSON schema is not a JSON object", _SCHEMA_HINT)
     return text
 
 
@@ -534,7 +534,7 @@ class ToolSpec:
         except (TypeError, ValueError, RecursionError):
             schema, text = None, ""
         is_object = isinstance(schema, Mapping) and schema.get("type", "object") == "object"
-        _require(is_object, f"the parameters of {self.name} are no JSON Schema of an object", _SCHEMA_HINT)
+        _require(is_object, f"the parameters of {self.name} are not a JSON Schema of an object", _SCHEMA_HINT)
         _set(self, "parameters", text)
 
     @property

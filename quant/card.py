@@ -15,8 +15,6 @@ from .plan import Plan
 from .provenance import Provenance
 from .report import RECORD, Outcome, by_part, with_error
 
-CARD = "README.md"
-
 HERE = "path/to/this/folder"
 """Stands for the model in commands: where it lies is not known when the card is written."""
 

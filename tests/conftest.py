@@ -2,17 +2,23 @@
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Generator
-from itertools import chain, groupby, zip_longest
+from itertools import chain, count, groupby, zip_longest
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+_MEMORY = Path("/dev/shm")
+"""Where Linux has files in memory: tests write thousands, each through to the disk."""
+if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4e9:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+_TEMPORARY = os.environ.get("PYTEST_DEBUG_TEMPROOT", "/tmp")
 # Before anything imports huggingface_hub or platformdirs: they read these once.
-_HOME = tempfile.TemporaryDirectory(prefix="tokamac-tests-")
+_HOME = tempfile.TemporaryDirectory(prefix="tokamac-tests-", dir=_TEMPORARY)
 for variable, folder in {
     "HF_HOME": "hf",
     "XDG_CACHE_HOME": "cache",
@@ -21,16 +27,17 @@ for variable, folder in {
     "XDG_STATE_HOME": "state",
 }.items():
     os.environ[variable] = str(Path(_HOME.name) / folder)
-_RUNTIME = tempfile.TemporaryDirectory(prefix="t", dir="/tmp")  # short: the path of a Unix socket is bounded
+_RUNTIME = tempfile.TemporaryDirectory(prefix="t", dir=_TEMPORARY)  # short: the path of a Unix socket is bounded
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
+_COUNT = count()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes begin: what they import is compiled once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["MLX_ENABLE_TF32"] = (
     "0"  # MLX reads it once: equivalences and golden values are of float32, not of 10-bit mantissas
 )
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # two tests run at once, and their threads would spin against each other
+# Several tests run at once, and their threads would spin against each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("NO_COLOR", None)
 # How long an example takes says nothing of what is tested, and on a busy machine it takes long.
 hypothesis.settings.register_profile("tokamac", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -43,6 +50,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has what it sta
 LONGEST = (
     "tui/test_snapshots.py", "test_golden.py", "test_download.py", "test_metal.py", "tui/test_app.py", "test_evaluation.py",
     "tui/test_figures.py", "test_conversion.py", "test_usage.py", "tui/test_models.py", "plain/test_commands.py",
+    "test_verify.py", "test_heads.py", "test_draft_model.py", "kv/test_plan.py", "test_cpu_step.py", "test_resume.py",
 )  # fmt: skip
 
 
@@ -120,8 +128,10 @@ def all_worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test stored must not be found by the next, nor an engine that it shares."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", tempfile.mkdtemp(dir=_RUNTIME.name))
-    monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "prompt cache"))
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    own = f"{_RUNTIME.name}/{next(_COUNT)}"
+    Path(own).mkdir(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", own)
+    monkeypatch.setenv("TOKAMAC_CACHE_DIR", f"{own}/prompt cache")
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", f"{own}/data")

@@ -1,9 +1,8 @@
-"""Answers "what if" aside: on the engine's thread while that is free, a step at a time, so that no prompt waits for it long.
+"""Answers "what if" in the engine's process: arithmetic over shapes (perf/what_if.py), put into plain values.
 
-Each kind of question has a thread of its own: the catalogue takes seconds to weigh, and a table is asked for meanwhile. Of the
-questions of one kind that wait, the last alone is answered.
-
-Answers "what if" in the engine's process: arithmetic over shapes (perf/what_if.py), put into plain values.
+On the engine's thread while that is free, a step at a time, so that no prompt waits for it long. Each kind of question has a thread
+of its own: the catalogue takes seconds to weigh, and a table is asked for meanwhile. Of the questions of one kind that wait, the
+last alone is answered.
 """
 
 import queue

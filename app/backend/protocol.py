@@ -60,7 +60,7 @@ def _plain(hint: Any, value: Any, where: str) -> Any:
     if hint is type(None) and value is None:
         return None
     if hint is float and type(value) is float and not math.isfinite(value):
-        raise ShapeError(f"{where}: {value!r} is no number here")  # JSON's 1e999 is Python's infinity
+        raise ShapeError(f"{where}: {value!r} is not a number here")  # JSON's 1e999 is Python's infinity
     if hint in (int, float, str, bool) and type(value) is hint:
         return value
     raise ShapeError(f"{where}: {value!r:.60} is not {getattr(hint, '__name__', hint)}")
@@ -766,4 +766,4 @@ def _decode(line: bytes, kinds: Mapping[str, type]) -> object:
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no number here")
+    raise ValueError(f"{name} is not a number here")

@@ -151,7 +151,7 @@ def connected(path: Path) -> socket.socket:
     try:
         found = path.lstat()
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
-            raise SharingError(f"{path} is no socket of yours", "Start the engine again.")
+            raise SharingError(f"{path} is not a socket of yours", "Start the engine again.")
         made.settimeout(CONNECT_S)
         made.connect(str(path))
         made.settimeout(None)

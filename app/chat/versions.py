@@ -247,7 +247,7 @@ def wanted(text: str) -> int | None:
     if not text:
         return None
     if (count := whole_number(text)) is None:
-        raise NoVariantsError(f"{sanitise_line(text):.40} is no number of versions", "/again 4 writes four at once.")
+        raise NoVariantsError(f"{sanitise_line(text):.40} is not a number of versions", "/again 4 writes four at once.")
     if count == 1:
         return None
     _check(count)

@@ -5,7 +5,6 @@ as in the interfaces that this speaks.
 """
 
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -25,14 +24,14 @@ def parsed(body: bytes) -> Mapping[str, Any]:
             f"the body is not JSON: {why}", "Send a JSON object in UTF-8.", code="invalid_json"
         ) from None
     if not isinstance(given, dict):
-        raise RequestError("the body is no JSON object", 'Send one, such as {"messages": […]}.', code="invalid_json")
+        raise RequestError("the body is not a JSON object", 'Send one, such as {"messages": […]}.', code="invalid_json")
     if _depth(given) > DEEPEST:
         raise RequestError(f"the body is nested more than {DEEPEST} deep", "Flatten it.", code="invalid_json")
     return given
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _depth(value: object) -> int:
@@ -111,15 +110,6 @@ class Fields:
         if value < least or (most is not None and value > most):
             bounds = f"{least} or more" if most is None else f"{least} to {most}"
             raise RequestError(f"{self.name(field)} {value} is out of range", f"Use {bounds}.", param=self.name(field))
-        return value
-
-    def number(self, field: str) -> float | None:
-        """Return a number."""
-        value = self.raw(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.wrong(field, "a number")
         return value
 
     def items(self, field: str) -> list[Any] | None:

@@ -256,7 +256,7 @@ def json_schema(given: Fields, field: str = "schema") -> str:
 
 
 def tool_call(given: Fields, name: str, arguments: str, id: str) -> ToolCall:
-    """Return an assistant's call. Raises RequestError for arguments that are no JSON object."""
+    """Return an assistant's call. Raises RequestError for arguments that are not a JSON object."""
     return checked(given.where, lambda: ToolCall(name, arguments or "{}", id))  # type: ignore[no-any-return]
 
 

@@ -77,7 +77,7 @@ def listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no name"
+        why = error.strerror if isinstance(error, OSError) else "it is not a name"
         raise ListenError(f"--host {host:.80}: {why}", "Give an address of this machine, such as 127.0.0.1.") from error
     listening = socket.socket(family, kind, protocol)
     try:

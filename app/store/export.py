@@ -225,7 +225,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 FORMAT = "tokamac-chat"
@@ -567,9 +567,9 @@ def parse(text: str, *, now: float) -> Archive:
             return from_json(text.lstrip("\ufeff"))
         return from_markdown(text) if is_ours(text) else from_foreign_markdown(text, now)
     except ShapeError as error:
-        raise StoreError(f"This is no conversation that can be imported: {error}", "Nothing was stored.") from error
+        raise StoreError(f"This is not a conversation that can be imported: {error}", "Nothing was stored.") from error
     except ValueError as error:
-        raise StoreError(f"This is no JSON: {error}", "Nothing was stored.") from error
+        raise StoreError(f"This is not JSON: {error}", "Nothing was stored.") from error
 
 
 def read(path: Path, *, now: float) -> Archive:

@@ -164,7 +164,7 @@ class ListFolder:
         """Return the names, one a line, with the sizes of files."""
         path = self._folders.resolve(arguments.get("path", "."))
         if not path.is_dir():
-            raise ToolError(f"{arguments.get('path')!r:.200} is no folder")
+            raise ToolError(f"{arguments.get('path')!r:.200} is not a folder")
         try:
             found = sorted(path.iterdir(), key=lambda each: (not each.is_dir(), each.name.lower()))
         except OSError as error:

@@ -54,7 +54,7 @@ def find_classes(config: Mapping[str, Any]) -> tuple[Callable[..., Any], type[An
     """
     kind = SAME_CLASS.get(config["model_type"], config["model_type"])
     if not re.fullmatch(r"[\w-]+", kind):
-        raise ValueError(f"{kind!r} is no model type")
+        raise ValueError(f"{kind!r} is not a model type")
     import_mlx_lm()
     if kind in own_architectures():
         module = importlib.import_module(PREFIX + kind)

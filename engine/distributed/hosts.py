@@ -97,7 +97,7 @@ def hosts_of(nodes: Nodes) -> NodeHosts:
     except TokamacError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise OptionError(f"{path} is no hostfile: {type(error).__name__}: {error}", _WRITE_ONE) from error
+        raise OptionError(f"{path} is not a hostfile: {type(error).__name__}: {error}", _WRITE_ONE) from error
     return found
 
 
@@ -124,9 +124,9 @@ def _read(given: Any, backend: Backend | None) -> NodeHosts:
 def _host(given: Mapping[str, Any]) -> NodeHost:
     ssh, ips, python = given["ssh"], given.get("ips", []), given.get("python")
     if not isinstance(ssh, str) or not ssh or ssh.startswith("-") or not ssh.isprintable():
-        raise OptionError(f"{ssh!r:.60} is no name of a machine", _WRITE_ONE)
+        raise OptionError(f"{ssh!r:.60} is not the name of a machine", _WRITE_ONE)
     if not isinstance(ips, list) or not all(isinstance(ip, str) for ip in ips):
-        raise OptionError(f"the hostfile's addresses of {ssh} are no list of texts", _WRITE_ONE)
+        raise OptionError(f"the hostfile's addresses of {ssh} are not a list of texts", _WRITE_ONE)
     if python is not None and not isinstance(python, str):
         raise OptionError(f"the hostfile's python of {ssh} is no path", _WRITE_ONE)
     return NodeHost(ssh, tuple(ips), tuple(given.get("rdma", [])), python)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ..files import expanded, is_file, read_text
 
-LM_STUDIO = "LM Studio"
 HOMES = (".lmstudio", ".cache/lm-studio")
 SETTINGS = ("Library/Application Support/LM Studio/settings.json", ".config/LM Studio/settings.json")
 POINTER = ".lmstudio-home-pointer"

@@ -123,7 +123,7 @@ def _parsed(call: Any) -> Parsed:
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError("its arguments are no JSON object")
+        raise ValueError("its arguments are not a JSON object")
     given = call.get("id")
     return call["name"].strip(), arguments, given if isinstance(given, str) else ""
 
@@ -169,7 +169,7 @@ class CallReader:
 def _object(text: str) -> dict[str, Any]:
     value = json.loads(text) if text.strip() else {}
     if not isinstance(value, dict):
-        raise ValueError("its arguments are no JSON object")
+        raise ValueError("its arguments are not a JSON object")
     return value
 
 

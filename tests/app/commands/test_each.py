@@ -81,10 +81,10 @@ def test_json_lines_have_their_own_sampling_over_what_the_flags_say() -> None:
         ("not json", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("9" * 5000, "too many digits"),
-        ("3", "no JSON object"),
+        ("3", "JSON object"),
         ("{}", "neither prompt nor messages"),
         ('{"prompt": "a", "messages": []}', "both"),
-        ('{"prompt": 3}', "its prompt is no text"),
+        ('{"prompt": 3}', "its prompt is not a text"),
         ('{"prompt": "  "}', "its prompt is empty"),
         ('{"prompt": "a", "temp": 1}', "Did you mean temperature?"),
         ('{"prompt": "a", "max_token": 1}', "Did you mean max_tokens?"),
@@ -98,7 +98,7 @@ def test_json_lines_have_their_own_sampling_over_what_the_flags_say() -> None:
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "not a text"),
         ('{"messages": [{"role": "user", "content": "a", "image": 1}]}', "no field 'image'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "none of its messages is the user's"),
-        ('{"messages": "a"}', "no list"),
+        ('{"messages": "a"}', "not a list"),
     ],
 )
 def test_a_line_that_can_not_be_used_says_why_and_stands_alone(line: str, said: str) -> None:

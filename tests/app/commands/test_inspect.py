@@ -112,7 +112,7 @@ def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> No
         (("--context", "100", "--prompt", "101"), "--prompt"),
         (("--plot", "--json"), "--plot"),
         (("--parallel", "0"), "--parallel"),
-        (("--acceptance", "0.7,1.2"), "'1.2' is no share"),
+        (("--acceptance", "0.7,1.2"), "'1.2' is not a share"),
         (("--acceptance", "most"), "such as 0.7 or 70%"),
     ],
 )

@@ -969,7 +969,7 @@ def test_what_versions_say_is_made_safe_and_refusals_are_said() -> None:
     )
     assert not OBEYED.search(out)
     assert not OBEYED.search(err)
-    assert "nine is no number of versions" in err
+    assert "nine is not a number of versions" in err
     assert "2 to 8 versions are written at once, not 9" in err
     assert "order can't be compared" in err
     assert out.count("Version 2 of 2 · seed 2") == 1

@@ -7,7 +7,8 @@ from tokamac.app.store.store import Store
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
     return tmp_path / "data" / "chats" / "chats.db"
 
 

@@ -285,8 +285,8 @@ def test_a_file_that_a_person_wrote_by_hand_is_read() -> None:
         (changed("messages", 1, "attachments", value=[3]), "messages[1].attachments[0]: not an object"),
         (changed("messages", 1, "attachments", value=[{"name": "a"}]), "attachments[0]: no field 'text'"),
         ('{"format": "tokamac-chat", "format": "x"}', "'format' stands twice"),
-        ('{"format": NaN}', "NaN is no number"),
-        ("{", "no JSON"),
+        ('{"format": NaN}', "NaN is not a number"),
+        ("{", "not JSON"),
         ("{}", "format"),
         ("", "no message begins"),
         ("just text", "no message begins"),
@@ -633,7 +633,7 @@ async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_pat
             (f"/export {tmp_path}/x.docx", "names no format"),
             (f"/export {tmp_path}/no/x.md", "can't be written"),
             (f"/import {tmp_path}/none.md", "can't be read"),
-            (f"/import {tmp_path}/bad.json", "no conversation"),
+            (f"/import {tmp_path}/bad.json", "not a conversation"),
             *((f"/import {name}.md", f"{name[-6:]}.md can't be read") for name in NOWHERE),
             *((f"/export {name}.md", f"{name[-6:]}.md can't be written") for name in NOWHERE),
             ("/import", "/import chat.md"),
@@ -665,7 +665,7 @@ def test_calls_and_their_results_come_back_from_every_file() -> None:
     assert "read_file" in page
     assert "a &lt;b&gt;.md" in page
     wrong = to_json(archive).replace('"{\\"path\\": \\"a <b>.md\\"}"', '"[]"')
-    with pytest.raises(StoreError, match="no JSON object"):
+    with pytest.raises(StoreError, match="JSON object"):
         parse(wrong, now=0.0)
 
 

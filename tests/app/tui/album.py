@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "snapshots"
 FAILED = Path(__file__).parents[3] / "build" / "screens"
 """Where pictures are left that are not as before, to be looked at or uploaded."""
 RENEW = os.environ.get("TOKAMAC_SNAPSHOTS") == "renew"
-STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.1, 0.2, 0.5, 8.0
+STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.04, 0.08, 0.5, 8.0
 """How often it is looked, and how long nothing may move until a picture is taken: as it was before, unknown before, or other."""
 SIZES = [(80, 24), (120, 40)]
 THEMES = ["tokamac-dark", "terminal"]

@@ -56,11 +56,11 @@ def test_a_list_of_machines_speaks_by_ring_on_the_ports_of_mlx(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("no JSON", "is no hostfile"),
-        ({"machines": []}, "is no hostfile"),
+        ("no JSON", "is not a hostfile"),
+        ({"machines": []}, "is not a hostfile"),
         (TWO[:1], "names 1 machines"),
         ({"backend": "mpi", "hosts": TWO}, "the backend 'mpi'"),
-        ([{"ssh": "-oProxyCommand=x", "ips": ["1"]}, TWO[1]], "is no name of a machine"),
+        ([{"ssh": "-oProxyCommand=x", "ips": ["1"]}, TWO[1]], "is not the name of a machine"),
         ([{"ssh": "a"}, TWO[1]], "gives a no IP address"),
         ({"backend": "jaccl", "hosts": [{**TWO[0], "rdma": []}, TWO[1]]}, "no RDMA device for each"),
         ({"envs": ["A B=c"], "hosts": TWO}, "sets no variable"),
