@@ -37,7 +37,6 @@ from ..backend.protocol import LookedAt
 from ..guide import offer
 from ..keep_awake import awake
 from ..options import (
-    adapter_of,
     add_adapter_flag,
     add_cpu_exact_flag,
     add_kv_flags,
@@ -55,9 +54,7 @@ from ..options import (
     check_speculation_flags,
     default_model,
     given_profile,
-    is_cpu_exact,
     kv_spec,
-    memory_limit,
     nodes_of,
     over,
     parallel_of,
@@ -236,17 +233,14 @@ def _answer(
     writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
     model = options.model or default_model()
     try:
-        engine = loading.load(
+        engine = loading.load_for(
+            options,
             model,
-            kv=kv,
-            prompt_cache=prompt_cache(options),
-            memory=memory_limit(options),
-            on_interrupt=writer.interrupted,
-            unchecked=options.unchecked,
-            cpu_exact=is_cpu_exact(options),
-            adapter=None if options.sharing is not None else adapter_of(options, model),
+            kv,
+            prompt_cache(options),
             speculation=speculation_of(options, model),
             nodes=options.sharing,
+            on_interrupt=writer.interrupted,
         )
         with engine:
             told, near_to = replace(template, tools=tools.specs), messages[-1].content if model == GUIDE else ""
@@ -279,15 +273,12 @@ def _answer(
 def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
     """Return an engine for several replies at once. Raises TokamacError."""
     model = options.model or default_model()
-    return loading.load(
+    cache = prompt_cache(options) or (PromptCacheSpec(disk=False) if options.n else None)  # the answers share it
+    return loading.load_for(
+        options,
         model,
-        kv=kv,
-        prompt_cache=prompt_cache(options)
-        or (PromptCacheSpec(disk=False) if options.n else None),  # the answers share it
-        memory=memory_limit(options),
-        unchecked=options.unchecked,
-        cpu_exact=is_cpu_exact(options),
-        adapter=None if options.sharing is not None else adapter_of(options, model),
+        kv,
+        cache,
         parallel=parallel_of(options),
         speculation=speculation_of(options, model),
         nodes=options.sharing,

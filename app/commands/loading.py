@@ -107,20 +107,17 @@ def load_for(
     parallel: int = 1,
     speculation: Speculation | None = None,
     nodes: Nodes | None = None,
+    on_interrupt: Callable[[], None] = lambda: None,
 ) -> "Engine":
-    """Return the engine for ``model`` as the command's flags have it. parallel, speculation, nodes: as for ``load``.
-
-    Raises TokamacError.
-    """
-    added, unchecked = None if nodes is not None else adapter_of(options, model), getattr(options, "unchecked", False)
-    limit = memory_limit(options)
+    """Return the engine for ``model`` as the command's flags have it; the others are as for ``load``. Raises TokamacError."""
     return load(
         model,
         kv=kv,
         prompt_cache=prompt_cache,
-        memory=limit,
-        unchecked=unchecked,
-        adapter=added,
+        memory=memory_limit(options),
+        on_interrupt=on_interrupt,
+        unchecked=getattr(options, "unchecked", False),
+        adapter=None if nodes is not None else adapter_of(options, model),
         parallel=parallel,
         speculation=speculation,
         cpu_exact=is_cpu_exact(options),

@@ -31,7 +31,7 @@ from ..chat.steps import EnginePhase
 from ..settings_form import GROUPS, THE_MODEL, THIS_CHAT, Field, Form, whole_number
 from ..store.values import Attachment, StoredChat
 from ..verdict import figures_text
-from . import background, processes
+from . import jobs, processes
 from .console import heard
 
 if TYPE_CHECKING:
@@ -466,7 +466,7 @@ COMMANDS: Mapping[str, PlainCommand] = {
     "scroll_end": end,
     "choose_model": model,
     "models": processes.models,
-    "jobs": background.jobs,
+    "jobs": jobs.jobs,
     "unload": unload,
     "system_prompt": system,
     "settings": settings,

@@ -46,8 +46,8 @@ from ..chat.models import FILE as FOLDERS
 from ..chat.models import Folders, hub_cache, models_on_disk
 from ..settings_form import whole_number
 from ..units import count, short, size
-from .background import WrittenConversion
 from .console import heard
+from .jobs import WrittenConversion
 
 if TYPE_CHECKING:
     from .repl import Repl

@@ -69,9 +69,9 @@ from ..store.values import StoredChat, StoreError
 from ..tools.tool import call_line, call_lines, decision_of
 from ..verdict import figures_text, remark
 from . import processes
-from .background import RESUMES, BackgroundJobs
 from .commands import Outline, last_turn
 from .console import Console, LineComposer, heard, noticed, unbroken
+from .jobs import RESUMES, BackgroundJobs
 from .processes import Rarely
 
 TICK_S = 1.0

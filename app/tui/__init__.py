@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import settings
 from ..chat.external_programs import forget_copied
 from ..chat.start import ChatOptions, begin, open_store
-from .background import BackgroundQuery, guess
+from .terminal_background import BackgroundQuery, guess
 
 if TYPE_CHECKING:
     from .app import TokamacApp

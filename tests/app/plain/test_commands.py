@@ -24,7 +24,8 @@ from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply, Tree
 from tokamac.app.chat.external_programs import FILE, copy_text
 from tokamac.app.chat.recording import LEFT
-from tokamac.app.plain import background, processes
+from tokamac.app.plain import jobs as plain_jobs
+from tokamac.app.plain import processes
 from tokamac.app.plain.commands import LISTED_FIGURES, outline
 from tokamac.app.plain.console import LineComposer
 from tokamac.app.plain.processes import MODEL_FIRST, run_aside, words_of
@@ -300,8 +301,8 @@ print(json.dumps({"event": "pulled", "id": sys.argv[-1], "path": "/there", "byte
 
 
 def test_what_runs_beside_the_chat_is_listed_and_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "models_command", lambda: [sys.executable, "-c", ENDLESS])
-    jobs = background.BackgroundJobs(lambda: None)
+    monkeypatch.setattr(plain_jobs, "models_command", lambda: [sys.executable, "-c", ENDLESS])
+    jobs = plain_jobs.BackgroundJobs(lambda: None)
     jobs.download("org/slow")
     jobs.download("org/quick")
     until(lambda: "34 %" in jobs.lines()[0])

@@ -30,7 +30,6 @@ from tokamac.app.markdown import OpenableLink
 from tokamac.app.settings import Settings, save
 from tokamac.app.settings_form import GROUPS
 from tokamac.app.tui import build
-from tokamac.app.tui.background import QUESTIONS, guess, is_dark_answer
 from tokamac.app.tui.driver import anchored
 from tokamac.app.tui.markdown.parse import Inline, Table
 from tokamac.app.tui.markdown.rows import rows
@@ -38,6 +37,7 @@ from tokamac.app.tui.screens import Tick, fitting
 from tokamac.app.tui.screens.keys import ThemeScreen
 from tokamac.app.tui.screens.links import LinksScreen
 from tokamac.app.tui.screens.settings import WIDE, SettingsScreen, SystemScreen
+from tokamac.app.tui.terminal_background import QUESTIONS, guess, is_dark_answer
 from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL, end_of, readable, text_colours
 from tokamac.app.tui.widgets.status import StatusLine
 from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, with_keys
@@ -668,7 +668,7 @@ def test_without_an_answer_the_environment_tells_then_the_system(tmp_path: Path)
 
 ASKS = """
 import sys
-from tokamac.app.tui.background import BackgroundQuery
+from tokamac.app.tui.terminal_background import BackgroundQuery
 with BackgroundQuery() as query:
     dark = query.is_dark()
 print("dark" if dark else "light", flush=True)
