@@ -213,7 +213,9 @@ class Tokenizer:
         marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
         self._control = ControlTokens(marks | set(hf_tokenizer.all_special_tokens))
         self._breakers: dict[tuple[str, ...], Breakers] = {}
-        self._grammar_tokens: list[GrammarTokens] = []  # made when they are first needed, and shared with ``using``
+        # Made when they are first needed, and shared with what ``using`` returns:
+        self._grammar_tokens: list[GrammarTokens] = []
+        self._call_shapes: list[CallShape | None] = []
         splits = backend is not None and not backend.encode_special_tokens
         self._segments = SegmentEncoder(self._encode_segment, added if splits else ())
         self._arguments = TemplateArguments()
@@ -376,9 +378,14 @@ class Tokenizer:
         )
         return GrammarConstraint(self._grammar_tokens[0], form, begun.content if begun is not None else "")
 
-    @cached_property
+    @property
     def _call_shape(self) -> "CallShape | None":
         """How the model writes a call; None where that is not known."""
+        if not self._call_shapes:
+            self._call_shapes.append(self._find_call_shape())
+        return self._call_shapes[0]
+
+    def _find_call_shape(self) -> "CallShape | None":
         from .grammar import find_shape
 
         if (support := self._tool_support) is None:

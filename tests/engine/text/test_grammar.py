@@ -139,6 +139,20 @@ def test_a_call_is_written_as_the_model_writes_it(tmp_path: Path, family: str) -
         assert not takes(constraint(model, must_call=("move",)), model, call.replace("left", "up"))
 
 
+def test_how_calls_are_written_is_found_out_once_whatever_tools_a_request_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, marks, call = CALLS["qwen"]
+    own = tokenizer(tmp_path, template, marks=marks, thinking=False)
+    found: list[None] = []
+    find = Tokenizer._find_call_shape
+    monkeypatch.setattr(Tokenizer, "_find_call_shape", lambda self: found.append(None) or find(self))
+    for tools in ((MOVE, STOP), (MOVE,)):
+        model = own.using(TemplateOptions(tools=tools))
+        assert takes(constraint(model, must_call=("move",)), model, call)
+    assert len(found) == 1
+
+
 def test_a_call_may_follow_thoughts_and_other_calls(tmp_path: Path) -> None:
     call = CALLS["qwen"][2]
     model = tokenizer(tmp_path, QWEN, marks=ROLES).using(TemplateOptions(tools=(MOVE,)))
