@@ -282,7 +282,7 @@ def test_a_card_that_is_no_card_is_passed_over(folder: Path, tmp_path: Path) -> 
         )
         assert not list(cards())
     (folder / "e.sock").write_text("no socket")
-    with pytest.raises(SharingError, match="no socket of yours"):
+    with pytest.raises(SharingError, match="not a socket of yours"):
         connected(folder / "e.sock")
 
 

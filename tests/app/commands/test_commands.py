@@ -100,7 +100,7 @@ def test_ask_follows_a_schema(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps({"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 3}))
     asked = ("ask", "Hello", "-m", tiny, "--temp", "1", "--seed", "1", "--schema", file)
     assert 2 <= len(json.loads(tokamac(*asked).out)) <= 3
-    for text, why in (("[]", "no JSON object"), ('{"type": "no"}', "can't be followed"), (None, "there is no file")):
+    for text, why in (("[]", "not a JSON object"), ('{"type": "no"}', "can't be followed"), (None, "there is no file")):
         file.unlink() if text is None else file.write_text(text)
         refused = tokamac(*asked)
         assert refused.status in (1, 2)

@@ -315,7 +315,7 @@ def test_a_reply_that_is_cut_is_continued_in_its_form(folder: Path) -> None:
 def test_options_that_contradict_each_other_are_refused(folder: Path) -> None:
     with pytest.raises(OptionError, match="min tokens"):
         Sampling(min_tokens=3, json_schema=PLACE)
-    with pytest.raises(OptionError, match="no JSON object"):
+    with pytest.raises(OptionError, match="not a JSON object"):
         Sampling(json_schema="[1]")
     with Engine.load(folder, prompt_cache=None) as engine:
         told = TemplateOptions(tools=(MOVE,), must_call="move")
