@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -79,13 +79,13 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is loaded, before any weight is read. stored_heads: its own ``heads``, with why some can't be used. costs: notes."""
+    """What is loaded, before any weight is read. heads: of its ``own_heads``, with why some can't be used. costs: notes."""
 
     folder: Path
     draft: FoundDraft | None
     added: Adapter | None
+    own_heads: tuple[StoredHeads, ...]
     heads: tuple[StoredHeads, ...]
-    stored_heads: tuple[StoredHeads, ...]
     costs: tuple[str, ...]
 
 
@@ -131,6 +131,13 @@ class _Guessing:
     shape: ModelShape
 
 
+class _Reasons(NamedTuple):
+    """Why replies are made one after another, and why a CPU computes layer by layer; "" where they are not."""
+
+    alone: str
+    by_layers: str
+
+
 class _Loading:
     """One load: each step takes what those before it made."""
 
@@ -147,9 +154,9 @@ class _Loading:
         planned = self._plan(read)
         guessing = self._load_guessing(found, read, planned)
         alone = self._why_alone(read, planned)
-        piece, why = compute_by_steps(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
+        piece, by_layers = compute_by_steps(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
         planned = replace(planned, chunking=replace(planned.chunking, piece=piece))
-        spec = self._spec(found, read, planned, guessing, (alone, why))
+        spec = self._spec(found, read, planned, guessing, _Reasons(alone, by_layers))
         runtime = self._runtime(read, planned, guessing, spec)
         capacity, machine = planned.kv.capacity(planned.longest), planned.machine
         on_close = ExitStack()
@@ -163,6 +170,9 @@ class _Loading:
             warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
         if isinstance(kernels := machine.pace, Fitted):
             machine.pace = HostLimited(kernels, measure_host(read.loaded.module, lambda: planned.plan.make(None)))
+        more: dict[str, Any] = {} if found.added is None else {"adapter": found.added.digest}
+        if read.rounded:
+            more["rounded"] = rounds_here()
         store = open_cache(
             request.prompt_cache,
             runtime,
@@ -171,8 +181,7 @@ class _Loading:
             dtype=request.dtype,
             unpacked=read.loaded.eager,
             short_factors=planned.short_factors,
-            **({} if found.added is None else {"adapter": found.added.digest}),
-            **({"rounded": rounds_here()} if read.rounded else {}),
+            **more,
         )
         profiler = (
             _profiler(runtime, by_kernels=read.loaded.by_kernels, rounded=read.rounded) if share is None else None
@@ -215,7 +224,7 @@ class _Loading:
         )
         more = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
         guesses = request.speculation is not None and request.speculation.heads
-        heads = tuple(find_heads(folder, read_config(folder))) if guesses else ()
+        own_heads = tuple(find_heads(folder, read_config(folder))) if guesses else ()
 
         def check(of_heads: int) -> tuple[str, ...]:
             # Of another type, weights take other memory than the files say.
@@ -223,8 +232,8 @@ class _Loading:
                 return ()
             return check_both_fit(folder, request.kv, device, request.memory, more=more + of_heads, draft=draft)
 
-        stored_heads, costs = _heads_that_fit(heads if self._share is None else (), check, device)
-        return _Found(folder, draft, added, heads, stored_heads, costs)
+        heads, costs = _heads_that_fit(own_heads if self._share is None else (), check, device)
+        return _Found(folder, draft, added, own_heads, heads, costs)
 
     def _read_weights(self, found: _Found) -> _Read:
         request, device, share = self._request, self._device, self._share
@@ -283,7 +292,7 @@ class _Loading:
                 found.draft, planned.kv, device, chip, budget=self._limit.budget, progress=self._reading
             )
         heads, on_heads = load_heads(
-            found.stored_heads,
+            found.heads,
             read.loaded,
             planned.kv,
             dtype=self._request.dtype,
@@ -298,13 +307,29 @@ class _Loading:
         own = replace(own, weights=both.weights)
         return _Guessing(draft, heads, heads_bytes, (*on_draft, *on_heads), own, both)
 
-    def _spec(
-        self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: tuple[str, str]
-    ) -> ModelSpec:
-        request = self._request
+    def _spec(self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: _Reasons) -> ModelSpec:
+        request, loaded, tokenizer, kv = self._request, read.loaded, read.tokenizer, planned.kv
         wanted = None if request.speculation is None else request.speculation.draft
-        return replace(
-            _spec(self._name, self._device, read, planned),
+        return ModelSpec(
+            name=self._name,
+            path=loaded.folder,
+            device=self._device,
+            architecture=str(loaded.config.get("model_type")),
+            layers=len(loaded.module.layers),
+            parameters=loaded.stored.parameters,
+            weight_bytes=loaded.stored.weight_bytes,
+            bits_per_weight=loaded.stored.bits_per_weight,
+            context_length=planned.longest,
+            capacity=kv.capacity(planned.longest),
+            rolls=kv.rolls,
+            vocabulary_size=text_config(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
+            thinks=tokenizer.thinking is not None,
+            recommended=recommended_sampling(generation_config(loaded.folder)),
+            advice=advice(),
+            doubts=loaded.doubts,
+            thinking_modes=tokenizer.thinking_modes,
+            takes_tools=tokenizer.takes_tools,
+            template_names=tokenizer.template_names,
             notes=self._notes(found, read, planned, guessing, why),
             memory_notes=found.costs,
             adapter=None if request.adapter is None else str(request.adapter),
@@ -317,20 +342,23 @@ class _Loading:
         )
 
     def _notes(
-        self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: tuple[str, str]
+        self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: _Reasons
     ) -> tuple[str, ...]:
-        """Return what the user should know of it. why: replies are made one after another; layers are computed one by one."""
-        alone, by_layers = why
+        """Return what the user should know of it."""
         share, config = self._share, read.loaded.config
         capacity = planned.kv.capacity(planned.longest)
         return (
             *(() if share is None else (share.note,)),
-            *(("its heads for further tokens are not used: several nodes hold it",) if share and found.heads else ()),
+            *(
+                ("its heads for further tokens are not used: several nodes hold it",)
+                if share and found.own_heads
+                else ()
+            ),
             *(("text only: what this model could see or hear is left out",) if leaves_out_senses(config) else ()),
             *(() if found.added is None else (found.added.note(read.changes),)),
             *guessing.notes,
-            *((f"replies are made one after another: {alone}",) if alone else ()),
-            *((LAYER_BY_LAYER.format(by_layers),) if by_layers else ()),
+            *((f"replies are made one after another: {why.alone}",) if why.alone else ()),
+            *((LAYER_BY_LAYER.format(why.by_layers),) if why.by_layers else ()),
             *_rotation_notes(config, short=planned.short_factors),
             *_position_notes(planned.kv, planned.positions),
             *planned.plan.notes,
@@ -553,28 +581,3 @@ def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
     scaling = text.get("rope_scaling") or {}
     if scaling.get("rope_type") == "yarn" and scaling.get("attn_factor"):
         yield f"yarn's attn_factor {scaling['attn_factor']:.3g} is applied, as in vLLM and SGLang; transformers ignores it"
-
-
-def _spec(name: str, device: DeviceKind, read: _Read, planned: _Planned) -> ModelSpec:
-    loaded, tokenizer, kv, longest = read.loaded, read.tokenizer, planned.kv, planned.longest
-    return ModelSpec(
-        name=name,
-        path=loaded.folder,
-        device=device,
-        architecture=str(loaded.config.get("model_type")),
-        layers=len(loaded.module.layers),
-        parameters=loaded.stored.parameters,
-        weight_bytes=loaded.stored.weight_bytes,
-        bits_per_weight=loaded.stored.bits_per_weight,
-        context_length=longest,
-        capacity=kv.capacity(longest),
-        rolls=kv.rolls,
-        vocabulary_size=text_config(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
-        thinks=tokenizer.thinking is not None,
-        recommended=recommended_sampling(generation_config(loaded.folder)),
-        advice=advice(),
-        doubts=loaded.doubts,
-        thinking_modes=tokenizer.thinking_modes,
-        takes_tools=tokenizer.takes_tools,
-        template_names=tokenizer.template_names,
-    )
