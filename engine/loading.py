@@ -289,7 +289,7 @@ class _Loading:
         draft, on_draft = None, tuple[str, ...]()
         if found.draft is not None:
             draft, on_draft = load_draft(
-                found.draft, planned.kv, device, chip, budget=self._limit.budget, progress=self._reading
+                found.draft, planned.kv, device, chip, limit=self._limit, progress=self._reading
             )
         heads, on_heads = load_heads(
             found.heads,
@@ -298,7 +298,7 @@ class _Loading:
             dtype=self._request.dtype,
             device=device,
             reading=read_steps(planned.work, planned.machine.pace, chip, device=device),
-            budget=self._limit.budget,
+            limit=self._limit,
             progress=self._reading,
         )
         heads_bytes = sum(each.weight_bytes + each.kv_bytes for each in heads)

@@ -180,6 +180,13 @@ class MemoryLimit:
         """Return the bytes of the limit that holds now; None is unknown."""
         return array_budget() if self.nbytes is None else self.nbytes
 
+    def fits(self, more: int) -> bool:
+        """Whether arrays may take so many bytes more; so they may where the limit is unknown."""
+        import mlx.core as mx
+
+        budget = self.budget()
+        return budget is None or mx.get_active_memory() + more <= budget
+
 
 def system_limit() -> Limit | None:
     """Return what MLX's arrays of this process may take in all, as the system has it now; None is unknown."""

@@ -17,6 +17,7 @@ from ..options import KVSpec
 from ..perf.cost import cost_of_model, text_config
 from ..perf.footprint import check_fits, value_bytes, weigh
 from ..perf.hardware import Chip
+from ..perf.memory import MemoryLimit
 from ..perf.mitigation import gb
 from ..perf.model_work import work_of
 from ..perf.peak_memory import ModelShape, cache_layers
@@ -88,24 +89,22 @@ def load_draft(
     device: DeviceKind,
     chip: Chip,
     *,
-    budget: Callable[[], int | None],
+    limit: MemoryLimit,
     progress: Callable[[int, int], None],
 ) -> tuple[LoadedDraft, tuple[str, ...]]:
     """Return the draft model, and what the user should know of it. Raises ModelError.
 
     kv: of the other model, whose bits its caches take where they can; a window is no use to it, since it begins anew when its
-    context is full. budget: bytes that arrays may take in all. What of its config is computed otherwise does no harm: it guesses.
+    context is full. limit: of what arrays may take. What of its config is computed otherwise does no harm: it guesses.
     """
-    loaded = load_model(found.folder, dtype=None, device=device, progress=progress, unchecked=True)
+    loaded = load_model(found.folder, dtype=None, device=device, progress=progress, unchecked=True, rounded=True)
     module, config = loaded.module, loaded.config
     plan, kept = _plan(module, config, kv)
+    if loaded.by_kernels:
+        _by_steps(module, config, plan)
     cost = cost_of_model(module, config)
     work = work_of(module, config, cost, plan)
     bounds = [length for length in (context_length(config), position_rows(module)) if length is not None]
-
-    def fits(more: int) -> bool:
-        limit = budget()
-        return limit is None or mx.get_active_memory() + more <= limit
 
     if device != "cpu":
         _warm_up(module, plan)
@@ -117,7 +116,7 @@ def load_draft(
         vocabulary=found.vocabulary,
         longest=min(bounds, default=None),
         costs=DraftingCosts(read_steps(work, pace, chip, device=device)),
-        fits=fits,
+        fits=limit.fits,
     )
     draft = LoadedDraft(found.name, model, work, pace, cost.weight_bytes, plan.bytes_per_token)
     size = f"{gb(cost.weight_bytes)}, {plan.bytes_per_token / 1e3:,.1f} KB a token"
@@ -138,6 +137,17 @@ def _plan(module: Any, config: dict[str, Any], kv: KVSpec) -> tuple[CachePlan, t
         return plan_caches(module, config, KVSpec()), (
             f"the draft model's keys and values stay unpacked: {error.message}",
         )
+
+
+def _by_steps(module: Any, config: dict[str, Any], plan: CachePlan) -> None:
+    """Have a CPU's kernels compute whole steps where the class allows it, with rounded rows: a guess need not be exact."""
+    from ..model.cpu.packed import is_packed
+    from ..model.cpu.rounding import round_rows
+    from ..model.cpu.stepping import take_steps
+
+    if is_packed(module):
+        round_rows(module, rounds=True)
+        take_steps(module, plan, plan_caches(module, config, KVSpec()).make)
 
 
 def _warm_up(module: Any, plan: CachePlan) -> None:

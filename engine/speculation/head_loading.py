@@ -17,6 +17,7 @@ from ..model.loader import LoadedModel, fill
 from ..model.stored_heads import StoredHeads
 from ..options import KVSpec
 from ..perf.cost import cost_of_model
+from ..perf.memory import MemoryLimit
 from ..perf.mitigation import gb
 from .head_drafters import LONGEST, LayerDrafter, LayerDrafts, LoadedHeads, MedusaDrafter
 from .ledger import SHORT, DraftingCosts
@@ -43,13 +44,13 @@ def load_heads(
     dtype: str | None,
     device: DeviceKind,
     reading: Callable[[int], float],
-    budget: Callable[[], int | None],
+    limit: MemoryLimit,
     progress: Callable[[int, int], None],
 ) -> tuple[tuple[LoadedHeads, ...], tuple[str, ...]]:
     """Return the heads that can be used, ready to guess, and what the user should know of each. Opens the model's door to them.
 
-    kv: of the model, whose bits their caches take where they can. reading: steps that a pass over so many rows takes. budget: bytes
-    that arrays may take in all.
+    kv: of the model, whose bits their caches take where they can. reading: steps that a pass over so many rows takes. limit: of
+    what arrays may take.
     """
     loaded: list[LoadedHeads] = []
     notes: list[str] = []
@@ -57,7 +58,7 @@ def load_heads(
         if stored.trouble:
             continue
         try:
-            heads = _load(stored, model, kv, dtype, device, reading, budget, progress)
+            heads = _load(stored, model, kv, dtype, device, reading, limit, progress)
         except (ModelError, OptionError) as error:
             notes.append(NOT_USED.format(stored.named, error.message))
             continue
@@ -75,7 +76,7 @@ def _load(  # noqa: PLR0917
     dtype: str | None,
     device: DeviceKind,
     reading: Callable[[int], float],
-    budget: Callable[[], int | None],
+    limit: MemoryLimit,
     progress: Callable[[int, int], None],
 ) -> LoadedHeads:
     ends = ModelEnds(model.module, model.config)
@@ -86,11 +87,7 @@ def _load(  # noqa: PLR0917
         return _medusa(stored, module)
     cost = cost_of_model(module, plain_config(model.config))
 
-    def fits(more: int) -> bool:
-        limit = budget()
-        return limit is None or mx.get_active_memory() + more <= limit
-
-    layer = LayerDrafts(PredictionHead(module, ends), plan, fits=fits)
+    layer = LayerDrafts(PredictionHead(module, ends), plan, fits=limit.fits)
     if device != "cpu":
         _warm_up(layer)
     costs = DraftingCosts(reading)
