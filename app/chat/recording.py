@@ -38,7 +38,23 @@ from .attachments import Draft, joined
 from .conversation import Conversation, Ending, MessageNode, Reply, ReplySettings, Tree, Turn
 from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record
 from .session import Session
-from .steps import Step
+from .steps import (
+    DraftReturned,
+    Elsewhere,
+    Moved,
+    Opened,
+    PromptRefused,
+    Pruned,
+    ReplyEnded,
+    ReplyGrew,
+    Revised,
+    Step,
+    ToolAnswered,
+    TurnBegun,
+    VersionEnded,
+    VersionGrew,
+    VersionsBegun,
+)
 from .versions import Versions
 
 
@@ -391,8 +407,42 @@ class Recording:
 
     # What the session does ------------------------------------------------------------------------------------------------
 
-    def begun(self, turn: Turn, elsewhere: Conversation | None = None) -> None:
-        """A prompt was sent. elsewhere: the conversation, where that is not on screen."""
+    def hear(self, step: Step, elsewhere: Conversation | None = None) -> None:
+        """Save what a step of the session says. elsewhere: the conversation in which it happens, where that is not on screen."""
+        match step:
+            case TurnBegun(turn):
+                self._turn_begun(turn, elsewhere)
+            case ReplyGrew():
+                self._grew(elsewhere)
+            case ReplyEnded(reply):
+                self._ended(reply, elsewhere)
+            case ToolAnswered(key):
+                self._answered(key, elsewhere)
+            case PromptRefused(draft=Draft() as draft) if elsewhere is not None:
+                self._returned(draft, elsewhere)
+            case DraftReturned(text, attachments) if elsewhere is not None:
+                self._returned(Draft(text, attachments), elsewhere)
+            case VersionsBegun(versions, resumed=False):
+                self._versions_begun(versions)
+            case VersionGrew(versions):
+                self._versions_grew(versions)
+            case VersionEnded(versions):
+                self._version_ended(versions)
+            case Moved():
+                self._moved()
+            case Pruned():
+                self._pruned()
+            case Revised():
+                self._revised()
+            case Opened():
+                self._left()
+            case Elsewhere(conversation, inner):
+                self.hear(inner, conversation)
+            case _:
+                pass
+
+    def _turn_begun(self, turn: Turn, elsewhere: Conversation | None = None) -> None:
+        """A prompt was sent."""
         conversation, running = elsewhere or self._session.conversation, self._session.running
         assert running is not None
         said = conversation.partial  # what a reply that is continued begins with
@@ -400,7 +450,7 @@ class Recording:
         self._of(conversation).ledger.ask(conversation.tree, turn.reply_key, asked)
         self._begun(conversation, elsewhere)
 
-    def versions_begun(self, versions: Versions) -> None:
+    def _versions_begun(self, versions: Versions) -> None:
         """Several replies to one prompt were asked for."""
         ledger = self._of(versions.conversation).ledger
         for each in versions.all:
@@ -426,20 +476,20 @@ class Recording:
         self._save(opened, AGAIN)
         opened.written_at = self._clock()
 
-    def grew(self, elsewhere: Conversation | None = None) -> None:
-        """The reply has grown: save it, if it is time. elsewhere: as for ``begun``."""
+    def _grew(self, elsewhere: Conversation | None = None) -> None:
+        """The reply has grown: save it, if it is time."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)
         if (reply := opened.ledger.growing) is not None:
             self._checkpoint(opened, {reply: conversation.partial})
 
-    def versions_grew(self, versions: Versions) -> None:
+    def _versions_grew(self, versions: Versions) -> None:
         """Some of several replies have grown: save all, if it is time."""
         opened = self._of(versions.conversation)
         stored = ((opened.ledger.stored(each.key), each.so_far) for each in versions.running)
         self._checkpoint(opened, {id: said for id, said in stored if id is not None})
 
-    def version_ended(self, versions: Versions) -> None:
+    def _version_ended(self, versions: Versions) -> None:
         """One of several replies has ended; after the last, the chat is read through the one that is kept, on screen or not."""
         opened = self._of(versions.conversation)
         if not versions.running:
@@ -456,48 +506,48 @@ class Recording:
         except StoreError as error:
             self._fail(opened, AGAIN, error)
 
-    def ended(self, reply: Reply, elsewhere: Conversation | None = None) -> None:
-        """The reply has ended. elsewhere: as for ``begun``."""
+    def _ended(self, reply: Reply, elsewhere: Conversation | None = None) -> None:
+        """The reply has ended."""
         opened = self._open if elsewhere is None else self._of(elsewhere)
         if opened.ledger.awaited:
             opened.ledger.end(reply)
             self._save(opened)
 
-    def returned(self, draft: Draft, elsewhere: Conversation) -> None:
+    def _returned(self, draft: Draft, elsewhere: Conversation) -> None:
         """What waited in the background is not sent: it is a draft again."""
         opened = self._of(elsewhere)
         opened.rest = joined([draft, opened.rest])
         self._owe_rest(opened, elsewhere)
         self._save(opened)
 
-    def answered(self, key: int, elsewhere: Conversation | None = None) -> None:
-        """A call was answered, by the message ``key``. elsewhere: as for ``begun``."""
+    def _answered(self, key: int, elsewhere: Conversation | None = None) -> None:
+        """A call was answered, by the message ``key``."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)
         opened.ledger.add(conversation.tree, key)
         self._save(opened)
 
-    def revised(self) -> None:
+    def _revised(self) -> None:
         """The user edited a reply."""
         tree = self._session.conversation.tree
         self._open.ledger.add(tree, max(tree.nodes))
         self._open.owed.pop("head", None)
         self._save(self._open, AGAIN)
 
-    def moved(self) -> None:
+    def _moved(self) -> None:
         """Another path of the conversation is shown."""
         head = self._session.conversation.tree.head
         if head is not None and self._open.ledger.stored(head) is not None:
             ledger = self._open.ledger
             self._owe("head", lambda chat: self._keep_head(ledger, chat, head))
 
-    def pruned(self) -> None:
+    def _pruned(self) -> None:
         """Something is left out of what is sent, or is sent again."""
         conversation, ledger = self._session.conversation, self._open.ledger
         if self.chat is not None:
             self._owe("pruned", lambda chat: self._keep_pruned(ledger, chat, conversation))
 
-    def left(self) -> None:
+    def _left(self) -> None:
         """Another conversation is open: one that went on in the background, or one of which nothing is saved yet."""
         self._open.owed.pop("draft", None)  # whoever left it was told that it is not saved
         self._open = self._chats.setdefault(self._session.conversation, OpenChat(Ledger(self.store)))
@@ -540,7 +590,7 @@ class Recording:
 
     def hold(self, chat: str, tree: Tree, draft: str) -> None:
         """Continue ``chat``, which was read and is open now."""
-        self.left()
+        self._left()
         self._open.ledger, self._open.draft = Ledger(self.store, chat, tree), draft
         self.look_up_title()
 

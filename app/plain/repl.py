@@ -44,14 +44,10 @@ from ..chat.steps import (
     DraftReturned,
     EndEngine,
     EnginePhase,
-    Moved,
     Notice,
-    Opened,
     PromptRefused,
-    Pruned,
     ReplyEnded,
     ReplyGrew,
-    Revised,
     RunTool,
     StartEngine,
     Step,
@@ -59,7 +55,6 @@ from ..chat.steps import (
     ToolAnswered,
     TurnBegun,
     VersionEnded,
-    VersionGrew,
     VersionsBegun,
 )
 from ..chat.versions import Versions
@@ -122,6 +117,7 @@ class Driver:
         self._begun.keep_awake.tell(self, busy=self.session.engine.busy)
 
     def _perform(self, step: Step) -> None:
+        self._record(lambda recording: recording.hear(step))
         match step:
             case StartEngine():
                 self._start()
@@ -130,33 +126,18 @@ class Driver:
             case Ask(request):
                 if self._process is not None:
                     self._process.send(request)
-            case TurnBegun(turn):
-                self._record(lambda recording: recording.begun(turn))
+            case TurnBegun():
                 info = self.session.engine.info
                 self._console.begin(info.name if info is not None else self.session.engine.load.model)
             case ReplyGrew(text, kind):
-                self._record(lambda recording: recording.grew())
                 self._console.grow(text, kind)
             case ReplyEnded(reply):
-                self._record(lambda recording: recording.ended(reply))
                 self._ended(reply)
             case VersionsBegun(versions):
-                self._record(lambda recording: recording.versions_begun(versions))
                 self._told = 0
                 self._console.note(f"Writing {len(versions.all)} versions at once.")
-            case VersionGrew(versions):
-                self._record(lambda recording: recording.versions_grew(versions))
             case VersionEnded(versions):
-                self._record(lambda recording: recording.version_ended(versions))
                 self._tell_versions(versions)
-            case Moved():
-                self._record(lambda recording: recording.moved())
-            case Pruned():
-                self._record(lambda recording: recording.pruned())
-            case Revised():
-                self._record(lambda recording: recording.revised())
-            case Opened():
-                self._record(lambda recording: recording.left())
             case Titled(title):
                 self._title = title
             case DraftReturned(text, attachments):
@@ -174,8 +155,7 @@ class Driver:
             case RunTool(call):
                 self._console.note(f"calling {call_line(call)}")
                 self.preferences.run_tool(call, lambda result: self.later(lambda: self.session.tool_ended(result)))
-            case ToolAnswered(key, result):
-                self._record(lambda recording: recording.answered(key))
+            case ToolAnswered(result=result):
                 if result.outcome != "done":
                     self._console.note(
                         f"{call_line(result.call)}: {'not run' if result.outcome == 'refused' else result.text}"

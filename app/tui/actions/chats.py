@@ -25,15 +25,12 @@ from ...chat.preferences import ChatOverrides
 from ...chat.recording import LEFT, Recording
 from ...chat.session import Session
 from ...chat.steps import (
-    DraftReturned,
     Elsewhere,
     EnginePhase,
     PromptRefused,
     ReplyEnded,
-    ReplyGrew,
     Step,
     ToolAnswered,
-    TurnBegun,
 )
 from ...chat.versions import Versions
 from ...sanitise import sanitise_line
@@ -59,30 +56,18 @@ def title_elsewhere(chat: "ChatScreen") -> str:
     return sanitise_line(chat.recording.title_of(elsewhere)) or "untitled"
 
 
-def perform_elsewhere(chat: "ChatScreen", elsewhere: Elsewhere) -> None:
-    """Save what happens in a chat that is not on screen, and tell what became of its reply."""
+def tell_elsewhere(chat: "ChatScreen", elsewhere: Elsewhere) -> None:
+    """Tell what became of a reply in a chat that is not on screen."""
     if (recording := chat.recording) is None:
         return
-    conversation, step = elsewhere.conversation, elsewhere.step
-    title = excerpt(recording.title_of(conversation)) or "untitled"
-    match step:
-        case TurnBegun(turn):
-            recording.begun(turn, conversation)
-        case ReplyGrew():
-            recording.grew(conversation)
-        case ReplyEnded(reply):
-            recording.ended(reply, conversation)
-            if reply.ending != "tool_calls":
-                _tell_ended(chat, title, reply)
-        case ToolAnswered(key, result):
+    title = excerpt(recording.title_of(elsewhere.conversation)) or "untitled"
+    match elsewhere.step:
+        case ReplyEnded(reply) if reply.ending != "tool_calls":
+            _tell_ended(chat, title, reply)
+        case ToolAnswered(result=result):
             chat.close_consent(result.call)
-            recording.answered(key, conversation)
-        case PromptRefused(why, draft):
-            if draft is not None:
-                recording.returned(draft, conversation)
+        case PromptRefused(why):
             chat.tell(f"“{title}”: the queued prompt was not sent. {why}", "warning")
-        case DraftReturned(text, attachments):
-            recording.returned(Draft(text, attachments), conversation)
 
 
 def _tell_ended(chat: "ChatScreen", title: str, reply: Reply) -> None:

@@ -488,6 +488,7 @@ class ChatScreen(Screen[None]):
 
     def _perform(self, step: Step) -> None:
         transcript = self.query_one(Transcript)
+        self._record(lambda recording: recording.hear(step))
         match step:
             case StartEngine():
                 self.bridge.start()
@@ -498,47 +499,36 @@ class ChatScreen(Screen[None]):
             case TurnBegun(turn, again):
                 self._hide_versions()
                 self._begin(turn, again=again)
-                self._record(lambda recording: recording.begun(turn))
             case Resumed(turn):
                 self._begin(turn, again=True)
             case ReplyGrew(text, kind, guessed):
                 transcript.add(text, kind, guessed)
-                self._record(lambda recording: recording.grew())
             case ReplyEnded(reply):
                 transcript.end(reply)
                 if primer_is_new(reply):
                     transcript.prime()
-                self._record(lambda recording: recording.ended(reply))
-            case VersionsBegun(versions, resumed):
-                if not resumed:
-                    self._record(lambda recording: recording.versions_begun(versions))
+            case VersionsBegun(versions):
                 self._show_versions(versions)
-            case VersionGrew(versions, version, text, kind):
-                self._record(lambda recording: recording.versions_grew(versions))
+            case VersionGrew(_, version, text, kind):
                 if self._versions is not None:
                     self._versions.grow(version, text, kind)
             case VersionEnded(versions, version):
-                self._record(lambda recording: recording.version_ended(versions))
                 if self._versions is not None:
                     self._versions.ended(version)
                 chats.tell_versions_ended(self, versions)
             case Moved(turns):
                 transcript.show_turns(turns, self.session.conversation.pruned)
-                self._record(lambda recording: recording.moved())
             case Pruned():
                 transcript.prune(self.session.turns, self.session.conversation.pruned)
-                self._record(lambda recording: recording.pruned())
             case Revised(turns):
                 transcript.show_turns(turns, self.session.conversation.pruned)
-                self._record(lambda recording: recording.revised())
             case Opened(turns):
                 self._hide_versions()
                 transcript.show_turns(turns, self.session.conversation.pruned)
-                self._record(lambda recording: recording.left())
             case Titled(title):
                 self._record(lambda recording: recording.entitled(title))
             case Elsewhere():
-                chats.perform_elsewhere(self, step)
+                chats.tell_elsewhere(self, step)
             case PromptRefused(_, draft):  # the line above the input box says why
                 if draft is not None:
                     self.composer.give_back(draft)
@@ -556,7 +546,6 @@ class ChatScreen(Screen[None]):
             case ToolAnswered(key, result):
                 self.close_consent(result.call)
                 transcript.answer(result, key)
-                self._record(lambda recording: recording.answered(key))
 
     def _show_versions(self, versions: "Versions") -> None:
         """Show several versions of a reply over the chat while they are written."""

@@ -15,26 +15,14 @@ from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import AskCount, Counted, Load, ReplyEvent
 from tokamac.app.chat import recording
 from tokamac.app.chat.attachments import Draft
-from tokamac.app.chat.conversation import Conversation
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, SAVED, Recording
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import (
     Ask,
-    DraftReturned,
-    Elsewhere,
     EnginePhase,
-    Moved,
-    Opened,
-    PromptRefused,
-    ReplyEnded,
     ReplyGrew,
     Step,
-    ToolAnswered,
-    TurnBegun,
-    VersionEnded,
-    VersionGrew,
-    VersionsBegun,
 )
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
@@ -66,37 +54,8 @@ class Desk:
 
     def perform(self, steps: list[Step]) -> None:
         for step in steps:
-            match step:
-                case Elsewhere(conversation, of_it):
-                    self._record(of_it, conversation)
-                case _:
-                    self._record(step)
+            self.recording.hear(step)
         self.recording.let_go()
-
-    def _record(self, step: Step, elsewhere: Conversation | None = None) -> None:
-        match step:
-            case TurnBegun(turn):
-                self.recording.begun(turn, elsewhere)
-            case ReplyGrew():
-                self.recording.grew(elsewhere)
-            case ReplyEnded(reply):
-                self.recording.ended(reply, elsewhere)
-            case ToolAnswered(key):
-                self.recording.answered(key, elsewhere)
-            case VersionsBegun(versions):
-                self.recording.versions_begun(versions)
-            case VersionGrew(versions):
-                self.recording.versions_grew(versions)
-            case VersionEnded(versions):
-                self.recording.version_ended(versions)
-            case PromptRefused(_, Draft() as draft) if elsewhere is not None:
-                self.recording.returned(draft, elsewhere)
-            case DraftReturned(text, attachments) if elsewhere is not None:
-                self.recording.returned(Draft(text, attachments), elsewhere)
-            case Moved():
-                self.recording.moved()
-            case Opened():
-                self.recording.left()
 
     def ask(self, text: str) -> None:
         self.perform(self.session.submit(text))
@@ -168,7 +127,7 @@ def test_a_checkpoint_that_fails_is_said_and_the_end_of_the_reply_makes_it_good(
     desk.fail(failing=True)
     for _ in range(3):
         desk.clock.now += CHECKPOINT_S
-        desk.recording.grew()
+        desk.recording.hear(ReplyGrew("", "answer"))
     assert (desk.recording.unsaved, len(desk.told)) == (True, 1)
     desk.fail(failing=False)
     desk.reply()
