@@ -338,7 +338,9 @@ class Child:
         if wanted is None:
             return  # it hears of the first that is
         if request.load is not None and not request.load.same_engine(wanted):
-            raise TokamacError(f"this engine has {wanted.model} now, or loads it otherwise", "Start another engine.")
+            raise TokamacError(
+                f"this engine runs {wanted.model}, or runs it with other settings", "Start another engine."
+            )
         if self._engine is None:
             self._load_model(wanted, guest)
         else:

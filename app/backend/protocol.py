@@ -695,7 +695,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request failed: reply ``id``, or (None) the loading of a model. The process goes on.
+    """A request failed: reply ``id``, or (None) another one, most often the loading of a model. The process goes on.
 
     kind: the class of the engine's error.
     """

@@ -356,7 +356,7 @@ class ChatEngine:
             self._link = EngineGuest(Path(card.socket), self._heard(card))
             where = f"at {card.url}" if card.url else f"(process {card.pid})"
             self._on_event(
-                EngineNotice(f"This chat uses the engine of the server {where}: the model is in memory once.")
+                EngineNotice(f"This chat uses the engine of the server {where}, so the model is loaded only once.")
             )
         except (SharingError, OSError):
             self._start_own()

@@ -82,7 +82,7 @@ class DraftWarmup:
         return []
 
     def reset(self) -> None:
-        """Be told that the engine was asked for something else, or is another."""
+        """Forget the draft: the engine was asked for something else, or is another."""
         self.price = None
         self._messages = ()
         self._warming = False
@@ -241,7 +241,7 @@ class TitleRequest:
         return [Ask(Cancel(self._id))]
 
     def reset(self) -> None:
-        """Be told that the engine is another. What was asked of the last one may have ended it, and is not asked again."""
+        """Forget what was asked: the engine is another. It may have ended the last one, and is not asked again."""
         if self._state is _TitleState.WRITING:
             self._state = _TitleState.NONE
 

@@ -152,6 +152,9 @@ class ChatView(Protocol):
     def download(self, model: str) -> None:
         """Download a model, which is not loaded."""
 
+    def show(self) -> None:
+        """Show what was changed beside the conversation."""
+
     def rekey(self) -> None:
         """Hear and name the keys that hold now: some were changed."""
 
@@ -693,7 +696,7 @@ def use_profile(view: ChatView, name: str) -> None:
         view.load(load)
     else:
         view.tell(said)
-        view.perform([])  # its name is shown
+        view.show()
 
 
 def use_asked_profile(view: ChatView) -> None:
@@ -728,7 +731,7 @@ def save_profile(view: ChatView, name: str, *, again: bool = False) -> str:
     made = Profile(session.engine.load.model, system, preferences.tools or None, options)
     problems = [preferences.keep_profile(name, made), preferences.choose_profile(name)]
     apply_choice(view, " ".join(filter(None, problems)))
-    view.perform([])  # its name is shown
+    view.show()
     return f"{'Changed' if name in known else 'Saved'} the profile {shown}: {summary(made)}."
 
 
@@ -737,7 +740,7 @@ def delete_profile(view: ChatView, name: str) -> str:
     known_profile(view, name)
     problem = view.preferences.keep_profile(name, None)
     view.preferences.give(view.session)
-    view.perform([])  # its name is shown
+    view.show()
     return problem or f"Deleted the profile {sanitise_line(name)}. Chats keep the settings that they have of it."
 
 
@@ -798,10 +801,11 @@ def switch_tools(view: ChatView, names: Sequence[str], *, on: bool | None) -> tu
     box.retry(named)
     preferences.choose_tools(now)
     apply_choice(view, "")
-    view.perform([])  # the number of tools is shown
+    view.show()
     if now and info is not None and not info.takes_tools:
         return f"Tools are on, but {sanitise_line(info.name)} can't call any. Another model may.", "warning"
-    on_now = f"Tools on in this chat: {', '.join(now)}. Calls ask you first."
+    asks = not set(now) <= set(view.preferences.settings.tools.allowed)
+    on_now = f"Tools on in this chat: {', '.join(now)}.{' Calls ask you first.' if asks else ''}"
     return (on_now if now else "All tools are off."), "information"
 
 

@@ -167,7 +167,7 @@ class ToldOnce:
         if many and not info.later_system and self._without_system != info.name:
             self._without_system = info.name
             what = "1 system message" if many == 1 else f"{many} system messages"
-            why = f"the chat template of {info.name} takes none after others"
+            why = f"the chat template of {info.name} accepts only one, at the start"
             yield f"Left out of the prompt: {what} of this chat; {why}."
 
 

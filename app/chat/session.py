@@ -237,7 +237,7 @@ class Session:
 
     @property
     def prefill(self) -> PrefillProgress | None:
-        """How far the prompt of the reply on screen is read, the running or the last one; so are the others."""
+        """How far the prompt of the reply on screen is read: of the one that runs, or the last one."""
         return self.conversation.progress.prefill
 
     @property

@@ -661,7 +661,7 @@ class Repl:
             save_settings(self, settings)
 
     def download(self, model: str) -> None:
-        """Download a model, and wait for it."""
+        """Download a model: in the background where somebody types, else wait for it."""
         processes.pull(self, model)
 
     @property
@@ -682,6 +682,9 @@ class Repl:
     def stop_server(self) -> None:
         """Stop it."""
         self.jobs.stop_server()
+
+    def show(self) -> None:
+        """Do nothing: lines stand."""
 
     def rekey(self) -> None:
         """Do nothing: lines have no keys."""

@@ -409,7 +409,7 @@ class ModelPool:
     def _too_large(self, wanted: Resident) -> RequestError:
         taken, most = units.size(wanted.nbytes), units.size(self._budget)
         return RequestError(
-            f"{wanted.id} does not fit: with a context of {CONTEXT:,} tokens it takes {taken}, and there are {most}",
+            f"{wanted.id} does not fit: with a context of {CONTEXT:,} tokens it needs {taken}, and {most} are available",
             "Ask for a smaller model.",
             param="model",
             code="model_too_large",

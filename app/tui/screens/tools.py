@@ -32,8 +32,6 @@ CHOICES: dict[Decision, str] = {
 class ConsentScreen(Dialog[Decision]):
     """One call, its arguments in full, and what may be said to it; the result is None where Esc stops all of them.
 
-    elsewhere: the title of the chat whose model calls, where that is not on screen.
-
     Nothing is chosen at first: what was being typed for the prompt, its Enter too, can't allow anything.
     """
 

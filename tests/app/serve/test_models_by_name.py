@@ -354,7 +354,7 @@ def test_what_can_not_be_loaded_is_told_and_leaves_the_others(models: dict[str, 
     with serving(models["a"], tmp_path / "log", memory=ROOM_FOR_NONE, allowed=(models["b"], str(broken))) as served:
         status, told = served.ask(CHAT, asked(models["b"]))
         assert (status, told["error"]["code"]) == (400, "model_too_large")
-        assert "it takes 24.1 MB, and there are 20.0 MB" in told["error"]["message"]
+        assert "it needs 24.1 MB, and 20.0 MB are available" in told["error"]["message"]
         assert served.ask(CHAT, asked(models["a"]))[0] == 200  # it was there, and stayed
         status, told = served.ask(CHAT, asked(str(broken)))
         assert (status, told["error"]["param"]) == (400, "model")
