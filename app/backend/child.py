@@ -61,8 +61,6 @@ from .protocol import (
     RequestFailed,
     Share,
     StopLooking,
-    Unload,
-    Unloaded,
     Warm,
     Warmed,
     WireError,
@@ -216,10 +214,6 @@ class Child:
                     client.looker.stop()
                 case LimitMemory(memory):
                     self._limit_memory(memory)
-                case Unload():
-                    self._wait_for_replies()
-                    self._close()
-                    client.outbox.put(Unloaded())
                 case _:
                     pass  # what is for a reply that runs never waits in the queue, and Quit ends the loop
 

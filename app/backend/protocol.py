@@ -495,18 +495,13 @@ class LimitMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
-    """Give the model's memory back, once no reply runs."""
-
-
-@dataclass(frozen=True, slots=True)
 class Quit:
     """End the process, once no reply runs."""
 
 
 Request = (
     Load | Generate | Cancel | Hold | GoOn | Warm | AskPrice | AskCount | AskTokens | AskWhatIf | LookAgain | StopLooking
-    | Share | Join | LimitMemory | Unload | Quit
+    | Share | Join | LimitMemory | Quit
 )  # fmt: skip
 GuestRequest = (
     Join | Generate | Cancel | Hold | GoOn | Warm | AskPrice | AskCount | AskTokens | AskWhatIf | LookAgain | StopLooking
@@ -585,11 +580,6 @@ class Loaded:
     bandwidth_gbs: float | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
     bandwidth_note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Unloaded:
-    """The model is gone and its memory given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -707,7 +697,7 @@ class RequestFailed:
 
 
 EngineMessage = (
-    LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | PromptTokens | WhatIf | LookedAt
+    LoadProgress | Loaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | PromptTokens | WhatIf | LookedAt
     | EngineNotice | Guests | Heartbeat | MachineMeasured | RequestFailed
 )  # fmt: skip
 

@@ -47,7 +47,6 @@ from ..backend.protocol import (
     PromptTokens,
     ReplyEvent,
     RequestFailed,
-    Unloaded,
     Warmed,
     WhatIf,
 )
@@ -809,7 +808,7 @@ class Session:
             case Garbled(error):
                 return [Notice(f"Ignored a line from the engine that is not a message: {error}", "warning")]
             case (
-                Unloaded() | Heartbeat() | Guests() | WhatIf() | LookedAt() | PromptTokens()
+                Heartbeat() | Guests() | WhatIf() | LookedAt() | PromptTokens()
             ):  # answers go to who asked
                 return []
 

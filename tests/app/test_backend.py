@@ -64,8 +64,6 @@ from tokamac.app.backend.protocol import (
     RequestFailed,
     Roof,
     Spot,
-    Unload,
-    Unloaded,
     Wanted,
     Warm,
     Warmed,
@@ -324,8 +322,9 @@ def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) 
     failed = child.until(RequestFailed)[-1]
     assert isinstance(failed, RequestFailed)
     assert "context" in failed.error
-    child.process.send(Unload())
-    assert child.until(Unloaded)
+    child.load("fast")
+    child.say(request=2)
+    assert child.until(Finished)
 
 
 LONG = "a question with many words " * 40
@@ -379,10 +378,9 @@ def test_trouble_with_the_prompt_cache_is_told_once_after_a_reply(talk: Callable
     notice = child.until(EngineNotice)[-1]
     assert isinstance(notice, EngineNotice)
     assert "disk full" in notice.text
-    child.say(request=2)
-    child.until(Finished)
-    child.process.send(Unload())
-    assert not any(isinstance(event, EngineNotice) for event in child.until(Unloaded))
+    for request in (2, 3):
+        child.say(request=request)
+        assert not any(isinstance(event, EngineNotice) for event in child.until(Finished))
 
 
 def test_trouble_with_the_prompt_cache_is_told_while_idle(talk: Callable[..., Talk]) -> None:
@@ -521,7 +519,7 @@ def test_cancels_that_came_too_late_are_forgotten_and_one_that_came_too_early_wa
     for late in range(KEPT_CANCELS + 7):
         child._owner.cancel(late)
     child._owner.cancel(-1)
-    child._requests.put((child._owner, Unload()))
+    child._requests.put((child._owner, protocol.LimitMemory(None)))
     child._next()  # more waits to be read: what is cancelled may be asked for there
     assert len(child._owner._cancelled) == KEPT_CANCELS + 8
     waiting = threading.Thread(target=child._next, daemon=True)
@@ -1002,7 +1000,6 @@ REQUESTS = st.one_of(
     st.builds(protocol.Share, TEXT),
     st.builds(protocol.Join, st.none() | st.builds(protocol.Load, TEXT, KV), st.none() | FLOATS),
     st.builds(protocol.LimitMemory, st.none() | NUMBERS),
-    st.just(protocol.Unload()),
     st.just(protocol.Quit()),
 )
 PRICE = st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)
@@ -1038,7 +1035,6 @@ MESSAGES = st.one_of(
     st.builds(LoadProgress, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
     st.builds(protocol.MachineMeasured, st.none() | FLOATS, st.none() | FLOATS, TEXT),
     st.builds(protocol.Loaded, st.builds(protocol.ModelInfo, TEXT), st.none() | FLOATS),
-    st.just(protocol.Unloaded()),
     st.builds(protocol.ReplyEvent, NUMBERS, st.one_of(*EVENT.values())),
     st.builds(protocol.MemoryUse, NUMBERS, st.none() | NUMBERS, NUMBERS, st.none() | NUMBERS, TEXT),
     st.builds(protocol.Warmed, NUMBERS, st.none() | PRICE),

@@ -30,7 +30,6 @@ from tokamac.app.backend.protocol import (
     ReplyEvent,
     RequestFailed,
     Share,
-    Unload,
 )
 from tokamac.app.backend.sharing import (
     CardFinder,
@@ -132,14 +131,12 @@ def test_a_guest_cancels_its_own_reply_and_what_it_leaves_ends(folder: Path) -> 
         assert event.event.reason == "cancelled"
         guest.kill()  # reply 8 ends with it
         assert heard.end_of(7).reason == "stop"
-        process.send(Unload())  # once no reply runs
 
 
 def test_a_guest_can_not_take_the_model_away(folder: Path) -> None:
     with owned(folder) as (process, heard, path):
         guest, of_guest = guest_of(path)
         of_guest.next(Loaded)
-        EngineLink.send(guest, Unload())
         EngineLink.send(guest, Load("fast"))
         EngineLink.send(guest, Share(str(folder / "other.sock")))
         guest.send(Generate(1, HI, Sampling(max_tokens=5)))
@@ -153,7 +150,7 @@ def test_a_guest_can_not_take_the_model_away(folder: Path) -> None:
 def test_a_guest_that_expects_another_model_is_refused_and_one_that_lost_it_is_let_go(folder: Path) -> None:
     with owned(folder) as (process, heard, path):
         other, of_other = guest_of(path, Load("fast"))
-        assert "this engine has steady now" in of_other.next(RequestFailed).error
+        assert "this engine runs steady" in of_other.next(RequestFailed).error
         packed, of_packed = guest_of(path, replace(STEADY, kv=KVSpec(key_bits=8)))
         of_packed.next(RequestFailed)
         strict, of_strict = guest_of(path)
