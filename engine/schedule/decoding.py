@@ -99,7 +99,8 @@ class Lane:
         self.came_with_others = self.guessed = self.ended = self.ended_by_memory = False
         self.behind: list[int] = []
         self.ready: deque[int] = deque()
-        self.speculator = speculator if most_taken_back(caches) else None
+        self._taken_back = most_taken_back(caches)
+        self.speculator = speculator if self._taken_back else None
         self.hidden = None if self.speculator is None else self.speculator.hidden
         self._limit, self._may_grow, self._unforced = limit, may_grow, unforced
         self._growth = GrowthWatcher(caches)
@@ -141,7 +142,7 @@ class Lane:
         """
         if self._forced:
             return 0
-        most = most_taken_back(self.caches) - len(self.behind) - 1
+        most = self._taken_back - len(self.behind) - 1
         left = None if self._limit is None else self._limit - self.count
         fitting = self._growth.fitting(len(self.cached_ids) + len(self.behind))
         for bound in (left, self._unforced(), fitting):

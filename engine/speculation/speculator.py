@@ -23,8 +23,9 @@ TIMED_AGAIN = 3
 """Plain steps for that."""
 DRAFTS_AFTER = 0.5
 """Plain steps that must be left for a first draft, where a draft model has to read what it does not know yet."""
-ASKS_AGAIN = 8
-"""Plain steps after one that was no worse than to compute a guess, before that is reckoned again: reckoning takes time, too."""
+ASKS_AGAIN, ASKS_SELDOM = 8, 64
+"""Plain steps after one that was no worse than to compute a guess, before that is reckoned again: reckoning takes time, too. Each
+time that it is no worse still, twice as many, and at most so many."""
 GUESSES = LONG + 1
 """Tokens asked of a drafter: one may be under way."""
 
@@ -75,7 +76,8 @@ class Speculator:
         self._timing: list[float] | None = None  # of plain steps that are timed again, before anything is drafted
         self._guessed = self._shared = 0  # plain steps of which there was a guess; those with others
         self._unworthy = 0  # plain steps that were no worse than to compute a guess
-        self._ask_at: dict[str, int] = {}  # by source, tokens from which on it is reckoned whether to compute one
+        # By source, tokens from which on it is reckoned whether to compute a guess, and plain steps from then until the next time.
+        self._ask_at: dict[str, tuple[int, int]] = {}
 
     def done(self) -> Speculated:
         """What it did so far. Callable from any thread."""
@@ -161,14 +163,17 @@ class Speculator:
     def _to_compute(self, drafter: ComputingDrafter, most: int) -> DraftPlan:
         """Return how long a computed draft should be."""
         width, ledger, ids = min(drafter.most, most), self.ledger, self._ids
-        if width < 1 or ledger.tokens < self._ask_at.get(drafter.source, 0):
+        ask_at, wait = self._ask_at.get(drafter.source, (0, ASKS_AGAIN))
+        if width < 1 or ledger.tokens < ask_at:
             return DraftPlan(0, 0.0)
         bearable, plan = max(0.0, ledger.spare - DRAFTS_AFTER), DraftPlan(0, 0.0)
         if (reading := drafter.reading(ids, bearable)) is not None:
             plan = ledger.choose(drafter.source, 0, width, len(ids), drafting=drafter.drafting, reading=reading)
-        if not plan.width:
-            self._unworthy += ASKS_AGAIN // len(self._computing)
-            self._ask_at[drafter.source] = ledger.tokens + ASKS_AGAIN
+        if plan.width:
+            self._ask_at.pop(drafter.source, None)
+        else:
+            self._unworthy += wait // len(self._computing)
+            self._ask_at[drafter.source] = ledger.tokens + wait, min(2 * wait, ASKS_SELDOM)
         return plan
 
     def _computed(self, drafter: ComputingDrafter, width: int) -> TokenDraft | None:
