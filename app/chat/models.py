@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.files import exists, expanded, is_dir, is_file, read_text
 from tokamac.engine.hub.cache import REFERENCE_BYTES
-from tokamac.engine.hub.names import EMBEDDED, GUIDE, folder_name, id_of
+from tokamac.engine.hub.names import GUIDE, folder_name, id_of
 from tokamac.engine.hub.search import good_for
 from tokamac.engine.options import KVSpec
 
@@ -122,7 +122,7 @@ def is_id(model: str) -> bool:
 
 def is_folder(model: str) -> bool:
     """Whether a text names a folder, and not the embedded model."""
-    return model not in EMBEDDED and bool(model.strip()) and is_dir(expanded(model))
+    return model != GUIDE and bool(model.strip()) and is_dir(expanded(model))
 
 
 def lasting(model: str) -> str:

@@ -113,8 +113,9 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
 def pull(model: str, *, json: bool) -> int:
     """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
     from tokamac.engine.hub import download
+    from tokamac.engine.hub.names import GUIDE
 
-    if model == download.GUIDE:
+    if model == GUIDE:
         note("note: guide is the embedded model: it is always here and comes with the program")
     if not json:
         print(loading.fetch(model, download.pull))
@@ -207,7 +208,8 @@ def list_(*, json: bool) -> int:
 def _guide() -> "ModelOnDisk":
     """The embedded model, which is always here, as one of the list."""
     from tokamac.assets import asset_path
-    from tokamac.engine.hub.cache import GUIDE, ModelOnDisk
+    from tokamac.engine.hub.cache import ModelOnDisk
+    from tokamac.engine.hub.names import GUIDE
 
     folder = asset_path("guide", "model")
     return ModelOnDisk(GUIDE, folder, sum(path.stat().st_size for path in folder.glob("*")), None, whole=True)

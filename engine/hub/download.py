@@ -48,7 +48,7 @@ from .cache import (
     whole_adapter,
     whole_snapshot,
 )
-from .names import EMBEDDED, ID
+from .names import GUIDE, ID
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -128,15 +128,15 @@ def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled |
 
     The embedded model is as new as the program. Raises like ``resolve``.
     """
-    if model in EMBEDDED:
-        return _embedded(model)
+    if model == GUIDE:
+        return _embedded()
     return download(repo_of(model), progress, cancelled)
 
 
 def _local(model: str | Path) -> Path | None:
     """The folder that ``model`` names; None where it can only be an id."""
-    if isinstance(model, str) and model in EMBEDDED:
-        return _embedded(model)
+    if model == GUIDE:
+        return _embedded()
     if not str(model).strip():
         return None
     path = expanded(model)
@@ -146,16 +146,16 @@ def _local(model: str | Path) -> Path | None:
         raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
     if isinstance(model, Path) or _is_path(model):
         hint = "Check the path, or name a Hugging Face id such as org/name."
-        if str(path) in EMBEDDED:
-            hint = f"The embedded model is just {path}: no slash, and no Path."
+        if path == Path(GUIDE):
+            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
         raise ModelNotFoundError(f"there is no folder {path}", hint)
     return None
 
 
-def _embedded(name: str) -> Path:
+def _embedded() -> Path:
     from tokamac.assets import asset_path
 
-    folder = asset_path("guide", EMBEDDED[name])
+    folder = asset_path("guide", "model")
     if not folder.is_dir():
         raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
     return folder

@@ -1,12 +1,10 @@
-"""Names of models: the embedded ones, Hugging Face ids, and the folders that hold these in its cache."""
+"""Names of models: the embedded one, Hugging Face ids, and the folders that hold these in its cache."""
 
 import re
 from collections.abc import Iterable
 
-GUIDE, GUIDE_DRAFT = "guide", "guide-draft"
-"""The embedded model, and the one that drafts for it."""
-EMBEDDED = {GUIDE: "model", GUIDE_DRAFT: "draft"}
-"""Names of what comes with the program, and the folders of ``assets/guide``."""
+GUIDE = "guide"
+"""The embedded model."""
 _PREFIX = "models--"
 ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 """A Hugging Face id, and maybe a revision."""

@@ -318,16 +318,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         yield loaded
 
 
-def both(engine: Engine, sampling: Sampling) -> tuple[Finished, Finished]:
+def both(engine: Engine, sampling: Sampling, prompt: str | list[int] = PROMPT) -> tuple[Finished, Finished]:
     """Return a reply without guesses, and with those of the draft model."""
     runner = engine._runner
     shared, runner._speculation = runner._speculation, None
-    plain = engine.ask(PROMPT, sampling)
+    plain = engine.ask(prompt, sampling)
     assert shared is not None
     assert shared._draft is not None
     runner._speculation = EagerModelSpeculation(shared._draft.model)  # type: ignore[assignment]
     try:
-        return plain, engine.ask(PROMPT, sampling)
+        return plain, engine.ask(prompt, sampling)
     finally:
         runner._speculation = shared
 
@@ -381,6 +381,28 @@ def test_as_it_is_loaded_it_is_said_planned_and_decided_by_the_ledger(engine: En
     assert engine.ask(PROMPT, SEEDED).ids == plain.ids
     many = [event for _, _, event in engine.generate_many([PROMPT, PROMPT[:20]], SEEDED) if isinstance(event, Finished)]
     assert [len(each.ids) for each in many] == [0, 0] or all(each.metrics.generated_tokens == NEW for each in many)
+
+
+def test_a_packed_one_changes_no_text_and_a_cpu_computes_its_steps_at_once_in_rounded_rows() -> None:
+    guesses = Speculation(lookup=False, branches=False, draft="guide")
+    with Engine.load("guide", prompt_cache=None, speculation=guesses) as guide:
+        shared = guide._runner._speculation
+        assert shared is not None
+        assert shared._draft is not None
+        if guide.spec.device == "cpu":
+            from tokamac.engine.model.cpu.rounding import rounds_rows
+            from tokamac.engine.model.cpu.stepping import steps_of
+
+            module = shared._draft.model._model
+            assert steps_of(module) is not None
+            assert rounds_rows(module)
+        drafted = accepted = 0
+        for sampling in (Sampling(temperature=0), Sampling(temperature=0.8, seed=3)):
+            plain, guessed = both(guide, sampling, "What is a KV cache?")
+            assert (guessed.ids, guessed.text) == (plain.ids, plain.text)
+            drafted += guessed.metrics.drafted_tokens or 0
+            accepted += guessed.metrics.accepted_tokens or 0
+        assert accepted > drafted / 2  # it is the model itself, but for rows that are read together
 
 
 def test_a_model_of_another_tokenizer_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
