@@ -60,7 +60,7 @@ def test_an_answer_is_the_engines_own_whole_and_streamed(client: openai.OpenAI, 
     assert [each.choices[0].finish_reason for each in streamed[:-1] if each.choices[0].finish_reason] == ["stop"]
     assert {each.id for each in streamed} == {streamed[0].id}
     assert streamed[0].choices[0].delta.role == "assistant"
-    assert len(streamed) > 5  # in pieces
+    assert sum(bool(each.choices and each.choices[0].delta.content) for each in streamed) > 1  # in pieces
     usage = streamed[-1].usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
