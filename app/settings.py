@@ -206,7 +206,8 @@ def load(path: Path) -> LoadedSettings:
     try:
         return read(path)
     except DAMAGED as error:
-        return LoadedSettings(Settings(), (_set_aside(path, error),), moved=True)
+        told = _set_aside(path, error)
+        return LoadedSettings(Settings(), (told,), moved=not path.exists())
     except OSError as error:
         return LoadedSettings(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
 

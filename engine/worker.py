@@ -109,9 +109,8 @@ class Worker:
                 raise self._failure
             return future.result()
         except CancelledError:
-            raise self._failure or EngineClosedError(
-                "the engine is closed", "Load it again with Engine.load."
-            ) from None
+            assert self._failure is not None  # nobody else cancels what is waited for
+            raise self._failure from None
         finally:
             self._awaited.discard(future)
             future.cancel()  # if the caller was interrupted, nobody wants it any more

@@ -64,11 +64,10 @@ class LineProcess(Generic[Line]):
             start_new_session=True,
         )
         self._process = process = Process(transport, protocol, loop)
-        if self._is_to_stop:
-            process.send_signal(signal.SIGINT)
         assert process.stdout is not None
         assert process.stderr is not None
         errors = asyncio.create_task(_last_line(process.stderr))
+        stopping = asyncio.create_task(self.interrupt()) if self._is_to_stop else None
         try:
             async for line in process.stdout:
                 take(self._understand(line))
@@ -76,6 +75,8 @@ class LineProcess(Generic[Line]):
             return Ended(await process.wait(), last)
         finally:
             errors.cancel()
+            if stopping is not None:
+                stopping.cancel()
             self._process = None
             transport.close()  # kills a process that runs; at once, since a second cancellation would skip what is awaited
             with suppress(TimeoutError):  # so that the loop, which may close next, has seen its end

@@ -441,7 +441,7 @@ class Recording:
             case _:
                 pass
 
-    def _turn_begun(self, turn: Turn, elsewhere: Conversation | None = None) -> None:
+    def _turn_begun(self, turn: Turn, elsewhere: Conversation | None) -> None:
         """A prompt was sent."""
         conversation, running = elsewhere or self._session.conversation, self._session.running
         assert running is not None
@@ -476,7 +476,7 @@ class Recording:
         self._save(opened, AGAIN)
         opened.written_at = self._clock()
 
-    def _grew(self, elsewhere: Conversation | None = None) -> None:
+    def _grew(self, elsewhere: Conversation | None) -> None:
         """The reply has grown: save it, if it is time."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)
@@ -506,7 +506,7 @@ class Recording:
         except StoreError as error:
             self._fail(opened, AGAIN, error)
 
-    def _ended(self, reply: Reply, elsewhere: Conversation | None = None) -> None:
+    def _ended(self, reply: Reply, elsewhere: Conversation | None) -> None:
         """The reply has ended."""
         opened = self._open if elsewhere is None else self._of(elsewhere)
         if opened.ledger.awaited:
@@ -520,7 +520,7 @@ class Recording:
         self._owe_rest(opened, elsewhere)
         self._save(opened)
 
-    def _answered(self, key: int, elsewhere: Conversation | None = None) -> None:
+    def _answered(self, key: int, elsewhere: Conversation | None) -> None:
         """A call was answered, by the message ``key``."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)

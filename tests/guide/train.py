@@ -224,7 +224,7 @@ class Llama(nn.Module):
         """ids (B, T) → two of (B, T, D): the end, normalised and ready for the head, and the state after ``route_after`` layers."""
         length = ids.shape[1]
         cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
-        mask = torch.full((length, length), float("-inf"), dtype=torch.float32).triu(1)
+        mask = torch.full((length, length), float("-inf")).triu(1)
         x = self.dropout(self.model.embed_tokens(ids))
         midway = x
         for index, layer in enumerate(self.model.layers, 1):
