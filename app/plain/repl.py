@@ -281,10 +281,12 @@ class Driver:
                     case said:
                         self._do(said)
 
-    def stop(self) -> None:
-        """Stop what is waited for, if anything is."""
-        if self.session.engine.replying or self.session.queued:
+    def stop(self) -> bool:
+        """Stop what is waited for; return whether anything is."""
+        waited = self.session.engine.replying or bool(self.session.queued)
+        if waited:
             self.perform(self.session.stop())
+        return waited
 
     def before_wait(self) -> None:
         """Take what the engine has said by now, and see what may be done while a line is waited for."""
@@ -694,10 +696,12 @@ class Repl:
     def run(self, obey: Obey) -> int:
         """Read and reply until the user leaves; return the exit status."""
         self.console.aside(GREETING)
-        interrupts = 0
-        while not self.leaving:
+        interrupts, goes_on = 0, True
+        while goes_on and not self.leaving:
             try:
                 text = self._read()
+                interrupts = 0
+                goes_on = self._take_line(obey, text)
             except EOFError:
                 self.console.aside("")
                 break
@@ -708,40 +712,45 @@ class Repl:
                     return INTERRUPTED
                 self.console.note("Press Ctrl-C again to quit.")
                 self.composer.end_edit()
-                continue
-            interrupts = 0
-            with noticed() as interrupted:
-                commanded = self._do(obey, text)
-                if interrupted() and not self.console.typed:
-                    return INTERRUPTED
-            if not self.console.typed and self.driver.session.engine.phase is EnginePhase.FAILED:
-                self.driver.failed = True
-                if not commanded:
-                    self.console.note(ENDED)
-                    break
-            self._take_back()
         recording = self.driver.recording
         if recording is not None and recording.chat is not None:
             self.console.aside(f"To continue: tokamac chat --chat {recording.chat}")
         return int(self.driver.failed and not self.console.typed)
+
+    def _take_line(self, obey: Obey, text: str) -> bool:
+        """Do what the line asks for; return whether the chat goes on. Raises KeyboardInterrupt where nobody types."""
+        with noticed() as interrupted:
+            commanded = self._do(obey, text)
+            if interrupted() and not self.console.typed:
+                raise KeyboardInterrupt
+        if not self.console.typed and self.driver.session.engine.phase is EnginePhase.FAILED:
+            self.driver.failed = True
+            if not commanded:
+                self.console.note(ENDED)
+                return False
+        self._take_back()
+        return True
 
     def _do(self, obey: Obey, text: str) -> bool:
         """Do what the line asks for, and wait until nobody waits for a reply; return whether it is a command.
 
         Raises KeyboardInterrupt where nobody types.
         """
-        commanded = True
-        try:
-            commanded = obey(self, text)
-            if not commanded:
-                self._prompted(unescaped(text.strip()))
-        except KeyboardInterrupt:
-            if not self.console.typed:
-                raise
-            self.console.note("Stopped.")
-            self.driver.stop()
-        self.driver.settle()
-        return commanded
+        begun = commanded = False
+        while True:
+            try:
+                if not begun:
+                    begun = commanded = True
+                    commanded = obey(self, text)
+                    if not commanded:
+                        self._prompted(unescaped(text.strip()))
+                self.driver.settle()
+                return commanded
+            except KeyboardInterrupt:  # also just before settle hears of it itself
+                if not self.console.typed:
+                    raise
+                if not self.driver.stop():
+                    self.console.note("Stopped.")
 
     def _prompted(self, text: str) -> None:
         """Ask ``text``. Nothing, in place of a prompt that was given back, gives that one up; what goes with it stays."""

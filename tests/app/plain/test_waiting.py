@@ -319,6 +319,21 @@ def test_ctrl_c_stops_a_command_and_the_chat_goes_on(
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
+def test_ctrl_c_just_before_the_wait_for_a_reply_stops_it_and_the_chat_goes_on(
+    terminal: Callable[..., Terminal], data: Path
+) -> None:
+    chat = terminal("slow", "--plain", TEST_CTRL_C="1")
+    chat.until("you> ")
+    chat.type("one\n")  # waits for the model first
+    chat.until("you> ")
+    chat.type("two\n")
+    chat.until("(stopped")
+    assert b"Stopped." not in chat.shown  # the reply's own line says it
+    assert chat.leave() == 0
+    assert asked(data) == ["one", "two"]
+
+
+@pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
 def test_a_prompt_that_was_given_back_is_discarded_by_an_empty_line(
     terminal: Callable[..., Terminal], data: Path
 ) -> None:
