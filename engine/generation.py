@@ -8,11 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from .events import PrefillProgress
 from .kv.attention import forcing_fused
 from .kv.attention_kernel import AttentionDevice
 from .kv.cache import Cache
 from .kv.probe import leaves
 from .kv.snapshot import freeze, grows, thaw
+from .metrics import Recorder
 from .perf.mitigation import Chunking
 from .schedule.policy import Pace
 
@@ -214,3 +216,27 @@ class PrefillChunker:
 
     def _size(self, cached: int) -> int:
         return min(self._most, self._chunking.at(cached))
+
+
+def read_prompt(
+    chunker: PrefillChunker,
+    generation: Generation,
+    ids: list[int],
+    recorder: Recorder,
+    *,
+    total: int,
+    cancelled: Callable[[], bool],
+) -> Generator[PrefillProgress | None, None, None]:
+    """Compute ``ids``, of a prompt of ``total`` tokens, until ``cancelled``; yield progress after each chunk, None within one.
+
+    recorder: has begun the prompt; notes each chunk.
+    """
+    with closing(chunker.compute(generation, ids)) as chunks:
+        for whole in chunks:
+            if not whole:
+                yield None
+                continue
+            recorder.computed(len(generation.cached_ids) - recorder.cached_tokens)
+            if cancelled():
+                return
+            yield PrefillProgress(len(generation.cached_ids), total, recorder.cached_tokens)

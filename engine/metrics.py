@@ -465,6 +465,11 @@ class Recorder:
             self.pieces.append((tokens - self.prefilled, self.clock() - self.others_s))
         self.prefilled = tokens
 
+    @property
+    def read_s(self) -> float:
+        """Seconds that the pieces of the prompt took, what others took not counted; 0 before the first."""
+        return self.pieces[-1][1] - self.prefill_began_s if self.pieces and self.prefill_began_s is not None else 0.0
+
     def token(self, *, several: bool = False) -> None:
         """Note that a token has reached the host; several: with others of its pass."""
         self.token_times.append(self.clock())

@@ -10,7 +10,7 @@ import mlx.core as mx
 from . import kv
 from .errors import FAILURES, ContextError, DeviceError, computing_error
 from .events import Finished, FinishReason, Live, PrefillProgress, Truncated
-from .generation import Generation, PrefillChunker
+from .generation import Generation, PrefillChunker, read_prompt
 from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate, whole_width
 from .options import Sampling
 from .passes.cost import cost_of
@@ -256,15 +256,12 @@ class ReplyTask:
             return
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
-            with closing(chunker.compute(generation, ids[len(generation.cached_ids) : stop])) as chunks:
-                for whole in chunks:
-                    if not whole:
-                        yield None
-                        continue
-                    self._request.recorder.computed(len(generation.cached_ids) - cached)
-                    if self._cancelled():
-                        return
-                    yield PrefillProgress(len(generation.cached_ids), len(ids), cached)
+            missing = ids[len(generation.cached_ids) : stop]
+            yield from read_prompt(
+                chunker, generation, missing, self._request.recorder, total=len(ids), cancelled=self._cancelled
+            )
+            if self._cancelled():
+                return
             self._store.checkpoint(lease)
 
     def _decode(self, generation: Generation, lease: CacheLease) -> ReplyEvents:

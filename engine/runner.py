@@ -6,7 +6,7 @@ model, measures it once. Until then the expected speed is unknown; a busy machin
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from .errors import (
 )
 from .events import Message, PrefillProgress, Price
 from .files import FLUSH_S
-from .generation import STAGE_S, Generation, PrefillChunker
+from .generation import STAGE_S, Generation, PrefillChunker, read_prompt
 from .kv.divergence import Trial, TrialProgress
 from .metrics import Recorder
 from .model.rounding_cost import RoundingCost
@@ -356,22 +356,18 @@ class Runner:
             yield budget.pressure
         force = self.runtime.shape.device if budget.force_fused else None
         generation = Generation(self.runtime.model, lease.caches, lease.ids, force_fused=force)
-        cached, total = len(lease.ids), len(request.ids)
+        cached, total = len(lease.ids), len(ids)
         with computing(), lease:
             yield PrefillProgress(cached, total, cached)
-            began_s, others_s = time.perf_counter(), 0.0
+            recorder = request.recorder
+            recorder.begin_prefill(total, cached)
             chunker = PrefillChunker(
                 runtime.chunking, budget.chunk, cached, pace=pace, stage_s=stage_s, stopped=cancelled
             )
-            with closing(chunker.compute(generation, request.ids[cached:-1])) as chunks:
-                for whole in chunks:
-                    left_s = time.perf_counter()
-                    yield PrefillProgress(len(generation.cached_ids), total, cached) if whole else None
-                    others_s += time.perf_counter() - left_s
-                    if whole and cancelled():
-                        break
-            read_s = time.perf_counter() - began_s - others_s
-            self._store.rates.saw_prefill(len(generation.cached_ids) - cached, read_s)
+            yield from recorder.reading(
+                read_prompt(chunker, generation, ids[cached:-1], recorder, total=total, cancelled=cancelled)
+            )
+            self._store.rates.saw_prefill(recorder.prefilled, recorder.read_s)
             if not cancelled():
                 self._store.checkpoint(lease)
 

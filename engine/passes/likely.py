@@ -6,7 +6,6 @@ a pass over many tokens rounds otherwise than a pass over one, so they may diffe
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ import mlx.core as mx
 
 from ..errors import computing
 from ..events import Alternative, Message, PrefillProgress
-from ..generation import Generation, PrefillChunker
+from ..generation import Generation, PrefillChunker, read_prompt
 from ..metrics import Recorder
 from ..options import Sampling
 from ..prefill_budget import admitted
@@ -81,15 +80,13 @@ def look_again(
     cached, total = len(lease.ids), len(prompt) + len(ids)
     with computing(), lease:
         yield PrefillProgress(cached, total, cached)
+        request.recorder.begin_prefill(len(prompt), cached)
         chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)
-        with closing(chunker.compute(generation, prompt[cached:-1])) as chunks:
-            for whole in chunks:
-                if not whole:
-                    yield None
-                    continue
-                yield PrefillProgress(len(generation.cached_ids), total, cached)
-                if cancelled():
-                    return
+        yield from read_prompt(
+            chunker, generation, prompt[cached:-1], request.recorder, total=total, cancelled=cancelled
+        )
+        if cancelled():
+            return
         store.checkpoint(lease)
         taken_in, places = [prompt[-1], *ids[:-1]], _Places(runtime, request)
         for begin in range(0, len(ids), PIECE):
