@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable
 
+from tokamac.engine.units import figures
+from tokamac.engine.units import size as size_text
+
 UNKNOWN = "unknown"
 HOUR_S = 3600
 
@@ -17,35 +20,23 @@ def short(value: int | None) -> str:
         return UNKNOWN
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if value >= size:
-            return f"{_figures(value / size)}{letter}"
+            return f"{figures(value / size)}{letter}"
     return str(value)
 
 
 def size(value: int | None) -> str:
     """Return bytes in decimal units: 2.26 GB."""
-    if value is None:
-        return UNKNOWN
-    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if value >= factor:
-            return f"{_figures(value / factor)} {unit}"
-    return f"{value} B"
-
-
-def sizes(first: int, second: int) -> tuple[str, str]:
-    """Return two sizes as text, to the byte where they differ and would look alike."""
-    if first == second or size(first) != size(second):
-        return size(first), size(second)
-    return f"{first:,} B", f"{second:,} B"
+    return UNKNOWN if value is None else size_text(value)
 
 
 def rate(value: float | None) -> str:
     """Return tokens a second."""
-    return UNKNOWN if value is None else f"{_figures(value)} tok/s"
+    return UNKNOWN if value is None else f"{figures(value)} tok/s"
 
 
 def bandwidth(value: float | None) -> str:
     """Return bytes read a second, given in GB/s."""
-    return UNKNOWN if value is None else f"{_figures(value)} GB/s"
+    return UNKNOWN if value is None else f"{figures(value)} GB/s"
 
 
 def tflops(value: float | None) -> str:
@@ -62,7 +53,7 @@ def percent(share: float | None) -> str:
 
 def milliseconds(value: float | None) -> str:
     """Return milliseconds."""
-    return UNKNOWN if value is None else f"{_figures(value)} ms"
+    return UNKNOWN if value is None else f"{figures(value)} ms"
 
 
 def seconds(value: float | None) -> str:
@@ -104,12 +95,6 @@ def wait(value: float | None) -> str:
     if value < 0.005:
         return "under 0.01 s"
     return f"{value:.2f} s" if value < 0.995 else seconds(value)
-
-
-def _figures(value: float) -> str:
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 _BENEATH = 2

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import DeviceError, OptionError
+from .units import sizes
 
 CONFIG_BYTES = 16 << 20
 """A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""
@@ -158,8 +159,8 @@ def _check(path: str | os.PathLike[str], at: os.stat_result) -> None:
 
 def _check_size(path: str | os.PathLike[str], size: int, most: int) -> None:
     if size > most:
-        reason = f"it has {size / 1e6:,.1f} MB or more, and may have {most / 1e6:,.1f} MB"
-        raise TooLargeError(errno.EFBIG, reason, os.fspath(path))
+        there, allowed = sizes(size, most)
+        raise TooLargeError(errno.EFBIG, f"it has {there} or more, and may have {allowed}", os.fspath(path))
 
 
 @contextmanager

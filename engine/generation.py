@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .chunking import Chunking
 from .events import PrefillProgress
 from .kv.attention import forcing_fused
 from .kv.attention_kernel import AttentionDevice
@@ -15,7 +16,6 @@ from .kv.cache import Cache
 from .kv.probe import leaves
 from .kv.snapshot import freeze, grows, thaw
 from .metrics import Recorder
-from .perf.mitigation import Chunking
 from .schedule.policy import Pace
 
 
@@ -138,7 +138,7 @@ STAGE_S = 1.0
 
 
 class PrefillChunker:
-    """Computes prompts in chunks, cut at multiples of the chunk size, counted from the first token (perf/mitigation.py).
+    """Computes prompts in chunks, cut at multiples of the chunk size, counted from the first token (chunking.py).
 
     Where a chunk takes long, it is computed a few layers at a time, so that a cancellation is heard in between: then what was
     begun of it is dropped. Time decides that alone, never where a prompt is cut; but where a token's bits are the same in a piece

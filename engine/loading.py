@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .chunking import Chunking
 from .device import DeviceKind, device_kind
 from .distributed.mirror import Mirror, SharedModel, SharedOperations, SharedPlan
 from .distributed.split import NodeShare
@@ -39,7 +40,6 @@ from .perf.footprint import context_notes, form_on, order_of, planned_bytes, val
 from .perf.hardware import advice, attention_device, detect
 from .perf.measurement_store import machine_key
 from .perf.memory import MemoryLimit, wired
-from .perf.mitigation import Chunking, told_apart
 from .perf.model_work import leaves_out_senses, work_of
 from .perf.peak_memory import ModelShape, shape_of
 from .perf.roofline import Fitted, HostLimited, fitted, measure_host
@@ -57,6 +57,7 @@ from .speculation.head_loading import load_heads
 from .speculation.shared import LoadedDraft
 from .speculation.small_batches import read_steps
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
+from .units import sizes
 
 Progress = Callable[[LoadProgress], None]
 
@@ -444,7 +445,7 @@ def _divide(
     held = cost_of_model(module, own, form=form_on(device)).weight_bytes
     budget = limit.budget()
     if budget is not None and held > budget:
-        needed, most = told_apart(held, budget)
+        needed, most = sizes(held, budget)
         raise MemoryLimitError(
             f"this node's part of the weights takes {needed}, and {most} may be used", "Use more nodes, or fewer bits."
         )

@@ -19,10 +19,10 @@ from .perf import macos
 from .perf.diagnosis import Diagnosis, diagnose
 from .perf.macos import ThrottleWatch
 from .perf.mitigation import LEAST_CHUNK
-from .prefill_budget import GrowthBudget, PrefillBudget, RoomTakenError, admitted, make_room
 from .prompt_cache.memory import CacheLease, CacheStore
 from .runtime import Runtime
 from .sampling import Sampler, Score, TokenSets
+from .schedule.admission import GrowthBudget, PrefillBudget, RoomTakenError, admitted, make_room
 from .schedule.decoding import Lane
 from .schedule.policy import Pace
 from .schedule.schedule import WAITS, ReplyEvents, SharedFailureError

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from .chunking import whole_chunks
 from .device import DeviceKind
 from .errors import (
     ContextError,
@@ -33,14 +34,13 @@ from .passes.likely import ReplyQuestion, look_again
 from .passes.tokens import PromptText, StepTokens
 from .perf.bandwidth import is_busy
 from .perf.memory import Memory, snapshot
-from .perf.mitigation import whole_chunks
 from .perf.timing import LatencyProfiler
-from .prefill_budget import admitted
 from .prompt_cache.cache import Check, OwnCaches, check
 from .prompt_cache.exchange import Exchanged, check_worth, export, take_in
 from .prompt_cache.memory import CacheStore
 from .reply import ReplyTask, Request, check_context
 from .runtime import MachineSpeed, Runtime
+from .schedule.admission import admitted
 from .schedule.decoding import Decoded, Decoder, Lane
 from .schedule.policy import Pace
 from .schedule.schedule import ReplyEvents

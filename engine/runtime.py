@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .chunking import Chunking
 from .device import DeviceKind
 from .kv import CachePlan, plan_caches
 from .kv.operations import LOCAL, CacheOperations
@@ -14,7 +15,6 @@ from .perf.cost import cost_of_model
 from .perf.diagnosis import Situation, packed_layers
 from .perf.hardware import Chip
 from .perf.memory import MemoryLimit
-from .perf.mitigation import Chunking
 from .perf.model_work import work_of
 from .perf.peak_memory import ModelShape, cache_layers
 from .perf.roofline import LatencyModel, Limits, Prediction, decode_phase, limits_of, predict

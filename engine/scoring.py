@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import units
 from .errors import ContextError, MemoryLimitError, OptionError
 from .generation import Generation
 from .kv import CachePlan, plan_caches
@@ -29,7 +30,7 @@ from .metrics import decode_rate
 from .model.head import asking_for_logits
 from .options import KVBits, KVSpec, Sampling
 from .perf import memory
-from .perf.mitigation import gb, override, told_apart
+from .perf.mitigation import override
 from .perf.peak_memory import predict_peak
 from .prompt_cache.memory import CacheStore
 from .runtime import Runtime
@@ -110,9 +111,9 @@ def check_scored(
     row_bytes = FLOAT32 * vocabulary * (_rows_at_once(tokens, chunk) if rows is None else rows)
     least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + row_bytes
     if budget is not None and least > budget:
-        needed, most = told_apart(least, budget)
+        needed, most = units.sizes(least, budget)
         raise MemoryLimitError(
-            f"the log-probabilities of {tokens:,} tokens need {needed} of memory ({gb(row_bytes)} of it for the rows of "
+            f"the log-probabilities of {tokens:,} tokens need {needed} of memory ({units.size(row_bytes)} of it for the rows of "
             f"{vocabulary:,} numbers), and {most} may be used",
             f"Score fewer tokens at a time.{override(least, memory.device_total())}",
         )

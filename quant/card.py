@@ -7,6 +7,7 @@ The card holds no time, no path and no memory figure, so that the same conversio
 import shlex
 from collections.abc import Iterator
 
+from tokamac.engine import units
 from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.perf.config_cost import Packing
 
@@ -71,7 +72,7 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     versions = ", ".join(f"{name} {number or 'of unknown version'}" for name, number in made.versions.items())
     yield f"# {made.name} at {plan.bits_per_weight:.2f} bits per weight, for MLX"
     yield ""
-    yield f"Converted from {named}: {_bytes(plan.source_bytes)} became {_bytes(plan.weight_bytes)}."
+    yield f"Converted from {named}: {units.size(plan.source_bytes)} became {units.size(plan.weight_bytes)}."
     yield f"Made with {versions}{', products of float32 in TF32 where the GPU has it' if made.tf32 else ''}."
     if made.adapter is not None:
         yield f"The adapter `{made.adapter['name']}` was added to its weights first."
@@ -83,7 +84,7 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     yield "| part | packing | tensors | weights | size |"
     yield "| --- | --- | ---: | ---: | ---: |"
     for row in by_part(plan):
-        counts = f"{row.tensors:,} | {row.parameters:,} | {_bytes(row.nbytes)}"
+        counts = f"{row.tensors:,} | {row.parameters:,} | {units.size(row.nbytes)}"
         yield f"| {row.part} | {packing_name(row.packing)} | {counts} |"
 
 
@@ -149,7 +150,3 @@ def _flags(options: Options) -> Iterator[str]:
         ("--no-verify",): not options.verify,
     }
     yield from (word for words, given in plain.items() if given for word in words)
-
-
-def _bytes(value: int) -> str:
-    return f"{value / 1e6:,.1f} MB"

@@ -18,11 +18,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from tokamac.engine import units
 from tokamac.engine.files import TOKENIZER_FILES
 from tokamac.engine.metrics import rate
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Tensor, text_config
-from tokamac.engine.perf.mitigation import gb
 
 from . import sensitivity
 from .calibration import LENGTH
@@ -204,7 +204,7 @@ def _heads(heads: HeadSource, options: Options) -> HeadsPlan:
 def _note_on(heads: HeadsPlan) -> str:
     nbytes = sum(tensor.nbytes for tensor in heads.tensors)
     bits = 8 * nbytes / sum(tensor.parameters for tensor in heads.tensors)
-    size = f"{gb(nbytes)}, {bits:.2f} bits per weight"
+    size = f"{units.size(nbytes)}, {bits:.2f} bits per weight"
     return f"its own heads for further tokens ({heads.named}) are kept in {heads.shard.name}: {size}"
 
 

@@ -44,7 +44,7 @@ from tokamac.engine.errors import ALLOW, ConversionError, TokamacError, private
 from tokamac.engine.files import open_regular, path_to_disk, read_bytes, sync
 from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.perf import measurement_store
-from tokamac.engine.perf.mitigation import told_apart
+from tokamac.engine.units import sizes
 
 from .options import Options
 from .provenance import PACKAGES, version_of
@@ -179,7 +179,7 @@ def check_space(target: Path, needed_bytes: int) -> None:
     """Raise ConversionError where the disk of ``target`` has fewer bytes free than needed."""
     needed_bytes, free = needed_bytes + SPARE_BYTES, free_bytes(target)
     if free < needed_bytes:
-        needed, left = told_apart(needed_bytes, free)
+        needed, left = sizes(needed_bytes, free)
         raise ConversionError(
             f"{target} needs {needed} and its disk has {left} left",
             "Free some space, or choose a folder on another disk.",

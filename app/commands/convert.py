@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.files import expanded
+from tokamac.engine.units import sizes
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
 from ..keep_awake import awake
@@ -23,7 +24,7 @@ from ..options import add_unchecked_flag
 from ..output import Progress, json_line, note, table
 from ..parser import Parser
 from ..sanitise import sanitise_line
-from ..units import UNKNOWN, count, rate, seconds, short, size, sizes
+from ..units import UNKNOWN, count, rate, seconds, short, size
 from ..verdict import closeness
 from . import loading
 

@@ -167,9 +167,9 @@ def _is_path(model: str) -> bool:
 
 def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
     """Return the error for a download that does not fit."""
-    from ..perf.mitigation import told_apart
+    from ..units import sizes
 
-    wanted, left = told_apart(needed, free)
+    wanted, left = sizes(needed, free)
     return DownloadError(
         f"{repo} needs {wanted} and {cache_folder()} has {left} free",
         "Free some space (`tokamac models list` shows what is there), or set HF_HOME to a folder on another disk.",

@@ -16,11 +16,11 @@ from ..events import Alternative, Message, PrefillProgress
 from ..generation import Generation, PrefillChunker, read_prompt
 from ..metrics import Recorder
 from ..options import Sampling
-from ..prefill_budget import admitted
 from ..prompt_cache.memory import CacheStore
 from ..prompt_cache.radix_tree import common_prefix
 from ..reply import Request, check_context
 from ..runtime import Runtime
+from ..schedule.admission import admitted
 from ..schedule.policy import Pace
 from ..schedule.schedule import ReplyEvents
 from ..scoring import log_probabilities

@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import units
+from ..chunking import Chunking, prompt_peak
 from ..device import DeviceKind
 from ..errors import MemoryLimitError, ModelError
 from ..model.config import read_config
@@ -36,7 +38,7 @@ from .cost import (
     tensors_of,
 )
 from .hardware import Chip, attention_device, detect
-from .mitigation import LEAST_CHUNK, OFFERS, Chunking, gb, override, prompt_peak, refusal
+from .mitigation import LEAST_CHUNK, OFFERS, override, refusal
 from .model_work import work_of
 from .peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
 from .workload import Workload
@@ -251,7 +253,7 @@ def context_notes(
     if capacity is None or budget is None or _context_peak(shape, capacity, chunking) <= budget:
         return ()
     fits = _fitting(shape, capacity, chunking, budget)
-    note = f"of the context of {capacity:,} tokens, about {fits:,} fit into the {gb(budget)} of memory that may be used"
+    note = f"of the context of {capacity:,} tokens, about {fits:,} fit into the {units.size(budget)} of memory that may be used"
     for bits in OFFERS:
         smaller = shape.packed(*bits)
         if smaller != shape and (more := _fitting(smaller, capacity, chunking, budget)) > fits:
@@ -293,7 +295,7 @@ def _with_smaller(error: MemoryLimitError, stored: Cost, budget: int, beyond: st
     """Return the refusal with what would help: fewer bits, where that would fit; then how to go beyond the limit."""
     packed = round(stored.parameters * bits_per_weight(SMALL_BITS, 64) / 8)
     if packed < min(stored.weight_bytes, budget):
-        hint = f"At {SMALL_BITS} bits its weights would take about {gb(packed)}: tokamac convert --bits {SMALL_BITS}."
+        hint = f"At {SMALL_BITS} bits its weights would take about {units.size(packed)}: tokamac convert --bits {SMALL_BITS}."
     else:
         hint = "Take a smaller model, or close other programs."
     return MemoryLimitError(error.message, hint + beyond)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import count, groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from .. import units
+from ..chunking import Chunking, prompt_peak, slots_after
 from ..errors import OptionError
 from ..model.config import context_length
 from ..options import GROUP_SIZES, KVSpec
@@ -27,7 +29,6 @@ from .config_cost import Packing
 from .footprint import Footprint, KVTable, table_of_plan, weigh
 from .machine import Machine
 from .memory import MemoryFit, giving_way
-from .mitigation import Chunking, prompt_peak, slots_after
 from .model_work import traits_of
 from .peak_memory import ModelShape, Peak, predict_peak
 from .roofline import (
@@ -460,11 +461,11 @@ def reason_of(found: WhatIfOutcome, verdict: Verdict) -> str:
     memory = found.memory
     if memory is None:
         return found.reason or "its memory is not known"
-    need = f"needs {_size(memory.total)}"
+    need = f"needs {units.size(memory.total)}"
     if memory.budget is None:
         return f"{need}; how much may be used is not known"
-    of = f"{need} of {_size(memory.budget)}"
-    most = f"{need}; the machine has {_size(found.place.memory_bytes or memory.budget)} in all"
+    of = f"{need} of {units.size(memory.budget)}"
+    most = f"{need}; the machine has {units.size(found.place.memory_bytes or memory.budget)} in all"
     spoken: dict[Verdict, str] = {
         "runs well": of,
         "fits, speed unknown": f"{of}; {found.reason or 'its speed is not known'}",
@@ -476,13 +477,6 @@ def reason_of(found: WhatIfOutcome, verdict: Verdict) -> str:
         "does not fit": of if found.place.local else most,
     }
     return spoken[verdict]
-
-
-def _size(nbytes: int) -> str:
-    """Return bytes in three figures or more, as the screen writes them: 50.4 MB, 9.57 GB, 1,024 GB."""
-    value, unit = (nbytes / 1e9, "GB") if nbytes >= 10**9 else (nbytes / 1e6, "MB")
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:,.{digits}f} {unit}"
 
 
 def table(

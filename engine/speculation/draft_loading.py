@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import units
 from ..device import DeviceKind
 from ..errors import MemoryLimitError, OptionError
 from ..kv import plan_caches
@@ -18,7 +19,6 @@ from ..perf.cost import cost_of_model, text_config
 from ..perf.footprint import check_fits, value_bytes, weigh
 from ..perf.hardware import Chip
 from ..perf.memory import MemoryLimit
-from ..perf.mitigation import gb
 from ..perf.model_work import work_of
 from ..perf.peak_memory import ModelShape, cache_layers
 from ..perf.roofline import HostLimited, fitted, measure_host
@@ -78,7 +78,7 @@ def check_both_fit(
     except MemoryLimitError as error:
         check_fits(folder, kv, device, asked, more=more)
         raise MemoryLimitError(
-            f"this model fits into memory, but not beside the {gb(draft.weight_bytes)} of its draft model {draft.name}",
+            f"this model fits into memory, but not beside the {units.size(draft.weight_bytes)} of its draft model {draft.name}",
             "Take a smaller draft model, or none.",
         ) from error
 
@@ -119,7 +119,7 @@ def load_draft(
         fits=limit.fits,
     )
     draft = LoadedDraft(found.name, model, work, pace, cost.weight_bytes, plan.bytes_per_token)
-    size = f"{gb(cost.weight_bytes)}, {plan.bytes_per_token / 1e3:,.1f} KB a token"
+    size = f"{units.size(cost.weight_bytes)}, {plan.bytes_per_token / 1e3:,.1f} KB a token"
     return draft, (f"draft model {found.name}: {size}", *kept)
 
 

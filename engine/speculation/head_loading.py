@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .. import units
 from ..device import DeviceKind
 from ..errors import ModelError, OptionError
 from ..kv import plan_caches
@@ -18,7 +19,6 @@ from ..model.stored_heads import StoredHeads
 from ..options import KVSpec
 from ..perf.cost import cost_of_model
 from ..perf.memory import MemoryLimit
-from ..perf.mitigation import gb
 from .head_drafters import LONGEST, LayerDrafter, LayerDrafts, LoadedHeads, MedusaDrafter
 from .ledger import SHORT, DraftingCosts
 
@@ -63,7 +63,7 @@ def load_heads(
             notes.append(NOT_USED.format(stored.named, error.message))
             continue
         loaded.append(heads)
-        notes.append(f"{GUESSING}{stored.named}, {gb(heads.weight_bytes + heads.kv_bytes)}")
+        notes.append(f"{GUESSING}{stored.named}, {units.size(heads.weight_bytes + heads.kv_bytes)}")
     if loaded:
         open_door(model.module)
     return tuple(loaded), (*notes_on(found), *notes)

@@ -10,13 +10,13 @@ from tests.benchmarks.report import Row, Section, holds, number
 from tests.mac import CAPTURES, RecordedMac, as_captured, play_mac, play_metal
 from tests.metal.test_metal import EIGHTS, write_headers
 from tokamac.engine import Engine, MemoryLimitError, Message, Sampling
+from tokamac.engine.chunking import PROMPT, TOLERANCE, Chunking
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.catalogue import catalogue
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.footprint import check_fits, work_of_config
 from tokamac.engine.perf.hardware import lookup, table
-from tokamac.engine.perf.mitigation import PROMPT, TOLERANCE, Chunking
 from tokamac.engine.perf.roofline import HostLimited, fitted
 
 LEVELS = (1, 2, 4)

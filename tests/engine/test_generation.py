@@ -212,7 +212,7 @@ def test_a_piece_that_was_stopped_still_shares_what_another_began_with_meanwhile
 def test_what_is_closed_within_a_chunk_gives_back_caches_that_hold_the_chunks_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ):
-    monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: CHUNK)
+    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: CHUNK)
     monkeypatch.setattr(PrefillChunker, "_stages", lambda *_: 2)
     generators: list[object] = []  # all are referred to: it is not enough to let go of one
 
@@ -295,7 +295,7 @@ def test_where_pieces_of_any_size_are_the_same_a_slow_chunk_is_cut_by_tokens_and
 @pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)
 def engine(tiny: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """A model whose keys and values have so many bits, with prompts cut after 64 tokens."""
-    monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: CHUNK)
+    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: CHUNK)
     kv = KVSpec(key_bits=request.param[0], value_bits=request.param[1])
     with Engine.load(tiny, kv=kv, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as loaded:
         yield loaded

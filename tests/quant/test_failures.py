@@ -264,7 +264,7 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, ex
 def test_a_disk_without_room_is_refused_before_any_work(tmp_path, monkeypatch):
     make_source(tmp_path, "llama")
     monkeypatch.setattr(resume.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    refuse(ConversionError, tmp_path, r"needs 1\d\.\d MB and its disk has 0\.0 MB left")
+    refuse(ConversionError, tmp_path, r"needs 1\d\.\d MB and its disk has 1\.00 kB left")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

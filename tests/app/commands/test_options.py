@@ -13,7 +13,7 @@ from tests.app.commands.conftest import Run
 from tests.app.plain.plain_chat import OBEYED, last_path
 from tests.app.plain.plain_chat import piped as plain_chat_piped
 from tests.engine.helpers import as_mlx, write_model, write_peft
-from tokamac.app import output, settings, units
+from tokamac.app import output, settings
 from tokamac.app.backend.child import _memory_use, load_engine
 from tokamac.app.backend.protocol import Load
 from tokamac.app.chat.start import ChatOptions, begin
@@ -267,12 +267,6 @@ def test_a_name_of_thousands_of_characters_is_not_printed_whole(tokamac: Run, ar
     assert done.status in (1, 2)
     assert 20 < len(done.err) < 3000
     assert done.out == ""
-
-
-def test_sizes_that_differ_are_told_apart() -> None:
-    assert units.sizes(1_500_000, 2_500_000) == ("1.50 MB", "2.50 MB")
-    assert units.sizes(2_000_100, 2_000_200) == ("2,000,100 B", "2,000,200 B")
-    assert units.sizes(5, 5) == ("5 B", "5 B")
 
 
 # What of the settings can't be used is said by every command that reads them, on stderr, once.
@@ -712,7 +706,7 @@ LOADING = (
 def test_a_flag_sets_the_limit(tokamac: Run, tiny: Path, command: tuple[str, ...]) -> None:
     done = tokamac(*command, tiny, *LITTLE)
     assert (done.status, done.out) == (1, "")
-    assert "and 0.1 MB may be used" in done.err
+    assert "and 100 kB may be used" in done.err
     assert "--memory " in done.err  # the way on
     assert "Traceback" not in done.err
 
@@ -721,7 +715,7 @@ def test_a_setting_sets_it_and_a_flag_goes_before_that(tokamac: Run, tiny: Path)
     settings.save(settings.default_path(), Settings(memory_gb=0.0001))
     refused = tokamac(*LOADING[0], tiny)
     assert refused.status == 1
-    assert "0.1 MB may be used" in refused.err
+    assert "100 kB may be used" in refused.err
     assert tokamac(*LOADING[0], tiny, "--memory", "2").status == 0
 
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.perf.test_what_if import LLAMA, M4_MAX, NAMES, PLACES
+from tokamac.engine.chunking import slots_after
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.footprint import Footprint, weigh
 from tokamac.engine.perf.machine import Machine, elsewhere
-from tokamac.engine.perf.mitigation import slots_after
 from tokamac.engine.perf.roofline import constants_of
 from tokamac.engine.perf.what_if import WeighedModel, WhatIfCase, load, outcome_at
 from tokamac.engine.perf.workload import Workload

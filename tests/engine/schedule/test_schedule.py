@@ -28,8 +28,8 @@ from tokamac.engine import (
 )
 from tokamac.engine.kv.cache import Cache, nbytes
 from tokamac.engine.metrics import Recorder
-from tokamac.engine.prefill_budget import RoomTakenError
 from tokamac.engine.prompt_cache.cache import OwnCaches
+from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoder, Lane
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
@@ -218,7 +218,7 @@ def _one_engine(folder: Path) -> Iterator[None]:
 def test_a_reply_says_how_many_were_made_with_it_and_what_held_it_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: 64)
+    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: 64)
     held_up: list[str] = []
     monkeypatch.setattr(Recorder, "mark", lambda _, cause, most_ms=0.0: held_up.append(cause))
     with Engine.load(folder, prompt_cache=None) as engine:
@@ -498,16 +498,16 @@ def test_bits_that_the_model_can_not_have_are_refused_as_loading_does(tmp_path: 
 
 def test_a_reply_that_does_not_fit_beside_another_waits_for_it(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     single = alone(either, PROMPTS[:3], SAMPLED)
-    from tokamac.engine import prefill_budget
+    from tokamac.engine.schedule import admission
 
-    make_room = prefill_budget.make_room
+    make_room = admission.make_room
 
     def one_at_a_time(runtime: Any, store: Any, lease: Any, tokens: int, **more: Any) -> Any:
         if any(each is not lease for each in store.leases):
             raise RoomTakenError(MemoryPressure(0, None, 0, 100, 50, waits=True))
         return make_room(runtime, store, lease, tokens, **more)
 
-    monkeypatch.setattr(prefill_budget, "make_room", one_at_a_time)
+    monkeypatch.setattr(admission, "make_room", one_at_a_time)
     many = together(either, PROMPTS[:3], SAMPLED)
     assert [said(many[number, 0][-1]) for number in range(3)] == single
     waited = [[event for event in many[number, 0] if isinstance(event, MemoryPressure)] for number in range(3)]
@@ -516,7 +516,7 @@ def test_a_reply_that_does_not_fit_beside_another_waits_for_it(either: Engine, m
 
 
 def test_a_reply_that_waits_for_memory_is_cancelled_at_once(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokamac.engine import prefill_budget
+    from tokamac.engine.schedule import admission
 
     def never(*_: Any, **__: Any) -> Any:
         raise RoomTakenError(MemoryPressure(0, None, 0, 100, 50, waits=True))
@@ -524,7 +524,7 @@ def test_a_reply_that_waits_for_memory_is_cancelled_at_once(either: Engine, monk
     either.tokenizer.eos_ids = frozenset()
     first = either.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=1500))
     until(lambda: isinstance(next(first), TextChunk))
-    monkeypatch.setattr(prefill_budget, "make_room", never)
+    monkeypatch.setattr(admission, "make_room", never)
     second = either.generate(PROMPTS[1], SAMPLED)
     assert isinstance(next(second), MemoryPressure)
     second.cancel()

@@ -10,17 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from .events import MemoryPressure
-from .kv.cache import Cache
-from .kv.cache import nbytes as kv_bytes
-from .kv.plan import spare_slots
-from .kv.probe import leaves
-from .perf import memory
-from .perf.mitigation import LEAST_CHUNK, Mitigation, offers, prompt_peak, refusal, relieving, steps
-from .perf.peak_memory import ModelShape, Peak, predict_peak
-from .prompt_cache.memory import CacheLease, CacheStore
-from .runtime import Runtime
-from .schedule.schedule import WAITS
+from ..chunking import prompt_peak
+from ..events import MemoryPressure
+from ..kv.cache import Cache
+from ..kv.cache import nbytes as kv_bytes
+from ..kv.plan import spare_slots
+from ..kv.probe import leaves
+from ..perf import memory
+from ..perf.mitigation import LEAST_CHUNK, Mitigation, offers, refusal, relieving, steps
+from ..perf.peak_memory import ModelShape, Peak, predict_peak
+from ..prompt_cache.memory import CacheLease, CacheStore
+from ..runtime import Runtime
+from .schedule import WAITS
 
 
 @dataclass(frozen=True, slots=True)
