@@ -1,6 +1,7 @@
 """The guide's corpus: well formed, large enough, free of clashes, honestly split; and the tokenizer that ships with the model."""
 
 import json
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.guide.dataset import (
     CorpusEntry,
     CorpusError,
     CorpusTurn,
+    drop_words,
     normalised,
     read_corpus,
     read_newcomers,
@@ -143,6 +145,13 @@ def test_a_near_copy_would_be_noticed() -> None:
     assert alike("what is a KV cache", "What is a KV cache?")
     assert alike("the colours hurt my eyes, can I change them", "colours hurt my eyes, change them please")
     assert not alike("the colours hurt my eyes, can I change them", "can I change the colours of the chat")
+
+
+def test_a_name_of_two_words_is_dropped_whole_or_not_at_all() -> None:
+    rng = random.Random(3)
+    drawn = {drop_words("What is a Hugging Face id?", rng) for _ in range(300)}
+    assert {"What is a id?", "What is a Hugging Face id?", "What is a Hugging Face"} <= drawn
+    assert all(("Hugging" in each) == ("Face" in each) for each in drawn)
 
 
 def test_patterns_yield_all_their_wordings() -> None:
