@@ -276,6 +276,10 @@ class OwnCaches(CacheStore):
         """Evict ``wanted`` of those bytes; return how many were freed."""
         return self._beside.shrink(wanted)
 
+    def drop_idle(self, lease: CacheLease) -> int:
+        """Forget live caches of the other that nobody uses; return the bytes freed."""
+        return self._beside.drop_idle(lease)
+
 
 def open_cache(
     spec: PromptCacheSpec | None, runtime: "Runtime", *, folder: Path, name: str, **more: object

@@ -155,6 +155,10 @@ class CacheStore:
         """Evict ``wanted`` of those bytes; return how many were freed."""
         return 0
 
+    def drop_idle(self, lease: CacheLease) -> int:  # noqa: ARG002
+        """Forget live caches that nobody uses, unless they are this lease's; return the bytes freed."""
+        return 0
+
     def clear(self) -> None:
         """Forget everything in memory."""
 
@@ -392,6 +396,14 @@ class MemoryStore(CacheStore):
         before = self._kept_bytes
         self._evict(before - wanted)
         return before - self._kept_bytes
+
+    def drop_idle(self, lease: CacheLease) -> int:
+        """Forget the live caches that nobody uses, unless they are this lease's; return the bytes freed."""
+        if (held := self._idle) is None or held.lease is lease:
+            return 0
+        freed = kv.nbytes(held.lease.caches)
+        self._drop(held)
+        return freed
 
     def clear(self) -> None:
         """Forget everything."""

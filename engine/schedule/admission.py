@@ -62,22 +62,34 @@ class GrowthBudget:
 
     def fits(self) -> bool:
         """Clear the pool and shrink the prompt cache as far as the larger caches need it; return whether they fit then."""
-        shape, store, budget = self._runtime.shape, self._store, self._budget()
-        if budget is None:
+        store, idle = self._store, 0
+        if (budget := self._budget()) is None:
             return True
-        cached, slots, aside = len(self._lease.ids), slots_of(self._lease.caches), store.aside
-
-        def peak(_: int) -> Peak:
-            return predict_peak(shape, held=cached, new=0, chunk=1, slots=slots, reply=1, prompt_cache=aside)
-
-        found = steps(peak, budget, chunk=1, pool=mx.get_cache_memory())
-        done = _take(found, store, budget, from_others=0, critical=False) if found.rungs else None
+        found = self._steps(budget)
+        if found.missing and (idle := store.drop_idle(self._lease)):
+            budget = self._budget()
+            assert budget is not None
+            found = self._steps(budget)
+        done = _take(found, store, budget, from_others=0, critical=False) if found.rungs or idle else None
+        if done is not None:
+            done = replace(done, cache_bytes=done.cache_bytes + idle)
         if found.missing:
             pool, freed = (done.pool_bytes, done.cache_bytes) if done else (0, 0)
             self.pressure.append(MemoryPressure(pool, None, freed, found.peak.total, budget, ended=True))
         elif done is not None and done.cache_bytes:  # a pool that was cleared is nothing to tell
             self.pressure.append(done)
         return not found.missing
+
+    def _steps(self, budget: int) -> Mitigation:
+        """Return what it takes to make the caches larger by a token."""
+        cached, slots, aside = len(self._lease.ids), slots_of(self._lease.caches), self._store.aside
+
+        def peak(_: int) -> Peak:
+            return predict_peak(
+                self._runtime.shape, held=cached, new=0, chunk=1, slots=slots, reply=1, prompt_cache=aside
+            )
+
+        return steps(peak, budget, chunk=1, pool=mx.get_cache_memory())
 
     def _budget(self) -> int | None:
         whole = self._runtime.memory_budget
@@ -131,6 +143,8 @@ def make_room(
 
     found = within(budget)
     if budget is not None and found.missing:
+        if store.drop_idle(lease):
+            return make_room(runtime, store, lease, tokens, most=most, may_force=may_force)
         given_back = sum(max(each) for each in beside_it)
         if given_back and not within(budget + given_back).missing:
             raise RoomTakenError(MemoryPressure(0, None, 0, found.peak.total, budget, waits=True))

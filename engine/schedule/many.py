@@ -80,6 +80,7 @@ class ManyReplies:
     def _new(self, prompt: int, sample: int) -> _Open:
         """Return a reply that nobody was asked for yet; what it hands over makes it ready to be read."""
         reply = _Open(prompt, sample, EventStream(announce=lambda: self._ready.put(reply)))
+        self._look()
         if self._is_cancelled:
             reply.stream.cancel()
         return reply
@@ -88,7 +89,7 @@ class ManyReplies:
         """Yield what one reply has handed over."""
         if reply not in self._open:
             return
-        self._is_cancelled = self._is_cancelled or reply.stream.is_cancelled()
+        self._look()
         try:
             batch = reply.stream.take()
         except TokamacError as error:
@@ -103,6 +104,10 @@ class ManyReplies:
                 self._has_read(reply)
             yield reply.prompt, reply.sample, event
 
+    def _look(self) -> None:
+        """Look whether one that is open was cancelled."""
+        self._is_cancelled = self._is_cancelled or any(each.stream.is_cancelled() for each in self._open)
+
     def _has_read(self, reply: _Open) -> None:
         """Let the prompt's other samples begin: it is in the prompt cache now, or never will be."""
         if not reply.begun:
@@ -111,5 +116,6 @@ class ManyReplies:
                 self._waiting[:0] = [(reply.prompt, sample) for sample in range(1, self._samples)]
 
     def _end(self, reply: _Open) -> None:
+        self._look()
         self._open.remove(reply)
         self._has_read(reply)

@@ -16,6 +16,9 @@ from ..events import Event, Live, PrefillProgress, TextChunk
 from .policy import Act, Demand, Pace, Policy
 from .stream import EventStream
 
+WELL = 256
+"""Passes without a failure after which twice as many replies share one again."""
+
 
 class SharedFailureError(Exception):
     """A pass of several lanes failed: whose fault that was, or what their caches hold, nobody knows."""
@@ -112,6 +115,7 @@ class Schedule:
         self._has_changed = False  # one has since
         self._count = 0
         self._together = 1  # lanes of one pass at most
+        self._well = 0  # passes since one failed
 
     @property
     def busy(self) -> bool:
@@ -159,7 +163,8 @@ class Schedule:
         self._has_changed = False
         waiting, self._waiting = sorted(self._waiting, key=lambda seat: seat.number), []
         for seat in waiting:
-            if sum(each.background is seat.background for each in self._seats) >= self.width:
+            is_full = sum(each.background is seat.background for each in self._seats) >= self.width
+            if is_full and not seat.stream.is_cancelled():  # whose end is told at once
                 self._waiting.append(seat)
             elif not (seat.stream.is_abandoned() and seat.events is None):
                 self._seats.append(seat)
@@ -188,7 +193,7 @@ class Schedule:
         try:
             decoded = self.decode([seat.lane for seat in seats])
         except BaseException as error:
-            failure = error
+            failure, self._well = error, 0
             if len(seats) > 1:
                 self._together = len(seats) // 2
                 failure = SharedFailureError()
@@ -198,6 +203,9 @@ class Schedule:
             for seat in seats:
                 self._advance(seat, failure=failure)
             return
+        self._well += 1
+        if self._well % WELL == 0:
+            self._together = min(2 * self._together, self.width)
         for each in decoded:
             seat = by_lane[id(each.lane)]
             if each.failure is not None:

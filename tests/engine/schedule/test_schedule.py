@@ -31,6 +31,7 @@ from tokamac.engine.metrics import Recorder
 from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoder, Lane
+from tokamac.engine.schedule.schedule import WELL
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
 SAMPLED = Sampling(temperature=0.9, top_k=30, seed=4, max_tokens=24, repetition_penalty=1.1, presence_penalty=0.3)
@@ -322,6 +323,21 @@ def test_after_a_failed_pass_none_goes_on_from_what_another_of_it_holds(
         assert [said(many[number, 0][-1]) for number in range(2)] == single * 2
 
 
+def test_after_many_good_passes_replies_share_them_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load(folder, prompt_cache=None, speculation=None) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        widths: list[int] = []
+
+        def once(rows: int, number: int) -> bool:
+            widths.append(rows)
+            return rows == 2 and number < 10
+
+        fail(engine, monkeypatch, once)
+        together(engine, PROMPTS[:2], Sampling(temperature=0, max_tokens=400))
+        narrow = widths[widths.index(2) + 1 :].index(2)  # passes of one from the failed one on
+        assert narrow in (WELL, WELL + 1)
+
+
 def test_caches_of_a_failed_pass_are_dropped_also_where_nobody_reads_the_reply(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +397,71 @@ def test_cancelling_all_ends_those_too_that_were_not_begun(folder: Path) -> None
         assert len(ends) == 3 * len(PROMPTS)
         assert {event.reason for event in ends.values()} == {"cancelled"}
         assert sum(event.metrics.prefill_tokens for event in ends.values()) <= len(PROMPTS[0])  # no other was read
+
+
+def test_a_reply_that_waits_for_a_seat_is_cancelled_at_once(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), parallel=1) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        first = engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=1500))
+        until(lambda: isinstance(next(first), TextChunk))
+        is_read, found = threading.Event(), list[object]()
+
+        def read() -> None:
+            for _ in first:
+                pass
+            is_read.set()
+
+        second = engine.generate(PROMPTS[1], SAMPLED)
+        waiting = threading.Thread(target=lambda: found.extend(second), daemon=True)
+        threading.Thread(target=read, daemon=True).start()
+        waiting.start()
+        until(lambda: len(engine._replies.schedule._waiting) == 1)
+        second.cancel()
+        within(waiting.join)
+        assert not is_read.is_set()
+        end = found[-1]
+        assert isinstance(end, Finished)
+        assert (end.reason, end.metrics.generated_tokens) == ("cancelled", 0)
+        first.cancel()
+        until(is_read.is_set)
+
+
+def test_cancelling_at_the_first_text_ends_samples_that_begin_with_it(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        ends, is_cancelled = [], False
+        for _, _, event in engine.generate_many(PROMPTS[:1], Sampling(temperature=0, max_tokens=1500), n=4):
+            if isinstance(event, TextChunk) and not is_cancelled:
+                engine.cancel()
+                is_cancelled = True
+            if isinstance(event, Finished):
+                ends.append(event.reason)
+        assert ends == ["cancelled"] * 4
+
+
+def test_caches_that_nobody_uses_cut_no_reply_short(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        store = engine._runner._store
+        long = [5 + i * i % 250 for i in range(1500)]
+        first, second = (
+            engine.generate(prompt, Sampling(temperature=0, max_tokens=600)) for prompt in (long, PROMPTS[0])
+        )
+        for reply in (first, second):
+            until(lambda reply=reply: isinstance(next(reply), TextChunk))
+        first.close()  # what its caches hold is kept, and nobody uses it
+        until(lambda: len(store.leases) == 1)
+
+        def limit() -> None:
+            """Leave the second no room to grow, but where the first's caches are."""
+            engine._runner.limit_memory(mx.get_active_memory() + store.nbytes // 12)
+
+        engine.between(limit)
+        before = store.nbytes
+        *_, end = second
+        assert isinstance(end, Finished)
+        assert (end.reason, end.metrics.generated_tokens) == ("length", 600)
+        assert engine.between(lambda: store.nbytes) < before / 2
 
 
 def test_what_is_no_number_of_samples_is_refused(either: Engine) -> None:
@@ -584,10 +665,12 @@ def test_many_joins_and_leaves_leave_no_cache_and_no_thread(folder: Path) -> Non
 def test_the_decoder_takes_lanes_of_any_number_and_keeps_their_ids(folder: Path) -> None:
     with Engine.load(folder, prompt_cache=None) as engine:
         widths: list[int] = []
+        seen: dict[int, Lane] = {}
 
         def noted(step: Callable[[Any, list[Lane]], Any]) -> Callable[[Any, list[Lane]], Any]:
             def call(self: Any, lanes: list[Lane]) -> Any:
                 widths.append(len(lanes))
+                seen.update((id(lane), lane) for lane in lanes)
                 return step(self, lanes)
 
             return call
@@ -595,7 +678,14 @@ def test_the_decoder_takes_lanes_of_any_number_and_keeps_their_ids(folder: Path)
         original = Decoder.step
         Decoder.step = noted(original)  # type: ignore[method-assign]
         try:
-            together(engine, PROMPTS, replace(SAMPLED, max_tokens=40))
+            many = together(engine, PROMPTS, replace(SAMPLED, max_tokens=40))
         finally:
             Decoder.step = original  # type: ignore[method-assign]
         assert max(widths) == len(PROMPTS)
+        made = [
+            [*prompt, *(id for event in many[number, 0] for id in getattr(event, "ids", ()))]
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        held = sorted((lane.cached_ids for lane in seen.values()), key=len)
+        assert [whole[: len(each)] for whole, each in zip(sorted(made, key=len), held, strict=True)] == held
+        assert all(len(whole) - len(each) <= 1 for whole, each in zip(sorted(made, key=len), held, strict=True))
