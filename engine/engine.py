@@ -302,9 +302,9 @@ class Engine:
         """Yield (prompt's number, sample's number, event) of ``n`` replies to each prompt, as they come.
 
         Prompts are begun in their order, several at once (``Engine.load(parallel=…)``). Every reply ends with one Finished, or one
-        Failed where it alone failed. With a seed, sample i has ``seed + i``; with ``n`` above 1 the prompt is read once, but where there
-        is no prompt cache. prompts:
-        texts, messages or token ids. Stop iterating, or close the iterator, to end all. Raises OptionError.
+        Failed where it alone failed. With a seed, sample i has ``seed + i``; with ``n`` above 1 the prompt is read once, unless
+        there is no prompt cache. prompts: texts, messages or token ids. Stop iterating, or close the iterator, to end all. Raises
+        OptionError.
         """
         given = [given_question(prompt, None) for prompt in prompts]
         how, told, samples = given_sampling(sampling), given_template(template), given_count(n, "n", least=1)

@@ -35,6 +35,7 @@ from .engine_client import EngineClient, OpenReply, accepted
 from .outbox import Outbox
 from .protocol import (
     LONGEST_LINE,
+    AnotherModelError,
     AskCount,
     AskPrice,
     AskTokens,
@@ -51,6 +52,7 @@ from .protocol import (
     LimitMemory,
     Load,
     Loaded,
+    Loading,
     LookAgain,
     MachineMeasured,
     MemoryUse,
@@ -146,6 +148,7 @@ class Child:
         self._load = load
         self._engine: Engine | None = None
         self._loaded: Loaded | None = None
+        self._loads = 0
         self._wanted: Load | None = None  # the last that was asked for
         self._later_system = self._takes_tools = True
         self._guide = False
@@ -192,6 +195,8 @@ class Child:
         with self._telling_failures(client, request):
             match request:
                 case Load():
+                    for guest in self._guests():
+                        guest.outbox.put(Loading())
                     self._wait_for_replies()
                     self._load_model(request, client)
                 case Join():
@@ -228,7 +233,9 @@ class Child:
                 traceback.print_exc()
                 known = TokamacError(f"the engine failed: {type(error).__name__}: {error}", "The log has the details.")
             failed = request.id if isinstance(request, Generate) else None
-            client.outbox.put(RequestFailed(failed, known.message, known.hint, type(known).__name__))
+            told = RequestFailed(failed, known.message, known.hint, type(known).__name__)
+            for each in self._everybody() if isinstance(request, Load) else (client,):
+                each.outbox.put(told)
 
     def _load_model(self, request: Load, client: EngineClient) -> None:
         """Load for who asks. Guests who expect another model have to go, and all others hear of it."""
@@ -245,7 +252,8 @@ class Child:
         engine = self._engine
         limits, memory = engine.limits(1), _memory_use(engine)
         told = (limits.ceiling_tps, limits.bandwidth_gbs, memory, limits.bandwidth_condition)
-        self._loaded = Loaded(info, *told)
+        self._loads += 1
+        self._loaded = Loaded(info, *told, load=self._loads)
         self._owner.text_every_s = request.text_every_s
         for each in self._everybody():
             self._tell_loaded(each)
@@ -360,6 +368,8 @@ class Child:
     def _begin_reply(self, client: EngineClient, request: Generate) -> None:
         if (engine := self._engine) is None:
             raise TokamacError("no model is loaded", "Choose one with /model.")
+        if request.load not in (0, self._loads):
+            raise AnotherModelError("another model was loaded meanwhile", "Ask again.")
         if not request.background:
             for each in self._everybody():
                 each.looker.stop()

@@ -341,7 +341,8 @@ class Generate:
     continues: the conversation ends with a reply that was cut; generate the rest of it. template: what the chat template is told.
     background: nobody waits for it: it gives way to what somebody waits for. kv_bits: of keys and values, other than the model was
     loaded with. tokens: a prompt in place of a conversation. watched: somebody looks at its figures while it is written, and at its
-    passes later; else they are left out. shows_guesses: which characters were guessed is told, too.
+    passes later; else they are left out. shows_guesses: which characters were guessed is told, too. load: the number of the load
+    whose model is to reply, and no other; 0 is any.
     """
 
     id: int
@@ -354,6 +355,7 @@ class Generate:
     tokens: tuple[int, ...] = ()
     watched: bool = True
     shows_guesses: bool = False
+    load: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,14 +574,23 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """Another model is about to be loaded, for who owns the process: what a guest asks for now is for the next model."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """The model is ready. ceiling_tps: of an empty context. bandwidth_note: how it was measured, or why it is unknown."""
+    """The model is ready.
+
+    ceiling_tps: of an empty context. bandwidth_note: how it was measured, or why it is unknown. load: this load's number, from 1.
+    """
 
     info: ModelInfo
     ceiling_tps: float | None = None
     bandwidth_gbs: float | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
     bandwidth_note: str = ""
+    load: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,9 +708,13 @@ class RequestFailed:
 
 
 EngineMessage = (
-    LoadProgress | Loaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | PromptTokens | WhatIf | LookedAt
+    LoadProgress | Loading | Loaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | PromptTokens | WhatIf | LookedAt
     | EngineNotice | Guests | Heartbeat | MachineMeasured | RequestFailed
 )  # fmt: skip
+
+
+class AnotherModelError(TokamacError):
+    """The model that a reply was asked of is not the one that is loaded now."""
 
 
 LONGEST_LINE = 64 * 2**20  # a conversation that fills a context of a million tokens is about 5 MB

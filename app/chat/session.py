@@ -40,6 +40,7 @@ from ..backend.protocol import (
     Heartbeat,
     Load,
     Loaded,
+    Loading,
     LookedAt,
     MachineMeasured,
     MemoryUse,
@@ -807,7 +808,7 @@ class Session:
                 return self._died(event)
             case Garbled(error):
                 return [Notice(f"Ignored a line from the engine that is not a message: {error}", "warning")]
-            case Heartbeat() | Guests() | WhatIf() | LookedAt() | PromptTokens():  # answers go to who asked
+            case Heartbeat() | Guests() | Loading() | WhatIf() | LookedAt() | PromptTokens():  # answers go to who asked
                 return []
 
     def _loaded(self, event: Loaded) -> list[Step]:

@@ -128,8 +128,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, and return the exit status."""
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
+    from ..serve.security import is_loopback
+
     check_speculation_flags(parser, options)
     model = options.model or default_model()
+    if options.allow_host and not is_loopback(options.host):
+        parser.error("--allow-host is for loopback: elsewhere any name may be used, with the token")
     if options.print_config:
         _print_config(options, model)
         return 0

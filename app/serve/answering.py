@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokamac.engine.events import Finished
 
+from ..backend.protocol import ModelInfo
 from .engine import ReplyFeed, ServedEngine
 from .errors import RequestError, stopping, unexpected
 from .record import Exchange, ServedReply, as_json
@@ -78,6 +79,7 @@ class Answering:
 
     Args:
         engine: makes them.
+        model: what the exchange was read for.
         exchange: what was asked, and the words of the answer.
         as_error: writes an error in the words of the interface.
         stopping: set when the server ends.
@@ -87,12 +89,14 @@ class Answering:
     def __init__(
         self,
         engine: ServedEngine,
+        model: ModelInfo,
         exchange: Exchange,
         as_error: Callable[[RequestError], Mapping[str, Any]],
         stopping: asyncio.Event,
+        *,
         outcome: RequestOutcome,
     ) -> None:
-        self._engine, self._exchange, self._as_error = engine, exchange, as_error
+        self._engine, self._model, self._exchange, self._as_error = engine, model, exchange, as_error
         self._stopping, self._outcome = stopping, outcome
         count = len(exchange.request.prompts) * exchange.request.n
         self._records = outcome.replies = [ServedReply(number) for number in range(count)]
@@ -111,7 +115,7 @@ class Answering:
 
     async def _answered(self) -> None:
         try:
-            async with self._engine.replies(self._exchange.request) as replies:
+            async with self._engine.replies(self._exchange.request, self._model) as replies:
                 if self._exchange.request.stream:
                     await self._stream(replies)
                 else:

@@ -4,6 +4,7 @@ Marks for its prompt cache (``cache_control``) are met in any case: all that was
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -189,11 +190,15 @@ def _tools(given: Fields) -> tuple[ToolSpec, ...]:
     found = []
     for tool in given.each("tools"):
         tool.one_of("type", ("custom",))
-        found.append(tool_spec(tool, "input_schema"))
+        spec = tool_spec(tool, "input_schema")
+        if examples := tool.items("input_examples"):
+            told = [spec.description, "Examples of its input:", *(as_json(each).decode() for each in examples)]
+            spec = replace(spec, description="\n".join(filter(None, told)))
+        found.append(spec)
         tool.only("strict", False)
         tool.only("defer_loading", False)
         tool.only("eager_input_streaming", True, False)
-        tool.idle("cache_control", "input_examples")
+        tool.idle("cache_control")
         tool.done()
     return tuple(found)
 
@@ -258,19 +263,19 @@ def _messages(given: Fields) -> Iterator[NamedMessage]:
         yield NamedMessage(Message("system", system), "system")
     if not given.has("messages"):
         raise given.missing("messages")
-    last: NamedMessage | None = None
+    turn: list[Message] = []
+    where = ""
     for each in given.each("messages"):
         role = given_role(each)
         for message in _assistant(each) if role == "assistant" else _user(each):
-            if last is not None and last.message.role == message.role != "tool":
-                last = NamedMessage(joined(last.message, message), each.where)
-                continue
-            if last is not None:
-                yield last
-            last = NamedMessage(message, each.where)
+            if turn and not turn[-1].role == message.role != "tool":
+                yield NamedMessage(joined(turn), where)
+                turn = []
+            turn.append(message)
+            where = each.where
         each.done()
-    if last is not None:
-        yield last
+    if turn:
+        yield NamedMessage(joined(turn), where)
 
 
 def given_role(given: Fields) -> str:

@@ -32,6 +32,8 @@ from .security import Gate
 
 Reading = Callable[[Mapping[str, Any], ServedModel], Exchange]
 ErrorWriter = Callable[[RequestError], Mapping[str, Any]]
+Runner = Callable[..., Awaitable[Any]]
+"""Calls a function with what is given, and returns what it returns."""
 LONG_BODY = 2**18
 """Bytes from which a body is read in a thread: other streams go on meanwhile."""
 
@@ -148,12 +150,13 @@ class ServerApp:
         return _Application(answered)
 
     async def _reply(self, reading: Reading, as_error: ErrorWriter, request: Request, outcome: RequestOutcome) -> Any:
-        body = await self._read(request)
+        body, run = await self._read(request)
         async with AsyncExitStack() as held:
             leasing = held.enter_async_context(self._pool.lease(_name(body)))
             resident = await while_wanted(leasing, request.receive, self.stopping)
-            exchange = reading(body, resident.served)
-            answering = Answering(resident.engine, exchange, as_error, self.stopping, outcome)
+            model = resident.served
+            exchange = await run(reading, body, model)
+            answering = Answering(resident.engine, model.info, exchange, as_error, self.stopping, outcome=outcome)
             lease = held.pop_all()
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,21 +165,24 @@ class ServerApp:
 
         return answered
 
-    async def _read(self, request: Request) -> Mapping[str, Any]:
+    async def _read(self, request: Request) -> tuple[Mapping[str, Any], Runner]:
+        """Return a body, and what runs the rest of reading it."""
         body = await read_body(request)
-        return parsed(body) if len(body) < LONG_BODY else await asyncio.to_thread(parsed, body)
+        run: Runner = _at_once if len(body) < LONG_BODY else asyncio.to_thread
+        return await run(parsed, body), run
 
     async def _count(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
-        body = await self._read(request)
-        told = await while_wanted(self._tokens(body), request.receive, self.stopping)
+        body, run = await self._read(request)
+        told = await while_wanted(self._tokens(body, run), request.receive, self.stopping)
         check_counted(told.error)
         return JSONAnswer(count_of(len(told.tokens)))
 
-    async def _tokens(self, body: Mapping[str, Any]) -> PromptTokens:
+    async def _tokens(self, body: Mapping[str, Any], run: Runner) -> PromptTokens:
         async with self._pool.lease(_name(body)) as resident:
-            asked = MessageExchange(body, resident.served, counting=True).request
+            exchange = await run(partial(MessageExchange, counting=True), body, resident.served)
+            asked = exchange.request
             (prompt,) = asked.prompts
-            return await resident.engine.tokens("", prompt, asked.template, continues=asked.continues)  # type: ignore[arg-type]
+            return await resident.engine.tokens("", prompt, asked.template, continues=asked.continues)
 
     async def _models(self, request: Request, outcome: RequestOutcome) -> JSONAnswer:  # noqa: ARG002
         entries = [model_entry(each.served) for each in self._pool.loaded]
@@ -206,12 +212,17 @@ class ServerApp:
             wrong = f"{request.method} {request.scope['path']:.80} is not answered here"
             raise RequestError(wrong, f"There are {known}.", status=error.status_code, code="no_such_path")
 
-        return await self._endpoint(refused, openai_error)(request)
+        anthropic = request.scope["path"].startswith("/v1/messages")
+        return await self._endpoint(refused, anthropic_error if anthropic else openai_error)(request)
 
     def _log_failure(self, error: BaseException) -> None:
         """Log where something failed, without its text: that may quote what somebody wrote."""
         at = traceback.extract_tb(error.__traceback__)[-1]
         self._log(f"{type(error).__name__} in {at.name}, {at.filename}:{at.lineno}")
+
+
+async def _at_once(work: Callable[..., Any], *given: Any) -> Any:
+    return work(*given)
 
 
 class _Application:

@@ -47,6 +47,12 @@ def _sections(url: str, model: str, key: str) -> list[tuple[str, str]]:
         f'model = "{model}"\nmodel_provider = "tokamac"\n\n[model_providers.tokamac]\nname = "Tokamac"\n'
         f'base_url = "{openai}"\nwire_api = "responses"'
     )
+    llm = f"- model_id: tokamac\n  model_name: {model}\n  api_base: {openai}"
+    in_zed = "Zed: settings.json"
+    if key != KEY:  # those three keep keys outside of their settings
+        codex += f'\nenv_key = "TOKAMAC_API_KEY"\n# and in the shell: export TOKAMAC_API_KEY={key}'
+        llm += f"\n  api_key_name: tokamac\n# and once: llm keys set tokamac --value {key}"
+        in_zed += f", and in the shell: export TOKAMAC_API_KEY={key}"
     return [
         ("try it", f"curl {openai}/chat/completions{proven} -d '{asked}'"),
         ("programs that use OpenAI's client", f"export OPENAI_BASE_URL={openai} OPENAI_API_KEY={key}"),
@@ -56,8 +62,8 @@ def _sections(url: str, model: str, key: str) -> list[tuple[str, str]]:
         ),
         ("Codex: ~/.codex/config.toml", codex),
         ("Continue: ~/.continue/config.yaml", continue_dev),
-        ("Zed: settings.json", zed),
+        (in_zed, zed),
         ("opencode: opencode.json", opencode),
         ("aider", f"aider --model openai/{model} --openai-api-base {openai} --openai-api-key {key}"),
-        ("llm: extra-openai-models.yaml", f"- model_id: tokamac\n  model_name: {model}\n  api_base: {openai}"),
+        ("llm: extra-openai-models.yaml", llm),
     ]

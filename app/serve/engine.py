@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, ToolCall
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, TextChunk, ToolCall
 from tokamac.engine.options import TemplateOptions
 
 from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineLink, EngineProcess
@@ -30,6 +30,7 @@ from ..backend.protocol import (
     LimitMemory,
     Load,
     Loaded,
+    Loading,
     MemoryUse,
     ModelInfo,
     ModelLine,
@@ -76,11 +77,16 @@ Told = tuple[int, Event | RequestError]
 class OpenRequest:
     """The replies to one request, and what came of them that nobody has read.
 
-    replies: by their ids, their numbers. left: those that have not ended. held: whether the engine was told to wait.
+    load: the number of the load whose model it is for. prompts: as they are asked. unasked: by the number of a prompt's first
+    reply, those that begin once it has read the prompt. replies: by their ids, their numbers. left: those that have not ended.
+    held: whether the engine was told to wait.
     """
 
-    replies: dict[int, int]
-    one_call: bool
+    request: ServedRequest
+    load: int
+    prompts: list[Prompt] = field(default_factory=list)
+    unasked: dict[int, list[int]] = field(default_factory=dict)
+    replies: dict[int, int] = field(default_factory=dict)
     came: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
     left: set[int] = field(default_factory=set)
     held: bool = False
@@ -135,6 +141,7 @@ class ServedEngine:
         self._questions: dict[int, asyncio.Future[PromptTokens]] = {}
         self._weighings: dict[int, asyncio.Future[tuple[ModelLine, ...]]] = {}
         self._changed = asyncio.Event()
+        self._loads = 0  # the number of the last load that was heard of
         self._began_s = self._loaded_s = 0.0
         self._load_s: float | None = None
         self._closing = False
@@ -242,34 +249,43 @@ class ServedEngine:
     # Requests -------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def replies(self, request: ServedRequest) -> "AsyncIterator[ReplyFeed]":
-        """Ask for the replies to a request; those that run when the block is left are cancelled. Raises RequestError."""
+    async def replies(self, request: ServedRequest, model: ModelInfo) -> "AsyncIterator[ReplyFeed]":
+        """Ask ``model`` for the replies to a request; those that run when the block is left are cancelled. Raises RequestError."""
         self._check()
+        if self.info != model:
+            raise self._down()
         count = len(request.prompts) * request.n
         self.admission.enter(count)
-        asked = 0
-        opened = OpenRequest({}, request.one_call)
+        opened = OpenRequest(request, self._loads)
         try:
-            prompts = [
-                await self._tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts
-            ]
+            for prompt in request.prompts:
+                opened.prompts.append(await self._tokens_of(prompt) if isinstance(prompt, str) else prompt)
             self._check()
-            for number in range(count):
-                self._generate(opened, request, prompts[number // request.n], number)
-                asked += 1
+            for first in range(0, count, request.n):
+                others = list(range(first + 1, first + request.n))
+                self._generate(opened, first)
+                if self._load.prompt_cache:
+                    opened.unasked[first] = others
+                else:
+                    self._generate(opened, *others)
             self._tell_busy()
             yield ReplyFeed(self, opened)
         finally:
             for id in list(opened.left):
                 self._forget(opened, id)
-                if self.state == "ready":
+                if self.state != "down":
                     self._ask(Cancel(id))
-            for _ in range(count - asked):
+            for _ in range(count - len(opened.replies)):
                 self.admission.leave()
             self._tell_busy()
 
-    def _generate(self, opened: OpenRequest, request: ServedRequest, prompt: Prompt, number: int) -> None:
-        id = next(self._ids)
+    def _generate(self, opened: OpenRequest, *numbers: int) -> None:
+        for number in numbers:
+            self._generate_one(opened, number)
+
+    def _generate_one(self, opened: OpenRequest, number: int) -> None:
+        id, request = next(self._ids), opened.request
+        prompt = opened.prompts[number // request.n]
         asked = Generate(
             id,
             tuple(each for each in prompt if isinstance(each, Message)),
@@ -278,11 +294,14 @@ class ServedEngine:
             template=request.template,
             tokens=tuple(each for each in prompt if isinstance(each, int)),
             watched=False,
+            load=opened.load,
         )
         opened.replies[id] = number
         opened.left.add(id)
         self._open[id] = opened
         self._ask(asked)
+        if opened.held:
+            self._ask(Hold(id))
 
     async def _tokens_of(self, text: str) -> tuple[int, ...]:
         told = await self.tokens(text)
@@ -300,14 +319,17 @@ class ServedEngine:
     ) -> PromptTokens:
         """Return the tokens of a text, or of a conversation, which may end with a reply that goes on. Raises EngineDownError."""
         self._check()
-        id = next(self._ids)
+        id, load = next(self._ids), self._loads
         answer: asyncio.Future[PromptTokens] = self._loop.create_future()
         self._questions[id] = answer
         self._ask(AskTokens(id, text, messages, template or TemplateOptions(), continues))
         try:
-            return await answer
+            told = await answer
         finally:
             self._questions.pop(id, None)
+        if load != self._loads:
+            raise self._down()
+        return told
 
     def _forget(self, opened: OpenRequest, id: int, cost: ReplyCost | None = None) -> None:
         """A reply is over."""
@@ -349,7 +371,11 @@ class ServedEngine:
                     weighed.set_result(() if answer is None else answer.models)
             case LoadProgress():
                 self.on_progress(event)
-            case Loaded(info, memory=memory):
+            case Loading():  # a chat whose engine this is loads another model
+                self.state, self._began_s = "loading", time.monotonic()
+                self._changed.clear()
+            case Loaded(info, memory=memory, load=load):
+                self._loads = load
                 self._loaded(info, memory)
             case RequestFailed(None, error, hint, kind):
                 self._give_up(" ".join(f"{error}. {hint}".split()), kind)
@@ -362,12 +388,16 @@ class ServedEngine:
 
     def _take(self, opened: OpenRequest, id: int, said: Event) -> None:
         number = opened.replies[id]
+        if isinstance(
+            said, TextChunk | ToolCall | Finished
+        ):  # it has read its prompt: others find it in the prompt cache
+            self._generate(opened, *opened.unasked.pop(number, ()))
         if isinstance(said, Finished):
             metrics = said.metrics
             known = said.reason != "cancelled" and metrics.total_s is not None
             cost = ReplyCost((metrics.total_s or 0.0) - (metrics.queue_s or 0.0), metrics.kv_bytes) if known else None
             self._forget(opened, id, cost)
-        elif isinstance(said, ToolCall) and not said.problem and opened.one_call:
+        elif isinstance(said, ToolCall) and not said.problem and opened.request.one_call:
             self._ask(Cancel(id))
         opened.came.put_nowait((number, said))
         if not opened.held and opened.came.qsize() >= BEHIND:
@@ -376,7 +406,7 @@ class ServedEngine:
 
     def _loaded(self, info: ModelInfo, memory: MemoryUse) -> None:
         self._loaded_s = time.monotonic()
-        if self.state == "loading":  # else a chat whose engine this is has loaded another model
+        if self.state == "loading":
             self._load_s = self._loaded_s - self._began_s
         self.info, self.state = info, "ready"
         self.problem = ""
@@ -393,7 +423,7 @@ class ServedEngine:
 
     def _give_up(self, problem: str, kind: str) -> None:
         self.state, self.problem, self._problem_kind = "down", problem, kind
-        if self._process is not None:
+        if self._process is not None and self._join is None:  # whose engine it is may load another model
             self._process.kill()
         self._changed.set()
         self._fail_all()

@@ -7,7 +7,8 @@ KINDS: dict[str, tuple[int, str]] = {
     "OptionError": (400, "unsupported_value"),
     "TemplateError": (400, "invalid_prompt"),
     "ContextError": (400, "context_length_exceeded"),
-    "MemoryLimitError": (503, "out_of_memory"),
+    "MemoryLimitError": (400, "out_of_memory"),  # not even beside no other reply: what fits later waits
+    "AnotherModelError": (503, "model_changed"),
     "DeviceError": (503, "device_failed"),
     "EngineClosedError": (503, "engine_stopped"),
 }

@@ -5,6 +5,7 @@ as in the interfaces that this speaks.
 """
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -12,12 +13,14 @@ from .errors import RequestError, unsupported
 
 DEEPEST = 100
 """Objects within objects: more than any schema of a tool has."""
+LONGEST_WHOLE = 300
+"""Digits of a whole number: more than that is no float either."""
 
 
 def parsed(body: bytes) -> Mapping[str, Any]:
     """Return a body's object. Raises RequestError."""
     try:
-        given = json.loads(body, parse_constant=_no_constant)
+        given = json.loads(body, parse_constant=_no_constant, parse_float=_real, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else "it can't be read"
         raise RequestError(
@@ -32,6 +35,23 @@ def parsed(body: bytes) -> Mapping[str, Any]:
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def _real(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise _too_large(written)
+    return value
+
+
+def _whole(written: str) -> int:
+    if len(written) > LONGEST_WHOLE:
+        raise _too_large(written)
+    return int(written)
+
+
+def _too_large(written: str) -> RequestError:
+    return RequestError(f"the number {written:.20} is too large", "Use one that a float holds.", code="invalid_json")
 
 
 def _depth(value: object) -> int:

@@ -275,20 +275,22 @@ def _conversation(given: Fields) -> Iterator[NamedMessage]:
         return
     if text is None:
         raise given.missing("input")
-    said: NamedMessage | None = None
+    said: list[NamedMessage] = []
     for item in given.each("input"):
-        message = _read_item(item)
+        message = NamedMessage(_read_item(item), item.where)
         item.done()
-        if message.role == "assistant" and said is not None:
-            said = NamedMessage(joined(said.message, message), said.where)
+        if message.message.role == "assistant":
+            said.append(message)
             continue
-        if said is not None:
-            yield said
-        said = NamedMessage(message, item.where) if message.role == "assistant" else None
-        if said is None:
-            yield NamedMessage(message, item.where)
-    if said is not None:
-        yield said
+        yield from _one_turn(said)
+        said = []
+        yield message
+    yield from _one_turn(said)
+
+
+def _one_turn(said: Sequence[NamedMessage]) -> Iterator[NamedMessage]:
+    if said:
+        yield NamedMessage(joined([each.message for each in said]), said[0].where)
 
 
 def _read_item(given: Fields) -> Message:

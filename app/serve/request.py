@@ -279,11 +279,14 @@ def part_text(part: Fields, kinds: Sequence[str] = PARTS) -> str:
     return text
 
 
-def joined(one: Message, other: Message) -> Message:
-    """Return two messages that follow each other as one turn."""
-    content = "\n\n".join(text for text in (one.content, other.content) if text)
-    calls = (*one.tool_calls, *other.tool_calls)
-    return replace(one, content=content, thinking=one.thinking + other.thinking, tool_calls=calls)
+def joined(turn: Sequence[Message]) -> Message:
+    """Return messages of one role that follow each other as one."""
+    return replace(
+        turn[0],
+        content="\n\n".join(each.content for each in turn if each.content),
+        thinking="".join(each.thinking for each in turn),
+        tool_calls=tuple(call for each in turn for call in each.tool_calls),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +304,7 @@ def conversation(given: Iterable[NamedMessage], info: ModelInfo, param: str) -> 
     later one that it would leave out, and for a result of no call.
     """
     out: list[Message] = []
+    opening: list[str] = []  # what system messages at the beginning say, where they become one
     names: dict[str, str] = {}
     for each in given:
         message = each.message
@@ -313,17 +317,20 @@ def conversation(given: Iterable[NamedMessage], info: ModelInfo, param: str) -> 
                 )
             message = replace(message, name=message.name or names[message.tool_call_id])
         names |= {call.id: call.name for call in message.tool_calls}
-        if message.role == "system" and out and not info.later_system:
-            if any(earlier.role != "system" for earlier in out):
+        if message.role == "system" and not info.later_system:
+            if len(out) > bool(opening):
                 raise RequestError(
                     f"{each.where}: the chat template of {info.name} takes a system message only at the beginning",
                     "Put it there.",
                     param=each.where,
                     code="unsupported_value",
                 )
-            out[-1] = replace(out[-1], content=f"{out[-1].content}\n\n{message.content}")
+            opening.append(message.content)
+            out[:1] = [message]
         else:
             out.append(message)
+    if opening:
+        out[0] = replace(out[0], content="\n\n".join(opening))
     if not out:
         raise RequestError(f"{param} is empty", "Send at least one message.", param=param)
     return tuple(out)

@@ -27,6 +27,7 @@ from tokamac.app.backend.protocol import (
     Generate,
     Load,
     Loaded,
+    Loading,
     ReplyEvent,
     RequestFailed,
     Share,
@@ -165,6 +166,22 @@ def test_a_guest_that_expects_another_model_is_refused_and_one_that_lost_it_is_l
         assert of_server.end_of(1).reason == "stop"
         for link in (other, packed, strict, server):
             link.close()
+
+
+def test_while_another_model_is_loaded_guests_hear_of_it_and_get_no_reply_of_it(folder: Path) -> None:
+    with owned(folder) as (process, _, path):
+        server, of_server = guest_of(path, None)
+        first = of_server.next(Loaded).load
+        process.send(Load("fast"))
+        of_server.next(Loading)
+        server.send(Generate(1, HI, load=first))  # what it was read for is not what is loaded next
+        assert of_server.next(Loaded).load == first + 1
+        refused = of_server.next(RequestFailed)
+        assert (refused.id, refused.kind) == (1, "AnotherModelError")
+        process.send(Load("fails"))
+        of_server.next(Loading)
+        assert of_server.next(RequestFailed).id is None
+        server.close()
 
 
 def of_strict_end(heard: Heard) -> Died:

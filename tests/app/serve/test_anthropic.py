@@ -8,6 +8,9 @@ import anthropic
 import pytest
 
 from tests.app.serve.serving import Served, events, user
+from tokamac.app.backend.protocol import ModelInfo
+from tokamac.app.serve.anthropic_messages import MessageExchange
+from tokamac.app.serve.request import ServedModel, ServedRequest
 from tokamac.engine import Engine, Finished, Sampling
 from tokamac.engine.events import Message
 
@@ -165,3 +168,21 @@ def test_what_changes_no_reply_is_taken(guide: Served) -> None:
     idle = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}, "tools": [],
             "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}  # fmt: skip
     assert guide.ask("/v1/messages?beta=true", {"max_tokens": 1, "messages": user("Hi"), **idle})[0] == 200
+
+
+def read(**body: object) -> ServedRequest:
+    model = ServedModel("m", ModelInfo("m", takes_tools=True))
+    return MessageExchange({"model": "m", "max_tokens": 9, **body}, model).request
+
+
+def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
+    said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"), ("user", ""), ("user", "e")]
+    (prompt,) = read(system="s", messages=[{"role": role, "content": text} for role, text in said]).prompts
+    turns = [(each.role, each.content) for each in prompt if isinstance(each, Message)]
+    assert turns == [("system", "s"), ("user", "a\n\nb"), ("assistant", "c"), ("user", "d\n\ne")]
+
+
+def test_examples_of_a_tools_input_are_told_with_it() -> None:
+    tool = {"name": "find", "description": "Finds.", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}]}
+    (spec,) = read(messages=user("Hi"), tools=[tool]).template.tools
+    assert spec.description == 'Finds.\nExamples of its input:\n{"a":1}'

@@ -25,7 +25,17 @@ from tests.app.serve.serving import HOST, Served, events, serving, user
 from tests.engine.helpers import until
 from tests.tiny import make_tiny
 from tokamac.app.backend import client
-from tokamac.app.backend.protocol import Load, MemoryUse, ModelInfo
+from tokamac.app.backend.protocol import (
+    Cancel,
+    Generate,
+    Load,
+    Loaded,
+    Loading,
+    MemoryUse,
+    ModelInfo,
+    ReplyEvent,
+    RequestFailed,
+)
 from tokamac.app.backend.sharing import SharingError
 from tokamac.app.serve import answering, server
 from tokamac.app.serve import engine as serve_engine
@@ -34,7 +44,8 @@ from tokamac.app.serve.errors import RequestError
 from tokamac.app.serve.request import ServedRequest
 from tokamac.app.serve.security import Gate, TokenFileError, is_loopback, token_of
 from tokamac.app.serve.server import ListenError, listen
-from tokamac.engine import Sampling
+from tokamac.engine import PrefillProgress, Sampling, TextChunk
+from tokamac.engine.events import Message
 
 Scripted = Callable[..., AbstractContextManager[Served]]
 CHAT = "/v1/chat/completions"
@@ -146,7 +157,11 @@ def test_what_is_no_request_is_refused(guide: Served) -> None:
     assert guide.ask(CHAT, b"\xff\xfe")[0] == 400
     assert guide.ask(CHAT, b"[" * 100_000)[0] == 400
     assert guide.ask(CHAT, b'{"a": ' * 150 + b"1" + b"}" * 150)[0] == 400
+    for number in ("1e999", "-1e999", "1" + "0" * 400):
+        status, told = guide.ask(CHAT, b'{"messages": [], "metadata": {"a": %s}}' % number.encode())
+        assert (status, told["error"]["code"]) == (400, "invalid_json")
     assert guide.ask("/v1/nothing", {})[0] == 404
+    assert guide.ask("/v1/messages/nothing", {})[1]["type"] == "error"  # in Anthropic's words
     assert guide.ask(CHAT)[0] == 405
     status, told = guide.ask(CHAT, {**HI, "messges": []})
     assert (status, told["error"]["param"]) == (400, "messges")
@@ -397,6 +412,85 @@ def test_while_an_engine_is_started_again_clients_stay_away_as_long_as_loading_t
         return found
 
     assert asyncio.run(told()) == [40, 30]
+
+
+class Sent(Process):
+    """Keeps what is sent."""
+
+    def __init__(self, *_: object) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, request: object) -> None:
+        self.sent.append(request)
+
+
+def test_no_other_model_replies_than_a_request_was_read_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engine, "EngineGuest", lambda *_, **__: Sent())
+    asked = ServedRequest(((Message("user", "Hi"),),), Sampling())
+
+    async def told() -> None:
+        engine = ServedEngine(Load(""), tmp_path / "log", lambda _: None, join=tmp_path / "socket")
+        engine.start()
+
+        def hear(event: Any) -> None:
+            engine._hear(engine._number, event)
+
+        async def refused(model: ModelInfo) -> RequestError:
+            with pytest.raises(RequestError) as failed:
+                async with engine.replies(asked, model):
+                    pass
+            assert (failed.value.status, engine.admission.open) == (503, 0)
+            return failed.value
+
+        one, other = ModelInfo("one"), ModelInfo("other")
+        hear(Loaded(one, load=1))
+        async with engine.replies(asked, one):
+            assert isinstance(engine._process, Sent)
+            (sent,) = (each for each in engine._process.sent if isinstance(each, Generate))
+            assert sent.load == 1
+            hear(Loading())
+            assert engine.state == "loading"
+        assert engine._process.sent[-1] == Cancel(sent.id)  # also while the next model is loaded
+        await refused(one)
+        hear(RequestFailed(None, "it does not fit", kind="MemoryLimitError"))
+        assert "it does not fit" in (await refused(one)).message
+        assert engine._process.alive  # its owner may load another one
+        hear(Loaded(other, load=2))
+        await refused(one)
+        async with engine.replies(asked, other):
+            assert engine._process.sent[-1].load == 2
+
+    asyncio.run(told())
+
+
+def test_other_replies_to_a_prompt_begin_once_the_first_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_engine, "EngineProcess", Sent)
+    asked = ServedRequest(((Message("user", "Hi"),), (Message("user", "Ho"),)), Sampling(seed=3), n=3)
+
+    async def seeds(*, prompt_cache: bool, then: Callable[[ServedEngine, int], None]) -> list[int | None]:
+        engine = ServedEngine(Load("", prompt_cache=prompt_cache), tmp_path / "log", lambda _: None)
+        engine.start()
+        engine._hear(engine._number, Loaded(ModelInfo("one"), load=1))
+        async with engine.replies(asked, ModelInfo("one")):
+            assert isinstance(engine._process, Sent)
+            sent = engine._process.sent
+            then(engine, next(each.id for each in sent if isinstance(each, Generate)))
+            found = [each.sampling.seed for each in sent if isinstance(each, Generate)]
+        assert engine.admission.open == 0
+        return found
+
+    def nothing(*_: object) -> None: ...
+
+    def reads(engine: ServedEngine, id: int) -> None:
+        engine._hear(engine._number, ReplyEvent(id, PrefillProgress(1, 1, 0)))
+        engine._hear(engine._number, ReplyEvent(id, TextChunk("a")))
+        engine._hear(engine._number, ReplyEvent(id, TextChunk("b")))
+
+    assert asyncio.run(seeds(prompt_cache=True, then=nothing)) == [3, 3]
+    assert asyncio.run(seeds(prompt_cache=True, then=reads)) == [3, 3, 4, 5]
+    assert asyncio.run(seeds(prompt_cache=False, then=nothing)) == [3, 4, 5, 3, 4, 5]
 
 
 def test_an_engine_that_can_not_be_started_again_is_tried_by_who_asks_next(
