@@ -155,7 +155,7 @@ class _Loading:
         planned = self._plan(read)
         guessing = self._load_guessing(found, read, planned)
         alone = self._why_alone(read, planned)
-        piece, by_layers = compute_by_steps(read.loaded, planned.plan, self._compiling, heads=bool(guessing.heads))
+        piece, by_layers = compute_by_steps(read.loaded, planned.plan, self._compiling)
         planned = replace(planned, chunking=replace(planned.chunking, piece=piece))
         spec = self._spec(found, read, planned, guessing, _Reasons(alone, by_layers))
         runtime = self._runtime(read, planned, guessing, spec)
@@ -290,7 +290,13 @@ class _Loading:
         draft, on_draft = None, tuple[str, ...]()
         if found.draft is not None:
             draft, on_draft = load_draft(
-                found.draft, planned.kv, device, chip, limit=self._limit, progress=self._reading
+                found.draft,
+                planned.kv,
+                device,
+                chip,
+                limit=self._limit,
+                progress=self._reading,
+                compiling=self._compiling,
             )
         heads, on_heads = load_heads(
             found.heads,
@@ -353,6 +359,11 @@ class _Loading:
             *(
                 ("its heads for further tokens are not used: several nodes hold it",)
                 if share and found.own_heads
+                else ()
+            ),
+            *(
+                ("computed prompts are kept in memory alone: several nodes hold them",)
+                if share and self._request.prompt_cache
                 else ()
             ),
             *(("text only: what this model could see or hear is left out",) if leaves_out_senses(config) else ()),
@@ -497,14 +508,11 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
     return cost
 
 
-def compute_by_steps(
-    loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None], *, heads: bool
-) -> tuple[int | None, str]:
+def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None]) -> tuple[int | None, str]:
     """Have a CPU's kernels compute steps and pieces of prompts at once, where the model's class allows it.
 
     Return the tokens of a piece (None: its class reads prompts), and why not, "" where there is no more to say than that weights
-    are not packed. Weights stay as they are. compiling: called where kernels are compiled, and waited for. heads: whether what
-    guesses reads the hidden states of the class's own passes.
+    are not packed. Weights stay as they are. compiling: called where kernels are compiled, and waited for.
     """
     if not loaded.by_kernels:
         return None, ""
@@ -513,8 +521,6 @@ def compute_by_steps(
 
     if not is_packed(loaded.module):
         return None, ""
-    if heads:
-        return None, "its heads for further tokens read the hidden states of its class"
     plain = plan_caches(loaded.module, loaded.config, KVSpec())
     if why := take_steps(loaded.module, plan, plain.make, compiling):
         return None, why

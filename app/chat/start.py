@@ -109,8 +109,6 @@ def begin(options: ChatOptions) -> ChatStart:
     parallel = known.parallel if options.parallel is None else options.parallel
     draft = known.drafts.get(model) if options.draft is None else options.draft or None
     guesses = known.speculation or bool(options.draft) if options.speculation is None else options.speculation
-    if options.nodes is not None:
-        adapter = None
     load = Load(
         model,
         kv,

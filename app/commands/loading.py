@@ -117,7 +117,7 @@ def load_for(
         memory=memory_limit(options),
         on_interrupt=on_interrupt,
         unchecked=getattr(options, "unchecked", False),
-        adapter=None if nodes is not None else adapter_of(options, model),
+        adapter=adapter_of(options, model),
         parallel=parallel,
         speculation=speculation,
         cpu_exact=is_cpu_exact(options),

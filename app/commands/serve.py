@@ -232,7 +232,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         prompt_cache=not options.no_prompt_cache,
         memory=memory_limit(options),
         unchecked=options.unchecked,
-        adapter=None if nodes is not None else adapter_of(options, model),
+        adapter=adapter_of(options, model),
         parallel=parallel_of(options),
         speculation=guesses is not None,
         draft=None if guesses is None or guesses.draft is None else str(guesses.draft),

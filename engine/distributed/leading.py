@@ -24,7 +24,10 @@ def load_together(
     Computed prompts are kept in memory alone: each node has a part of them.
     """
     if request.adapter is not None:
-        raise OptionError("an adapter can't be added to a model that several nodes hold", "Load it without nodes.")
+        raise OptionError(
+            "an adapter can't be added to a model that several nodes hold",
+            "Load it without nodes, or without the adapter (--adapter none).",
+        )
     gc.collect()  # what held an earlier model refers to itself
     group = team.connect()
     prompts = request.prompt_cache

@@ -4,7 +4,7 @@ Of a prompt's pieces logits are not asked for: there, no head is computed. What 
 norm, is what heads for further tokens read: it is kept of passes that run anyway.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -38,6 +38,12 @@ def keeping_hidden_states() -> Iterator[list[Any]]:
         yield kept
     finally:
         _kept.reset(before)
+
+
+def keep_hidden_states(states: Callable[[], Any]) -> None:
+    """Keep what a head was given, (B, N, D), in a pass that was not computed by the model's class."""
+    if (kept := _kept.get()) is not None:
+        kept.append(states())
 
 
 def backbone_of(model: Any) -> Any:

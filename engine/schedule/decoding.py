@@ -114,9 +114,13 @@ class Lane:
 
     def note(self, cause: str, *most_ms: float) -> None:
         """Tell what may delay the next token."""
+        self.interrupted()
+        self._note(cause, *most_ms)
+
+    def interrupted(self) -> None:
+        """Something else is computed: time passes that no step of this lane takes."""
         if self.speculator is not None:
             self.speculator.interrupted()
-        self._note(cause, *most_ms)
 
     def force(self, ids: Iterable[int]) -> None:
         """Have these tokens come next, whatever the sampler chooses. Call it before the first step, or after a token came."""
@@ -160,6 +164,7 @@ class Lane:
     def resumed(self) -> None:
         """The caches were released and acquired again: other objects, which hold the same tokens."""
         self._growth = GrowthWatcher(self.caches)
+        self.interrupted()
 
     def computed(self, logits: mx.array) -> list[mx.array]:
         """Choose from logits (1, V), or keep them until it is known what may be chosen; return what to evaluate."""

@@ -190,6 +190,9 @@ class Schedule:
     def _write(self, seats: list[Seat]) -> None:
         """Bring each of these replies its next token, of one pass."""
         by_lane = {id(seat.lane): seat for seat in seats}
+        for other in self._seats:
+            if other.lane is not None and id(other.lane) not in by_lane:
+                other.lane.interrupted()
         try:
             decoded = self.decode([seat.lane for seat in seats])
         except BaseException as error:

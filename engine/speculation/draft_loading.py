@@ -91,17 +91,19 @@ def load_draft(
     *,
     limit: MemoryLimit,
     progress: Callable[[int, int], None],
+    compiling: Callable[[], None],
 ) -> tuple[LoadedDraft, tuple[str, ...]]:
     """Return the draft model, and what the user should know of it. Raises ModelError.
 
     kv: of the other model, whose bits its caches take where they can; a window is no use to it, since it begins anew when its
-    context is full. limit: of what arrays may take. What of its config is computed otherwise does no harm: it guesses.
+    context is full. limit: of what arrays may take. compiling: called where kernels are compiled, and waited for. What of its
+    config is computed otherwise does no harm: it guesses.
     """
     loaded = load_model(found.folder, dtype=None, device=device, progress=progress, unchecked=True, rounded=True)
     module, config = loaded.module, loaded.config
     plan, kept = _plan(module, config, kv)
     if loaded.by_kernels:
-        _by_steps(module, config, plan)
+        _by_steps(module, config, plan, compiling)
     cost = cost_of_model(module, config)
     work = work_of(module, config, cost, plan)
     bounds = [length for length in (context_length(config), position_rows(module)) if length is not None]
@@ -119,7 +121,7 @@ def load_draft(
         fits=limit.fits,
     )
     draft = LoadedDraft(found.name, model, work, pace, cost.weight_bytes, plan.bytes_per_token)
-    size = f"{units.size(cost.weight_bytes)}, {plan.bytes_per_token / 1e3:,.1f} KB a token"
+    size = f"{units.size(cost.weight_bytes)}, {units.size(plan.bytes_per_token)} a token"
     return draft, (f"draft model {found.name}: {size}", *kept)
 
 
@@ -139,7 +141,7 @@ def _plan(module: Any, config: dict[str, Any], kv: KVSpec) -> tuple[CachePlan, t
         )
 
 
-def _by_steps(module: Any, config: dict[str, Any], plan: CachePlan) -> None:
+def _by_steps(module: Any, config: dict[str, Any], plan: CachePlan, compiling: Callable[[], None]) -> None:
     """Have a CPU's kernels compute whole steps where the class allows it, with rounded rows: a guess need not be exact."""
     from ..model.cpu.packed import is_packed
     from ..model.cpu.rounding import round_rows
@@ -147,7 +149,7 @@ def _by_steps(module: Any, config: dict[str, Any], plan: CachePlan) -> None:
 
     if is_packed(module):
         round_rows(module, rounds=True)
-        take_steps(module, plan, plan_caches(module, config, KVSpec()).make)
+        take_steps(module, plan, plan_caches(module, config, KVSpec()).make, compiling)
 
 
 def _warm_up(module: Any, plan: CachePlan) -> None:

@@ -64,8 +64,8 @@ FAMILIES = {
     "gemma2": Family(GELU_TANH, adds_one=True, embedding=_root),
     "gemma3_text": Family(GELU_TANH, adds_one=True, embedding=_rounded_root),
 }
-INSIDE = {"gemma3": "language_model"}
-"""Classes that only pass on to one of these, and its name in them."""
+INSIDE = "language_model"
+"""What classes call one of these that they only pass on to: those of models that could see as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Rotations:
 def parts_of(model: Any) -> ModelParts:
     """Return what a step of mlx-lm's ``model`` needs. Raises UnfitError."""
     name = _name_of(model)
-    if name in INSIDE:
-        model = model[INSIDE[name]]
+    if INSIDE in model:
+        model = model[INSIDE]
         name = _name_of(model)
     if name not in FAMILIES or type(model).__name__ != "Model":
         raise UnfitError(f"its class, {name}, is not one of those that steps are compiled for")

@@ -22,7 +22,7 @@ from ...kv.codec import Affine, Codec, Plain
 from ...kv.layout import Ring
 from ...kv.plan import CachePlan
 from ...kv.rows import AttendingRows
-from ..head import are_asked_for
+from ..head import are_asked_for, keep_hidden_states
 from . import attention, products, step
 from .attention_tiles import FORMS, PLAIN_FORM, mixing_of, scoring_of
 from .embedding import embedding_of
@@ -38,8 +38,8 @@ Words = npt.NDArray[np.int64]
 Forward = Callable[[mx.array, Any], mx.array]
 Caching = Callable[[], list[Any]]
 
-MOST_GUESSED = 16
-"""Tokens of one sequence that a step takes at most: guesses are never more. Others are a piece of a prompt."""
+MOST_ROWS = 32
+"""Tokens of one sequence that a step takes at most: the last one and the longest draft. More are a piece of a prompt."""
 
 PIECE = 64
 """Tokens of a prompt that are read at once: weights come from memory once for each piece."""
@@ -71,7 +71,7 @@ class Steps:
         batch, count = inputs.shape
         if count != 1 and batch == 1 and not are_asked_for():
             return self.read(inputs, caches, own)
-        if count != 1 and (batch != 1 or count > MOST_GUESSED):
+        if count != 1 and (batch != 1 or count > MOST_ROWS):
             return None
         lanes = _lanes(caches)
         for lane in lanes:
@@ -110,9 +110,11 @@ class Steps:
             cache.make_slots(self.parts.heads, self.parts.size)
 
     def _step(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]]) -> mx.array:
-        return mx.array(self._compute(inputs, lanes, asked=True)).reshape(*inputs.shape, -1)
+        logits, hidden = self._compute(inputs, lanes, asked=True)
+        keep_hidden_states(lambda: mx.array(hidden).reshape(*inputs.shape, -1))
+        return mx.array(logits).reshape(*inputs.shape, -1)
 
-    def _compute(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]], *, asked: bool) -> Floats:
+    def _compute(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]], *, asked: bool) -> tuple[Floats, Floats]:
         count = inputs.shape[1]
         ids = np.asarray(inputs).reshape(-1).astype(np.int64)
         key = 1 << (len(ids) - 1).bit_length(), asked
@@ -223,8 +225,14 @@ class _Space:
         else:
             self._runs = np.array(runs[: len(runs) - step.RUNS + 1])
 
-    def run(self, ids: npt.NDArray[np.int64], addresses: Sequence[Sequence[int]], positions: Sequence[int]) -> Floats:
-        """Compute a step, and return logits (rows, V), which stand until the next one. addresses: of each row's caches' words."""
+    def run(
+        self, ids: npt.NDArray[np.int64], addresses: Sequence[Sequence[int]], positions: Sequence[int]
+    ) -> tuple[Floats, Floats]:
+        """Compute a step, and return logits (rows, V) and what made them, hidden states (rows, D).
+
+        Both stand until the next one; hidden states are those of the head where logits are asked for. addresses: of each row's
+        caches' words.
+        """
         rows = len(ids)
         if rows != self._model[step.COUNT]:
             self._model[step.COUNT] = self._attentions[:, attention.ROWS] = rows
@@ -249,7 +257,7 @@ class _Space:
             )
         finally:
             POOL.release(pool)
-        return self._logits[:rows]
+        return self._logits[:rows], self._normed[:rows]
 
     def _keep(self, array: Any) -> Any:
         self._kept.append(array)

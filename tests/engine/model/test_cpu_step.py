@@ -21,7 +21,7 @@ from tokamac.engine.kv import plan_caches
 from tokamac.engine.kv.rows import forward
 from tokamac.engine.kv.snapshot import freeze, own_prefixes, share, thaw
 from tokamac.engine.model.corrections import correct
-from tokamac.engine.model.head import asking_for_logits
+from tokamac.engine.model.head import asking_for_logits, keeping_hidden_states
 
 if sys.platform != "linux" or device_kind() != "cpu":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
@@ -55,11 +55,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3_text": ("gemma3_text", {}),
     "gemma3": ("gemma3", {}),
+    "a llama inside": ("pixtral", {}),
+    "a qwen3 inside": ("qwen3_vl", {}),
     "phi3": ("phi3", {}),
     "phi3, long": ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 64}),
     "granite": ("granite", {"hidden_size": 128, "num_key_value_heads": 2, "num_attention_heads": 4}),
 }  # fmt: skip
 
+ROUNDS = pytest.mark.skipif(not can_round(WeightFormat(4)), reason="this CPU does not multiply bytes")
 SPECS = {
     "growing": KVSpec(),
     "8 and 4 bits": KVSpec(key_bits=8, value_bits=4, group_size=32),
@@ -285,11 +288,47 @@ def test_a_prompt_is_read_as_the_class_reads_it(spec: str) -> None:
     assert off < (1e-4 if SPECS[spec].key_bits == 16 else 0.05)
 
 
+@pytest.mark.parametrize("rows", [16, 17, 32])
+@pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=ROUNDS)], ids=["exact", "rounded"])
+@pytest.mark.parametrize("spec", ["growing", "8 and 4 bits"])
+def test_the_longest_draft_is_verified_with_the_bits_of_single_steps(
+    spec: str, rounds: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = built("qwen3")
+    round_rows(model, rounds=rounds)
+    plain = plan_caches(model, config, KVSpec())
+    assert stepping.take_steps(model, plain, plain.make) == ""
+    make = plan_caches(model, config, SPECS[spec]).make
+    several, single = begin(model, make, 30), begin(model, make, 30)
+    steps = taken(monkeypatch)
+    ids = tokens(rows)
+    with asking_for_logits(), keeping_hidden_states() as kept:
+        found = model(ids, cache=several)
+    assert steps == [rows]
+    with keeping_hidden_states() as one_by_one:
+        expected = mx.concatenate([model(ids[:, each : each + 1], cache=single) for each in range(rows)], axis=1)
+    assert mx.array_equal(found, expected)
+    assert mx.array_equal(kept[-1], mx.concatenate(one_by_one, axis=1))
+    assert [each.offset for each in several] == [each.offset for each in single]
+
+
+def test_what_a_step_gives_its_head_is_what_the_class_gives_it() -> None:
+    model, config = built("llama")
+    plain = plan_caches(model, config, KVSpec())
+    expected = model.model(tokens(4), cache=plain.make())
+    assert stepping.take_steps(model, plain, plain.make) == ""
+    with asking_for_logits(), keeping_hidden_states() as kept:
+        model(tokens(4), cache=plain.make())
+    (found,) = kept
+    assert found.shape == expected.shape
+    assert mx.allclose(found, expected, atol=1e-3)
+
+
 def test_what_asks_for_many_logits_or_has_no_cache_stays_with_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     model, make = made("llama", "growing")
     steps = taken(monkeypatch)
     with asking_for_logits():
-        assert model(tokens(stepping.MOST_GUESSED + 1), cache=make()).shape[1] == stepping.MOST_GUESSED + 1
+        assert model(tokens(stepping.MOST_ROWS + 1), cache=make()).shape[1] == stepping.MOST_ROWS + 1
     model(tokens(1))
     model(mx.concatenate([tokens(3), tokens(3, 1)]), cache=None)
     assert not steps
@@ -360,7 +399,7 @@ def test_behind_a_shared_prefix_a_prompt_has_the_same_bits(
         assert all(np.array_equal(each, found[0]) for each in found)
 
 
-@pytest.mark.skipif(not can_round(WeightFormat(4)), reason="this CPU does not multiply bytes")
+@ROUNDS
 def test_layers_may_round_where_the_head_does_not() -> None:
     model, config = built("llama, biases and a head", head_bits=6)
     round_rows(model, rounds=True)

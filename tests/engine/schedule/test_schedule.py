@@ -630,6 +630,24 @@ def test_where_one_reply_is_made_at_once_one_in_the_background_does_not_hold_it_
         assert list(behind)[-1].reason == "cancelled"  # type: ignore[union-attr]
 
 
+def test_what_is_computed_for_the_background_is_no_time_of_anothers_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted: list[Lane] = []
+    monkeypatch.setattr(Lane, "interrupted", lambda lane: interrupted.append(lane))
+    monkeypatch.setattr(Lane, "note", lambda *_: None)
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        behind = engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=1500), background=True)
+        until(lambda: isinstance(next(behind), TextChunk))
+        reader = threading.Thread(target=lambda: [*behind], daemon=True)
+        reader.start()
+        list(engine.generate(PROMPTS[1], Sampling(temperature=0, max_tokens=300)))
+        behind.cancel()
+        within(reader.join)
+    assert any(lane.cached_ids[: len(PROMPTS[1])] == PROMPTS[1] for lane in interrupted)
+
+
 # Whoever comes and goes leaves nothing behind.
 
 

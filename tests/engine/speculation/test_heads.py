@@ -15,6 +15,7 @@ from tests.engine.speculation.checkpoints import FAMILIES, QWEN, mtp_parts, writ
 from tests.engine.speculation.scripted import EagerDrafting
 from tests.engine.speculation.test_replies import NEW, PROMPT, SAMPLINGS
 from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, PromptCacheSpec, Sampling, Speculation, TextChunk
+from tokamac.engine.device import device_kind
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.head import backbone_of, keeping_hidden_states
 from tokamac.engine.model.stored_heads import MEDUSA_FILE, find_heads
@@ -127,6 +128,18 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Folders of a model whose head is always right, and of one at random."""
     made = tmp_path_factory.mktemp("heads")
     return {knowing: written(made / str(knowing), request.param, knowing=knowing) for knowing in (True, False)}
+
+
+@pytest.mark.skipif(device_kind() != "cpu", reason="others have no such kernels")
+def test_packed_weights_are_computed_by_steps_also_where_heads_read_along(tmp_path: Path) -> None:
+    from tokamac.engine.model.cpu.stepping import steps_of
+
+    with loaded(write_medusa(tmp_path / "model", bits=4)) as engine:
+        assert steps_of(engine._runner.runtime.model) is not None
+        for sampling in (GREEDY, SEEDED):
+            plain, found = both(engine, sampling)
+            assert found.ids == plain.ids
+            assert found.metrics.drafted_tokens
 
 
 @pytest.mark.parametrize("kv", KV)
