@@ -8,7 +8,6 @@ file beside it, because the settings' own file is replaced whole.
 
 import fcntl
 import os
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.files import expanded, read_text, to_disk
+from tokamac.engine.files import atomic_write, expanded, read_text
 from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
 
@@ -250,14 +249,22 @@ def _text(path: Path) -> str:
         return ""
 
 
+NOT_A: Mapping[object, str] = {
+    bool: "neither true nor false",
+    int: "no whole number",
+    float: "no number",
+    str: "no text",
+}
+"""What a value is that should be one of these, in words."""
+
+
 def _value(name: str, value: object) -> Any:
     """Return the value of a setting. Raises ShapeError, or OptionError for one that is out of range."""
     kind = get_type_hints(Settings)[name]
     try:
         built = build(kind, value, name)
     except ShapeError:
-        wanted = getattr(kind, "__name__", str(kind).partition(" ")[0])
-        raise ShapeError(f"{name} is {value!r}, which is no {wanted}.") from None
+        raise ShapeError(f"{name} is {value!r}, which is {NOT_A.get(kind, 'not of its kind')}.") from None
     Settings(**{name: built})
     return built
 
@@ -354,16 +361,8 @@ def save(path: Path, settings: Settings) -> None:
         text = dumps(settings, _text(path))
     except TOMLKitError as error:  # what tomllib reads and tomlkit doesn't
         raise OSError(None, f"{path.name} can't be edited: {error}") from error
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            to_disk(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with atomic_write(path, f".{path.name}.") as file:
+        file.write(text.encode())
 
 
 def dumps(settings: Settings, text: str = "") -> str:

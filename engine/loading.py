@@ -61,11 +61,11 @@ from .units import sizes
 
 Progress = Callable[[LoadProgress], None]
 
-TOKENS = 32
-"""Of the prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row."""
+WARM_UP_TOKENS = 32
+"""Of the warm-up's prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row."""
 
-STEPS = 2
-"""Tokens decoded: the second is launched while the first is on its way."""
+WARM_UP_STEPS = 2
+"""Tokens that it decodes: the second is launched while the first is on its way."""
 
 
 def load(
@@ -433,7 +433,7 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
     What fails here fails again, and is reported, when a prompt is sent.
     """
     longest = runtime.room(0)
-    tokens = TOKENS if longest is None else min(TOKENS, longest - STEPS)
+    tokens = WARM_UP_TOKENS if longest is None else min(WARM_UP_TOKENS, longest - WARM_UP_STEPS)
     if tokens < 1:
         return
     with contextlib.suppress(TokamacError, RuntimeError, ValueError):
@@ -441,7 +441,7 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
         caches = runtime.new_caches(None)
         for _ in Generation(runtime.model, caches, ids).prefill([0] * tokens, tokens):
             pass
-        lane = Lane(caches, ids, 0, Sampler(sampling, [0]), STEPS)
+        lane = Lane(caches, ids, 0, Sampler(sampling, [0]), WARM_UP_STEPS)
         for _ in decode_alone(runtime.model, lane, ahead=runtime.ahead, operations=runtime.operations):
             pass
     mx.clear_cache()

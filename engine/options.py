@@ -496,7 +496,7 @@ class Nodes:
         if self.count is not None:
             object.__setattr__(self, "count", whole(self.count, "a number of nodes"))
             in_range = 2 <= (self.count or 0) <= MOST_NODES
-            _require(in_range, f"{self.count} nodes are none to share a model", f"Use 2 to {MOST_NODES}.")
+            _require(in_range, f"a model can't be divided among {self.count} nodes", f"Use 2 to {MOST_NODES}.")
         _require(
             self.backend in (None, *NODE_BACKENDS),
             f"{self.backend!r:.40} is no backend",

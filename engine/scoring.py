@@ -272,7 +272,10 @@ def _plan(runtime: Runtime, bits: Sequence[KVBits], base: KVSpec) -> tuple[list[
     plan = plan_caches(runtime.model, runtime.config, exact)
     if all(layer.ours is None for layer in plan.layers):
         reasons = "; ".join(sorted({layer.note for layer in plan.layers}))
-        raise OptionError(f"there is nothing to compare: no cache of this model can be packed ({reasons})", "Leave it.")
+        raise OptionError(
+            f"there is nothing to compare: no cache of this model can be packed ({reasons})",
+            "It needs 16-bit keys and values.",
+        )
     settings, refused = [_Setting(exact, plan)], []
     for key_bits, value_bits in dict.fromkeys(bits):
         if (key_bits, value_bits) == (16, 16):

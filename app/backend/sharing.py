@@ -56,7 +56,7 @@ def sharing_folder() -> Path:
     except OSError as error:
         raise SharingError(f"{folder} can't be used: {error.strerror or error}", "Check its permissions.") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise SharingError(f"{folder} is not yours", "Remove it.")
+        raise SharingError(f"{folder} is not yours", "Set XDG_RUNTIME_DIR to a folder of your own.")
     if found.st_mode & 0o077:
         folder.chmod(0o700)
     return folder

@@ -1,14 +1,15 @@
 """The chat as a state machine. Pure: events and the user's wishes in, steps out; no screen, no process, no clock of its own.
 
     FAILED ◀─────────── LOADING ──▶ IDLE ──▶ PREFILL ──▶ DECODING ──▶ IDLE
-       └── next send ──▶   ▲                    └──── STOPPING ────────▲
+       └── next send ──▶   ▲                  ▲ └──── STOPPING ────────▲
+                           │                  └── TOOLS ◀── DECODING (it calls)
                            ├── the engine died (once by itself, then on the next send)
                            └── the user writes again ── UNLOADED ◀── nobody used it for a while ── IDLE
 
 Every event of a reply carries the reply's id; events of a reply that is over are late, and ignored.
 
-The conversation that is shown and the one that is written may differ: leaving a chat does not stop its reply. There is one engine,
-and it makes one reply at a time, so prompts wait in one queue, each with its conversation and settings.
+The conversation that is shown and the one that is written may differ: leaving a chat does not stop its reply. One
+reply, or the versions of one, is made at a time: other prompts wait in one queue, each with its conversation and settings.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -6,13 +6,12 @@ A file that is damaged, or a value that can't be right, is as good as none: it i
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..device import DeviceKind
-from ..files import read_text
+from ..files import atomic_write, read_text
 from .hardware import Chip
 
 
@@ -55,14 +54,8 @@ def write(file: Path, values: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(values, indent=1)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-")  # mkstemp makes it 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as temporary:
-                temporary.write(text)
-            Path(name).replace(file)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with atomic_write(file, f".{file.stem}-") as whole:
+            whole.write(text.encode())
 
 
 def load(file: Path) -> dict[str, Any]:

@@ -72,7 +72,6 @@ def steps(
     *,
     chunk: int,
     pool: int = 0,
-    least_chunk: int = LEAST_CHUNK,
     fused_at: Callable[[int], Peak] | None = None,
 ) -> Mitigation:
     """Return what to do so that a prefill fits ``budget`` bytes; nothing where it is unknown, or all fits.
@@ -88,7 +87,7 @@ def steps(
     if fused_at is not None and saved > 0:
         rungs.append(MitigationStep("fused", saved))
         peak_at = fused_at
-    smaller, peak = _smaller(peak_at, budget, chunk, min(least_chunk, chunk))
+    smaller, peak = _smaller(peak_at, budget, chunk, min(LEAST_CHUNK, chunk))
     if smaller != chunk:
         rungs.append(MitigationStep("chunk", smaller))
     if 0 < (over := peak.total - budget) <= peak.prompt_cache:
