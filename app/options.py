@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import expanded, is_dir
-from tokamac.engine.hub.names import GUIDE, nearest
+from tokamac.engine.hub.names import EMBEDDED, nearest
 from tokamac.engine.options import (
     GROUP_SIZES,
     KV_BITS,
@@ -267,7 +267,7 @@ def speculation_of(options: argparse.Namespace, model: str, default: bool | None
 
 def given_draft(written: str) -> str:
     """Return the draft model that somebody wrote, a folder in full; "" is none."""
-    return GUIDE if written.strip() == GUIDE else given_adapter(written)
+    return named if (named := written.strip()) in EMBEDDED else given_adapter(written)
 
 
 def replies_at_once(text: str) -> int:

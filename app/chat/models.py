@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,9 +20,9 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from tokamac.engine.errors import ModelNotFoundError
-from tokamac.engine.files import exists, expanded, is_dir, is_file, read_text
+from tokamac.engine.files import atomic_write, exists, expanded, is_dir, is_file, read_text
 from tokamac.engine.hub.cache import REFERENCE_BYTES
-from tokamac.engine.hub.names import GUIDE, folder_name, id_of
+from tokamac.engine.hub.names import EMBEDDED, GUIDE, folder_name, id_of
 from tokamac.engine.hub.search import good_for
 from tokamac.engine.options import KVSpec
 
@@ -122,7 +121,7 @@ def is_id(model: str) -> bool:
 
 def is_folder(model: str) -> bool:
     """Whether a text names a folder, and not the embedded model."""
-    return model != GUIDE and bool(model.strip()) and is_dir(expanded(model))
+    return model not in EMBEDDED and bool(model.strip()) and is_dir(expanded(model))
 
 
 def lasting(model: str) -> str:
@@ -252,10 +251,8 @@ class Folders:
     def _write(self, names: list[str]) -> None:
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(names, file)
-            Path(temporary).replace(self._path)
+            with atomic_write(self._path, f".{self._path.name}.") as file:
+                file.write(json.dumps(names).encode())
 
 
 START_TPS = 15.0

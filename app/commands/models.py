@@ -113,10 +113,10 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
 def pull(model: str, *, json: bool) -> int:
     """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
     from tokamac.engine.hub import download
-    from tokamac.engine.hub.names import GUIDE
+    from tokamac.engine.hub.names import EMBEDDED
 
-    if model == GUIDE:
-        note("note: guide is the embedded model: it is always here and comes with the program")
+    if model in EMBEDDED:
+        note(f"note: {model} is embedded: it is always here and comes with the program")
     if not json:
         print(loading.fetch(model, download.pull))
         return 0

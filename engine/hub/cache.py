@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DownloadError, ModelError, ModelNotFoundError
 from ..files import TOKENIZER_FILES, expanded, is_dir, read_text
 from ..model.safetensors import find_shards, read_header
-from .names import GUIDE, ID, folder_name, id_of, nearest
+from .names import EMBEDDED, ID, folder_name, id_of, nearest
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
@@ -27,8 +27,8 @@ ALIKE = 0.75
 
 
 def meant(model: str, cache: Path) -> str | None:
-    """Return the embedded model, one of the catalogue or one in the folder ``cache``; None where none is called nearly so."""
-    names = {GUIDE: GUIDE, **dict(_catalogued()), **dict(_in_cache(cache))}
+    """Return an embedded model, one of the catalogue or one in the folder ``cache``; None where none is called nearly so."""
+    names = {**{each: each for each in EMBEDDED}, **dict(_catalogued()), **dict(_in_cache(cache))}
     near = nearest(model, names, ALIKE)
     return None if near is None or names[near] == model else names[near]
 
@@ -242,8 +242,8 @@ def repo_of(model: str) -> Repo:
 
 
 def _no_repository(model: str) -> ModelNotFoundError:
-    if model == GUIDE:
-        return ModelNotFoundError("guide is the embedded model", "It is always here, and can't be removed.")
+    if model in EMBEDDED:
+        return ModelNotFoundError(f"{model} is embedded", "It is always here, and can't be removed.")
     if not model.strip():
         return ModelNotFoundError(
             f"there is no model {model!r}", "Name a folder, a Hugging Face id such as org/name, or guide."

@@ -1,6 +1,6 @@
 """Where a model is: a folder, the embedded ``guide``, or a Hugging Face id, downloaded once and then used offline.
 
-    resolve("guide")                          assets/guide/model
+    resolve("guide")                          assets/guide/model; "guide-draft" is assets/guide/draft
     resolve("~/models/mine")                  that folder
     resolve("mlx-community/Qwen3-4B-4bit")    its snapshot in the Hugging Face cache, downloaded unless whole
     resolve("org/name@v1.0")                  a branch, a tag or a commit
@@ -48,7 +48,7 @@ from .cache import (
     whole_adapter,
     whole_snapshot,
 )
-from .names import GUIDE, ID
+from .names import EMBEDDED, ID
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -126,17 +126,17 @@ def find(model: str | Path) -> Path | None:
 def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
     """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
 
-    The embedded model is as new as the program. Raises like ``resolve``.
+    An embedded model is as new as the program. Raises like ``resolve``.
     """
-    if model == GUIDE:
-        return _embedded()
+    if model in EMBEDDED:
+        return _embedded(model)
     return download(repo_of(model), progress, cancelled)
 
 
 def _local(model: str | Path) -> Path | None:
     """The folder that ``model`` names; None where it can only be an id."""
-    if model == GUIDE:
-        return _embedded()
+    if isinstance(model, str) and model in EMBEDDED:
+        return _embedded(model)
     if not str(model).strip():
         return None
     path = expanded(model)
@@ -146,16 +146,16 @@ def _local(model: str | Path) -> Path | None:
         raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
     if isinstance(model, Path) or _is_path(model):
         hint = "Check the path, or name a Hugging Face id such as org/name."
-        if path == Path(GUIDE):
-            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
+        if str(path) in EMBEDDED:
+            hint = f"The embedded model is just {path}: no slash, and no Path."
         raise ModelNotFoundError(f"there is no folder {path}", hint)
     return None
 
 
-def _embedded() -> Path:
+def _embedded(model: str) -> Path:
     from tokamac.assets import asset_path
 
-    folder = asset_path("guide", "model")
+    folder = asset_path("guide", EMBEDDED[model])
     if not folder.is_dir():
         raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
     return folder

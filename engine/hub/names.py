@@ -1,10 +1,14 @@
-"""Names of models: the embedded one, Hugging Face ids, and the folders that hold these in its cache."""
+"""Names of models: the embedded ones, Hugging Face ids, and the folders that hold these in its cache."""
 
 import re
 from collections.abc import Iterable
 
 GUIDE = "guide"
 """The embedded model."""
+GUIDE_DRAFT = "guide-draft"
+"""What drafts for it, embedded too."""
+EMBEDDED = {GUIDE: "model", GUIDE_DRAFT: "draft"}
+"""Their folders in assets/guide."""
 _PREFIX = "models--"
 ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 """A Hugging Face id, and maybe a revision."""

@@ -11,6 +11,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from tokamac.assets import asset_path
+
+from ..hub.names import EMBEDDED, GUIDE, GUIDE_DRAFT
 from .config_cost import Packing
 from .cost import text_config
 
@@ -99,6 +102,8 @@ def draft_for(name: str) -> Repository | None:
 
     None where none is known.
     """
+    if name == GUIDE:
+        return _guide_draft()
     entry = find(name)
     if entry is None or not entry.tokens:
         return None
@@ -110,6 +115,13 @@ def draft_for(name: str) -> Repository | None:
     nbytes, draft = min(sizes, key=lambda pair: pair[0])
     whole = own.published_bytes  # None: of the largest alone
     return draft if whole is None or nbytes <= DRAFT_SHARE * whole else None
+
+
+@cache
+def _guide_draft() -> Repository:
+    """What drafts for the embedded model, as if it were on the hub."""
+    files = asset_path("guide", EMBEDDED[GUIDE_DRAFT]).glob("*")
+    return Repository(GUIDE_DRAFT, Packing(4), None, False, sum(each.stat().st_size for each in files), (), None, "")
 
 
 def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int | None:

@@ -17,6 +17,8 @@ from tests.benchmarks.limits import LARGER
 from tests.benchmarks.plan import Plan, Remote
 from tests.benchmarks.report import Row, Section, alternate, at_least, at_most, holds, plain, series
 from tests.benchmarks.texts import PROSE
+from tokamac.engine.events import Message
+from tokamac.engine.hub.names import GUIDE, GUIDE_DRAFT
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation
 
 NEW = 256
@@ -128,6 +130,45 @@ class SpeculationLab:
         self._guide.close()
 
 
+class DraftingLab:
+    """The guide with the model that drafts for it, and without, answering what newcomers ask."""
+
+    def __init__(self) -> None:
+        from tests.guide.dataset import read_newcomers
+        from tokamac.engine import Engine
+
+        draft = Speculation(lookup=False, branches=False, draft=GUIDE_DRAFT)
+        self._engines = [Engine.load(GUIDE, prompt_cache=None, speculation=each) for each in (None, draft)]
+        self._asked = [entry.turns[0].phrasings[0] for entry in read_newcomers()]
+
+    def reply(self, drafted: bool, number: int) -> tuple[float, int, int, int]:
+        """Answer a question; return tokens a second, and the tokens that were made, drafted and accepted."""
+        prompt = [Message("user", self._asked[number % len(self._asked)])]
+        metrics = self._engines[drafted].ask(prompt, Sampling(temperature=0)).metrics
+        assert metrics.decode_tps is not None
+        return metrics.decode_tps, metrics.generated_tokens, metrics.drafted_tokens or 0, metrics.accepted_tokens or 0
+
+    def close(self) -> None:
+        """Free the models."""
+        for engine in self._engines:
+            engine.close()
+
+
+def _drafted(plan: Plan) -> list[Row]:
+    """Measure the embedded model with its draft model."""
+    with Remote(DraftingLab) as lab:
+        for number in range(plan.many_rounds):  # the draft model's worth is known by then
+            lab.call("reply", True, number)
+        off, on = alternate(plan.many_rounds, *(partial(lab.call, "reply", drafted) for drafted in (False, True)))
+    made, guessed, true = (sum(each[at] for each in on) for at in (1, 2, 3))
+    return [
+        at_least(
+            "guide, its draft model: over plain", series([b[0] / a[0] for a, b in zip(off, on, strict=True)]), 0.97
+        ),
+        plain("guide, its draft model: guesses that came true", f"{true:,} of {guessed:,}, in {made:,} tokens"),
+    ]
+
+
 def measure_speculation(plan: Plan) -> Section:
     """Measure every case on the embedded model and on a larger, seeded one."""
     from tests.engine.helpers import write_model
@@ -138,11 +179,13 @@ def measure_speculation(plan: Plan) -> Section:
         for name, model in (("guide", plan.model), ("88 M weights", str(larger))):
             with Remote(SpeculationLab, model) as lab:
                 rows += _measured(name, lab, plan)
+    rows += _drafted(plan)
     how = (
         f"The same reply, up to {NEW} tokens, with guesses and without, in turn, on one engine; ratios are of decode rates. What "
         "is written is prescribed, as a model of seeded weights would not write it; the steps are computed all the same. A reply "
         "made again has one token of its prompt and three of its text changed, code a name. A pass over several rows is timed "
-        f"alone, over one of one row; where 8 rows take more than {DEAR:g} steps, no gain is aimed at."
+        f"alone, over one of one row; where 8 rows take more than {DEAR:g} steps, no gain is aimed at. With its draft "
+        "model the guide answers what newcomers ask, in its own words."
     )
     return Section("Speculation: guesses verified in one pass", rows, how)
 

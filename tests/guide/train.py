@@ -278,6 +278,8 @@ MEET_EVERY = 20
 DECLINING_FROM, DECLINE_WEIGHT = 0.8, 20.0
 """Share of the training after which a wrongly answered question costs that much more than one wrongly declined."""
 
+DROPOUT = 0.08
+
 MATRIX_RATE = 8
 """The learning rate of Muon over that of AdamW."""
 
@@ -297,7 +299,6 @@ class TrainingPlan:
     finishing: bool = False
     workers: int = 1
     student: Path | None = None
-    dropout: float = 0.08
     weight_decay: float = 0.05
 
     @property
@@ -350,7 +351,7 @@ def train(plan: TrainingPlan) -> None:
     vocabulary = plan.resume or plan.student
     tokenizer = train_tokenizer(_texts(entries)) if vocabulary is None else read_tokenizer(vocabulary)
     torch.manual_seed(plan.seed)
-    model = Llama(plan.shape, plan.dropout)
+    model = Llama(plan.shape, DROPOUT if plan.student is None else 0.0)  # a student is to know the answers by heart
     if plan.resume is not None:
         model.load_state_dict(grown(load_file(plan.resume / WEIGHTS), model))
     router = Router(plan.shape, Conversations(entries, tokenizer, plan.seed).answers)
@@ -432,7 +433,7 @@ def _work(number: int, plan: TrainingPlan, tokenizer: Tokenizer, models: tuple[L
         if not packed and (plan.finishing or progress >= PACKED_FROM):
             train_packed(model)
             packed = True
-        if plan.finishing or progress >= DECLINING_FROM:
+        if plan.student is None and (plan.finishing or progress >= DECLINING_FROM):
             conversations.decline_weight = DECLINE_WEIGHT
         pace = plan.pace(step, progress)
         for optimizer, rate in optimizers:

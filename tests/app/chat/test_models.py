@@ -561,7 +561,8 @@ async def test_a_draft_model_is_chosen_kept_for_its_model_and_taken_away(chat: S
 def test_without_a_draft_model_the_one_that_is_known_is_named() -> None:
     assert "/draft mlx-community/Qwen3-0.6B-4bit adds it" in commands.no_draft("mlx-community/Qwen3-8B-4bit")
     assert "(351 MB)" in commands.no_draft("mlx-community/Qwen3-8B-4bit")
-    assert "none is known for it" in commands.no_draft("guide")
+    assert "/draft guide-draft adds it" in commands.no_draft("guide")
+    assert "none is known for it" in commands.no_draft("guide-draft")
 
 
 async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:

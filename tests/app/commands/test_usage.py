@@ -501,11 +501,11 @@ def test_the_embedded_model_is_always_here(tokamac: Run) -> None:
     pulled = tokamac("models", "pull", "guide", "--json")
     assert pulled.status == 0
     assert json.loads(pulled.out)["event"] == "pulled"
-    assert "guide is the embedded model" in pulled.err
+    assert "guide is embedded" in pulled.err
     for flags in ((), ("--unfinished",)):
         kept = tokamac("models", "remove", "guide", *flags)
         assert kept.status == 1
-        assert kept.err == "tokamac: guide is the embedded model. It is always here, and can't be removed.\n"
+        assert kept.err == "tokamac: guide is embedded. It is always here, and can't be removed.\n"
 
 
 def test_a_folder_is_not_pulled_and_not_removed(tokamac: Run, tiny: Path) -> None:

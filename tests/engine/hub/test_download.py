@@ -34,8 +34,11 @@ def test_guide_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guide").mkdir()  # a folder of that name needs ./
     assert download.resolve("./guide") == Path("guide")
-    if asset_path("guide", "model").is_dir():
-        assert download.resolve("guide") == asset_path("guide", "model")
+    assert download.resolve("guide") == asset_path("guide", "model")
+    assert download.resolve("guide-draft") == download.pull("guide-draft") == asset_path("guide", "draft")
+    with pytest.raises(ModelNotFoundError, match="there is no folder") as refused:
+        download.resolve(Path("guide-draft"))
+    assert refused.value.hint == "The embedded model is just guide-draft: no slash, and no Path."
 
 
 @pytest.mark.parametrize(
@@ -403,6 +406,7 @@ def test_an_id_that_the_hub_does_not_know_is_compared_with_those_that_are_known(
     ("name", "found"),
     [
         ("guid", "guide"),
+        ("guide_draft", "guide-draft"),
         ("QWEN3-8B-4BIT", "mlx-community/Qwen3-8B-4bit"),
         ("Qwen3-8B", "mlx-community/Qwen3-8B-4bit"),
         ("mine-7", "someone/mine-7b"),
