@@ -262,8 +262,8 @@ class ServedEngine:
                 opened.prompts.append(await self._tokens_of(prompt) if isinstance(prompt, str) else prompt)
             self._check()
             for first in range(0, count, request.n):
-                others = list(range(first + 1, first + request.n))
                 self._generate(opened, first)
+                others = list(range(first + 1, first + request.n))
                 if self._load.prompt_cache:
                     opened.unasked[first] = others
                 else:
@@ -388,9 +388,8 @@ class ServedEngine:
 
     def _take(self, opened: OpenRequest, id: int, said: Event) -> None:
         number = opened.replies[id]
-        if isinstance(
-            said, TextChunk | ToolCall | Finished
-        ):  # it has read its prompt: others find it in the prompt cache
+        if isinstance(said, TextChunk | ToolCall | Finished):
+            # It has read its prompt: the others find that in the prompt cache.
             self._generate(opened, *opened.unasked.pop(number, ()))
         if isinstance(said, Finished):
             metrics = said.metrics

@@ -318,7 +318,7 @@ def conversation(given: Iterable[NamedMessage], info: ModelInfo, param: str) -> 
             message = replace(message, name=message.name or names[message.tool_call_id])
         names |= {call.id: call.name for call in message.tool_calls}
         if message.role == "system" and not info.later_system:
-            if len(out) > bool(opening):
+            if len(out) > 1 or (out and not opening):
                 raise RequestError(
                     f"{each.where}: the chat template of {info.name} takes a system message only at the beginning",
                     "Put it there.",
