@@ -77,15 +77,12 @@ Told = tuple[int, Event | RequestError]
 class OpenRequest:
     """The replies to one request, and what came of them that nobody has read.
 
-    load: the number of the load whose model it is for. prompts: as they are asked. unasked: by the number of a prompt's first
-    reply, those that begin once it has read the prompt. replies: by their ids, their numbers. left: those that have not ended.
-    held: whether the engine was told to wait.
+    unasked: by the number of a prompt's first reply, those that begin once it has read the prompt. replies: by their ids, their
+    numbers. left: those that have not ended. held: whether the engine was told to wait.
     """
 
-    request: ServedRequest
-    load: int
-    prompts: list[Prompt] = field(default_factory=list)
-    unasked: dict[int, list[int]] = field(default_factory=dict)
+    one_call: bool
+    unasked: dict[int, list[Generate]] = field(default_factory=dict)
     replies: dict[int, int] = field(default_factory=dict)
     came: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
     left: set[int] = field(default_factory=set)
@@ -256,18 +253,20 @@ class ServedEngine:
             raise self._down()
         count = len(request.prompts) * request.n
         self.admission.enter(count)
-        opened = OpenRequest(request, self._loads)
+        load, opened = self._loads, OpenRequest(request.one_call)
         try:
-            for prompt in request.prompts:
-                opened.prompts.append(await self._tokens_of(prompt) if isinstance(prompt, str) else prompt)
+            prompts = [
+                await self._tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts
+            ]
             self._check()
             for first in range(0, count, request.n):
-                self._generate(opened, first)
-                others = list(range(first + 1, first + request.n))
+                prompt = prompts[first // request.n]
+                asked, *others = [self._asked(request, prompt, sample, load) for sample in range(request.n)]
+                self._generate(opened, first, [asked])
                 if self._load.prompt_cache:
                     opened.unasked[first] = others
                 else:
-                    self._generate(opened, *others)
+                    self._generate(opened, first + 1, others)
             self._tell_busy()
             yield ReplyFeed(self, opened)
         finally:
@@ -279,29 +278,28 @@ class ServedEngine:
                 self.admission.leave()
             self._tell_busy()
 
-    def _generate(self, opened: OpenRequest, *numbers: int) -> None:
-        for number in numbers:
-            self._generate_one(opened, number)
-
-    def _generate_one(self, opened: OpenRequest, number: int) -> None:
-        id, request = next(self._ids), opened.request
-        prompt = opened.prompts[number // request.n]
-        asked = Generate(
-            id,
+    def _asked(self, request: ServedRequest, prompt: Prompt, sample: int, load: int) -> Generate:
+        """Return what asks for sample ``i`` of a prompt of the model of that load."""
+        return Generate(
+            next(self._ids),
             tuple(each for each in prompt if isinstance(each, Message)),
-            request.sampling_of(number % request.n),
+            request.sampling_of(sample),
             continues=request.continues,
             template=request.template,
             tokens=tuple(each for each in prompt if isinstance(each, int)),
             watched=False,
-            load=opened.load,
+            load=load,
         )
-        opened.replies[id] = number
-        opened.left.add(id)
-        self._open[id] = opened
-        self._ask(asked)
-        if opened.held:
-            self._ask(Hold(id))
+
+    def _generate(self, opened: OpenRequest, first: int, asked: Sequence[Generate]) -> None:
+        """Ask for replies whose numbers begin with ``first``."""
+        for number, each in enumerate(asked, first):
+            opened.replies[each.id] = number
+            opened.left.add(each.id)
+            self._open[each.id] = opened
+            self._ask(each)
+            if opened.held:
+                self._ask(Hold(each.id))
 
     async def _tokens_of(self, text: str) -> tuple[int, ...]:
         told = await self.tokens(text)
@@ -390,13 +388,13 @@ class ServedEngine:
         number = opened.replies[id]
         if isinstance(said, TextChunk | ToolCall | Finished):
             # It has read its prompt: the others find that in the prompt cache.
-            self._generate(opened, *opened.unasked.pop(number, ()))
+            self._generate(opened, number + 1, opened.unasked.pop(number, ()))
         if isinstance(said, Finished):
             metrics = said.metrics
             known = said.reason != "cancelled" and metrics.total_s is not None
             cost = ReplyCost((metrics.total_s or 0.0) - (metrics.queue_s or 0.0), metrics.kv_bytes) if known else None
             self._forget(opened, id, cost)
-        elif isinstance(said, ToolCall) and not said.problem and opened.request.one_call:
+        elif isinstance(said, ToolCall) and not said.problem and opened.one_call:
             self._ask(Cancel(id))
         opened.came.put_nowait((number, said))
         if not opened.held and opened.came.qsize() >= BEHIND:
