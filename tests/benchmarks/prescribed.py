@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from tokamac.engine.sampling import Sampler, SamplerState
 
@@ -15,13 +16,15 @@ class Prescribed(Sampler):
         super().__init__(*given)
         self._text = mx.array(list(text), mx.uint32)
 
-    def __call__(self, logits: mx.array) -> mx.array:
+    def __call__(self, logits: mx.array, allowed: np.ndarray | None = None) -> mx.array:
         """Return the next token of the text, (1,)."""
         place = min(self._made, len(self._text) - 1)
-        return super().__call__(logits) * 0 + self._text[place : place + 1]
+        return super().__call__(logits, allowed) * 0 + self._text[place : place + 1]
 
-    def choose_rows(self, logits: mx.array) -> tuple[mx.array, list[SamplerState]]:
+    def choose_rows(
+        self, logits: mx.array, allowed: Sequence[np.ndarray] | None = None
+    ) -> tuple[mx.array, list[SamplerState]]:
         """Return the next tokens of the text, one a row."""
         places = mx.minimum(mx.arange(len(logits)) + self._made, len(self._text) - 1)
-        chosen, states = super().choose_rows(logits)
+        chosen, states = super().choose_rows(logits, allowed)
         return chosen * 0 + self._text[places], states

@@ -165,7 +165,7 @@ def _drafted(plan: Plan) -> list[Row]:
         at_least(
             "guide, its draft model: over plain", series([b[0] / a[0] for a, b in zip(off, on, strict=True)]), 0.97
         ),
-        plain("guide, its draft model: guesses that came true", f"{true:,} of {guessed:,}, in {made:,} tokens"),
+        Row("guide, its draft model: guesses that came true", f"{true:,} of {guessed:,}, in {made:,} tokens"),
     ]
 
 
