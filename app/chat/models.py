@@ -120,7 +120,7 @@ def is_id(model: str) -> bool:
 
 
 def is_folder(model: str) -> bool:
-    """Whether a text names a folder, and not the embedded model."""
+    """Whether a text names a folder, and not an embedded model."""
     return model not in EMBEDDED and bool(model.strip()) and is_dir(expanded(model))
 
 

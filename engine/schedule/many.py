@@ -89,7 +89,6 @@ class ManyReplies:
         """Yield what one reply has handed over."""
         if reply not in self._open:
             return
-        self._look()
         try:
             batch = reply.stream.take()
         except TokamacError as error:
