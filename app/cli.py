@@ -6,6 +6,7 @@ A command is a module in tokamac.app.commands with ``parser()`` and ``run(parser
 ``--version`` and ``--help`` import no more than this file, the statuses and the topics.
 """
 
+import gc
 import io
 import os
 import sys
@@ -111,7 +112,10 @@ def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
     from tokamac.engine.files import raise_open_files
 
     raise_open_files()
+    gc.disable()  # what is imported is no garbage, and looking through it takes longer than all that it could free
     command = import_module(f"tokamac.app.commands.{name}")
+    gc.freeze()
+    gc.enable()
     parser = command.parser()
     if not named:
         parser.unnamed(VERSION)

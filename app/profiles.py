@@ -20,7 +20,7 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
-from .backend.protocol import ShapeError, build
+from .strict_json import ShapeError, build
 
 T = TypeVar("T")
 

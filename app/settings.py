@@ -21,8 +21,8 @@ from tokamac.engine.files import atomic_write, expanded, read_text
 from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
 
-from .backend.protocol import ShapeError, build
 from .profiles import CHAT_KV, PROFILE_KEYS, Profile, read_profiles
+from .strict_json import ShapeError, build
 
 T = TypeVar("T")
 

@@ -7,14 +7,51 @@ The process is ``tokamac serve --engine SOCKET``, a guest of the engine's proces
 ends with the chat, however that ends.
 """
 
+import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from .command_process import Ended, LineProcess, ServeLine, Serving, ServingRefused, serve_command, serve_line
+from .command_process import Ended, LineError, LineProcess, decode_line
 from .sharing import chat_socket
 
 PORT = 11435
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server answers at ``url``: so many replies are being made, and wait."""
+
+    url: str
+    replies: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServingRefused:
+    """It failed: why, and what to do."""
+
+    error: str
+    hint: str
+
+
+ServeLine = Serving | ServingRefused
+
+_SERVE_KINDS: dict[object, type[ServeLine]] = {"serving": Serving, "error": ServingRefused}
+
+
+def serve_command() -> list[str]:
+    """Return the command that serves; flags are to be added."""
+    return [sys.executable, "-m", "tokamac.app.cli", "serve"]
+
+
+def serve_line(line: bytes) -> ServeLine:
+    """Return what a line of ``serve --json`` says; a ServingRefused where it says nothing."""
+    try:
+        return decode_line(_SERVE_KINDS, line, "the server")
+    except LineError as error:
+        return ServingRefused(error.message, "")
 
 
 class ServerPhase(Enum):

@@ -22,9 +22,10 @@ from pathlib import Path
 
 from tokamac.engine.errors import TokamacError
 
+from ..strict_json import build
 from .client import BackendEvent, Died, EngineLink, EngineProcess
 from .outbox import Outbox
-from .protocol import EngineMessage, EngineNotice, Join, Load, Request, Share, build
+from .protocol import EngineMessage, EngineNotice, Join, Load, Request, Share
 
 LONGEST_PATH = 100
 """Bytes of a socket's path: macOS takes 103."""

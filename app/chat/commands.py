@@ -20,6 +20,8 @@ from tokamac.engine.options import KVSpec
 from ..backend.chat_server import PORT as SERVE_PORT
 from ..backend.chat_server import ServerJob
 from ..backend.protocol import Load
+from ..models.local import hub_cache, must_be_downloaded, require
+from ..models.names import is_id, lasting
 from ..options import given_adapter, given_draft
 from ..profiles import NO_PROFILE, Profile, differing, why_no_name
 from ..sanitise import sanitise, sanitise_line
@@ -35,7 +37,6 @@ from .actions import Action, no_action, refusal
 from .attachments import Draft
 from .conversation import MessageNode
 from .listing import excerpt
-from .models import hub_cache, is_id, lasting, must_be_downloaded, require
 from .preferences import Preferences, chosen, sentences
 from .recording import LEFT, Recording
 from .session import Session

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from ..models.names import short_name
 from ..sanitise import sanitise_line
 from ..store.store import Store
 from ..store.values import Hit, StoredChat, fold
 from .conversation import EDITED, ENDINGS, Ending, MessageNode
-from .models import short_name
 
 MOST_CHATS = 200
 MOST_HITS = 50

@@ -15,11 +15,12 @@ from tokamac.engine.events import ToolCall
 from tokamac.engine.options import THINKING, KVSpec, Sampling, TemplateOptions
 
 from .. import units
-from ..backend.protocol import ModelInfo, ShapeError, build
+from ..backend.protocol import ModelInfo
 from ..profiles import Profile
 from ..settings import DAMAGED, Settings, change, merged, read, with_allowed
 from ..settings_form import whole_number
 from ..store.values import Json, ToolResult
+from ..strict_json import ShapeError, build
 from .actions import keymap
 
 if TYPE_CHECKING:

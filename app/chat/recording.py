@@ -20,7 +20,6 @@ from tokamac.engine.options import NOTHING_TOLD, KVBits
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.perf.diagnosis import Diagnosis
 
-from ..backend.protocol import ShapeError, build
 from ..store.store import Store
 from ..store.values import (
     LEFT_OUT,
@@ -34,6 +33,7 @@ from ..store.values import (
     ToolResult,
     left_out_of,
 )
+from ..strict_json import ShapeError, build
 from .attachments import Draft, joined
 from .conversation import Conversation, Ending, MessageNode, Reply, ReplySettings, Tree, Turn
 from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record

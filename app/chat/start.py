@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.options import KVSpec, Nodes, Sampling, TemplateOptions
 
-from .. import keep_awake, settings
+from .. import settings
+from ..backend import keep_awake
+from ..backend.keep_awake import KeepAwake
 from ..backend.shell import working_folder
-from ..keep_awake import KeepAwake
 
 if TYPE_CHECKING:
     from ..backend.sharing import CardFinder
@@ -89,8 +90,8 @@ def begin(options: ChatOptions) -> ChatStart:
     from ..backend.client import CHILD_COMMAND
     from ..backend.protocol import Load
     from ..backend.sharing import CardFinder
+    from ..models.names import lasting
     from ..tools.toolbox import Toolbox
-    from .models import lasting
     from .preferences import ChatOverrides, Preferences
     from .session import Session
 

@@ -8,9 +8,9 @@ from tokamac.engine.perf.catalogue import catalogue
 from tokamac.engine.perf.hardware import plain_name, table
 
 from ..backend.protocol import ChatCase, Question, Wanted, Where
+from ..models.local import hub_cache, names_on_disk
 from ..settings_form import whole_number
 from . import figures
-from .models import hub_cache, names_on_disk
 from .session import Session
 
 HERE = ""

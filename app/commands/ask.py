@@ -33,9 +33,9 @@ from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOp
 from tokamac.engine.passes.tokens import StepTokens
 
 from .. import INTERRUPTED, settings
+from ..backend.keep_awake import awake
 from ..backend.protocol import LookedAt
 from ..guide import offer
-from ..keep_awake import awake
 from ..options import (
     add_adapter_flag,
     add_cpu_exact_flag,
@@ -216,7 +216,7 @@ def _profile(parser: Parser, options: argparse.Namespace) -> Profile:
         warn(read.warnings)
     found = given_profile(parser, options.profile, read.settings.profiles)
     if options.model is None:
-        from ..chat.models import require
+        from ..models.local import require
 
         require(found.model or "", options.profile, "tokamac models pull")
     return found

@@ -18,7 +18,7 @@ from tokamac.engine.files import expanded
 from tokamac.engine.options import KVSpec, Nodes, Sampling, Speculation, TemplateOptions
 
 from .. import settings
-from ..keep_awake import awake
+from ..backend.keep_awake import awake
 from ..options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,

@@ -118,7 +118,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 def _profile(parser: Parser, options: argparse.Namespace, known: settings.Settings) -> Profile:
     """Return the profile that the chat begins with, by the flag or the settings. Raises ModelNotFoundError."""
-    from ..chat.models import require
+    from ..models.local import require
 
     if options.profile is None:
         return known.profiles.get(known.profile, Profile())

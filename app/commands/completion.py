@@ -252,11 +252,10 @@ def _values(made: Parser, action: argparse.Action) -> list[Completion]:
 
 
 def _models() -> list[Completion]:
-    from ..chat.models import FILE as FOLDERS
-    from ..chat.models import Folders, hub_cache, names_on_disk
+    from ..models.local import FOLDERS_FILE, Folders, hub_cache, names_on_disk
     from ..settings import default_path
 
-    folders = Folders(default_path().parent / FOLDERS).all()
+    folders = Folders(default_path().parent / FOLDERS_FILE).all()
     return [Completion(name) for name in dict.fromkeys([*names_on_disk(hub_cache()), *folders])]
 
 

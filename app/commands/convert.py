@@ -19,7 +19,7 @@ from tokamac.engine.files import expanded
 from tokamac.engine.units import sizes
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
-from ..keep_awake import awake
+from ..backend.keep_awake import awake
 from ..options import add_unchecked_flag
 from ..output import Progress, json_line, note, table
 from ..parser import Parser

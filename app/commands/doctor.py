@@ -174,7 +174,7 @@ def _folders() -> Iterator[Finding]:
     from tokamac.engine.perf import measurement_store
     from tokamac.engine.prompt_cache.folder import default_root
 
-    from ..chat.models import hub_cache
+    from ..models.local import hub_cache
     from ..store.database import default_path
 
     for name, folder in {
@@ -237,7 +237,7 @@ def _colours(environment: Mapping[str, str]) -> str:
 
 
 def _models() -> Iterator[Finding]:
-    from ..chat.models import hub_cache, models_on_disk
+    from ..models.local import hub_cache, models_on_disk
 
     disk = models_on_disk(hub_cache(), ())
     broken = sum(not each.whole for each in disk.models)

@@ -1,6 +1,6 @@
 """``tokamac models``: what is in the Hugging Face cache; bring a model there, take it away; which ones would run well.
 
-With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/command_process.py).
+With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/puller.py).
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.perf.memory import giving_way
 
-from ..keep_awake import awake
+from ..backend.keep_awake import awake
 from ..options import any_given, limit_of_settings, positive
 from ..output import Progress, json_line, note, picked, table
 from ..parser import ActionParser, Parser
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tokamac.engine.perf.what_if import Group, Suggestion
     from tokamac.engine.speculation.gain import DraftOffer
 
-    from ..chat.models import ModelAdvice
+    from ..models.advice import ModelAdvice
 
 CONTEXT = 8192
 """Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter."""
@@ -270,7 +270,7 @@ def suggest(parser: Parser, options: argparse.Namespace) -> int:
     from tokamac.engine.speculation.gain import draft_offer
 
     from ..backend.advice import model_line
-    from ..chat.models import advise
+    from ..models.advice import advise
 
     context = options.context or CONTEXT
     place = place or here(limit=limit_of_settings())

@@ -10,7 +10,7 @@ from tokamac.engine.files import expanded
 from tokamac.engine.options import KVSpec
 from tokamac.quant.report import TOKENS, with_error
 
-from ..keep_awake import awake
+from ..backend.keep_awake import awake
 from ..options import limit_of_settings, positive
 from ..output import Progress, json_line, note, table
 from ..parser import Parser

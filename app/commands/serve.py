@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from tokamac.engine.errors import TokamacError
 
 from .. import INTERRUPTED
+from ..backend.keep_awake import KeepAwake, program
 from ..backend.protocol import Load
-from ..keep_awake import KeepAwake, program
 from ..options import (
     adapter_of,
     add_nodes_flags,
@@ -217,7 +217,7 @@ def _print_config(options: argparse.Namespace, model: str) -> None:
 def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> "ServerOptions":
     from platformdirs import user_log_path
 
-    from ..chat.models import lasting
+    from ..models.names import lasting
     from ..serve.engine import TEXT_EVERY_S
     from ..serve.model_pool import Offer
     from ..serve.security import token_of
@@ -274,11 +274,11 @@ def token_file() -> Path:
 
 
 def _serve(options: argparse.Namespace, listening: socket.socket, wanted: "ServerOptions") -> int:
-    from ..keep_awake import _in_settings
+    from ..backend.keep_awake import in_settings
     from ..serve.server import serve
 
     bar = Progress("loading", plain=False)
-    keeper = KeepAwake(program(), _in_settings)
+    keeper = KeepAwake(program(), in_settings)
     url, joins = _url(options.host, listening.getsockname()[1]), options.engine is not None
     wanted = replace(wanted, card=None if joins else _shared(url), engine=Path(options.engine) if joins else None)
 

@@ -25,9 +25,9 @@ from ..chat.conversation import EDITED, Reply, Tree, Turn
 from ..chat.external_programs import EditorError, edit_text, editor_command
 from ..chat.figures import FIGURES, Explained, Figure, explain
 from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
-from ..chat.models import lasting
 from ..chat.recording import LEFT
 from ..chat.steps import EnginePhase
+from ..models.names import lasting
 from ..settings_form import GROUPS, THE_MODEL, THIS_CHAT, Field, Form, whole_number
 from ..store.values import Attachment, StoredChat
 from ..verdict import figures_text

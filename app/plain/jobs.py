@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine import metrics as rates
 
 from ..backend.chat_server import ChatServer
-from ..backend.command_process import converter_command, models_command
+from ..backend.converter import converter_command
+from ..backend.puller import models_command
 from ..chat.commands import RefusedError
-from ..chat.jobs import ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
+from ..models.conversions import ConversionJob, ConversionPhase, Conversions
+from ..models.downloads import Download, Downloads, DownloadStage
 from ..settings_form import whole_number
 from ..units import minutes, size
 

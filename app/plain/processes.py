@@ -21,29 +21,24 @@ from tokamac.engine.options import KVSpec
 
 from .. import INTERRUPTED, WRONG_USAGE
 from ..backend.client import BackendEvent, EngineProcess
-from ..backend.command_process import (
-    ConversionLine,
-    Converter,
-    Ended,
+from ..backend.command_process import Ended, LineProcess, killed_by
+from ..backend.converter import ConversionLine, Converter, StageLine, converter_command
+from ..backend.protocol import LookedAt, ReplyEvent
+from ..backend.puller import (
     HubModelLine,
-    LineProcess,
     Pulled,
     Puller,
     PullLine,
     PullProgress,
     PullRefused,
-    StageLine,
-    converter_command,
-    killed_by,
     models_command,
     pull_arguments,
     search_arguments,
 )
-from ..backend.protocol import LookedAt, ReplyEvent
 from ..chat.commands import RefusedError
-from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
-from ..chat.models import FILE as FOLDERS
-from ..chat.models import Folders, hub_cache, models_on_disk
+from ..chat.guide_chat import GuideChat
+from ..models.conversions import ConversionJob, ConversionPhase
+from ..models.local import FOLDERS_FILE, Folders, hub_cache, models_on_disk
 from ..settings_form import whole_number
 from ..units import count, short, size
 from .console import heard
@@ -302,7 +297,7 @@ def models(repl: "Repl", written: str) -> None:
         repl.tell("Write /models to list the models here, or /models search and some words.")
     else:
         folder = repl.preferences.settings.models_path
-        for model in models_on_disk(hub_cache(), Folders(repl.preferences.home / FOLDERS).all(), folder).models:
+        for model in models_on_disk(hub_cache(), Folders(repl.preferences.home / FOLDERS_FILE).all(), folder).models:
             state = "" if model.whole else ", incomplete: /pull resumes it"
             context = "" if model.context is None else f", context {short(model.context)}"
             place = f", in {model.path.parent}" if model.home in ("models", "other") else ""

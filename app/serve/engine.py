@@ -18,6 +18,7 @@ from tokamac.engine.events import Event, Finished, LoadProgress, Message, TextCh
 from tokamac.engine.options import TemplateOptions
 
 from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineLink, EngineProcess
+from ..backend.keep_awake import KeepAwake
 from ..backend.protocol import (
     AskTokens,
     AskWhatIf,
@@ -43,7 +44,6 @@ from ..backend.protocol import (
     WhatIf,
 )
 from ..backend.sharing import EngineGuest, SharingError
-from ..keep_awake import KeepAwake
 from .admission import Admission, ReplyCost
 from .errors import EngineDownError, RequestError, of_engine
 from .request import Prompt, ServedRequest

@@ -23,8 +23,8 @@ from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import Sampling, TemplateOptions
 
 from ..backend.client import CHILD_COMMAND
+from ..backend.keep_awake import KeepAwake
 from ..backend.protocol import Load
-from ..keep_awake import KeepAwake
 from .app import ServerApp
 from .engine import ServedEngine
 from .model_pool import CardMaker, ModelPool, Offer

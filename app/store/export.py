@@ -48,7 +48,7 @@ from tokamac.engine.events import Role, ToolCall
 from tokamac.engine.files import TooLargeError, read_bytes, to_disk
 
 from .. import units
-from ..backend.protocol import ShapeError, build
+from ..strict_json import ShapeError, build
 from .values import (
     Archive,
     Attachment,

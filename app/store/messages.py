@@ -20,7 +20,7 @@ from typing import Any
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import ToolCall
 
-from ..backend.protocol import ShapeError, build
+from ..strict_json import ShapeError, build
 from .values import (
     LEFT_OUT,
     Archive,

@@ -6,9 +6,9 @@ from pathlib import Path
 from textual.message import Message
 
 from ..backend.client import BackendEvent
+from ..backend.keep_awake import KeepAwake
 from ..backend.protocol import Request
 from ..backend.sharing import CardFinder, ChatEngine
-from ..keep_awake import KeepAwake
 
 
 class EngineSaid(Message):

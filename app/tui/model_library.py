@@ -9,37 +9,24 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine import metrics as rates
 from tokamac.engine.hub.download import last_speed
 
-from ..backend.command_process import (
+from ..backend.converter import converter_command
+from ..backend.protocol import Loaded, WhatIf
+from ..backend.puller import (
     HubModelLine,
     Puller,
     PullLine,
     PullRefused,
     Removed,
-    converter_command,
     models_command,
     remove_arguments,
     search_arguments,
 )
-from ..backend.protocol import Loaded, WhatIf
-from ..chat.jobs import ConversionForm, ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
-from ..chat.models import FILE as FOLDERS
-from ..chat.models import (
-    CatalogueOffer,
-    Estimates,
-    Folders,
-    HubModels,
-    LocalModels,
-    ModelFacts,
-    ModelRow,
-    best_guess,
-    hub_cache,
-    is_folder,
-    lasting,
-    models_on_disk,
-    must_be_downloaded,
-    rows,
-    short_name,
-)
+from ..models.advice import Estimates
+from ..models.conversions import ConversionForm, ConversionJob, ConversionPhase, Conversions
+from ..models.downloads import Download, Downloads, DownloadStage
+from ..models.listing import CatalogueOffer, HubModels, ModelFacts, ModelRow, best_guess, rows
+from ..models.local import FOLDERS_FILE, Folders, LocalModels, hub_cache, models_on_disk, must_be_downloaded
+from ..models.names import is_folder, lasting, short_name
 from ..sanitise import sanitise_line
 from ..units import minutes, size
 
@@ -143,7 +130,7 @@ class ModelLibrary:
 
     def __init__(self, chat: "ChatScreen") -> None:
         self._chat = chat
-        self._folders = Folders(chat.preferences.home / FOLDERS)
+        self._folders = Folders(chat.preferences.home / FOLDERS_FILE)
         self._offers: list[CatalogueOffer] = []
         self.disk = LocalModels()
         self.looked = False
@@ -220,6 +207,12 @@ class ModelLibrary:
         """Load no earlier choice: the user chooses a model now."""
         self._wanted = None
         self.downloads.keep_unloaded()
+
+    def load(self, model: str) -> None:
+        """Load a model from this disk; the conversation and the draft stay. A model that is downloading replaces it no more."""
+        self.choose_another()
+        self._chat.chosen.model = model = lasting(model)
+        self._chat.load(self._chat.session.engine.load.of(model, *self._chat.preferences.settings.beside(model)))
 
     def remove(self, model: str) -> None:
         """Delete a model of the cache in the background, and tell the result."""
@@ -363,13 +356,6 @@ class ModelLibrary:
         while self._chat.session.engine.replying:
             await asyncio.sleep(REPLY_LOOK_S)
         if model == self._wanted:
-            load_model(self._chat, model)
+            self.load(model)
         else:
             self._tell_here(model)
-
-
-def load_model(chat: "ChatScreen", model: str) -> None:
-    """Load a model from this disk; the conversation and the draft stay. A model that is downloading replaces it no more."""
-    chat.library.choose_another()
-    chat.chosen.model = model = lasting(model)
-    chat.load(chat.session.engine.load.of(model, *chat.preferences.settings.beside(model)))

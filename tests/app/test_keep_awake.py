@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from tests.scripted_engine import SCRIPTED
-from tokamac.app import keep_awake, settings
+from tokamac.app import settings
+from tokamac.app.backend import keep_awake
+from tokamac.app.backend.keep_awake import KeepAwake, awake
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.keep_awake import KeepAwake, awake
 from tokamac.app.plain.repl import run_plain
 from tokamac.app.settings import Settings
 
@@ -125,7 +126,7 @@ def test_what_can_not_be_started_or_gives_up_is_not_tried_again(tmp_path: Path, 
 
 
 def test_it_ends_with_the_process_that_works_however_that_ends(caffeinate: Caffeinate) -> None:
-    code = "import sys, time; from tokamac.app.keep_awake import KeepAwake; k = KeepAwake(sys.argv[1]); "
+    code = "import sys, time; from tokamac.app.backend.keep_awake import KeepAwake; k = KeepAwake(sys.argv[1]); "
     code += "k.tell(1, busy=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code, caffeinate.path]) as worker:
         until(lambda: caffeinate.running)

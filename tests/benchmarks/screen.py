@@ -225,7 +225,9 @@ def first_paint_s(command: Sequence[str], model: str) -> float:
 def at_home(home: Path) -> dict[str, str]:
     """Return the environment of a program whose user's folders are all below ``home``, the chats in ``home/chats``."""
     folders = ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-    return os.environ | dict.fromkeys((*folders, "TOKAMAC_DATA_DIR"), str(home))
+    # An installed program has its bytecode on the disk; else the first run makes it.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | dict.fromkeys((*folders, "TOKAMAC_DATA_DIR"), str(home))
 
 
 def _version_s(command: Sequence[str]) -> float:

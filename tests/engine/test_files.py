@@ -16,10 +16,10 @@ from tests.engine.helpers import within
 from tests.quant.models import make_source
 from tests.tiny import make_tiny
 from tokamac.app import prompts, settings
-from tokamac.app.chat import models
 from tokamac.app.chat.attachments import AttachError, read_file
-from tokamac.app.chat.models import Folders
 from tokamac.app.commands import kv_quality
+from tokamac.app.models import local
+from tokamac.app.models.local import Folders
 from tokamac.app.store import export
 from tokamac.app.store.database import Database
 from tokamac.app.store.store import Store
@@ -225,7 +225,7 @@ def test_the_hubs_cache(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPa
     repo.reference.parent.mkdir(parents=True)
     make(repo.reference)
     assert within(lambda: whole_snapshot(repo)) is None
-    assert "org/name" not in within(lambda: models.names_on_disk(tmp_path))
+    assert "org/name" not in within(lambda: local.names_on_disk(tmp_path))
 
 
 def test_the_prompt_caches_files(tmp_path: Path, make: Make) -> None:

@@ -9,7 +9,6 @@ from ...chat.commands import apply_choice, apply_sheet, current_sheet, save_sett
 from ...chat.preferences import Written
 from ...sanitise import sanitise_line
 from ...settings_form import Sheet
-from ..model_library import load_model
 
 if TYPE_CHECKING:
     from ..screens.chat import ChatScreen
@@ -48,7 +47,7 @@ def take_model(chat: "ChatScreen", model: str) -> None:
         shows = chat.session.keymap.key("choose_model")
         chat.tell(f"Downloading {sanitise_line(model)}. It loads when it is complete. {shows} shows the progress.")
     else:
-        load_model(chat, model)
+        chat.library.load(model)
 
 
 def unload(chat: "ChatScreen", _: str) -> None:
@@ -67,7 +66,7 @@ def convert(chat: "ChatScreen", model: str) -> None:
 
     library = chat.library
     screen = ConvertScreen(model or chat.session.engine.load.model, library.conversions, library.models_folder)
-    chat.app.push_screen(screen, lambda folder: load_model(chat, folder) if folder is not None else None)
+    chat.app.push_screen(screen, lambda folder: library.load(folder) if folder is not None else None)
 
 
 def system_prompt(chat: "ChatScreen", _: str) -> None:

@@ -71,7 +71,6 @@ from ..actions import bindings, chats, keys, model, reading, writing
 from ..actions.chats import begin
 from ..actions.writing import submit
 from ..bridge import Bridge, EngineSaid
-from ..model_library import ModelLibrary
 from ..theme import FAINT
 from ..widgets.gauges import NARROW, Gauges
 from ..widgets.prompt_input import Chips, Completions, Prompt
@@ -82,6 +81,7 @@ from .tools import ConsentScreen
 
 if TYPE_CHECKING:
     from ...chat.versions import Versions
+    from ..model_library import ModelLibrary
     from .versions import VersionsScreen
 
 EDITING = "editing · Esc cancels"
@@ -383,7 +383,7 @@ class ChatScreen(Screen[None]):
         self.bridge = bridge
         self.preferences = preferences
         self.what_ifs = WhatIfs(session, bridge)
-        self.library = ModelLibrary(self)
+        self._library: ModelLibrary | None = None
         self._server = ChatServer(
             spawn=lambda work: self.run_worker(work, group="server"), changed=self._server_changed, told=self.tell
         )
@@ -652,7 +652,7 @@ class ChatScreen(Screen[None]):
             self.session,
             time.monotonic(),
             following=transcript.following,
-            aside=" · ".join(filter(None, (self.library.activity(), server))),
+            aside=" · ".join(filter(None, (self._library.activity() if self._library else "", server))),
             elsewhere=chats.title_elsewhere(self),
         )
         running = "" if self.shell is None else self.shell.text
@@ -773,6 +773,15 @@ class ChatScreen(Screen[None]):
     def download(self, model: str) -> None:
         """Download a model in the background."""
         self.library.downloads.start(model)
+
+    @property
+    def library(self) -> "ModelLibrary":
+        """The models to choose from. Not imported before somebody asks: the first paint does without."""
+        if self._library is None:
+            from ..model_library import ModelLibrary
+
+            self._library = ModelLibrary(self)
+        return self._library
 
     @property
     def server(self) -> ServerJob:

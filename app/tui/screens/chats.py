@@ -32,7 +32,7 @@ from ...chat.actions import Keymap
 from ...chat.background import of_path
 from ...chat.conversation import Tree
 from ...chat.listing import ChatFolder, ChatMatches, ChatSearch, ago, date_of, excerpt, grouped, plain_hit, said_in
-from ...chat.models import short_name
+from ...models.names import short_name
 from ...sanitise import sanitise, sanitise_line
 from ...store.values import Hit, StoredChat, StoreError
 from ..theme import FAINT

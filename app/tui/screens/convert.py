@@ -12,7 +12,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.widgets import Button, Input, Label, Select, Static
 
-from ...chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Conversions
+from ...models.conversions import BITS, ConversionForm, ConversionJob, ConversionPhase, Conversions
 from . import Dialog
 
 FIELDS = (

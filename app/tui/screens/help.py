@@ -17,7 +17,7 @@ from textual.widgets import Input, Static
 from ...backend.client import Died
 from ...backend.protocol import Request
 from ...chat.actions import ACTIONS, Action
-from ...chat.jobs import GuideChat, GuideExchange
+from ...chat.guide_chat import GuideChat, GuideExchange
 from ..bridge import Bridge, EngineSaid
 from ..markdown.page import Prose
 from ..markdown.rows import wrapped

@@ -25,10 +25,11 @@ from tokamac.engine.perf.catalogue import draft_for
 
 from ... import units
 from ...backend.protocol import ModelLine
-from ...chat.jobs import Download, DownloadStage
-from ...chat.models import ModelRow, Removal, Section, is_id, section_title, short_name
 from ...chat.session import Session
 from ...chat.steps import EnginePhase
+from ...models.downloads import Download, DownloadStage
+from ...models.listing import ModelRow, Removal, Section, section_title
+from ...models.names import is_id, short_name
 from ...sanitise import sanitise_line
 from ..model_library import ModelLibrary
 from ..theme import FAINT

@@ -14,7 +14,7 @@ from tokamac.engine.errors import ModelNotFoundError
 
 from ...chat import commands
 from ...chat.commands import RefusedError
-from ...chat.models import require
+from ...models.local import require
 from ...profiles import Profile
 from ...sanitise import sanitise_line
 from ...settings_form import described, summary

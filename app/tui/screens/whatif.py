@@ -35,7 +35,6 @@ from ...backend.protocol import (
     Wanted,
     WhatIf,
 )
-from ...chat.models import short_name
 from ...chat.what_if_form import (
     CHIP_CHOICES,
     HERE,
@@ -47,6 +46,7 @@ from ...chat.what_if_form import (
     question_of,
     texts_of,
 )
+from ...models.names import short_name
 from ...sanitise import sanitise_line
 from ...speculation_gain import NAMES, times
 from ...speculation_gain import sentence as gain_sentence

@@ -18,36 +18,26 @@ from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
 from tokamac.app.backend.advice import model_line
-from tokamac.app.backend.command_process import HubModelLine, Pulled, PullProgress, PullRefused, Removed, understood
 from tokamac.app.backend.protocol import Figures, Group, Load, ModelLine, WhatIf
+from tokamac.app.backend.puller import HubModelLine, Pulled, PullProgress, PullRefused, Removed, understood
 from tokamac.app.chat import commands
-from tokamac.app.chat.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
-from tokamac.app.chat.models import (
-    MOST,
-    START_TPS,
-    CatalogueOffer,
-    Estimates,
-    Folders,
-    HubModels,
-    LocalModels,
-    ModelRow,
-    OnDisk,
-    Removal,
-    advise,
-    best_guess,
-    hub_cache,
-    is_folder,
-    is_id,
-    lasting,
-    models_on_disk,
-    must_be_downloaded,
-    names_on_disk,
-    rows,
-    section_title,
-)
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.commands.inspect import cases_report
+from tokamac.app.models.advice import START_TPS, Estimates, advise
+from tokamac.app.models.downloads import AGAIN, ARRIVED, Download, Downloads, DownloadStage
+from tokamac.app.models.listing import CatalogueOffer, HubModels, ModelRow, Removal, best_guess, rows, section_title
+from tokamac.app.models.local import (
+    MOST,
+    Folders,
+    LocalModels,
+    OnDisk,
+    hub_cache,
+    models_on_disk,
+    must_be_downloaded,
+    names_on_disk,
+)
+from tokamac.app.models.names import is_folder, is_id, lasting
 from tokamac.app.profiles import CHAT_KV
 from tokamac.app.settings import Settings
 from tokamac.app.settings_form import Sheet
@@ -533,7 +523,7 @@ async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(c
     async with chat("fast", unchecked=True, adapter="letters") as c:
         await c.phase(EnginePhase.IDLE)
         assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (True, "letters")
-        wishes.load_model(c.app.chat, "guide")
+        c.app.chat.library.load("guide")
         await c.phase(EnginePhase.IDLE)
         assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (False, "poems")
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.scripted_engine import SCRIPTED
-from tokamac.app.backend.chat_server import ChatServer, ServerJob, ServerPhase
-from tokamac.app.backend.command_process import Ended, Serving, ServingRefused, serve_line
+from tokamac.app.backend.chat_server import ChatServer, ServerJob, ServerPhase, Serving, ServingRefused, serve_line
+from tokamac.app.backend.command_process import Ended
 from tokamac.app.backend.protocol import Load, Loaded
 from tokamac.app.backend.sharing import ChatEngine, chat_socket
 

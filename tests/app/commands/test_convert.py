@@ -16,15 +16,7 @@ import pytest
 
 from tests.app.commands.conftest import Run
 from tests.tiny import make_tiny
-from tokamac.app.backend.command_process import (
-    ConvertedLine,
-    Expected,
-    Planned,
-    Refused,
-    StageLine,
-    TensorWritten,
-    decode,
-)
+from tokamac.app.backend.converter import ConvertedLine, Expected, Planned, Refused, StageLine, TensorWritten, decode
 from tokamac.app.commands import convert
 from tokamac.app.commands.convert import ConversionProgress, DiskSpace, Estimate, plan_text
 from tokamac.app.commands.kv_quality import SETTINGS, sentence, shipped_text

@@ -19,9 +19,9 @@ from tokamac.app import INTERRUPTED
 from tokamac.app.backend.command_process import Ended, LineProcess
 from tokamac.app.backend.protocol import AskCount, Counted, Loaded, ModelInfo
 from tokamac.app.chat.attachments import Draft
-from tokamac.app.chat.jobs import ConversionJob, ConversionPhase
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import Ask
+from tokamac.app.models.conversions import ConversionJob, ConversionPhase
 from tokamac.app.plain.console import Console, heard, noticed, unbroken
 from tokamac.app.plain.processes import run_aside
 from tokamac.app.plain.repl import HEARD_S, Driver, Meanwhile

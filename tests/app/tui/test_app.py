@@ -23,12 +23,13 @@ from tests.app.conftest import Chat
 from tests.scripted_engine import SCENARIOS, SCRIPTED
 from tests.tiny import make_tiny
 from tokamac.app import settings
+from tokamac.app.backend.chat_server import Serving
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.command_process import Ended, Serving
+from tokamac.app.backend.command_process import Ended
 from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent, RequestFailed
 from tokamac.app.chat import external_programs
 from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
-from tokamac.app.chat.jobs import GuideChat
+from tokamac.app.chat.guide_chat import GuideChat
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui import build

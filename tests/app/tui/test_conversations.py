@@ -23,7 +23,6 @@ from tokamac.app.tui.actions import chats
 from tokamac.app.tui.actions.chats import GIVEN_UP, jump
 from tokamac.app.tui.app import RESTORE, SAVE, terminal_title
 from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
-from tokamac.app.tui.model_library import load_model
 from tokamac.app.tui.screens import Tick
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import ChatsScreen
@@ -667,7 +666,7 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
         await left(c)
         await c.ask("about pears")  # from here on it is a chat of its own
         assert await seen(c) == "pears"
-        load_model(c.app.chat, "slow")
+        c.app.chat.library.load("slow")
         await c.until(lambda: c.session.engine.load.model == "slow" and c.session.engine.phase is EnginePhase.IDLE)
         assert await seen(c) == "pears"
         await c.pilot.press("ctrl+n")

@@ -21,12 +21,11 @@ from tests.app.chat.test_models import cached
 from tests.engine.hub.hub_server import Hub, safetensors, serve
 from tests.tiny import make_tiny
 from tokamac.app.backend.advice import answers
-from tokamac.app.backend.command_process import (
+from tokamac.app.backend.command_process import Ended, LineError
+from tokamac.app.backend.converter import (
     ConvertedLine,
     Converter,
-    Ended,
     Expected,
-    LineError,
     Planned,
     QualityLine,
     Refused,
@@ -36,20 +35,19 @@ from tokamac.app.backend.command_process import (
 )
 from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question
 from tokamac.app.chat.attachments import Draft
-from tokamac.app.chat.jobs import (
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.chat.steps import EnginePhase as ChatPhase
+from tokamac.app.models.advice import advise
+from tokamac.app.models.conversions import (
     BITS,
     ConversionForm,
     ConversionJob,
     ConversionPhase,
     Conversions,
-    Download,
-    DownloadStage,
     plan_text,
     result_text,
 )
-from tokamac.app.chat.models import advise
-from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.chat.steps import EnginePhase as ChatPhase
+from tokamac.app.models.downloads import Download, DownloadStage
 from tokamac.app.tui.actions.model import take_model
 from tokamac.app.tui.screens.convert import ConvertScreen
 from tokamac.app.tui.screens.model import ModelList, ModelScreen

@@ -48,11 +48,14 @@ from tokamac.app.backend.protocol import (
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import FIGURES, explain
-from tokamac.app.chat.jobs import ConversionJob, Conversions, Downloads
-from tokamac.app.chat.jobs import ConversionPhase as Converting
-from tokamac.app.chat.models import CatalogueOffer, Estimates, LocalModels, OnDisk, advise
 from tokamac.app.chat.recording import measured
 from tokamac.app.chat.steps import Ask, EnginePhase, StartEngine, Step
+from tokamac.app.models.advice import Estimates, advise
+from tokamac.app.models.conversions import ConversionJob, Conversions
+from tokamac.app.models.conversions import ConversionPhase as Converting
+from tokamac.app.models.downloads import Downloads
+from tokamac.app.models.listing import CatalogueOffer
+from tokamac.app.models.local import LocalModels, OnDisk
 from tokamac.app.store.store import Store
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.markdown.turns import ReplyMessage

@@ -15,7 +15,7 @@ import pytest
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn, until
 from tests.engine.hub.hub_server import CLIENT, NEWER, Hub, safetensors
-from tokamac.app.backend.command_process import Pulled, PullProgress, PullRefused, Removed, understood
+from tokamac.app.backend.puller import Pulled, PullProgress, PullRefused, Removed, understood
 from tokamac.assets import asset_path
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.hub import download

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.hub.hub_server import Hub, serve
 from tokamac.app import cli
-from tokamac.app.backend.command_process import HubModelLine, Searched, understood
+from tokamac.app.backend.puller import HubModelLine, Searched, understood
 from tokamac.engine.hub.search import good_for
 
 

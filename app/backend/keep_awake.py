@@ -120,7 +120,7 @@ def awake(run: Callable[Given, Made]) -> Callable[Given, Made]:
 
     @functools.wraps(run)
     def kept(*arguments: Given.args, **named: Given.kwargs) -> Made:
-        keeper = KeepAwake(program(), _in_settings)
+        keeper = KeepAwake(program(), in_settings)
         try:
             with keeper.working():
                 return run(*arguments, **named)
@@ -130,9 +130,9 @@ def awake(run: Callable[Given, Made]) -> Callable[Given, Made]:
     return kept
 
 
-def _in_settings() -> bool:
+def in_settings() -> bool:
     """Return what the settings say. What is wrong with them is told by who needs them."""
-    from . import settings
+    from .. import settings
 
     try:
         return settings.read(settings.default_path()).settings.keep_awake
