@@ -99,8 +99,8 @@ class MemoryPressure:
     predicted_bytes: the peak that is expected now, of the budget_bytes that may be used (None is unknown). from_others: by how much
     other programs have to give way, which the system sees to. critical: macOS is at critical pressure. fused_bytes: of attention's
     scores that are not written down, by kernels that take somewhat longer. failed: MLX had no memory for a piece of the prompt,
-    which is computed again. ended: the reply ends here, since more of it would not fit. waits: the prompt begins once other
-    replies have given back what it needs.
+    which is computed again. ended: the reply ends here, since more of it would not fit. waits: the prompt begins, or the reply goes
+    on, once other replies have given back what it needs.
     """
 
     pool_bytes: int

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import kv
-from .errors import FAILURES, ContextError, DeviceError, computing_error
+from .errors import FAILURES, ContextError, DeviceError, MemoryLimitError, computing_error
 from .events import Finished, FinishReason, Live, PrefillProgress, Truncated
 from .generation import Generation, PrefillChunker, read_prompt
 from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate, whole_width
@@ -175,6 +175,19 @@ class ReplyTask:
         if self._lease is not None:
             self._store.drop(self._lease)
 
+    def _give_way(self, generation: Generation, lane: Lane, growth: GrowthBudget) -> Iterator[Any]:
+        """Release the caches, which can't grow beside others, until one of those has left; ask then whether they can."""
+        growth.waits = False
+        self.rest()
+        yield WAITS
+        if self._cancelled():
+            return
+        try:
+            yield from self._resume(generation, lane)
+        except MemoryLimitError:  # there was room for them, not for computing them again: it ends with what it has
+            return
+        lane.ended = not lane.goes_on(lane.count)
+
     def _resume(self, generation: Generation, lane: Lane) -> Iterator[Any]:
         """Acquire the caches again after a rest; what was evicted meanwhile is computed again."""
         cached_ids, lease = self._suspended_ids, self._lease
@@ -320,10 +333,12 @@ class ReplyTask:
                 reason = "stop"
                 break
             lane.force(thinking.ending())
-            if growth.pressure:
-                yield growth.pressure.pop()
+            yield from growth.tell()
             if not self._cancelled():
                 yield from self._resume(generation, lane)
+            while lane.ended and growth.waits and not self._cancelled():
+                yield from self._give_way(generation, lane, growth)
+                yield from growth.tell()
             if self._cancelled():
                 reason = "cancelled"
                 break

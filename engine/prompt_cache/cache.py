@@ -262,6 +262,14 @@ class OwnCaches(CacheStore):
         """Take a lease back; nothing of it is kept."""
         self._beside.release(lease, failed=failed)
 
+    def suspend(self, lease: CacheLease) -> None:
+        """Keep a lease's caches as long as nobody needs their memory."""
+        self._beside.set_aside(lease)
+
+    def resume(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
+        """Put a suspended lease in use again, with the caches that it had or with empty ones."""
+        self._beside.take_up(lease, self._make)
+
     @property
     def nbytes(self) -> int:
         """Bytes of both."""
@@ -277,7 +285,7 @@ class OwnCaches(CacheStore):
         return self._beside.shrink(wanted)
 
     def drop_idle(self, lease: CacheLease) -> int:
-        """Forget live caches of the other that nobody uses; return the bytes freed."""
+        """Forget live caches that nobody uses; return the bytes freed."""
         return self._beside.drop_idle(lease)
 
 

@@ -88,6 +88,9 @@ class CacheStore:
         self.rates = Rates()
         self._make = make
         self._leases: list[CacheLease] = []
+        self._set_aside: list[
+            CacheLease
+        ] = []  # suspended ones with caches of their own, which go once others need the memory
 
     @property
     def leases(self) -> list[CacheLease]:
@@ -101,6 +104,7 @@ class CacheStore:
     def release(self, lease: CacheLease, *, failed: bool = False) -> None:  # noqa: ARG002
         """Take a lease back. failed: nobody knows what its caches hold."""
         self._leases = [each for each in self._leases if each is not lease]
+        self._set_aside = [each for each in self._set_aside if each is not lease]
 
     def acquire(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
         """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is.
@@ -114,10 +118,24 @@ class CacheStore:
         return self
 
     def suspend(self, lease: CacheLease) -> None:
-        """Take back a lease in use, for others to use its caches until ``resume``."""
+        """Take back a lease in use, for others to use its caches, or their memory, until ``resume``."""
+        self.set_aside(lease)
 
-    def resume(self, lease: CacheLease, ids: list[int]) -> None:
+    def resume(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
         """Put a suspended lease in use again: it then holds the longest prefix of ``ids`` that is still known."""
+        self.take_up(lease, self._make)
+
+    def set_aside(self, lease: CacheLease) -> None:
+        """Keep a suspended lease's caches, which are its own, as long as nobody needs their memory."""
+        CacheStore.release(self, lease)
+        self._set_aside.append(lease)
+
+    def take_up(self, lease: CacheLease, make: Callable[[int | None], list[Any]]) -> None:
+        """Put a lease that was set aside in use again; with empty caches where its own are gone."""
+        CacheStore.release(self, lease)
+        if not lease.caches:
+            lease.caches[:] = make(lease.keep)
+        CacheStore.use(self, lease)
 
     def is_coming(self, ids: list[int], keep: int | None) -> bool:  # noqa: ARG002
         """Return whether a lease in use is about to hold a good part of ``ids`` that is not known yet."""
@@ -144,7 +162,12 @@ class CacheStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, those of leased caches included."""
-        return sum(kv.nbytes(lease.caches) for lease in self.leases)
+        return self._own_bytes
+
+    @property
+    def _own_bytes(self) -> int:
+        """Bytes of caches that are a reply's own."""
+        return sum(kv.nbytes(lease.caches) for lease in (*self._leases, *self._set_aside))
 
     @property
     def aside(self) -> int:
@@ -155,9 +178,13 @@ class CacheStore:
         """Evict ``wanted`` of those bytes; return how many were freed."""
         return 0
 
-    def drop_idle(self, lease: CacheLease) -> int:  # noqa: ARG002
+    def drop_idle(self, lease: CacheLease) -> int:
         """Forget live caches that nobody uses, unless they are this lease's; return the bytes freed."""
-        return 0
+        idle = [each for each in self._set_aside if each is not lease]
+        freed = sum(kv.nbytes(each.caches) for each in idle)
+        for each in idle:
+            CacheStore.drop(self, each)
+        return freed
 
     def clear(self) -> None:
         """Forget everything in memory."""
@@ -292,7 +319,7 @@ class MemoryStore(CacheStore):
     @property
     def nbytes(self) -> int:
         """Bytes of the live caches and the tree, and of caches that are a reply's own."""
-        return self._kept_bytes + sum(kv.nbytes(lease.caches) for lease in self._leases)
+        return self._kept_bytes + self._own_bytes
 
     @property
     def _kept_bytes(self) -> int:
@@ -399,10 +426,10 @@ class MemoryStore(CacheStore):
 
     def drop_idle(self, lease: CacheLease) -> int:
         """Forget the live caches that nobody uses, unless they are this lease's; return the bytes freed."""
-        if (held := self._idle) is None or held.lease is lease:
-            return 0
-        freed = kv.nbytes(held.lease.caches)
-        self._drop(held)
+        freed = super().drop_idle(lease)
+        if (held := self._idle) is not None and held.lease is not lease:
+            freed += kv.nbytes(held.lease.caches)
+            self._drop(held)
         return freed
 
     def clear(self) -> None:

@@ -4,7 +4,7 @@ Only what goes beyond the limit (perf/memory.py) is refused. Where macOS is at c
 left, as far as that goes, and the prompt is computed all the same: what it needs is small beside a model that is loaded already.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,15 +54,18 @@ class GrowthBudget:
 
     Attributes:
         pressure: what was done and is still to be told.
+        waits: whether they fit once another reply has given back what it holds.
     """
 
     def __init__(self, runtime: Runtime, store: CacheStore, lease: CacheLease) -> None:
         self._runtime, self._store, self._lease = runtime, store, lease
         self.pressure: list[MemoryPressure] = []
+        self.waits = self._told = False
 
     def fits(self) -> bool:
         """Clear the pool and shrink the prompt cache as far as the larger caches need it; return whether they fit then."""
         store, idle = self._store, 0
+        self.waits = False
         if (budget := self._budget()) is None:
             return True
         found = self._steps(budget)
@@ -75,10 +78,22 @@ class GrowthBudget:
             done = replace(done, cache_bytes=done.cache_bytes + idle)
         if found.missing:
             pool, freed = (done.pool_bytes, done.cache_bytes) if done else (0, 0)
-            self.pressure.append(MemoryPressure(pool, None, freed, found.peak.total, budget, ended=True))
-        elif done is not None and done.cache_bytes:  # a pool that was cleared is nothing to tell
+            self.waits = any(each is not self._lease for each in store.leases)
+            if not (self.waits and self._told):
+                self.pressure.append(
+                    MemoryPressure(pool, None, freed, found.peak.total, budget, ended=not self.waits, waits=self.waits)
+                )
+            self._told = self._told or self.waits
+            return False
+        self._lease.expected_bytes = max(self._lease.expected_bytes, found.peak.kv)
+        if done is not None and done.cache_bytes:  # a pool that was cleared is nothing to tell
             self.pressure.append(done)
-        return not found.missing
+        return True
+
+    def tell(self) -> Iterator[MemoryPressure]:
+        """Yield what was done since it was told last."""
+        while self.pressure:
+            yield self.pressure.pop(0)
 
     def _steps(self, budget: int) -> Mitigation:
         """Return what it takes to make the caches larger by a token."""
@@ -124,8 +139,7 @@ def make_room(
     def afresh(of: ModelShape) -> Peak:
         return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
-    beside_it = [(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease]
-    others = _others(shape, store, lease) + sum(max(0, expected - now) for now, expected in beside_it)
+    others = _others(shape, store, lease)
     budget = None if (whole := runtime.memory_budget) is None else whole - others
     spare = None if (left := memory.available()) is None else left - others
     pool, largest = mx.get_cache_memory(), runtime.chunking.at(cached)
@@ -145,7 +159,7 @@ def make_room(
     if budget is not None and found.missing:
         if store.drop_idle(lease):
             return make_room(runtime, store, lease, tokens, most=most, may_force=may_force)
-        given_back = sum(max(each) for each in beside_it)
+        given_back = sum(max(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease)
         if given_back and not within(budget + given_back).missing:
             raise RoomTakenError(MemoryPressure(0, None, 0, found.peak.total, budget, waits=True))
         offered = list(offers(fused, afresh, budget, spare=spare_slots, longest=tokens))
@@ -202,8 +216,10 @@ def slots_of(caches: list[Any]) -> int:
 
 
 def _others(shape: ModelShape, store: CacheStore, lease: CacheLease) -> int:
-    """Return what other replies and other engines of the process hold: their arrays count in the same budget."""
-    return max(0, mx.get_active_memory() - shape.weights - kv_bytes(lease.caches) - store.aside)
+    """Return what other replies hold, or were told that they may, and other engines of the process: all count in one budget."""
+    beside_it = [(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease]
+    held = mx.get_active_memory() - shape.weights - kv_bytes(lease.caches) - store.aside
+    return max(0, held) + sum(max(0, expected - now) for now, expected in beside_it)
 
 
 def _take(found: Mitigation, store: CacheStore, budget: int | None, from_others: int, critical: bool) -> MemoryPressure:

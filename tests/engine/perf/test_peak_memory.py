@@ -2,11 +2,13 @@
 refusals."""
 
 import functools
+import gc
 import io
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -16,9 +18,9 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from tests.engine.helpers import CONFIG, write_model
+from tests.engine.helpers import CONFIG, until, within, write_model
 from tokamac.app.cli import main
-from tokamac.engine import Engine, Event, MemoryPressure, Message, Sampling
+from tokamac.engine import Engine, Event, MemoryPressure, Message, PrefillProgress, Sampling
 from tokamac.engine.chunking import DEEP, DENSE_S, LARGEST, LEAST, MIXTURE_S, Chunking, prompt_peak, whole_chunks
 from tokamac.engine.chunking import PROMPT as COMPARED_PROMPT
 from tokamac.engine.errors import MemoryLimitError
@@ -615,6 +617,57 @@ def test_a_reply_ends_with_what_it_has_where_its_caches_would_not_fit(folder, al
         again = finished(list(engine.generate(prompt, long)))
         assert again.metrics.cached_tokens == len(prompt) - 1
         assert again.text == whole.text
+
+
+@pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])
+@pytest.mark.parametrize("bits", [None, (8, 8)])
+def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other(folder, allow, others, kept, bits):
+    """Once memory is short neither ends before its time, and neither has another text than alone."""
+    long = Sampling(temperature=0, max_tokens=200)
+    prompts = [PROMPT[:200], [260 - token for token in PROMPT[:200]]]
+    with Engine.load(folder, prompt_cache=kept, parallel=2) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        single = [finished(list(engine.generate(prompt, long, kv_bits=bits))) for prompt in prompts]
+        engine._runner._store.clear()
+        gc.collect()  # the tree's nodes know one another
+        shape = engine._runner.runtime.shape.packed(*bits or (16, 16))
+        alone = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1)
+        beside = predict_peak(shape, held=200, new=0, chunk=1, slots=0, reply=1).kv
+        allow(others + alone.total + beside + beside // 2)  # one may grow from 256 slots beside another that has not
+        streams = [engine.generate(prompt, long, kv_bits=bits) for prompt in prompts]
+        with ThreadPoolExecutor(2) as threads:
+            heard = list(threads.map(list, streams))
+    assert [finished(events).text for events in heard] == [end.text for end in single]
+    assert [finished(events).metrics.generated_tokens for events in heard] == [200, 200]
+    told = [each for events in heard for each in squeezed(events)]
+    assert [each.waits for each in told if each.waits or each.ended] == [True]
+
+
+@pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])
+@pytest.mark.parametrize("bits", [None, (8, 8)])
+def test_what_a_reply_holds_whose_reader_is_far_behind_goes_to_one_that_needs_it(folder, allow, others, kept, bits):
+    """It is computed again once the reader has caught up: the reply is the same."""
+    long = Sampling(temperature=0, max_tokens=300)
+    prompt, other = PROMPT[:200], [260 - token for token in PROMPT[:400]]
+    with (
+        patch("tokamac.engine.schedule.stream.LOOK_AHEAD", 2),
+        Engine.load(folder, prompt_cache=kept, parallel=2) as engine,
+    ):
+        engine.tokenizer.eos_ids = frozenset()
+        single = finished(list(engine.generate(prompt, long, kv_bits=bits)))
+        engine._runner._store.clear()
+        gc.collect()
+        shape = engine._runner.runtime.shape.packed(*bits or (16, 16))
+        held = predict_peak(shape, held=200, new=0, chunk=1, slots=0, reply=1).kv
+        unread = engine.generate(prompt, long, kv_bits=bits)
+        assert isinstance(next(unread), PrefillProgress)
+        until(lambda: not engine._replies.schedule.busy)
+        assert 0 < unread.live().metrics.generated_tokens < 300
+        allow(others + total(engine, 64, tokens=len(other) + 6, kv=bits or (16, 16)) + held // 2)
+        ended = finished(within(lambda: list(engine.generate(other, GREEDY, kv_bits=bits))))
+        assert ended.metrics.generated_tokens == 6
+        allow(None)
+        assert finished(list(unread)).text == single.text
 
 
 def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
