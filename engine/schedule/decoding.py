@@ -290,6 +290,8 @@ class Decoder:
 
     def _speculate(self, lane: Lane, speculator: Speculator) -> list[Decoded]:
         """Verify a draft of what follows a lane's last token, or read that token where this will pay; else return nothing."""
+        if speculator.rests:
+            return []
         if lane.chosen is not None:
             if lane.forced or not speculator.pays_soon(lambda: lane.room):
                 return []

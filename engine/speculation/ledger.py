@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
 
-CREDIT = 3.0
+CREDIT = 2.0
 """Plain steps that a reply may lose at once."""
 CAP = 6.0
 """Plain steps that the balance reaches at most."""
@@ -129,6 +129,7 @@ class PassCosts:
         self._prior = prior
         self._measured: dict[int, _AtContext] = {}
         self._steps: dict[tuple[int, int], float] = {}  # what ``steps`` found since the last change
+        self._priors: dict[tuple[int, int], float] = {}  # by rows and bucket: they take a while to reckon
         self._since_pass = 0
         self.changes = 0
 
@@ -177,7 +178,7 @@ class PassCosts:
         return known
 
     def _reckoned(self, rows: int, context: int) -> float:
-        predicted, bucket = max(1.0, self._prior(rows, context)), _bucket(context)
+        predicted, bucket = self._predicted(rows, context), _bucket(context)
         alike = {
             each: [width for width in at.passes if (width == 1) == (rows == 1)] for each, at in self._measured.items()
         }
@@ -186,14 +187,21 @@ class PassCosts:
             return predicted
         passes = self._measured[near].passes
         width = min(alike[near], key=lambda other: abs(other - rows) / max(other, rows))
-        expected = max(1.0, self._prior(width, context))
+        expected = self._predicted(width, context)
         measured = fmean([*passes[width], expected])
         if width == rows or expected - 1 < LEAST_RISE:
             return max(measured, predicted if width < rows else 1.0)
         return max(1.0, 1 + (predicted - 1) * (measured - 1) / (expected - 1))  # under- or overrated alike
 
+    def _predicted(self, rows: int, context: int) -> float:
+        key = rows, _bucket(context)
+        if (known := self._priors.get(key)) is None:
+            known = self._priors[key] = max(1.0, self._prior(rows, context))
+        return known
+
     def _forget(self) -> None:
         self._since_pass = 0
+        self._priors.clear()  # what is known of the machine may be more by now
         for at in self._measured.values():
             for passes in at.passes.values():
                 passes.popleft()
@@ -307,7 +315,7 @@ class DraftLedger:
         drafting: what it takes to draft so many tokens, in plain steps; reading: what it takes once, beside.
         """
         best, most = 0, WORTH
-        if drafted < 1 or self.acceptance.of(source, match) < self._least_likely(context):
+        if drafted < 1 or not self.may_pay(source, match, context):
             return DraftPlan(0, 0.0)
         spare = self.spare
         likely, committed, width = 1.0, 1.0, 0
@@ -321,14 +329,18 @@ class DraftLedger:
                 best, most = wanted, committed / cost
         return DraftPlan(best, most if best else 0.0)
 
+    def may_pay(self, source: str, match: int, context: int) -> bool:
+        """Whether any draft after a match could be worth verifying: what is found at once."""
+        return self.acceptance.of(source, match) >= self._least_likely(context)
+
     def spent(self, committed: int, steps: float) -> None:
         """Enter a round: tokens that it committed, and the time it took."""
         self.tokens += committed
         self.balance = min(CAP, self.balance + committed - steps)
 
-    def stepped(self) -> None:
-        """Enter a plain step."""
-        self.tokens += 1
+    def stepped(self, steps: int = 1) -> None:
+        """Enter plain steps."""
+        self.tokens += steps
 
     def _least_likely(self, context: int) -> float:
         """Return a likelihood of the first token below which no draft is worth it: each token after it is at most certain."""

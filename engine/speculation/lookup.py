@@ -32,8 +32,8 @@ BETWEEN = -1
 """Stands between texts: no token."""
 
 _FIRST_BITS = 10
-_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-_WORD = (1 << 64) - 1
+_FACTORS = (40503, 30011, 52711)
+"""Odd, and so small that Python computes with them fast."""
 
 
 class MatchIndex:
@@ -41,7 +41,6 @@ class MatchIndex:
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids = array("i", ids)
-        self._bits = _FIRST_BITS
         self._rebuild()
 
     @property
@@ -49,16 +48,21 @@ class MatchIndex:
         """Bytes of all arrays."""
         return sum(each.itemsize * len(each) for each in (self.ids, self._earlier, self._latest))
 
-    def append(self, token: int) -> None:
-        """Add the next token."""
-        ids = self.ids
-        ids.append(token)
-        if len(ids) > len(self._latest):
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the next tokens."""
+        ids, latest, earlier, mask = self.ids, self._latest, self._earlier, self._mask
+        place = len(ids)
+        ids.extend(tokens)
+        if len(ids) > len(latest) or place < RUN - 1:
             self._rebuild()
             return
-        slot, place = self._slot(ids, len(ids)), len(ids) - 1
-        self._earlier.append(self._latest[slot])
-        self._latest[slot] = place
+        first, second, third = _FACTORS
+        before, last = ids[place - 2], ids[place - 1]
+        for token in tokens:  # as ``_slot``
+            slot = (before * first + last * second + token * third) & mask
+            earlier.append(latest[slot])
+            latest[slot] = place
+            before, last, place = last, token, place + 1
 
     def find(self, ids: Sequence[int], end: int) -> tuple[int, int]:
         """Return where the text goes on that equals the end of ``ids[:end]`` the longest, and how many tokens do: (−1, 0) for none.
@@ -84,25 +88,25 @@ class MatchIndex:
         """Return the slot of the run that ends before ``end``."""
         if end < RUN:
             return 0
-        mixed = ids[end - 3] * _FACTORS[0] + ids[end - 2] * _FACTORS[1] + ids[end - 1] * _FACTORS[2]
-        return (mixed & _WORD) >> (64 - self._bits)
+        first, second, third = _FACTORS
+        return (ids[end - 3] * first + ids[end - 2] * second + ids[end - 1] * third) & self._mask
 
     def _rebuild(self) -> None:
         """Make the tables anew, large enough for some more tokens."""
         count = len(self.ids)
-        self._bits = max(self._bits, count.bit_length())
-        latest = np.full(1 << self._bits, -1, np.int32)
+        slots = 1 << max(_FIRST_BITS, count.bit_length())
+        self._mask = slots - 1
+        latest = np.full(slots, -1, np.int32)
         earlier = np.full(count, -1, np.int32)
         if count >= RUN:
-            known = np.array(self.ids, np.int64).astype(np.uint64)
-            factors = [np.uint64(factor) for factor in _FACTORS]
-            mixed = known[:-2] * factors[0] + known[1:-1] * factors[1] + known[2:] * factors[2]
-            slots = mixed >> np.uint64(64 - self._bits)
-            order = np.argsort(slots, kind="stable")  # of one slot, in the order of their places
-            same = slots[order[1:]] == slots[order[:-1]]
+            known = np.array(self.ids, np.int64)
+            first, second, third = _FACTORS
+            at = (known[:-2] * first + known[1:-1] * second + known[2:] * third) & self._mask
+            order = np.argsort(at, kind="stable")  # of one slot, in the order of their places
+            same = at[order[1:]] == at[order[:-1]]
             earlier[order[1:][same] + RUN - 1] = order[:-1][same] + RUN - 1
             last = np.append(~same, True)
-            latest[slots[order[last]].astype(np.int64)] = order[last] + RUN - 1
+            latest[at[order[last]]] = order[last] + RUN - 1
         self._earlier, self._latest = array("i", earlier.tobytes()), array("i", latest.tobytes())
 
 
@@ -119,6 +123,11 @@ class Follower:
         self.at, self.match = -1, 0
         self._near = -1  # where a long match broke
         self._patience = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it expects nothing, and goes on from nowhere."""
+        return self.at < 0 and not self._patience
 
     def take(self, ids: Sequence[int], end: int) -> None:
         """Take ``ids[end − 1]`` in, the newest of a conversation of which all before it was taken."""
@@ -165,8 +174,15 @@ class Lookup:
             index = self._index = MatchIndex(ids[:-1])
             following = self._following = Follower(index)
         for end in range(len(index.ids) + 1, len(ids) + 1):
+            if following.is_lost and end < len(
+                ids
+            ):  # a later token finds the longest match, whatever this one would find
+                index.extend(ids[end - 1 : -1])
+                following.take(ids, len(ids))
+                index.extend(ids[-1:])
+                break
             following.take(ids, end)
-            index.append(ids[end - 1])
+            index.extend(ids[end - 1 : end])
         at = following.at
         if at < 0 or at >= len(index.ids):
             return None

@@ -5,6 +5,7 @@ pays_soon                            ╰ read before another step      the devic
 draft → verified                        ╰ [t3 d1 … dk] one pass      the tokens up to the first that differs, and one more
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,12 @@ ASKS_AGAIN, ASKS_SELDOM = 8, 64
 time that it is no worse still, twice as many, and at most so many."""
 GUESSES = LONG + 1
 """Tokens asked of a drafter: one may be under way."""
+LOOKING = 0.005
+"""Of a plain step, which looking for guesses may take a token, where none came true lately."""
+MOST_RESTED = 16
+"""Plain steps between two looks at most: so many tokens of what repeats may be written before they are noticed."""
+RESTS_AFTER, AT_FIRST = 12, 6
+"""Tokens without a guess that came true, and of a reply before any did, until not every one is looked after."""
 
 NOTHING_ALIKE = "nothing like what it writes was written before"
 TOO_SELDOM = "what was guessed came true too seldom for what verifying costs here"
@@ -49,6 +56,7 @@ class Speculator:
 
     Attributes:
         ledger: The reply's account.
+        rests: Whether it looks for nothing after this token: the next step is plain.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class Speculator:
         hidden: HiddenStates | None = None,
     ) -> None:
         self.ledger = DraftLedger(costs)
+        self.rests = False
         self.hidden = hidden
         self._drafters, self._clock = drafters, clock
         self._computing = list(computing)
@@ -76,6 +85,9 @@ class Speculator:
         self._timing: list[float] | None = None  # of plain steps that are timed again, before anything is drafted
         self._guessed = self._shared = 0  # plain steps of which there was a guess; those with others
         self._unworthy = 0  # plain steps that were no worse than to compute a guess
+        self._resting = 0  # plain steps from one look to the next
+        self._unseen: list[int] = []  # tokens since the last look, while it rests
+        self._useful_at = AT_FIRST - RESTS_AFTER  # tokens when a guess came true the last time
         # By source, tokens from which on it is reckoned whether to compute a guess, and plain steps from then until the next time.
         self._ask_at: dict[str, tuple[int, int]] = {}
 
@@ -103,20 +115,18 @@ class Speculator:
     def saw_shared(self, token: int) -> None:
         """Take a token of a pass that was shared with others."""
         self.interrupted()
+        self._wake()
         self._shared += 1
         self._add([token])
         self.ledger.stepped()
 
     def saw(self, token: int, *, steady: bool) -> None:
         """Take a plain step's token. steady: nothing will be waited for but the device until the next plain step's token."""
+        if self.rests:
+            self._skip(token, steady=steady)
+            return
         now = self._clock()
-        if self._guesses:
-            self._guessed += 1
-            self._learn(self._guesses, token)
-        if self._computing:
-            self.ledger.acceptance.passed()
-            for each in self._computing:
-                each.rested()
+        self._took_plain([token])
         if self._at_s is None:
             self.ledger.stepped()
         elif self._steady:
@@ -127,10 +137,52 @@ class Speculator:
         self._at_s, self._steady = now, steady
         self._add([token])
 
+    def _skip(self, token: int, *, steady: bool) -> None:
+        """Take a plain step's token after which nothing was looked for."""
+        self._unseen.append(token)
+        if len(self._unseen) >= self._resting:
+            self._wake()
+            self._at_s, self._steady = self._clock(), steady
+
+    def _wake(self) -> None:
+        """Look again after the next token."""
+        self.rests, tokens = False, self._unseen
+        if tokens:
+            self._unseen = []
+            self._took_plain(tokens)
+            self.ledger.stepped(len(tokens))
+            self._add(tokens)
+
+    def _rest_if_dear(self, took_s: float) -> None:
+        """Look again only after some plain steps, where looking takes longer than it may, and no guess came true lately."""
+        if self.ledger.tokens - self._useful_at < RESTS_AFTER:
+            return
+        plain_s = self.ledger.costs.plain_s(len(self._ids))
+        if plain_s is not None and took_s > LOOKING * plain_s:
+            self._resting, self.rests = min(MOST_RESTED, math.ceil(took_s / (LOOKING * plain_s))), True
+
+    def _took_plain(self, tokens: Sequence[int]) -> None:
+        """Take what plain steps brought since the guesses were asked for."""
+        if self._guesses:
+            self._guessed += len(tokens)
+            for guess in self._guesses:
+                self._learn(guess, tokens)
+        for _ in tokens if self._computing else ():
+            self.ledger.acceptance.passed()
+            for each in self._computing:
+                each.rested()
+
     def pays_soon(self, room: Callable[[], int]) -> bool:
         """Whether to read the token under way before another step is launched: it is likely the guessed one, and the next pay."""
         if self._at_s is None or self._timing is not None:
             return False
+        began_s = self._clock()
+        pays = self._pays_soon(room)
+        if not pays:
+            self._rest_if_dear(self._clock() - began_s)
+        return pays
+
+    def _pays_soon(self, room: Callable[[], int]) -> bool:
         for guess in self._after_last():
             if len(guess.tokens) > 1 and self.ledger.acceptance.of(guess.source, guess.match) >= SOON:
                 plan = self.ledger.choose(guess.source, guess.match + 1, len(guess.tokens) - 1, len(self._ids) + 1)
@@ -143,10 +195,18 @@ class Speculator:
 
     def draft(self, room: Callable[[], int]) -> TokenDraft | None:
         """Return what to verify now, ``room()`` tokens at most; None for a plain step."""
-        best, found = DraftPlan(0, 0.0), None
         if self._at_s is None or self._timing is not None:
             return None
-        guesses = self._after_last()
+        began_s = self._clock()
+        draft = self._draft(room)
+        if draft is None:
+            self._rest_if_dear(self._clock() - began_s)
+        return draft
+
+    def _draft(self, room: Callable[[], int]) -> TokenDraft | None:
+        best, found = DraftPlan(0, 0.0), None
+        may_pay, context = self.ledger.may_pay, len(self._ids)
+        guesses = [guess for guess in self._after_last() if may_pay(guess.source, guess.match, context)]
         if not self._is_timed:
             return None
         most = room() if guesses or self._computing else 0
@@ -195,7 +255,9 @@ class Speculator:
     def verified(self, draft: TokenDraft, tokens: Sequence[int], rows: int) -> None:
         """Take the tokens of a round: drafted ones, and one that the model chose. rows: of the pass."""
         now, accepted = self._clock(), len(tokens) - 1
-        self._learn([each for each in self._after_last() if each.source != draft.source], tokens[0])
+        for guess in self._after_last():
+            if guess.source != draft.source:
+                self._learn(guess, tokens[:1])
         for place in range(min(accepted + 1, len(draft.tokens))):
             self.ledger.acceptance.saw(draft.source, draft.match + place, true=tokens[place] == draft.tokens[place])
         before = self._counts.get(draft.source, DraftCount(draft.source, 0, 0))
@@ -204,6 +266,8 @@ class Speculator:
             before, drafted=before.drafted + len(draft.tokens), accepted=before.accepted + right
         )
         drafting_s, self._drafting_s = self._drafting_s or 0.0, None
+        if accepted:
+            self._useful_at = self.ledger.tokens
         if self._at_s is not None:
             self._enter(len(tokens), now - self._at_s - drafting_s, rows, drafting_s)
         self._at_s, self._steady = now, False
@@ -245,10 +309,12 @@ class Speculator:
             self._guesses = [guess for guess in found if guess is not None]
         return self._guesses
 
-    def _learn(self, guesses: Sequence[TokenDraft], token: int) -> None:
-        """Compare guesses with what came."""
-        for guess in guesses:
-            self.ledger.acceptance.saw(guess.source, guess.match, true=guess.tokens[0] == token)
+    def _learn(self, guess: TokenDraft, tokens: Sequence[int]) -> None:
+        """Compare a guess with what came, as far as it was right."""
+        for place, (guessed, token) in enumerate(zip(guess.tokens, tokens, strict=False)):
+            self.ledger.acceptance.saw(guess.source, guess.match + place, true=guessed == token)
+            if guessed != token:
+                return
 
     def _add(self, tokens: Sequence[int]) -> None:
         self._ids.extend(tokens)

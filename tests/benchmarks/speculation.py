@@ -218,6 +218,7 @@ def measure_lookup(plan: Plan) -> Section:
     import numpy as np
 
     from tokamac.engine.speculation.lookup import Lookup
+    from tokamac.engine.speculation.speculator import GUESSES
 
     count = plan.count(100_000, 100_000)
     rng = np.random.default_rng(0)
@@ -230,15 +231,15 @@ def measure_lookup(plan: Plan) -> Section:
         for _ in range(plan.rounds):
             lookup, known = Lookup(), list(ids[: count - 2000])
             began = time.perf_counter()
-            lookup.propose(known, 8)
+            lookup.propose(known, GUESSES)
             built_s = time.perf_counter() - began
             began = time.perf_counter()
             for token in ids[count - 2000 :]:
                 known.append(token)
-                lookup.propose(known, 8)
+                lookup.propose(known, GUESSES)
             times.append(((time.perf_counter() - began) / 2000 + built_s / count) * 1e6)
             size = lookup.nbytes / len(known)
         rows.append(at_most(f"{what}: a token", series(times), 20, "µs"))
         rows.append(holds(f"{what}: index", f"{size:.1f} bytes a token", "≤ 40", met=size <= 40))
-    how = f"Looking up with {count:,} tokens behind, on the host: the last 2,000, each with a guess of 8, and a share of the index."
+    how = f"Looking up with {count:,} tokens behind, on the host: the last 2,000, each with a guess of {GUESSES}, and a share of the index."
     return Section("Speculation: looking up", rows, how)

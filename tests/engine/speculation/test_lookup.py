@@ -36,7 +36,7 @@ def test_what_is_found_stood_there_and_is_as_long_as_it_says(text: list[int], qu
 def test_an_index_that_grows_is_one_that_was_built(text: list[int], query: list[int]) -> None:
     built, grown = MatchIndex(text), MatchIndex()
     for token in text:
-        grown.append(token)
+        grown.extend([token])
     assert built.ids == grown.ids
     assert built.find(query, len(query)) == grown.find(query, len(query))
 

@@ -21,10 +21,19 @@ from tokamac.engine import (
 )
 from tokamac.engine.events import Message
 from tokamac.engine.metrics import Speculated
-from tokamac.engine.speculation.drafters import Drafter
+from tokamac.engine.speculation.drafters import Drafter, TokenDraft
 from tokamac.engine.speculation.ledger import CREDIT, SHARE, PassCosts
 from tokamac.engine.speculation.lookup import Lookup
-from tokamac.engine.speculation.speculator import ALL_LOST, NOTHING_ALIKE, SHARED, TOO_SELDOM, Speculator
+from tokamac.engine.speculation.speculator import (
+    ALL_LOST,
+    AT_FIRST,
+    LOOKING,
+    MOST_RESTED,
+    NOTHING_ALIKE,
+    SHARED,
+    TOO_SELDOM,
+    Speculator,
+)
 
 PROMPT = [5 + i * i % 250 for i in range(40)]
 VOCABULARY = 272
@@ -253,6 +262,10 @@ class Machine:
         """Decode to the end of the text, one step ahead where nothing is drafted."""
         ahead = False
         while self.at < len(self.text):
+            if self.speculator.rests:
+                self._clock.now_s += 1
+                self._step(steady=True)
+                continue
             if ahead and self.speculator.pays_soon(lambda: 40):
                 self._clock.now_s += 1
                 self._step(steady=False)
@@ -309,6 +322,50 @@ def test_a_text_without_repetition_is_not_drafted() -> None:
     machine = Machine(range(500), 10, cheap, Lookup())
     machine.run()
     assert (machine.seconds, machine.speculator.done()) == (490, Speculated(rests=NOTHING_ALIKE))
+
+
+class Dear:
+    """A drafter that takes time: a twentieth of a step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.clock, self.asked = drafter, Clock(), 0
+
+    def propose(self, ids: Sequence[int], k: int) -> TokenDraft | None:
+        self.asked += 1
+        self.clock.now_s += 0.05
+        return self._drafter.propose(ids, k)
+
+
+def dear_machine(text: Sequence[int], begin: int, drafter: Drafter) -> tuple[Machine, Dear]:
+    dear = Dear(drafter)
+    machine = Machine(text, begin, cheap, dear)
+    dear.clock = machine._clock
+    return machine, dear
+
+
+def test_where_looking_takes_long_it_is_done_seldom_and_what_it_costs_is_bounded() -> None:
+    prose, dear = dear_machine(range(2000), 10, Lookup())
+    prose.run()
+    looks = AT_FIRST + 1990 / 10  # a twentieth of a step, a two-hundredth of ten
+    assert dear.asked == pytest.approx(looks, rel=0.05)
+    assert prose.seconds - 1990 <= 2 * LOOKING * 1990
+    assert prose.speculator.done().rests == NOTHING_ALIKE
+    text = [i * i % 997 for i in range(2000)]
+    wrong, dear = dear_machine(text, 10, always_wrong(text, 997))
+    wrong.run()
+    assert dear.asked < 500
+    assert wrong.seconds - 1990 <= CREDIT + (SHARE + 3 * LOOKING) * 1990
+
+
+def test_what_repeats_after_a_rest_is_noticed_within_some_tokens_and_no_token_of_it_is_forgotten() -> None:
+    file = [i * i % 997 for i in range(300)]
+    apart = list(range(1000, 1400))
+    machine, dear = dear_machine([*file, *apart, *file], 300, Lookup())
+    machine.run()
+    assert machine.speculator._ids == [*file, *apart, *file]
+    assert machine.seconds < 400 * 1.02 + 300 / 3 + MOST_RESTED
+    assert dear.asked < 60 + machine.rounds * 2
+    assert machine.speculator.ledger.tokens == 700
 
 
 def test_what_is_shared_is_no_step_and_is_said() -> None:
