@@ -241,5 +241,8 @@ def measure_lookup(plan: Plan) -> Section:
             size = lookup.nbytes / len(known)
         rows.append(at_most(f"{what}: a token", series(times), 20, "µs"))
         rows.append(holds(f"{what}: index", f"{size:.1f} bytes a token", "≤ 40", met=size <= 40))
-    how = f"Looking up with {count:,} tokens behind, on the host: the last 2,000, each with a guess of {GUESSES}, and a share of the index."
+    how = (
+        f"Looking up with {count:,} tokens behind, on the host: the last 2,000, each with a guess of {GUESSES}, and a share of the "
+        "index."
+    )
     return Section("Speculation: looking up", rows, how)
