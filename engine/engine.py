@@ -180,6 +180,7 @@ class Engine:
             engine = cls(worker, team.guarding(worker.submit(work)))
             engine._team = team
             team.when_lost = [engine._replies.fail]
+            team.stuck_s = engine._replies.schedule.stuck_s
             return engine
         except BaseException:
             # An interrupted load ends at its next tensor. The process must not exit before: MLX would abort it.

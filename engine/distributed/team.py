@@ -29,6 +29,8 @@ BEAT_S = 1.0
 """A follower says so often that it lives, whatever it computes."""
 SILENCE_S = 8.0
 """After which it counts as lost."""
+LINK_SILENCE_S = 9.0
+"""After which a step does, where all say that they live: later, so that a node that is silent is named."""
 CONNECT_S = 60.0
 """In which all have to start and to find each other."""
 LEAVE_S = 2.0
@@ -61,7 +63,8 @@ class Member:
 class Team:
     """All processes of a group, seen from rank 0.
 
-    connected: whether MLX has a group. when_lost: called, by any thread, with the reason, when the group can't go on.
+    connected: whether MLX has a group. stuck_s: how long the engine has been at a step that takes far too long; it is given the
+    seconds that any may take, and None is not. when_lost: called, by any thread, with the reason, when the group can't go on.
     """
 
     def __init__(self, nodes: Nodes, hosts: NodeHosts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,6 +72,7 @@ class Team:
         self.size = len(hosts.machines)
         self.error: TokamacError | None = None
         self.when_lost: list[Callable[[TokamacError], None]] = []
+        self.stuck_s: Callable[[float], float | None] = lambda _: None
         self._clock = clock
         self._changed = threading.Condition()
         self.connected = self._closed = False
@@ -235,6 +239,9 @@ class Team:
                     member.channel.send({"do": "beat"})
             now, before = self._clock(), last
             last = now
+            # A link that is gone ends no process: all wait for it in a collective, and say that they live.
+            if now - before < SILENCE_S / 2 and (taken := self.stuck_s(LINK_SILENCE_S)) is not None:
+                self._lose(f"nothing has come from the other nodes for {taken:.0f} s: a link between them stalls")
             for member in self._members:
                 if now - before > SILENCE_S / 2:  # this process itself was stopped: what they said waits to be read
                     member.heard_s = max(member.heard_s, now - SILENCE_S / 2)

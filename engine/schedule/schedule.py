@@ -20,6 +20,10 @@ WELL = 256
 """Passes without a failure after which twice as many replies share one again."""
 
 
+FIRST_TURN_S, READING_S, LONGER = 60.0, 30.0, 10.0
+"""What the first turn of a kind may take, and any piece of a prompt; and how many times as long as the longest before."""
+
+
 class SharedFailureError(Exception):
     """A pass of several lanes failed: whose fault that was, or what their caches hold, nobody knows."""
 
@@ -116,6 +120,8 @@ class Schedule:
         self._count = 0
         self._together = 1  # lanes of one pass at most
         self._well = 0  # passes since one failed
+        self._under_way: tuple[bool, float] | None = None  # the turn: whether it reads a prompt, and when it began
+        self._longest: dict[bool, float] = {}  # seconds of a turn, by whether it reads
 
     @property
     def busy(self) -> bool:
@@ -142,10 +148,24 @@ class Schedule:
         act = self._policy.choose([Demand(seat.number, seat.lane is None, seat.background) for seat in self._seats])
         if act is None:
             return self.busy
-        began = self._clock()
+        reads, began = act.reads is not None, self._clock()
+        self._under_way = reads, began
         self._do(act)
-        self._policy.spent(act, self._clock() - began)
+        self._under_way, took = None, self._clock() - began
+        self._longest[reads] = max(took, self._longest.get(reads, 0.0))
+        self._policy.spent(act, took)
         return self.busy
+
+    def stuck_s(self, least_s: float) -> float | None:
+        """Return how long the turn under way has taken, where that is far longer than any before; else None.
+
+        That is ``least_s`` at least, more for a piece of a prompt. Callable from any thread.
+        """
+        if (under_way := self._under_way) is None:
+            return None
+        (reads, began), least_s = under_way, max(least_s, READING_S) if under_way[0] else least_s
+        longest, taken = self._longest.get(reads), self._clock() - began
+        return taken if taken > (FIRST_TURN_S if longest is None else max(least_s, LONGER * longest)) else None
 
     def end_all(self) -> None:
         """End every reply, whose readers were told."""

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tokamac.engine import Engine, KVSpec, Message, Nodes, Sampling, TokamacError
+from tokamac.engine.distributed import team as team_module
 from tokamac.engine.distributed.team import join
 from tokamac.engine.events import Failed, Finished, TextChunk
 
@@ -62,15 +65,60 @@ def cancelled(engine: Engine) -> dict[str, Any]:
     return {"reason": reason, "text": engine.ask(FIRST, GREEDY).text}
 
 
+class Link:
+    """Carries what rank 0 sends to rank 1, and back, until it stalls: then nothing goes any more, and nothing is closed."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._goes = threading.Event()
+        self._goes.set()
+
+    def join(self, backend: str, files: Mapping[str, str]) -> Any:
+        """Join MLX's group as rank 0, for which rank 1 is at this link."""
+        own, other = json.loads(files["MLX_HOSTFILE"])
+        threading.Thread(target=self._accept, args=(other[0],), daemon=True).start()
+        here = "{}:{}".format(*self._listening.getsockname())
+        return JOIN(backend, {**files, "MLX_HOSTFILE": json.dumps([own, [here]])})
+
+    def stall(self) -> None:
+        """Let nothing through any more."""
+        self._goes.clear()
+
+    def _accept(self, other: str) -> None:
+        host, port = other.split(":")
+        while True:
+            near, _ = self._listening.accept()
+            while True:
+                try:
+                    far = socket.create_connection((host, int(port)))
+                    break
+                except OSError:  # it does not listen yet
+                    time.sleep(0.02)
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        while carried := source.recv(65536):
+            self._goes.wait()
+            sink.sendall(carried)
+
+
+JOIN = team_module.join_group
+LINK = Link()
+
+
 def lost(engine: Engine, how: str) -> dict[str, Any]:
-    """Stop the other process while a reply is written; say what its reader gets, and after how many seconds."""
+    """Stop the other process, or the link to it, while a reply is written; say what its reader gets, after how many seconds."""
     (pid,) = join(NODES).pids
     began, sent = 0.0, False
     try:
         for event in engine.generate(FIRST, LONG):
             if isinstance(event, TextChunk) and not sent:
                 began, sent = time.monotonic(), True
-                os.kill(pid, getattr(signal, how))
+                if how == "stall":
+                    LINK.stall()
+                else:
+                    os.kill(pid, getattr(signal, how))
     except TokamacError as error:
         return {
             "error": error.one_line(),
@@ -91,6 +139,8 @@ def main() -> None:
         nodes = None if asked["split"] is None else Nodes(2, split=asked["split"])
         kv = KVSpec(**asked.get("kv", {}))
         told: dict[str, Any]
+        if asked["do"] == "stall":
+            team_module.join_group = LINK.join
         try:
             with Engine.load(asked["model"], kv=kv, nodes=nodes, unchecked=True, cpu_exact=True) as engine:
                 told = {

@@ -144,13 +144,14 @@ def test_what_a_class_or_its_shape_does_not_allow_is_refused(
     assert "texts" in together.ask(models["llama"], "tensor", "answer")  # and the next load is none the worse
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "stall"])
 def test_a_node_that_goes_ends_in_one_error_and_no_process_stays(models: dict[str, Path], how: str) -> None:
     with rank0() as driven:
         told = driven.ask(models["llama"], "tensor", how)
         assert told["type"] == "DeviceError"
         assert "node" in told["error"]
         assert told["after_s"] < 10
+        assert ("stalls" in told["error"]) == (how == "stall")
         again = driven.ask(models["llama"], "tensor", "answer")
         assert "can't go on" in again["refused"]  # MLX joins a group once for a process
         assert driven.process.stdin is not None

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -30,8 +31,10 @@ from tokamac.engine.kv.cache import Cache, nbytes
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.admission import RoomTakenError
-from tokamac.engine.schedule.decoding import Decoder, Lane
-from tokamac.engine.schedule.schedule import WELL
+from tokamac.engine.schedule.decoding import Decoded, Decoder, Lane
+from tokamac.engine.schedule.policy import Pace
+from tokamac.engine.schedule.schedule import WELL, ReplyEvents, Schedule, Seat
+from tokamac.engine.schedule.stream import EventStream
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
 SAMPLED = Sampling(temperature=0.9, top_k=30, seed=4, max_tokens=24, repetition_penalty=1.1, presence_penalty=0.3)
@@ -707,3 +710,45 @@ def test_the_decoder_takes_lanes_of_any_number_and_keeps_their_ids(folder: Path)
         held = sorted((lane.cached_ids for lane in seen.values()), key=len)
         assert [whole[: len(each)] for whole, each in zip(sorted(made, key=len), held, strict=True)] == held
         assert all(len(whole) - len(each) <= 1 for whole, each in zip(sorted(made, key=len), held, strict=True))
+
+
+# A turn that does not end.
+
+
+def test_a_turn_is_stuck_once_it_takes_far_longer_than_any_like_it() -> None:
+    now_s, found = 0.0, list[float | None]()
+    schedule = Schedule(lambda _: None, clock=lambda: now_s)
+    lane = SimpleNamespace(note=lambda *_: None, interrupted=lambda: None)
+
+    def take(*seconds: float) -> None:
+        nonlocal now_s
+        for each in seconds:
+            now_s += each
+            found.append(schedule.stuck_s(9.0))
+
+    class Reply:
+        pace = Pace()
+
+        def events(self) -> ReplyEvents:
+            take(60, 1)  # the first piece of a prompt, before anything is known
+            yield None
+            take(29, 700)  # the next may take ten times as long
+            yield lane
+            yield lane
+            yield lane
+
+        def live(self) -> None:
+            return None
+
+    turns = iter([(60, 1), (8, 3), (600, 20)])
+
+    def decode(lanes: list[Any]) -> list[Decoded]:
+        take(*next(turns))
+        return [Decoded(lanes[0], 5)]
+
+    schedule.decode = decode
+    schedule.add(Seat(lambda _: Reply(), EventStream(), background=False))
+    while schedule.turn():
+        pass
+    assert found == [None, 61, None, 729, None, 61, None, None, None, 620]
+    assert schedule.stuck_s(9.0) is None
