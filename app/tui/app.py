@@ -124,6 +124,8 @@ class TokamacApp(App[int]):
         usual = TERMINAL if self.no_color else DARK if dark else LIGHT
         self.chat.automatic_theme = usual.name
         self.theme = chosen if chosen in self.available_themes and not self.no_color else usual.name
+        self._parsed_for = self.get_css_variables()
+        self.stylesheet.set_variables(self._parsed_for)
         if chosen and chosen not in self.available_themes:
             self._warnings += (f"There is no theme {chosen!r}.",)
 
@@ -217,6 +219,15 @@ class TokamacApp(App[int]):
         known = super().get_css_variables()
         self.theme_variables = {**known, **text_colours(self.current_theme, known)}
         return self.theme_variables
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Apply the sheets; parse them again only for other colours. Textual 8.2.8 does so at the start, too, which takes 20 ms."""
+        variables = self.get_css_variables()
+        if variables == self._parsed_for:
+            self.stylesheet.update(self, animate=animate)
+        else:
+            self._parsed_for = variables
+            super().refresh_css(animate)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the palette's entries: the registry's actions."""
