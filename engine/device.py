@@ -1,9 +1,12 @@
 """Which device MLX runs on, and the checks before its first use."""
 
+import math
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from .errors import DeviceError
@@ -15,6 +18,38 @@ BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
 
 TF32 = "MLX_ENABLE_TF32"
 """The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h)."""
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use: by its affinity, and by the quota of the control groups it is in.
+
+    root: where ``proc`` and ``sys`` are.
+    """
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([there, *_quotas(root)])
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Yield the cores that each of Linux's control groups around this process allows; a part of one counts as one."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in (group for group in groups if len(group) == 3):
+        is_second = not controllers  # of the two versions
+        if not is_second and "cpu" not in controllers.split(","):
+            continue
+        folder = root / "sys/fs/cgroup" / ("" if is_second else "cpu")
+        names = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        for part in (
+            "",
+            *path.strip("/").split("/"),
+        ):  # within a container the first is its own, whatever the path says
+            folder /= part
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                quota, period = " ".join((folder / name).read_text("ascii") for name in names).split()
+                if quota != "max" and int(quota) > 0:
+                    yield math.ceil(int(quota) / int(period))
 
 
 def installed_backends() -> tuple[str, ...]:

@@ -5,12 +5,11 @@ A file that is damaged, or a value that can't be right, is as good as none: it i
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..device import DeviceKind
+from ..device import DeviceKind, usable_cores
 from ..files import atomic_write, read_text
 from .hardware import Chip
 
@@ -27,8 +26,7 @@ def machine_key(chip: Chip, device: DeviceKind) -> str:
     from importlib import metadata
 
     library = "numpy" if device == "cpu" else "mlx"
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = threads if device == "cpu" else chip.gpu_cores
+    cores = usable_cores() if device == "cpu" else chip.gpu_cores
     versions = f"mlx {metadata.version('mlx')} {library} {metadata.version(library)}"
     return f"{chip.name} | {cores} cores | {device} | {versions}"
 

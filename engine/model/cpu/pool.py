@@ -26,6 +26,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...device import usable_cores
 from .compiling import KERNEL, compiled
 
 # Words of the state, each in a cache line of its own.
@@ -232,7 +233,7 @@ class Pool:
 def cores() -> int:
     """Return how many threads may compute: the cores that this process may use, or fewer by OMP_NUM_THREADS."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    there = len(os.sched_getaffinity(0))
+    there = usable_cores()
     return min(there, int(asked)) if asked.isdigit() and int(asked) else there
 
 
