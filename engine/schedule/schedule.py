@@ -20,6 +20,8 @@ WELL = 256
 """Passes without a failure after which twice as many replies share one again."""
 
 
+MOST_PASSED = 8
+"""Replies that begin while an older one waits for another to leave; then no more do before it, or it might wait for ever."""
 FIRST_TURN_S, READING_S, LONGER = 60.0, 30.0, 10.0
 """What the first turn of a kind may take, and any piece of a prompt; and how many times as long as the longest before."""
 
@@ -69,9 +71,12 @@ class EventSource(Protocol):
 
 
 class Seat:
-    """A reply in the schedule: its stream, and what makes its events, None until its first turn."""
+    """A reply in the schedule: its stream, and what makes its events, None until its first turn.
 
-    __slots__ = ("background", "events", "lane", "making", "number", "source", "stream")
+    passed: younger ones that began while it waited for another to leave; None where it does not.
+    """
+
+    __slots__ = ("background", "events", "lane", "making", "number", "passed", "source", "stream")
 
     def __init__(self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool) -> None:
         self.source: Callable[[EventStream], EventSource] | None = source
@@ -81,6 +86,7 @@ class Seat:
         self.making: EventSource | None = None
         self.events: ReplyEvents | None = None
         self.lane: Any = None
+        self.passed: int | None = None
 
     def begin(self) -> tuple[EventSource, ReplyEvents]:
         """Return what makes the events and the events, begun in the first turn."""
@@ -184,10 +190,21 @@ class Schedule:
         waiting, self._waiting = sorted(self._waiting, key=lambda seat: seat.number), []
         for seat in waiting:
             is_full = sum(each.background is seat.background for each in self._seats) >= self.width
-            if is_full and not seat.stream.is_cancelled():  # whose end is told at once
-                self._waiting.append(seat)
-            elif not (seat.stream.is_abandoned() and seat.events is None):
+            is_new = seat.events is None
+            if (is_full or (is_new and not self._may_begin(seat))) and not seat.stream.is_cancelled():
+                self._waiting.append(seat)  # but for one that is cancelled, whose end is told at once
+            elif not (seat.stream.is_abandoned() and is_new):
+                for each in self._before(seat) if is_new else ():
+                    each.passed = (each.passed or 0) + 1
                 self._seats.append(seat)
+
+    def _may_begin(self, seat: Seat) -> bool:
+        return all((each.passed or 0) < MOST_PASSED for each in self._before(seat))
+
+    def _before(self, seat: Seat) -> list[Seat]:
+        """Return the older replies, no less urgent, that wait for another to leave."""
+        waiting = [each for each in (*self._parked, *self._seats) if each.passed is not None]
+        return [each for each in waiting if each.number < seat.number and each.background <= seat.background]
 
     def _do(self, act: Act) -> None:
         by_number = {seat.number: seat for seat in self._seats}
@@ -250,13 +267,13 @@ class Schedule:
                     seat.lane = None
                     return
                 if made is WAITS:
-                    seat.lane = None
+                    seat.lane, seat.passed = None, seat.passed or 0
                     self._seats.remove(seat)
                     self._parked.append(seat)
                     return
                 if not isinstance(made, EVENTS):
                     self._has_changed = self._has_changed or seat.lane is None
-                    seat.lane = made
+                    seat.lane, seat.passed = made, None
                     return
                 stream.put(cast(Event, made))
                 if isinstance(made, TextChunk) and stream.is_ahead:

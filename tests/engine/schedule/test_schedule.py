@@ -33,7 +33,7 @@ from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoded, Decoder, Lane
 from tokamac.engine.schedule.policy import Pace
-from tokamac.engine.schedule.schedule import WELL, ReplyEvents, Schedule, Seat
+from tokamac.engine.schedule.schedule import MOST_PASSED, WAITS, WELL, ReplyEvents, Schedule, Seat
 from tokamac.engine.schedule.stream import EventStream
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
@@ -752,3 +752,49 @@ def test_a_turn_is_stuck_once_it_takes_far_longer_than_any_like_it() -> None:
         pass
     assert found == [None, 61, None, 729, None, 61, None, None, None, 620]
     assert schedule.stuck_s(9.0) is None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_reply_that_waits_for_others_to_leave_is_passed_by_some_and_not_for_ever(background: bool) -> None:
+    """Short ones come without end; a large one has room only where none of them is there."""
+    schedule = Schedule(lambda _: None)
+    schedule.width = 4
+    there, begun, large_at = set[int](), 0, list[int]()
+
+    class Short:
+        pace = Pace()
+
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def events(self) -> ReplyEvents:
+            there.add(self._number)
+            for _ in range(3):
+                yield None
+            there.remove(self._number)
+            come()
+
+        def live(self) -> None:
+            return None
+
+    class Large(Short):
+        def events(self) -> ReplyEvents:
+            while there:
+                yield WAITS
+            large_at.append(begun)
+            yield None
+
+    def come() -> None:
+        nonlocal begun
+        begun += 1
+        if begun < 200:
+            schedule.add(Seat(lambda _, number=begun: Short(number), EventStream(), background=False))
+
+    come()
+    come()
+    schedule.turn()
+    schedule.add(Seat(lambda _: Large(0), EventStream(), background=background))
+    while schedule.turn():
+        pass
+    assert begun == 201
+    assert (large_at[0] <= MOST_PASSED + 6) is not background  # what nobody waits for holds up nobody
