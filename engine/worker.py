@@ -203,7 +203,7 @@ class ReplyScheduler:
         self.open: list[EventStream] = []
         self.schedule = Schedule(self._again)
         self._worker = worker
-        worker.turn = self.schedule.turn
+        worker.turn = self._turn
         self._ahead = threading.Event()  # ends what is being computed ahead
         self._ahead_lock = threading.Lock()
 
@@ -211,6 +211,15 @@ class ReplyScheduler:
     def live(self) -> Callable[[], Live | None] | None:
         """What measures the reply in progress; None without one."""
         return self.schedule.live
+
+    def _turn(self) -> bool:
+        """Take a turn. What fails beside all replies must not end the thread, which everybody waits for: it ends them."""
+        try:
+            return self.schedule.turn()
+        except BaseException as error:
+            log.exception("the schedule failed")
+            self.schedule.fail_all(error)
+            return False
 
     def call(self, work: Callable[[], T], *, alone: bool = False) -> T:
         """Return what ``work`` returns, run on the thread between two turns; alone: once no reply is being made."""

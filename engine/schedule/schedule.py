@@ -9,6 +9,7 @@ are computed again, and then fewer together.
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 from ..errors import computing_error
@@ -175,12 +176,25 @@ class Schedule:
 
     def end_all(self) -> None:
         """End every reply, whose readers were told."""
-        for seat in [*self._seats, *self._waiting, *self._parked]:
+        for seat in self._all():
             if seat.events is not None:
                 seat.events.close()
             self._leave(seat)
+
+    def fail_all(self, failure: BaseException) -> None:
+        """End every reply with a failure that is none's own: of the schedule, say."""
+        for seat in self._all():
+            with suppress(Exception):
+                if seat.events is not None:
+                    seat.events.close()
+            self._end(seat, failure)
+
+    def _all(self) -> list[Seat]:
+        """Return all replies; those that wait do so no more."""
+        found = [*self._seats, *self._waiting, *self._parked]
         self._waiting.clear()
         self._parked.clear()
+        return found
 
     def _admit(self) -> None:
         if self._has_changed or not self._seats or any(seat.stream.is_cancelled() for seat in self._parked):

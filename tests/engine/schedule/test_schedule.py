@@ -32,7 +32,7 @@ from tokamac.engine.metrics import Recorder
 from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoded, Decoder, Lane
-from tokamac.engine.schedule.policy import Pace
+from tokamac.engine.schedule.policy import Pace, Policy
 from tokamac.engine.schedule.schedule import MOST_PASSED, WAITS, WELL, ReplyEvents, Schedule, Seat
 from tokamac.engine.schedule.stream import EventStream
 
@@ -798,3 +798,22 @@ def test_a_reply_that_waits_for_others_to_leave_is_passed_by_some_and_not_for_ev
         pass
     assert begun == 201
     assert (large_at[0] <= MOST_PASSED + 6) is not background  # what nobody waits for holds up nobody
+
+
+def test_a_failure_of_the_schedule_itself_reaches_every_reader_and_the_next_reply_is_made(
+    either: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = alone(either, PROMPTS[:1], SAMPLED)
+    streams = [either.generate(prompt, Sampling(temperature=0, max_tokens=1500)) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        until(lambda stream=stream: isinstance(next(stream), TextChunk))
+
+    def fails(*_: Any) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError("of the schedule")
+
+    monkeypatch.setattr(Policy, "choose", fails)
+    for stream in streams:
+        with pytest.raises(ZeroDivisionError, match="of the schedule"):
+            within(lambda stream=stream: list(stream))
+    assert alone(either, PROMPTS[:1], SAMPLED) == single
