@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tokamac.engine.errors import EngineClosedError, TokamacError, access_hint
-from tokamac.engine.events import Finished, TextChunk, Truncated
+from tokamac.engine.events import Finished, MemoryPressure, TextChunk, Truncated
 from tokamac.engine.files import open_regular
 from tokamac.engine.metrics import rate as rate_of
 from tokamac.engine.options import TemplateOptions
@@ -44,6 +44,7 @@ from ..prompts import (
     split_lines,
 )
 from ..units import rate, seconds
+from ..verdict import pressure_sentence
 from . import loading
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ class EachRun:
     Attributes:
         left_out, taken: prompts so far. done: of those taken, how many came to an end. ended: whether the input has.
         answered, failed: results handed over. tokens: generated so far. stopped: whether ``stop`` was called.
+        squeezed: what was done for a prompt when memory was short the first time; None where it never was.
     """
 
     def __init__(
@@ -232,6 +234,7 @@ class EachRun:
         self._busy_s = self._since_s = 0.0
         self.left_out = self.taken = self.done = self.answered = self.failed = self.tokens = 0
         self.ended = self.stopped = False
+        self.squeezed: MemoryPressure | None = None
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
 
     def begin(self) -> None:
@@ -347,6 +350,9 @@ class EachRun:
                     events.cancel()
                 if isinstance(event, Truncated):
                     more["truncated"] = asdict(event)
+                if isinstance(event, MemoryPressure):
+                    more.setdefault("squeezed", []).append(asdict(event))
+                    self.squeezed = self.squeezed or event
                 if not isinstance(event, TextChunk | Finished):
                     continue
                 tokens += [asdict(token) for token in event.logprobs]
@@ -377,11 +383,15 @@ def answer_each(
         bar = Progress("answering", unit="prompts", plain=False)
         stack.callback(run.stop)
         stack.callback(bar.clear)
-        began_s = time.monotonic()
+        began_s, squeezed = time.monotonic(), False
         with loading.interrupting(run.stop):
             run.begin()
             while not run.is_over:
                 results = run.take(TICK_S)
+                if run.squeezed is not None and not squeezed:
+                    squeezed = True
+                    bar.clear()
+                    note(f"note: {pressure_sentence(run.squeezed)}. Results have it as squeezed")
                 if results and live and is_terminal(out):
                     bar.clear()
                 for result in results:

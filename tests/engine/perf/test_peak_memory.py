@@ -727,7 +727,7 @@ def test_ask_refuses_with_exit_status_1(folder, allow, capsys):
 
 
 @pytest.mark.usefixtures("no_input")
-def test_ask_says_what_was_done(folder, allow, others, capsys):
+def test_ask_says_what_was_done(folder, allow, others, capsys, tmp_path):
     with Engine.load(folder, prompt_cache=None) as engine:
         ids = engine.tokenizer.encode(engine.tokenizer.render([Message("user", "a b " * 300)]))
         budget = between(engine, 64, len(ids))
@@ -739,6 +739,14 @@ def test_ask_says_what_was_done(folder, allow, others, capsys):
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (told,) = [event for event in events if event["event"] == "squeezed"]
     assert told["chunk"] == 64
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a b " * 300 + "\nshort\n")
+    assert main(["ask", "--each", str(prompts), *flags]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("memory is short") == 1
+    long, short = map(json.loads, out.splitlines())
+    assert long["squeezed"][-1]["chunk"] == 64
+    assert short["text"]
 
 
 # How prompts are cut: by model, chip and depth, with hardly a loss beside mlx-lm's chunks, on every chip of the
