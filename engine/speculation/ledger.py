@@ -101,6 +101,8 @@ FORGETS_AFTER = 128
 """Plain steps without any pass over several rows, after which the oldest of each width is forgotten: machines get quiet again."""
 LEAST_RISE = 0.05
 """Steps that more rows must be expected to add, or no timing says how much they do: it would be lost in noise."""
+BESIDE = 0.5
+"""Steps that any pass may take beside what its rows add: what a few rows took tells the less of many, the less they should add."""
 CONTEXT_STEP = 512
 USUALLY_READ = 2
 """Tokens that a draft model has not read yet, after a draft that came true as far as it went: its last, and one more."""
@@ -189,9 +191,15 @@ class PassCosts:
         width = min(alike[near], key=lambda other: abs(other - rows) / max(other, rows))
         expected = self._predicted(width, context)
         measured = fmean([*passes[width], expected])
-        if width == rows or expected - 1 < LEAST_RISE:
-            return max(measured, predicted if width < rows else 1.0)
-        return max(1.0, 1 + (predicted - 1) * (measured - 1) / (expected - 1))  # under- or overrated alike
+        if width == rows:
+            return max(1.0, measured)
+        rise, alike = expected - 1, 1.0
+        if rise >= LEAST_RISE:
+            alike = (measured - 1 + BESIDE) / (rise + BESIDE)  # how far all are under- or overrated
+        beside = (
+            measured + (predicted - expected) if rows < width else 1.0
+        )  # what no more rows cost, fewer may cost, too
+        return max(1.0, beside, 1 + (predicted - 1) * alike)
 
     def _predicted(self, rows: int, context: int) -> float:
         key = rows, _bucket(context)

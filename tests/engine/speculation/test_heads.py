@@ -20,6 +20,7 @@ from tokamac.engine.model.config import read_config
 from tokamac.engine.model.head import backbone_of, keeping_hidden_states
 from tokamac.engine.model.stored_heads import MEDUSA_FILE, find_heads
 from tokamac.engine.speculation import head_drafters, shared
+from tokamac.engine.speculation.drafters import TokenDraft
 from tokamac.engine.speculation.head_drafters import KEPT, LONGEST, NO_MEMORY, HiddenStates, LayerDrafter, LoadedHeads
 from tokamac.engine.speculation.speculator import HEADS_TOO_DEAR, Speculator
 
@@ -212,11 +213,19 @@ def test_several_replies_at_once_say_what_each_says_alone(folders: dict[bool, Pa
 
 
 class Timed(Speculator):
-    """Each pass takes as long as a plain step, and each draft a tenth of that."""
+    """Each pass takes as long as a plain step, each draft a tenth of that, and looking for one nothing."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        self._now_s, self._tick_s = 0.0, 1.0
+        self._now_s, self._tick_s = 0.0, 0.0
         super().__init__(*given, clock=self._tick, **named)
+
+    def saw(self, token: int, *, steady: bool) -> None:
+        self._now_s += 1.0
+        super().saw(token, steady=steady)
+
+    def verified(self, draft: TokenDraft, tokens: Sequence[int], rows: int) -> None:
+        self._now_s += 1.0
+        super().verified(draft, tokens, rows)
 
     def _tick(self) -> float:
         self._now_s += self._tick_s
@@ -227,7 +236,7 @@ class Timed(Speculator):
         try:
             return super()._computed(drafter, width)
         finally:
-            self._tick_s = 1.0
+            self._tick_s = 0.0
 
 
 def test_heads_that_are_right_are_asked_and_save_passes(

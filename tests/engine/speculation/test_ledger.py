@@ -100,8 +100,8 @@ def test_costs_are_what_was_measured_near_them() -> None:
         costs.saw_pass(8, CONTEXT, 2.0)
     assert costs.steps(8, CONTEXT) == 2.5  # what was expected is one of five
     assert costs.steps(8, 100_000) == 2.5  # nothing nearer is known
-    assert costs.steps(4, CONTEXT) == pytest.approx(1 + 1.5 * 1.5 / 3.5)  # overrated alike
-    assert costs.steps(32, CONTEXT) == pytest.approx(1 + 15.5 * 1.5 / 3.5)
+    assert costs.steps(4, CONTEXT) == pytest.approx(1 + 1.5 * 2.0 / 4.0)  # overrated alike, but for half a step
+    assert costs.steps(32, CONTEXT) == pytest.approx(1 + 15.5 * 2.0 / 4.0)
 
 
 @pytest.mark.parametrize("rise", [0.0, 1e-12, 1e-4, 0.04])
