@@ -186,7 +186,7 @@ def measure_start(plan: Plan) -> Section:
         holds("of mlx and textual, it imports", ", ".join(sorted(heavy)) or "none", "none", met=not heavy),
         at_most(
             "first paint of the chat",
-            series([first_paint_s(command, plan.model) for _ in range(plan.rounds)]),
+            series([first_paint_s(command, plan.model) for _ in range(plan.count(15, 3))]),
             0.5,
             "s",
         ),
