@@ -88,9 +88,7 @@ class CacheStore:
         self.rates = Rates()
         self._make = make
         self._leases: list[CacheLease] = []
-        self._set_aside: list[
-            CacheLease
-        ] = []  # suspended ones with caches of their own, which go once others need the memory
+        self._set_aside: list[CacheLease] = []  # suspended, with caches of their own until others need the memory
 
     @property
     def leases(self) -> list[CacheLease]:

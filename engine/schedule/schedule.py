@@ -183,6 +183,7 @@ class Schedule:
 
     def fail_all(self, failure: BaseException) -> None:
         """End every reply with a failure that is none's own: of the schedule, say."""
+        self._under_way = None
         for seat in self._all():
             with suppress(Exception):
                 if seat.events is not None:

@@ -193,13 +193,12 @@ class PassCosts:
         measured = fmean([*passes[width], expected])
         if width == rows:
             return max(1.0, measured)
-        rise, alike = expected - 1, 1.0
+        rise, off = expected - 1, 1.0
         if rise >= LEAST_RISE:
-            alike = (measured - 1 + BESIDE) / (rise + BESIDE)  # how far all are under- or overrated
-        beside = (
-            measured + (predicted - expected) if rows < width else 1.0
-        )  # what no more rows cost, fewer may cost, too
-        return max(1.0, beside, 1 + (predicted - 1) * alike)
+            off = (measured - 1 + BESIDE) / (rise + BESIDE)  # how far all are under- or overrated
+        # What a pass takes beside its rows, one of fewer may take, too.
+        beside = measured + (predicted - expected) if rows < width else 1.0
+        return max(1.0, beside, 1 + (predicted - 1) * off)
 
     def _predicted(self, rows: int, context: int) -> float:
         key = rows, _bucket(context)
