@@ -114,7 +114,6 @@ def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
     raise_open_files()
     gc.disable()  # what is imported is no garbage, and looking through it takes longer than all that it could free
     command = import_module(f"tokamac.app.commands.{name}")
-    gc.freeze()
     gc.enable()
     parser = command.parser()
     if not named:

@@ -41,10 +41,8 @@ def _quotas(root: Path) -> Iterator[int]:
             continue
         folder = root / "sys/fs/cgroup" / ("" if is_second else "cpu")
         names = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        for part in (
-            "",
-            *path.strip("/").split("/"),
-        ):  # within a container the first is its own, whatever the path says
+        # Within a container the first is its own, whatever the path says.
+        for part in ("", *path.strip("/").split("/")):
             folder /= part
             with suppress(OSError, ValueError, ZeroDivisionError):
                 quota, period = " ".join((folder / name).read_text("ascii") for name in names).split()

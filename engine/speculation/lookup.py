@@ -174,9 +174,8 @@ class Lookup:
             index = self._index = MatchIndex(ids[:-1])
             following = self._following = Follower(index)
         for end in range(len(index.ids) + 1, len(ids) + 1):
-            if following.is_lost and end < len(
-                ids
-            ):  # a later token finds the longest match, whatever this one would find
+            if following.is_lost and end < len(ids):
+                # The last token finds the longest match, whatever this one would find.
                 index.extend(ids[end - 1 : -1])
                 following.take(ids, len(ids))
                 index.extend(ids[-1:])

@@ -1,6 +1,5 @@
 """Section cpu: packed weights on a plain CPU, rounded and exact, beside float32 through NumPy, on a free and a busy machine."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 from tests.benchmarks.limits import LARGER
 from tests.benchmarks.plan import EngineServer, Plan, Remote, Timing
 from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, plain, ratios, series
+from tokamac.engine.device import usable_cores
 from tokamac.engine.options import Sampling
 
 PROMPT, NEW = 256, 64
@@ -65,8 +65,8 @@ def measure_cpu(plan: Plan) -> Section:
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
-        f"without end, on {_cores()} cores, with {FEWER} tokens and {FEWER_ROUNDS} rounds. Memory is MLX's peak over a reply. "
-        "llama.cpp was not measured."
+        f"without end, on {usable_cores()} cores, with {FEWER} tokens and {FEWER_ROUNDS} rounds. Memory is MLX's peak over a "
+        "reply. llama.cpp was not measured."
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
 
@@ -124,7 +124,3 @@ def _busy(programs: int) -> Iterator[None]:
         for each in spinning:
             each.kill()
             each.wait()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from tokamac.engine.device import usable_cores
 from tokamac.engine.perf.memory import machine_total
 
 # What the system counts of other processes: their children, and the processor time they took.
@@ -42,7 +43,7 @@ PACKAGES = ("tokamac", "mlx", "mlx-lm", "numpy", "textual")
 def facts() -> list[tuple[str, str]]:
     """Return name and value, for the head of the page."""
     return [
-        ("processor", f"{cpu_name()}, {cores()} cores"),
+        ("processor", f"{cpu_name()}, {usable_cores()} cores"),
         ("memory", memory()),
         ("system", platform.platform(terse=True)),
         (
@@ -71,11 +72,6 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def cores() -> int:
-    """Return the cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> str:
