@@ -246,8 +246,12 @@ def test_heads_that_are_right_are_asked_and_save_passes(
     monkeypatch.setattr(shared, "pass_steps", lambda *_, **__: 1.5)
     right, wrong = engines
     for engine in engines:
-        monkeypatch.setattr(engine._runner._speculation, "_heads", [replace(heads_of(engine), step_bytes=1)])
-        monkeypatch.setattr(engine._runner._speculation, "_costs", {})  # what was measured by another clock
+        heads = heads_of(engine)
+        monkeypatch.setattr(engine._runner._speculation, "_heads", [replace(heads, step_bytes=1)])
+        # What passes and drafts took by another clock is forgotten.
+        monkeypatch.setattr(engine._runner._speculation, "_costs", {})
+        heads.costs._drafts.clear()
+        heads.costs._reads.clear()
     plain = right.ask(PROMPT, replace(GREEDY, max_tokens=200))
     metrics = plain.metrics
     assert metrics.accepted_tokens == metrics.drafted_tokens
