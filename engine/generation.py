@@ -12,9 +12,7 @@ from .chunking import Chunking
 from .events import PrefillProgress
 from .kv.attention import forcing_fused
 from .kv.attention_kernel import AttentionDevice
-from .kv.cache import Cache
-from .kv.probe import leaves
-from .kv.snapshot import freeze, grows, thaw
+from .kv.rewind import BeforeChunk
 from .metrics import Recorder
 from .schedule.policy import Pace
 
@@ -71,37 +69,21 @@ class Generation:
         The result is the same, bit by bit. Where ``stopped`` said so in between, or the generator was closed, all is as it was
         before.
         """
-        parts = _in_stages(self.caches, stages)
-        before = [
-            [cache.copy() for cache in part] for part in parts
-        ]  # shared: until a layer is computed nothing is copied
-        frozen, self.chunk = freeze(self.caches), len(ids)
-
-        def take_back(done: int) -> None:
-            for cache in (cache for computed in parts[:done] for cache in computed):
-                cache.trim(len(ids))
-            for waiting, copies in zip(parts[done:], before[done:], strict=True):
-                for cache, old in zip(waiting, copies, strict=True):
-                    cache.restore(old)
-            thaw(self.caches, frozen)
-            mx.clear_cache()
-
+        before, self.chunk = BeforeChunk(self.caches, stages), len(ids)
         with forcing_fused(self._force_fused):
             self._model(mx.array([ids]), cache=self.caches)
-        for done, part in enumerate(parts, 1):
-            before[done - 1] = []  # or the layer's keys would be copied, not written in place
+        for number, part in enumerate(before.parts):
+            if number:
+                try:
+                    yield
+                except GeneratorExit:  # the prompt cache takes the caches back as they then are
+                    before.take_back(len(ids))
+                    raise
+                if stopped():
+                    before.take_back(len(ids))
+                    return False
+            before.computes(part)
             mx.eval([cache.state for cache in part])
-            if done == len(parts):
-                break
-            try:
-                yield
-            except GeneratorExit:  # the prompt cache takes the caches back as they then are
-                take_back(done)
-                raise
-            if stopped():
-                take_back(done)
-                return False
-        mx.eval([cache.state for cache in self.caches])  # of caches that do not grow
         mx.clear_cache()
         self.cached_ids.extend(ids)
         return True
@@ -118,16 +100,6 @@ class Generation:
             if stopped():
                 return False
         return True
-
-
-def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
-    """Return the caches that grow, in so many parts or fewer, in the order of their layers; none where one is the model's own."""
-    growing = [cache for _, cache in leaves(caches) if grows(cache)]
-    ours = [cache for cache in growing if isinstance(cache, Cache)]
-    if len(ours) < len(growing) or not ours:
-        return []
-    size = -(-len(ours) // stages)
-    return [ours[at : at + size] for at in range(0, len(ours), size)]
 
 
 UNKNOWN_STAGES = 16

@@ -1,18 +1,25 @@
-"""Taking back the tokens of a pass that were guessed, and wrongly: over any kind of cache.
+"""Taking back the tokens of a pass, over any kind of cache: those that were guessed, and wrongly, or a chunk of a prompt.
 
-grows, or packed            it only counts fewer tokens; the next write covers the others
-rings, windows, latent      the same, as far as their spare slots reach after they wrapped
-recurrent                   holds no tokens: its state of before the pass is put back, and the pass is taken back whole;
+guesses                     at the end of a pass that is computed
+  grows, or packed          it only counts fewer tokens; the next write covers the others
+  rings, windows, latent    the same, as far as their spare slots reach after they wrapped
+  recurrent                 holds no tokens: its state of before the pass is put back, and the pass is taken back whole;
                             the next one reads what was right in it again, together with what is new
+a chunk                     of which some layers are computed, and others never will be
+  grows                     counts fewer tokens where it is computed; else it holds again what it held
+  all others                hold again what they held
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from .cache import Cache
 from .compressed import SPARE, CompressedCache
 from .layout import Ring
 from .probe import leaves
+from .snapshot import freeze, grows, thaw
 
 UNBOUNDED = 1 << 20
 """Tokens that a cache takes back that keeps all."""
@@ -62,3 +69,49 @@ class BeforePass:
 def _content(cache: Any) -> dict[str, Any]:
     """Return all that a recurrent cache holds: its arrays are replaced by a pass, never written to."""
     return {name: list(value) if isinstance(value, list) else value for name, value in vars(cache).items()}
+
+
+class BeforeChunk:
+    """What caches held before a chunk that is computed a few layers at a time. Make it before the pass: nothing is copied.
+
+    Args:
+        caches: one a layer.
+        stages: in how many parts they are computed, at most.
+
+    Attributes:
+        parts: the caches in the order in which they are computed.
+    """
+
+    def __init__(self, caches: Sequence[Any], stages: int) -> None:
+        self._caches = list(caches)
+        found = [cache for _, cache in leaves(self._caches)]
+        size = -(-len(found) // stages)
+        self.parts = [found[at : at + size] for at in range(0, len(found), size)]
+        self._fixed = freeze(self._caches)
+        self._growing = [cache for cache in found if grows(cache)]
+        self._held = {id(cache): _held(cache) for cache in self._growing}
+
+    def computes(self, part: Sequence[Any]) -> None:
+        """The next part is about to be computed."""
+        for cache in part:
+            self._held.pop(id(cache), None)  # or its keys would be copied, not written in place
+
+    def take_back(self, tokens: int) -> None:
+        """Take back the chunk, of so many tokens, between two parts."""
+        for cache in self._growing:
+            held = self._held.get(id(cache))
+            if held is None:
+                cache.trim(tokens)
+            elif isinstance(cache, Cache):
+                cache.restore(held)
+            else:
+                vars(cache).update(held)
+        thaw(self._caches, self._fixed)
+        mx.clear_cache()
+
+
+def _held(cache: Any) -> Any:
+    """Return what a cache that grows holds: a pass writes into its arrays, but not into others of the same content."""
+    if isinstance(cache, Cache):
+        return cache.copy()
+    return {name: mx.array(value) if isinstance(value, mx.array) else value for name, value in vars(cache).items()}
