@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.files import expanded
+from tokamac.engine.perf.memory import check_address_space
 from tokamac.engine.units import sizes
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
@@ -135,6 +136,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error("SOURCE, -o and --into must not be empty")
     multiply_in_float32()  # sensitivities and divergences as small as 1e-5 are compared
     request = requested(parser, options)
+    check_address_space()  # before the libraries that end the process where there is none
     target = _target(options, request)
     progress = ConversionProgress(json=options.json)
     if options.dry_run:
