@@ -6,12 +6,12 @@ looks, and comes piece by piece. What is not known is said to be unknown, or not
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Message
-from tokamac.engine.metrics import Cause
+from tokamac.engine.metrics import Cause, PromptBeside
 from tokamac.engine.options import NOTHING_TOLD, TemplateOptions
 from tokamac.engine.passes.log import PassLogError
 from tokamac.engine.passes.tokens import PromptText, StepToken
@@ -49,6 +49,21 @@ CONTEXT_TOKENS = 24
 """Tokens of the reply shown before a step, and half as many after it."""
 
 Tone = Literal["", "title", "good", "warn", "faint"]
+
+
+def held_up_by(at: ModelPass) -> str:
+    """Return in words what held a step up, as far as that is known."""
+    words = [CAUSE_WORDS[each] for each in at.causes if each != "another prompt"]
+    if "another prompt" in at.causes:
+        words.append(_another(at.prompt))
+    return "; ".join(words) or "cause unknown"
+
+
+def _another(prompt: PromptBeside | None) -> str:
+    if prompt is None:
+        return CAUSE_WORDS["another prompt"]
+    whose = "a prompt in the background" if prompt.background else "another reply's prompt"
+    return f"the engine read a part of {whose}, of {units.count(prompt.tokens)} tokens"
 
 
 class NoBranchError(TokamacError):
@@ -176,9 +191,8 @@ class ReplySteps:
         if not slow:
             yield "No step was unusually slow."
         for token in slow[:most]:
-            causes = walk.timed.held_up[token]
-            why = "; ".join(CAUSE_WORDS[each] for each in causes) or "cause unknown"
-            yield f"Step {walk.at_token(token) + 1:,}: {milliseconds(walk.timed.ms[token])}, {why}"
+            at = walk[walk.at_token(token)]
+            yield f"Step {at.number:,}: {milliseconds(at.ms)}, {held_up_by(at)}"
         if len(slow) > most:
             yield f"… and {len(slow) - most:,} more"
 
@@ -254,7 +268,7 @@ class ReplySteps:
         yield StepLine("computes", f"{operations(work.operations)}{_at_least(work.computing_ms)}")
         yield StepLine("ceiling", self._ceiling(at))
         if at.held_up:
-            yield StepLine("held up", "; ".join(CAUSE_WORDS[each] for each in at.causes) or "cause unknown", "warn")
+            yield StepLine("held up", held_up_by(at), "warn")
 
     def _usual(self, at: ModelPass) -> str:
         median = self.walk.timed.median_ms
@@ -340,6 +354,7 @@ class ReplySteps:
             "share_of_ceiling": at.share_of_ceiling,
             "held_up": at.held_up,
             "causes": list(at.causes),
+            "prompt": at.prompt and asdict(at.prompt),
         }
         if at.token is not None:
             known = self.walk.timed.ids[at.token] if self.recorded else None

@@ -27,7 +27,7 @@ from .events import (
     ToolCall,
 )
 from .options import EMPTY_SCHEMA, NOTHING_TOLD, KVBits, KVSpec, Sampling, TemplateOptions, ToolSpec, index
-from .schedule.stream import ReplyStream
+from .schedule.stream import ReplyHandle, ReplyStream
 from .text.continuation import unfinished
 
 if TYPE_CHECKING:
@@ -231,6 +231,7 @@ class Chat:
         self._turn = threading.Lock()  # held while messages are changed by who asks; never while a reply is made
         self._asker: int | None = None  # the thread that asked last
         self._reply: weakref.ref[ReplyStream] | None = None
+        self._warming = ReplyHandle()  # of the last warm-up
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self._messages)} messages with {self._engine!r}>"
@@ -322,10 +323,11 @@ class Chat:
     def warm(self, text: str = "") -> None:
         """Compute ahead what is certain of the conversation, and of a message that begins with ``text``. Returns at once.
 
-        Any request ends it; what was computed is found by the next.
+        It runs in the background, until this chat asks for a reply or is warmed again; what was computed is found by the next.
         """
         prompt = self._prompt(self._after(Send(given_text(text, "the message"))))
-        self._engine.warm_ahead(prompt, template=self.template)
+        self._warming.cancel()
+        self._warming = self._engine.warm_ahead(prompt, template=self.template)
 
     def _reread(self) -> None:
         """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
@@ -383,6 +385,7 @@ class Chat:
         return reply
 
     def _record(self, asked: _Asked, sampling: Sampling) -> ReplyStream:
+        self._warming.cancel()
         begun = asked.begun
         prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
         events = self._engine.generate(prompt, sampling, continues=begun is not None, template=self.template)

@@ -56,6 +56,8 @@ from .options import (
 )
 from .perf.memory import check_address_space
 from .schedule.many import ManyReplies
+from .schedule.policy import Pace
+from .schedule.schedule import ReplyEvents
 from .schedule.stream import EventStream, ReplyHandle, ReplyStream
 from .worker import ReplyScheduler, TextlessReply, Worker
 
@@ -508,27 +510,30 @@ class Engine:
         *,
         template: TemplateOptions | None = None,
         then: Callable[[Price | None], None] = lambda _: None,
-    ) -> None:
+    ) -> ReplyHandle:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
 
-        Any request for tokens ends it, and so does another call; a price waits for it. What was computed stays in the prompt cache.
-        then: called at the end, on the engine's thread, with what a reply would take now; None where the computing was ended early,
-        or the conversation can't be sent. Raises OptionError where the last message is not the user's.
+        It runs in the background, as a reply may: in a tenth of the time at most while somebody waits for something. It ends once
+        a reply needs its memory, or reads the same, and when what is returned is cancelled; what was computed stays in the prompt
+        cache. then: called at the end, on the engine's thread, with what a reply would take now; None where the computing was ended
+        early, or the conversation can't be sent. Raises OptionError where the last message is not the user's.
         """
         given = given_messages(messages)
         if not given or given[-1].role != "user":
             raise OptionError("only a conversation that ends with the user's message can be warmed ahead", "Add one.")
-        told = given_template(template)
-        runner = self._runner
+        told, runner = given_template(template), self._runner
+        stream, handle = EventStream(), ReplyHandle()
+        handle.attach(stream)
 
-        def work(cancelled: Callable[[], bool]) -> None:
+        def events(pace: Pace) -> ReplyEvents:
             price = None
             try:
-                price = runner.warm_stable(given, cancelled, told)
+                price = yield from runner.warm_stable(given, stream.is_cancelled, pace, told)
             finally:
                 then(price)
 
-        self._replies.ahead(work)
+        self._replies.begin(lambda _: TextlessReply(events), stream, background=True)
+        return handle
 
     def price(self, prompt: Prompt, *, continues: bool = False, template: TemplateOptions | None = None) -> Price:
         """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.

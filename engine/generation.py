@@ -121,7 +121,6 @@ class PrefillChunker:
         most: tokens of a chunk at most, a power of two: what there is memory for.
         cached: tokens in the caches at the beginning.
         pace: how soon others may have a turn; None: after whole chunks.
-        stage_s: seconds after which ``stopped`` is asked, as far as the speed is known.
 
     Attributes:
         largest: tokens of the first chunk, which no later one exceeds.
@@ -134,12 +133,11 @@ class PrefillChunker:
         cached: int,
         *,
         pace: Pace | None = None,
-        stage_s: float = STAGE_S,
         stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._chunking, self._most = chunking, most
-        self._stage_s, self._stopped, self._clock = stage_s, stopped, clock
+        self._stopped, self._clock = stopped, clock
         self._pace = pace
         self.largest = self._size(cached)
         self._token_s = chunking.token_s(cached)
@@ -183,8 +181,8 @@ class PrefillChunker:
             return 1
         within_s = math.inf if self._pace is None else self._pace.within_s
         if self._token_s is None:
-            return 1 if within_s >= self._stage_s else UNKNOWN_STAGES
-        return math.ceil(tokens * self._token_s / min(self._stage_s, within_s))
+            return 1 if within_s >= STAGE_S else UNKNOWN_STAGES
+        return math.ceil(tokens * self._token_s / min(STAGE_S, within_s))
 
     def _size(self, cached: int) -> int:
         return min(self._most, self._chunking.at(cached))

@@ -241,12 +241,24 @@ MOST = 5
 
 
 @dataclass(frozen=True, slots=True)
+class PromptBeside:
+    """Another reply's prompt, of which a piece was computed. tokens: of all of it. background: it gives way, as a title does."""
+
+    tokens: int
+    background: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Outlier:
-    """A gap that stands out. token: the one that it came before, counted from 1; causes: empty where unknown."""
+    """A gap that stands out. token: the one that it came before, counted from 1; causes: empty where unknown.
+
+    prompt: the one that "another prompt" among the causes is; of several, the one that took longest.
+    """
 
     token: int
     gap_ms: float
     causes: tuple[Cause, ...] = ()
+    prompt: PromptBeside | None = None
 
 
 class Gap(NamedTuple):
@@ -257,11 +269,15 @@ class Gap(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened before a token, after the one before it. most_ms: what it can have taken, at most."""
+    """Something that happened before a token, after the one before it. most_ms: what it can have taken, at most.
+
+    prompt: of "another prompt".
+    """
 
     token: int
     cause: Cause
     most_ms: float = math.inf
+    prompt: PromptBeside | None = None
 
 
 def outliers(
@@ -274,23 +290,23 @@ def outliers(
     """
     bound_ms = max(TIMES * median_ms, median_ms + LEAST_MS)
     found = sorted((gap for gap in gaps if gap.ms > bound_ms), key=lambda gap: (-gap.ms, gap.token))
-    return tuple(
-        Outlier(gap.token, gap.ms, _causes(gap, gap.ms - median_ms, marks, ahead=ahead, throttled=throttled))
-        for gap in found
-    )
+    return tuple(_explained(gap, gap.ms - median_ms, marks, ahead=ahead, throttled=throttled) for gap in found)
 
 
-def _causes(
+def _explained(
     gap: Gap, excess_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: Sequence[Throttle]
-) -> tuple[Cause, ...]:
+) -> Outlier:
     first = bisect.bisect_left(marks, gap.token - 1, key=lambda mark: mark.token)
     near = itertools.takewhile(lambda mark: mark.token <= gap.token, itertools.islice(marks, first, None))
-    causes: list[Cause] = [
-        mark.cause
+    found = [
+        mark
         for mark in near
         if mark.most_ms >= excess_ms / 2 and (mark.token == gap.token or (ahead and mark.cause in LAUNCHED))
     ]
-    return tuple(dict.fromkeys([*causes, *throttled]))
+    causes: list[Cause] = [mark.cause for mark in found]
+    longest = max((mark for mark in found if mark.prompt is not None), key=lambda mark: mark.most_ms, default=None)
+    prompt = None if longest is None else longest.prompt
+    return Outlier(gap.token, gap.ms, tuple(dict.fromkeys([*causes, *throttled])), prompt)
 
 
 class GapLog:
@@ -476,9 +492,9 @@ class Recorder:
         if several:
             self.several.add(len(self.token_times))
 
-    def mark(self, cause: Cause, most_ms: float = math.inf) -> None:
-        """Note something since the last token that may hold the next one up, by ``most_ms`` at most."""
-        self.marks.append(Mark(len(self.token_times) + 1, cause, most_ms))
+    def mark(self, cause: Cause, most_ms: float = math.inf, prompt: PromptBeside | None = None) -> None:
+        """Note something since the last token that may hold the next one up, by ``most_ms`` at most; prompt: which one it was."""
+        self.marks.append(Mark(len(self.token_times) + 1, cause, most_ms, prompt))
 
     def end(self) -> None:
         """Note that the reply is over."""

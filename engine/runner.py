@@ -25,7 +25,7 @@ from .errors import (
 )
 from .events import Message, PrefillProgress, Price
 from .files import FLUSH_S
-from .generation import STAGE_S, Generation, PrefillChunker, read_prompt
+from .generation import Generation, PrefillChunker, read_prompt
 from .kv.divergence import Trial, TrialProgress
 from .metrics import Recorder
 from .model.rounding_cost import RoundingCost
@@ -157,10 +157,6 @@ class IdleProfiler:
             chip = self._machine.chip
             if chip.fp16_tflops is None or chip.peak_source == "measured":
                 self._machine.chip = replace(chip, fp16_tflops=self._measuring.peak_tflops, peak_source="measured")
-
-
-IDLE_STAGE_S = 0.1
-"""What is computed in idle time can be interrupted so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +301,7 @@ class Runner:
         template: TemplateOptions = NOTHING_TOLD,
     ) -> ReplyEvents:
         """Compute a prompt into the prompt cache, all but its last token."""
-        yield from self._warmed(self._to_warm(prompt, template=template), cancelled, STAGE_S, pace)
+        yield from self._warmed(self._to_warm(prompt, template=template), cancelled, pace)
 
     def export_prompt(
         self,
@@ -327,7 +323,7 @@ class Runner:
             stable = self._prompting().stable(messages)
             request = replace(request, ids=[*stable, stable[-1]] if stable else [])
         check_worth(request.ids[:-1])
-        yield from self._warmed(request, cancelled, STAGE_S, pace)
+        yield from self._warmed(request, cancelled, pace)
         if not cancelled():
             then(export(self.runtime, self._store, file, request.ids[:-1], request.keep))
 
@@ -346,9 +342,7 @@ class Runner:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         return self._prompting(template).request(prompt, Sampling(), Recorder(), turn=turn)
 
-    def _warmed(
-        self, request: Request, cancelled: Callable[[], bool], stage_s: float, pace: Pace | None = None
-    ) -> ReplyEvents:
+    def _warmed(self, request: Request, cancelled: Callable[[], bool], pace: Pace | None = None) -> ReplyEvents:
         runtime, ids = self.runtime, request.ids
         check_context(runtime, len(ids))
         lease, budget = yield from admitted(runtime, self._store, ids, request.keep, len(ids), cancelled=cancelled)
@@ -358,12 +352,13 @@ class Runner:
         generation = Generation(self.runtime.model, lease.caches, lease.ids, force_fused=force)
         cached, total = len(lease.ids), len(ids)
         with computing(), lease:
+            lease.coming = () if request.background else ids
             yield PrefillProgress(cached, total, cached)
+            if cancelled():
+                return
             recorder = request.recorder
             recorder.begin_prefill(total, cached)
-            chunker = PrefillChunker(
-                runtime.chunking, budget.chunk, cached, pace=pace, stage_s=stage_s, stopped=cancelled
-            )
+            chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)
             yield from recorder.reading(
                 read_prompt(chunker, generation, ids[cached:-1], recorder, total=total, cancelled=cancelled)
             )
@@ -372,28 +367,35 @@ class Runner:
                 self._store.checkpoint(lease)
 
     def warm_stable(
-        self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions
-    ) -> Price | None:
+        self, messages: Sequence[Message], cancelled: Callable[[], bool], pace: Pace, template: TemplateOptions
+    ) -> Generator[object, None, Price | None]:
         """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
 
-        For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
-        much of it there was time for. Computes nothing where the prompt cache is off.
+        It gives way: to a reply that needs its memory, and to one that reads the same. Packed keys and values end with a whole
+        chunk: so a prompt is cut alike, and its logits are the same, however much of it there was time for. Computes nothing where
+        the prompt cache is off.
 
         Returns:
-            What a reply would take now; None where ``cancelled``, or the conversation can't be sent: that is said when it is.
+            What a reply would take now; None where it ended early, or the conversation can't be sent: that is said when it is.
         """
+        store = self._store
         try:
             prompting = self._prompting(template)
-            ids = prompting.stable(messages) if self._store.keeps else []
+            ids = prompting.stable(messages) if store.keeps and not cancelled() else []
             if self.runtime.kv.quantized:
                 ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
             keep = prompting.pinned(messages)
-            known = self._store.known(ids, keep)
+
+            def ended() -> bool:
+                return cancelled() or pace.is_in_the_way or store.is_coming(ids, keep)
+
+            known = store.known(ids, keep)
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                request = replace(self._to_warm(ids), keep=keep)  # ids are told nothing: they are rendered already
-                for _ in self._warmed(request, cancelled, IDLE_STAGE_S):
-                    pass
-            return None if cancelled() else self.price(messages, template)
+                request = replace(
+                    self._to_warm(ids), keep=keep, background=True
+                )  # ids are told nothing: they are rendered
+                yield from self._warmed(request, ended, pace)
+            return None if ended() else self.price(messages, template)
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
             return None
 

@@ -204,8 +204,6 @@ class ReplyScheduler:
         self.schedule = Schedule(self._again)
         self._worker = worker
         worker.turn = self._turn
-        self._ahead = threading.Event()  # ends what is being computed ahead
-        self._ahead_lock = threading.Lock()
 
     @property
     def live(self) -> Callable[[], Live | None] | None:
@@ -247,14 +245,22 @@ class ReplyScheduler:
     def open_reply(
         self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool = False
     ) -> None:
-        """Have ``source`` run on the MLX thread; its events go to ``stream``, which is open until its end or its last cancel.
+        """Have ``source`` run on the MLX thread; its events go to ``stream``, whose reader takes them.
 
-        Raises OptionError on the MLX thread itself, EngineClosedError, and what ``fail`` was told.
+        Raises OptionError on the MLX thread itself, and what ``begin`` raises.
         """
         if self._worker.is_here:
             raise OptionError("a reply can't be read on the engine's own thread", "Ask for it outside of between().")
+        self.begin(source, stream, background=background)
+
+    def begin(
+        self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool = False
+    ) -> None:
+        """Have ``source`` run on the MLX thread; its events go to ``stream``, which is open until its end or its last cancel.
+
+        Raises EngineClosedError, and what ``fail`` was told.
+        """
         seat = Seat(source, stream, background=background)
-        self._ahead.set()
         self.open.append(stream)
         stream.when_over = lambda: self._forget(stream)
         try:
@@ -283,14 +289,6 @@ class ReplyScheduler:
             with contextlib.suppress(TokamacError):  # it is closed, or has failed
                 self._worker.submit(steps.close)  # on the thread that runs it
 
-    def ahead(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        """Run ``work`` once no reply is made, told when to end: when one is asked for, or other work ahead. Returns at once."""
-        cancelled = threading.Event()
-        with self._ahead_lock:
-            before, self._ahead = self._ahead, cancelled
-        before.set()
-        self._worker.submit(lambda: work(cancelled.is_set), idle=True)
-
     def cancel(self) -> None:
         """End the replies in progress and those that wait: readers get Finished with reason "cancelled"."""
         for stream in list(self.open):
@@ -299,13 +297,11 @@ class ReplyScheduler:
     def fail(self, error: TokamacError) -> None:
         """End all replies and calls, whose callers get ``error``, as do those to come."""
         self._worker.fail(error)
-        self._ahead.set()
         for stream in list(self.open):
             stream.close(error)
 
     def close(self, last: Callable[[], None], *, wait: bool = True) -> None:
         """End all replies (their readers get EngineClosedError), then run ``last``, and stop the thread. Safe to call again."""
-        self._ahead.set()
         self._end_all()
 
         def ended() -> None:
@@ -322,6 +318,5 @@ class ReplyScheduler:
             stream.close()
 
     def _again(self, seat: Seat) -> None:
-        self._ahead.set()
         with contextlib.suppress(TokamacError):  # it is closed, or has failed
             self._worker.submit(lambda: self.schedule.add(seat))

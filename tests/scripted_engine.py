@@ -44,6 +44,7 @@ from tokamac.engine.perf.hardware import lookup
 from tokamac.engine.perf.memory import Memory
 from tokamac.engine.perf.roofline import Limits, decode_phase, fitted, limits_of
 from tokamac.engine.perf.workload import Attention, Heads, KVUse, Workload
+from tokamac.engine.schedule.stream import ReplyHandle
 
 SCRIPTED = (sys.executable, str(Path(__file__)))
 """The command that starts the process."""
@@ -298,12 +299,13 @@ class ScriptedEngine(Engine):
         *,
         template: TemplateOptions | None = None,
         then: Callable[[Price | None], None] = lambda _: None,
-    ) -> None:
+    ) -> ReplyHandle:
         """Know the conversation but for its last words, and note what it was."""
         if self._keeps:
             self._known = max(self._known, self._tokens(messages) - 8)
             _note(f"warm {[(m.role, len(m.content)) for m in messages]}")
         then(self.price(messages, template=template))
+        return ReplyHandle()
 
     def price(
         self, prompt: Sequence[Message], *, continues: bool = False, template: TemplateOptions | None = None

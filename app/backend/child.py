@@ -371,6 +371,7 @@ class Child:
         if request.load not in (0, self._loads):
             raise AnotherModelError("another model was loaded meanwhile", "Ask again.")
         if not request.background:
+            client.end_warming()
             for each in self._everybody():
                 each.looker.stop()
         messages = self.accept(request.messages)
@@ -409,7 +410,7 @@ class Child:
                     client.outbox.put(replace(_memory_use(engine), predicted_peak_bytes=end.predicted_peak_bytes))
                 client.outbox.put(ReplyEvent(request.id, end))
                 if not request.background:
-                    self._reread(engine, request, end)
+                    self._reread(client, engine, request, end)
                 self._tell_trouble()
         finally:
             client.ended(request.id)
@@ -448,12 +449,12 @@ class Child:
     def _replies(self) -> list[OpenReply]:
         return [reply for client in self._everybody() for reply in client.replies()]
 
-    def _reread(self, engine: "Engine", request: Generate, end: Finished) -> None:
+    def _reread(self, client: EngineClient, engine: "Engine", request: Generate, end: Finished) -> None:
         """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
         if end.text and not end.tool_calls and (end.thinking or request.template.thinking is not None):
             before = request.messages[:-1] if request.continues else request.messages
             turn = (Message("assistant", end.text, end.thinking), Message("user", ""))
-            self._warm_ahead(engine, [*before, *turn], request.template, lambda _: None)
+            self._warm_ahead(client, engine, [*before, *turn], request.template)
 
     def _warm(self, client: EngineClient, request: Warm) -> None:
         def then(price: Price | None) -> None:
@@ -462,18 +463,20 @@ class Child:
         if self._engine is None:
             then(None)
         else:
-            self._warm_ahead(self._engine, request.messages, request.template, then)
+            self._warm_ahead(client, self._engine, request.messages, request.template, then)
 
     def _warm_ahead(
         self,
+        client: EngineClient,
         engine: "Engine",
         messages: Sequence[Message],
         template: TemplateOptions,
-        then: Callable[[Price | None], None],
+        then: Callable[[Price | None], None] = lambda _: None,
     ) -> None:
-        """Begin a warm-up. What fails here fails again, and is told, when the prompt is sent."""
+        """Begin a client's warm-up in place of its last. What fails here fails again, and is told, when the prompt is sent."""
+        client.end_warming()
         try:
-            engine.warm_ahead(self.accept(messages), template=template, then=then)
+            client.warming = engine.warm_ahead(self.accept(messages), template=template, then=then)
         except Exception as error:
             if not isinstance(error, TokamacError):
                 traceback.print_exc()

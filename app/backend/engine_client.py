@@ -34,6 +34,7 @@ from .protocol import (
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine, ReplyStream
+    from tokamac.engine.schedule.stream import ReplyControl
 
 T = TypeVar("T")
 Question = TypeVar("Question", bound=AskCount | AskPrice | AskTokens)
@@ -190,12 +191,14 @@ class EngineClient:
     Attributes:
         joined: what a guest expects to be loaded; None is whatever is, and of who started the process.
         text_every_s: how long text may wait for more of it; None is as suits a screen.
+        warming: what it had computed ahead last.
     """
 
     def __init__(self, outbox: Outbox, process: AskedProcess) -> None:
         self.outbox = outbox
         self.joined: Load | None = None
         self.text_every_s: float | None = None
+        self.warming: ReplyControl | None = None
         self.prices = pricer(outbox, process.accept)
         self.counts = counter(outbox)
         self.tokens = tokenizing(outbox, process.accept)
@@ -250,8 +253,15 @@ class EngineClient:
         with self._lock:
             return list(self._running.values())
 
+    def end_warming(self) -> None:
+        """Compute nothing more ahead of what it asks next."""
+        warming, self.warming = self.warming, None
+        if warming is not None:
+            warming.cancel()
+
     def leave(self) -> None:
         """End what runs, and what will be begun."""
+        self.end_warming()
         with self._lock:
             self._leaving = True
             for each in self._running.values():

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 from tokamac.engine import metrics as rates
 from tokamac.engine.events import Live, PrefillProgress
 from tokamac.engine.hub.names import GUIDE
-from tokamac.engine.metrics import RECENT_GAPS, Metrics, Outlier
+from tokamac.engine.metrics import RECENT_GAPS, Cause, Metrics, Outlier, PromptBeside
 from tokamac.engine.perf.diagnosis import Diagnosis
 
 from .. import units
@@ -269,7 +269,15 @@ def gap_and_cause(outlier: Outlier) -> str:
 
 def causes(outlier: Outlier) -> str:
     """Return the causes of an outlier, as far as known."""
-    return ", ".join(outlier.causes) or f"cause {units.UNKNOWN}"
+    return ", ".join(_cause(each, outlier.prompt) for each in outlier.causes) or f"cause {units.UNKNOWN}"
+
+
+def _cause(cause: Cause, prompt: PromptBeside | None) -> str:
+    if cause != "another prompt" or prompt is None:
+        return cause
+    return f"another prompt of {units.count(prompt.tokens)} tokens" + (
+        " in the background" if prompt.background else ""
+    )
 
 
 def prefill_eta_s(session: Session, now: float) -> float | None:

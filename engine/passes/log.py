@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..errors import TokamacError
-from ..metrics import Cause, Gap, Outlier, Recorder, Throttle, gap_percentiles, gaps_ms, outliers
+from ..metrics import Cause, Gap, Outlier, PromptBeside, Recorder, Throttle, gap_percentiles, gaps_ms, outliers
 from .cost import PassCost
 
 CAUSES: tuple[Cause, ...] = (
@@ -47,11 +47,19 @@ class PromptPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldUp:
+    """A step, by the place of its token from 0, that stood out, and the prompt that was read before it."""
+
+    token: int
+    prompt: PromptBeside
+
+
+@dataclass(frozen=True, slots=True)
 class PassLog:
     """What was recorded of one reply: small, and plain, so that it can be stored with it.
 
     pieces: of the prompt after what was cached, all but its last token. tokens: how many came; packed: their ids and durations.
-    ahead: each step was launched before the token before it was read.
+    ahead: each step was launched before the token before it was read. prompts: others', that held steps up.
     """
 
     pieces: tuple[PromptPiece, ...]
@@ -59,6 +67,7 @@ class PassLog:
     packed: str
     cost: PassCost
     ahead: bool = False
+    prompts: tuple[HeldUp, ...] = ()
 
     def unpacked(self) -> "TimedTokens":
         """Return the tokens. Raises PassLogError where the text is damaged."""
@@ -102,7 +111,8 @@ def log_of(recorder: Recorder, cost: PassCost, *, ahead: bool, throttled: Sequen
         later = [Gap(ms, token) for token, ms in enumerate(gaps[1:], 2) if token not in recorder.several]
         found = outliers(later, usual_ms, recorder.marks, ahead=ahead, throttled=throttled)
     held_up = {each.token - 1: each.causes for each in found}
-    return PassLog(tuple(pieces), len(ids), pack(TimedTokens(tuple(ids), gaps, held_up)), cost, ahead)
+    prompts = tuple(HeldUp(each.token - 1, each.prompt) for each in found if each.prompt is not None)
+    return PassLog(tuple(pieces), len(ids), pack(TimedTokens(tuple(ids), gaps, held_up)), cost, ahead, prompts)
 
 
 def pack(timed: TimedTokens) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ..metrics import Cause
+from ..metrics import Cause, PromptBeside
 from .cost import PassWork
 from .log import PassLog, TimedTokens
 
@@ -17,7 +17,8 @@ class ModelPass:
 
     number: from 1. cached: tokens that it found in the caches; tokens: that it took in. token: which of the reply it made, from 0;
     None for a piece of the prompt, which makes none. ms: None where it was not recorded.
-    held_up: it took much longer than others (metrics.py), for these ``causes`` as far as they are known.
+    held_up: it took much longer than others (metrics.py), for these ``causes`` as far as they are known. prompt: another reply's,
+    of which a piece was read before it.
     """
 
     number: int
@@ -29,6 +30,7 @@ class ModelPass:
     work: PassWork | None
     held_up: bool = False
     causes: tuple[Cause, ...] = ()
+    prompt: PromptBeside | None = None
 
     @property
     def share_of_ceiling(self) -> float | None:
@@ -58,6 +60,10 @@ class ReplyWalk:
     def pieces(self) -> int:
         """How many passes read the prompt, before the first step."""
         return 0 if self.log is None else len(self.log.pieces)
+
+    @cached_property
+    def _prompts(self) -> dict[int, PromptBeside]:
+        return {} if self.log is None else {each.token: each.prompt for each in self.log.prompts}
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
@@ -90,7 +96,16 @@ class ReplyWalk:
         cached = self.prompt_tokens - 1 + token
         work, causes = log.cost.of(1, cached, head=True), self.timed.held_up.get(token)
         return ModelPass(
-            index + 1, "step", cached, 1, token, self.timed.ms[token], work, causes is not None, causes or ()
+            index + 1,
+            "step",
+            cached,
+            1,
+            token,
+            self.timed.ms[token],
+            work,
+            causes is not None,
+            causes or (),
+            self._prompts.get(token),
         )
 
     def at_token(self, token: int) -> int:

@@ -58,7 +58,7 @@ class Lane:
         last: the token that the first step takes.
         sampler: chooses its tokens.
         limit: tokens to decode at most; None: without end.
-        note: told what may delay the next token (a Cause), and by how many milliseconds at most where that is known.
+        note: told what may delay the next token (a Cause); where known, by how many milliseconds at most, and which prompt it is.
         may_grow: asked before the caches are made larger; where it says no, decoding ends.
         launched: told the number of lanes of each of its steps.
         speculator: says what to draft; None drafts nothing.
@@ -112,10 +112,10 @@ class Lane:
         self.constraint = constraint
         self._logits: mx.array | None = None  # (1, V), from which the last step has chosen nothing yet
 
-    def note(self, cause: str, *most_ms: float) -> None:
+    def note(self, cause: str, *more: Any) -> None:
         """Tell what may delay the next token."""
         self.interrupted()
-        self._note(cause, *most_ms)
+        self._note(cause, *more)
 
     def interrupted(self) -> None:
         """Something else is computed: time passes that no step of this lane takes."""

@@ -70,9 +70,13 @@ def beside_s(reading_s: float, step_s: float) -> float:
 
 @dataclass(slots=True)
 class Pace:
-    """How soon others may have a turn: the schedule sets it, whoever computes a prompt asks it. within_s: seconds."""
+    """What the schedule tells whoever computes a prompt.
+
+    within_s: seconds after which others may have a turn. is_in_the_way: whether it gives way, and another waits for some to leave.
+    """
 
     within_s: float = ALONE_S
+    is_in_the_way: bool = False
 
 
 class Policy:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from ..errors import computing_error
 from ..events import Event, Live, PrefillProgress, TextChunk
+from ..metrics import PromptBeside
 from .policy import Act, Demand, Pace, Policy
 from .stream import EventStream
 
@@ -74,10 +75,10 @@ class EventSource(Protocol):
 class Seat:
     """A reply in the schedule: its stream, and what makes its events, None until its first turn.
 
-    passed: younger ones that began while it waited for another to leave; None where it does not.
+    passed: younger ones that began while it waited for another to leave; None where it does not. prompt_tokens: that it reads.
     """
 
-    __slots__ = ("background", "events", "lane", "making", "number", "passed", "source", "stream")
+    __slots__ = ("background", "events", "lane", "making", "number", "passed", "prompt_tokens", "source", "stream")
 
     def __init__(self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool) -> None:
         self.source: Callable[[EventStream], EventSource] | None = source
@@ -88,6 +89,7 @@ class Seat:
         self.events: ReplyEvents | None = None
         self.lane: Any = None
         self.passed: int | None = None
+        self.prompt_tokens = 0
 
     def begin(self) -> tuple[EventSource, ReplyEvents]:
         """Return what makes the events and the events, begun in the first turn."""
@@ -152,7 +154,7 @@ class Schedule:
         if not self._seats:
             self._together = self.width
         self._admit()
-        act = self._policy.choose([Demand(seat.number, seat.lane is None, seat.background) for seat in self._seats])
+        act = self._policy.choose([_demand(seat) for seat in self._seats])
         if act is None:
             return self.busy
         reads, began = act.reads is not None, self._clock()
@@ -226,13 +228,14 @@ class Schedule:
         if act.reads is not None:
             seat = by_number[act.reads]
             if seat.making is not None:
-                seat.making.pace.within_s = act.within_s
+                pace, waiting = seat.making.pace, (each for each in self._parked if not each.background)
+                pace.within_s, pace.is_in_the_way = act.within_s, seat.background and any(waiting)
             began = self._clock()
             self._advance(seat)
             took_ms = (self._clock() - began) * 1e3
             for other in self._seats:
                 if other is not seat and other.lane is not None:
-                    other.lane.note("another prompt", took_ms)
+                    other.lane.note("another prompt", took_ms, PromptBeside(seat.prompt_tokens, seat.background))
             return
         written = [by_number[number] for number in act.decodes]
         together = self._together
@@ -295,7 +298,7 @@ class Schedule:
                     self._rest(seat, making)
                     return
                 if isinstance(made, PrefillProgress):
-                    seat.lane = None
+                    seat.lane, seat.prompt_tokens = None, made.total
                     return
                 if stream.is_abandoned():
                     events.close()
@@ -322,6 +325,11 @@ class Schedule:
     def _end(self, seat: Seat, failure: BaseException | None = None) -> None:
         self._leave(seat)
         seat.stream.end(failure)
+
+
+def _demand(seat: Seat) -> Demand:
+    gives_way = seat.background and not seat.stream.is_cancelled()  # what is cancelled leaves at once
+    return Demand(seat.number, seat.lane is None, gives_way)
 
 
 WAITS = object()

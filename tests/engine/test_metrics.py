@@ -15,7 +15,18 @@ from tests.engine.helpers import made
 from tests.mac import RecordedMac
 from tokamac.engine import Engine, KVSpec, Sampling, metrics
 from tokamac.engine.events import Finished, Live
-from tokamac.engine.metrics import MOST, Gap, GapLog, Mark, Outlier, ProcessWatch, Recorder, StepCost, outliers
+from tokamac.engine.metrics import (
+    MOST,
+    Gap,
+    GapLog,
+    Mark,
+    Outlier,
+    ProcessWatch,
+    PromptBeside,
+    Recorder,
+    StepCost,
+    outliers,
+)
 from tokamac.engine.perf import macos
 from tokamac.engine.perf.macos import EVERY_S, ThrottleWatch, throttles
 from tokamac.engine.schedule.decoding import POOL_CLEAR_STEPS
@@ -77,6 +88,16 @@ def test_what_took_less_than_half_of_the_excess_is_not_its_cause():
     gaps = [10.0, 10.0, 40.0, 10.0, 10.0]  # 30 ms more than the median
     assert found(gaps, [Mark(4, "swap", 14.0)])[0].causes == ()
     assert found(gaps, [Mark(4, "swap", 15.0)])[0].causes == ("swap",)
+
+
+def test_of_several_prompts_the_one_that_took_longest_is_told_and_only_of_its_gap():
+    gaps = [10.0, 10.0, 90.0, 10.0, 10.0, 50.0, 10.0]
+    short, long = PromptBeside(300), PromptBeside(2000, background=True)
+    marks = [Mark(4, "another prompt", 45.0, short), Mark(4, "another prompt", 70.0, long), Mark(7, "swap")]
+    told = [(each.token, each.causes, each.prompt) for each in found(gaps, marks)]
+    assert told == [(4, ("another prompt",), long), (7, ("swap",), None)]
+    (slow, *_) = found(gaps, [Mark(4, "another prompt", 30.0, long)])
+    assert (slow.causes, slow.prompt) == ((), None)
 
 
 def test_heat_is_said_of_every_outlier():

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from tokamac.engine import Engine, Finished, Message, PrefillProgress, Sampling
-from tokamac.engine.metrics import Mark, Recorder, StepCost
+from tokamac.engine.metrics import Mark, PromptBeside, Recorder, StepCost
 from tokamac.engine.passes.cost import PassCost, cost_of
 from tokamac.engine.passes.log import CAUSES, PassLogError, TimedTokens, log_of, pack
 from tokamac.engine.passes.tokens import OTHERS, PromptText, StepToken, StepTokens
@@ -79,14 +79,16 @@ def test_what_others_take_while_a_prompt_is_read_is_not_its_own() -> None:
 
 def test_a_log_holds_ids_times_and_what_held_the_tokens_up() -> None:
     recorder = recorded(5.0, 10.0, 10.0, 40.0, 10.0, pieces=((6, 0.02), (3, 0.03)))
-    recorder.marks = [Mark(4, "swap"), Mark(4, "kv growth")]
+    recorder.marks = [Mark(4, "swap"), Mark(4, "another prompt", prompt=PromptBeside(2013))]
     log = log_of(recorder, COST, ahead=False)
     assert log is not None
     assert [(piece.tokens, piece.ms) for piece in log.pieces] == [(6, 20.0), (3, 10.0)]
     timed = log.unpacked()
     assert timed.ids == (1000, 1001, 1002, 1003, 1004)
     assert timed.ms == pytest.approx((5, 10, 10, 40, 10))
-    assert {token: set(causes) for token, causes in timed.held_up.items()} == {3: {"swap", "kv growth"}}
+    assert {token: set(causes) for token, causes in timed.held_up.items()} == {3: {"swap", "another prompt"}}
+    walk = ReplyWalk(10, 0, log)
+    assert [at.prompt for at in walk] == [None] * 5 + [PromptBeside(2013), None]
     assert timed.median_ms == pytest.approx(10)  # the first step waits for the prompt, and does not count
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -137,14 +137,15 @@ def test_the_same_draft_is_asked_about_once_a_short_one_never(ready: Session) ->
     assert ready.warmup.price is None
 
 
-def test_a_draft_that_changes_while_it_is_read_is_read_at_once(ready: Session) -> None:
+def test_a_draft_that_changes_while_it_is_read_is_read_in_its_place(ready: Session) -> None:
     ready.draft_paused(LONG)
     ready.on_event(Priced("draft", 1, MUCH))
-    assert asked(ready.draft_paused(LONG * 2)) == [Warm(3, written(LONG * 2))]
+    assert asked(ready.draft_paused(LONG * 2)) == [AskPrice("draft", 3, written(LONG * 2))]
     assert ready.on_event(Warmed(2, LITTLE)) == []
-    assert ready.warmup.price == MUCH  # until what stands there now is computed
+    assert ready.warmup.price == MUCH  # until what stands there now is priced
+    assert asked(ready.on_event(Priced("draft", 3, MUCH))) == [Warm(4, written(LONG * 2))]
     ready.draft_paused("")
-    assert ready.on_event(Warmed(3, LITTLE)) == []
+    assert ready.on_event(Warmed(4, LITTLE)) == []
     assert ready.warmup.price is None
 
 
@@ -223,7 +224,7 @@ class Broken(ScriptedEngine):
         self._error = error
         self._free = threading.Event()
 
-    def warm_ahead(self, messages: Sequence[Message], **_: Any) -> None:
+    def warm_ahead(self, messages: Sequence[Message], **_: Any) -> NoReturn:
         raise self._error
 
     def price(self, prompt: Sequence[Message], **_: Any) -> Price:

@@ -15,6 +15,7 @@ from tokamac.app.chat import figures
 from tokamac.app.chat.conversation import Reply, Tree, Turn, messages
 from tokamac.app.chat.figures import DRAFTERS, FIGURES, Explained, Figure, explain
 from tokamac.app.chat.session import Session
+from tokamac.app.reply_steps import CAUSE_WORDS, held_up_by
 from tokamac.app.tui.markdown.turns import FIGURES as FIGURES_FRAME
 from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.figure import explanation, figure_text
@@ -22,8 +23,9 @@ from tokamac.app.tui.theme import bar, sparkline
 from tokamac.app.tui.widgets.gauges import NONE_YET, VERDICT_ROWS, WIDTH, Layout, rows
 from tokamac.app.verdict import HOW, figures_text, headline, is_held_up, remark, remedy_text, sentence
 from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextChunk, Truncated
-from tokamac.engine.metrics import Gaps, Metrics, Outlier
+from tokamac.engine.metrics import Gaps, Metrics, Outlier, PromptBeside
 from tokamac.engine.options import Sampling
+from tokamac.engine.passes.walk import ModelPass
 from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Waits, diagnose
 from tokamac.engine.speculation.ledger import COMPUTED
 from tokamac.engine.speculation.lookup import Branches, Lookup
@@ -787,6 +789,15 @@ def test_a_blank_system_prompt_is_none() -> None:
 def test_a_gap_that_stands_out_is_told_with_its_cause_below_the_reply() -> None:
     assert figures.gap_and_cause(Outlier(257, 41.2, ("pool cleared",))) == "41.2 ms at token 257: pool cleared"
     assert figures.gap_and_cause(Outlier(1300, 2.5)) == "2.50 ms at token 1,300: cause unknown"
+    beside = Outlier(9, 50.0, ("another prompt", "swap"), PromptBeside(2013))
+    assert figures.gap_and_cause(beside) == "50.0 ms at token 9: another prompt of 2,013 tokens, swap"
+    behind = Outlier(9, 50.0, ("another prompt",), PromptBeside(80, background=True))
+    assert figures.causes(behind) == "another prompt of 80 tokens in the background"
+    at = ModelPass(12, "step", 40, 1, 8, 50.0, None, held_up=True, causes=beside.causes, prompt=beside.prompt)
+    read = "the engine read a part of another reply's prompt, of 2,013 tokens"
+    assert held_up_by(at) == f"memory had to be read back from the disk; {read}"
+    assert held_up_by(replace(at, causes=("another prompt",), prompt=None)) == CAUSE_WORDS["another prompt"]
+    assert held_up_by(replace(at, causes=())) == "cause unknown"
     both = Outlier(2, 1234.0, ("kv growth", "swap"))
     assert figures.gap_and_cause(both) == "1,234 ms at token 2: kv growth, swap"
 

@@ -22,13 +22,17 @@ from tokamac.engine import (
     KVSpec,
     MemoryLimitError,
     MemoryPressure,
+    Message,
     OptionError,
+    PrefillProgress,
+    Price,
     PromptCacheSpec,
     Sampling,
+    TemplateOptions,
     TextChunk,
 )
 from tokamac.engine.kv.cache import Cache, nbytes
-from tokamac.engine.metrics import Recorder
+from tokamac.engine.metrics import PromptBeside, Recorder
 from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoded, Decoder, Lane
@@ -223,8 +227,8 @@ def test_a_reply_says_how_many_were_made_with_it_and_what_held_it_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: 64)
-    held_up: list[str] = []
-    monkeypatch.setattr(Recorder, "mark", lambda _, cause, most_ms=0.0: held_up.append(cause))
+    held_up = set[object]()
+    monkeypatch.setattr(Recorder, "mark", lambda _, cause, most_ms=0.0, prompt=None: held_up.add((cause, prompt)))
     with Engine.load(folder, prompt_cache=None) as engine:
         engine.tokenizer.eos_ids = frozenset()
         *_, single = engine.generate(PROMPTS[0], SAMPLED)
@@ -244,7 +248,7 @@ def test_a_reply_says_how_many_were_made_with_it_and_what_held_it_up(
     assert second.metrics.kv_bytes_per_step == pytest.approx(
         2 * longer * (single.metrics.kv_bytes_per_step or 0), rel=0.05
     )
-    assert "another prompt" in held_up
+    assert ("another prompt", PromptBeside(1500)) in held_up
 
 
 def test_prompts_that_begin_alike_are_read_once_also_while_the_first_is_still_being_read(folder: Path) -> None:
@@ -649,6 +653,100 @@ def test_what_is_computed_for_the_background_is_no_time_of_anothers_step(
         behind.cancel()
         within(reader.join)
     assert any(lane.cached_ids[: len(PROMPTS[1])] == PROMPTS[1] for lane in interrupted)
+
+
+# What is computed ahead runs in the background, and gives way.
+
+AHEAD = [Message("system", "Be brief."), Message("user", "What there is to say of this matter, and of that. " * 8)]
+
+
+def test_what_is_computed_ahead_goes_on_beside_a_reply(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), parallel=1) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        cold, prices = engine.price(AHEAD), list[Price | None]()
+        reply = engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=1900))
+        until(lambda: isinstance(next(reply), TextChunk))
+        engine.warm_ahead(AHEAD, then=prices.append)
+        *_, end = reply
+        assert isinstance(end, Finished)
+        assert (end.reason, end.metrics.generated_tokens) == ("length", 1900)
+        assert [price.tokens < cold.tokens // 4 for price in prices if price] == [True]
+
+
+@pytest.mark.parametrize("why", ["another waits for memory", "another reads the same"])
+def test_what_is_computed_ahead_ends_where(folder: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: 64)
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        store, pace = engine._runner._store, Pace()
+        ids = engine.tokenizer.encode(engine.tokenizer.render(AHEAD))
+
+        def computed() -> int:
+            ahead = engine._runner.warm_stable(AHEAD, lambda: False, pace, TemplateOptions())
+            while (done := next(ahead)) is None or not isinstance(done, PrefillProgress) or done.done < 64:
+                pass
+            if why == "another waits for memory":
+                pace.is_in_the_way = True
+            else:
+                other = store.acquire(ids, None)
+                other.coming = ids
+                store.use(other)
+            for _ in ahead:
+                pass
+            return store.known(ids, None).tokens
+
+        assert 64 <= engine.between(computed) < len(ids) // 2
+
+
+def test_what_gives_way_is_told_so_where_another_waits_and_leaves_at_once_when_it_is_cancelled() -> None:
+    now_s, told, left = 0.0, list[bool](), list[str]()
+    schedule = Schedule(lambda _: None, clock=lambda: now_s)
+    stream = EventStream()
+
+    class Source:
+        """Pieces of 0.1 s each."""
+
+        def __init__(self, name: str, of: Callable[[Pace], ReplyEvents]) -> None:
+            self.name, self.pace, self._of = name, Pace(), of
+
+        def events(self) -> ReplyEvents:
+            nonlocal now_s
+            for each in self._of(self.pace):
+                now_s += 0.1
+                yield each
+            left.append(self.name)
+
+        def live(self) -> None:
+            return None
+
+    def ahead(pace: Pace) -> ReplyEvents:
+        while not stream.is_cancelled():
+            told.append(pace.is_in_the_way)
+            yield None
+
+    def waits(_: Pace) -> ReplyEvents:
+        while "short" not in left:
+            yield WAITS
+        yield None
+
+    def short(_: Pace) -> ReplyEvents:
+        yield from (SimpleNamespace(note=lambda *_: None, interrupted=lambda: None) for _ in range(40))
+
+    def add(name: str, of: Callable[[Pace], ReplyEvents], stream: EventStream, *, background: bool = False) -> None:
+        schedule.add(Seat(lambda _: Source(name, of), stream, background=background))
+
+    schedule.width, schedule.decode = 2, lambda lanes: [Decoded(lane, 5) for lane in lanes]
+    add("ahead", ahead, stream, background=True)
+    schedule.turn()
+    add("waits", waits, EventStream())
+    add("short", short, EventStream())
+    while "short" not in left:
+        schedule.turn()
+    assert (told[0], told[-1]) == (False, True)
+    add("another", short, EventStream())
+    turns = len(told)
+    stream.cancel()
+    schedule.turn()
+    assert (left[-1], len(told)) == ("ahead", turns)
 
 
 # Whoever comes and goes leaves nothing behind.
