@@ -142,13 +142,21 @@ class ReplyTask:
             mx.clear_cache()
         runtime, ids, keep = self._runtime, self._request.ids, self._request.keep
         found = yield from admitted(
-            runtime, self._store, ids, keep, len(ids), cancelled=self._cancelled, most=most, may_force=self._may_force
+            runtime,
+            self._store,
+            ids,
+            keep,
+            len(ids),
+            pace=self.pace,
+            cancelled=self._cancelled,
+            most=most,
+            may_force=self._may_force,
         )
         lease, budget = self._lease, self._budget = found
-        self._request.recorder.begin_prefill(len(ids), len(lease.ids))
-        force = runtime.shape.device if budget.force_fused else None
-        generation = self._generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
         with lease:
+            self._request.recorder.begin_prefill(len(ids), len(lease.ids))
+            force = runtime.shape.device if budget.force_fused else None
+            generation = self._generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
             if budget.pressure is not None:
                 yield budget.pressure
             self._chunker = self._new_chunker(budget, lease)
@@ -200,8 +208,11 @@ class ReplyTask:
         lane.resumed()
 
     def _compute_again(self, generation: Generation, lease: CacheLease, ids: list[int]) -> Iterator[Any]:
-        """Compute what a lease lacks of ``ids``, which its caches held before."""
-        while missing := ids[len(lease.ids) :]:
+        """Read from the disk or compute what a lease lacks of ``ids``, which its caches held before."""
+        while True:
+            yield from self._store.restore(lease, [*ids, 0], lambda: self.pace.within_s)  # any last id will do
+            if not (missing := ids[len(lease.ids) :]):
+                return
             try:
                 budget = make_room(self._runtime, self._store, lease, len(ids) + 1, may_force=self._may_force)
             except RoomTakenError:

@@ -296,7 +296,7 @@ class Runner:
         self,
         prompt: Prompt,
         cancelled: Callable[[], bool],
-        pace: Pace | None = None,
+        pace: Pace,
         *,
         template: TemplateOptions = NOTHING_TOLD,
     ) -> ReplyEvents:
@@ -342,28 +342,35 @@ class Runner:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         return self._prompting(template).request(prompt, Sampling(), Recorder(), turn=turn)
 
-    def _warmed(self, request: Request, cancelled: Callable[[], bool], pace: Pace | None = None) -> ReplyEvents:
+    def _warmed(self, request: Request, cancelled: Callable[[], bool], pace: Pace) -> ReplyEvents:
+        """Compute a request's prompt; one in the background ends where another reads the same."""
         runtime, ids = self.runtime, request.ids
         check_context(runtime, len(ids))
-        lease, budget = yield from admitted(runtime, self._store, ids, request.keep, len(ids), cancelled=cancelled)
-        if budget.pressure is not None:
-            yield budget.pressure
+        lease, budget = yield from admitted(
+            runtime, self._store, ids, request.keep, len(ids), pace=pace, cancelled=cancelled
+        )
         force = self.runtime.shape.device if budget.force_fused else None
         generation = Generation(self.runtime.model, lease.caches, lease.ids, force_fused=force)
         cached, total = len(lease.ids), len(ids)
+
+        def ended() -> bool:
+            return cancelled() or (request.background and self._store.is_coming(ids, request.keep, but=lease))
+
         with computing(), lease:
             lease.coming = () if request.background else ids
+            if budget.pressure is not None:
+                yield budget.pressure
             yield PrefillProgress(cached, total, cached)
-            if cancelled():
+            if ended():
                 return
             recorder = request.recorder
             recorder.begin_prefill(total, cached)
-            chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)
+            chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=ended)
             yield from recorder.reading(
-                read_prompt(chunker, generation, ids[cached:-1], recorder, total=total, cancelled=cancelled)
+                read_prompt(chunker, generation, ids[cached:-1], recorder, total=total, cancelled=ended)
             )
             self._store.rates.saw_prefill(recorder.prefilled, recorder.read_s)
-            if not cancelled():
+            if not ended():
                 self._store.checkpoint(lease)
 
     def warm_stable(
@@ -387,7 +394,7 @@ class Runner:
             keep = prompting.pinned(messages)
 
             def ended() -> bool:
-                return cancelled() or pace.is_in_the_way or store.is_coming(ids, keep)
+                return cancelled() or pace.is_in_the_way
 
             known = store.known(ids, keep)
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):

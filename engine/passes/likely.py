@@ -71,14 +71,14 @@ def look_again(
     tokenizer = runtime.tokenizer
     then(PromptText(len(prompt), tuple(_excerpts(tokenizer, prompt, question.begins))))
     lease, budget = yield from admitted(
-        runtime, store, prompt, request.keep, len(prompt) + len(ids), cancelled=cancelled
+        runtime, store, prompt, request.keep, len(prompt) + len(ids), pace=pace, cancelled=cancelled
     )
-    if budget.pressure is not None:
-        yield budget.pressure
     force = runtime.shape.device if budget.force_fused else None
     generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
     cached, total = len(lease.ids), len(prompt) + len(ids)
     with computing(), lease:
+        if budget.pressure is not None:
+            yield budget.pressure
         yield PrefillProgress(cached, total, cached)
         request.recorder.begin_prefill(len(prompt), cached)
         chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)

@@ -5,6 +5,7 @@ beginning share files, and a shorter last block, which the next turn replaces. W
 from one checkpoint, the end of a prompt or of a reply, to the next, and holds the state there.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..kv.operations import LOCAL, CacheOperations
 from ..options import PromptCacheSpec
 from ..perf import memory
 from ..perf.peak_memory import predict_peak
-from .disk import DiskStore, Link, to_bytes, to_host
+from .disk import DiskStore, Link, Segment, to_bytes, to_host
 from .folder import Budgets, Folder, default_root, identify, identity
 from .memory import CachedRun, CacheLease, CacheStore, KnownPrefix, MemoryStore
 from .portable import Packet
@@ -85,12 +86,10 @@ class PromptCache(MemoryStore):
         """What went wrong with the disk, once something did."""
         return self._disk.trouble if self._disk else None
 
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return the live caches, filled from memory and then from the disk."""
+    def lend(self, ids: list[int], keep: int | None) -> CacheLease:
+        """Return the live caches, filled from memory."""
         self._written.clear()
-        lease = super().acquire(ids, keep)
-        links = self._links(ids, keep, len(lease.ids))
-        return self._restore(lease, links, ids) if links else lease
+        return super().lend(ids, keep)
 
     def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
         """Return what is in memory, and what on disk beyond it is worth reading."""
@@ -207,35 +206,61 @@ class PromptCache(MemoryStore):
             return []
         return links
 
-    def _restore(self, lease: CacheLease, links: list[Link], ids: list[int]) -> CacheLease:
-        """Append stored segments to the live caches. A damaged or foreign one is a miss."""
-        disk, fixed, held = self._disk, self.needs_checkpoints, self._current()
+    def restore(
+        self, lease: CacheLease, ids: list[int], within_s: Callable[[], float] = lambda: math.inf
+    ) -> Generator[None, None, None]:
+        """Append stored segments to a lease, and yield now and then. A damaged or foreign one is a miss."""
+        links = self._links(ids, lease.keep, len(lease.ids))
+        lease.restoring = ids[: links[-1].stop] if links else ()
+        spent_s, size = 0.0, 0
+        try:
+            began_s = time.perf_counter()
+            for read in self._appended(lease, links, ids):
+                size += read
+                if (taken_s := time.perf_counter() - began_s) >= within_s():
+                    spent_s += taken_s
+                    yield
+                    began_s = time.perf_counter()
+            if size:
+                self.rates.saw_read(size, spent_s + time.perf_counter() - began_s)
+        finally:
+            lease.restoring = ()
+
+    def _appended(self, lease: CacheLease, links: list[Link], ids: list[int]) -> Iterator[int]:
+        """Append stored segments to a lease; yield the bytes that were read of each."""
+        disk, read = self._disk, list[tuple[Link, Segment]]()
+        for number, link in enumerate(links, 1):
+            assert disk is not None
+            if (segment := disk.load(link, ids)) is None:
+                return
+            read.append((link, segment))
+            # Where some state can't be sliced, only the last segment holds one to continue from.
+            if not self.needs_checkpoints or number == len(links):
+                for each in read:
+                    if not self._append(lease, *each, reserve=links[-1].stop, states=each[0] is links[-1]):
+                        return
+                read.clear()
+            yield link.entry.size
+
+    def _append(self, lease: CacheLease, link: Link, segment: Segment, *, reserve: int, states: bool) -> bool:
+        """Append a segment to a lease; return whether that could be done: else the lease is empty now, the segment gone."""
+        disk, used = self._disk, self._holding(lease)
+        held, begin = used or self._current(), len(lease.ids) - link.start
         assert disk is not None
-        began, size = time.perf_counter(), 0
-        loaded = (disk.load(link, ids) for link in links)
-        segments = list(loaded) if fixed else loaded
-        if isinstance(segments, list) and any(segment is None for segment in segments):
-            return lease  # only the last segment holds a state to continue from
-        for link, segment in zip(links, segments, strict=True):
-            if segment is None:
-                break
-            begin = len(lease.ids) - link.start
-            try:
-                with self._dropping(held):
-                    snapshot.extend(lease.caches, segment.piece, begin, link.tokens, reserve=links[-1].stop)
-                    if fixed and link is links[-1]:
-                        snapshot.thaw(lease.caches, segment.states or ())
-                    lease.ids.extend(segment.tokens[begin : link.tokens])
-                    run = self._follow(held).value
-            except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
-                disk.discard(link.entry)
-                return self._renew(lease.keep).lease
-            run.stored = fixed
-            if fixed:
-                run.states = segment.states
-            size += link.entry.size
-        self.rates.saw_read(size, time.perf_counter() - began)
-        return lease
+        try:
+            with self._dropping(held):
+                snapshot.extend(lease.caches, segment.piece, begin, link.tokens, reserve=reserve)
+                if states and self.needs_checkpoints:
+                    snapshot.thaw(lease.caches, segment.states or ())
+                lease.ids.extend(segment.tokens[begin : link.tokens])
+                run = self._follow(held).value
+        except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
+            disk.discard(link.entry)
+            self._begin_anew(lease, in_use=used is not None)
+            return False
+        if self.needs_checkpoints:
+            run.stored, run.states = True, segment.states
+        return True
 
 
 class OwnCaches(CacheStore):

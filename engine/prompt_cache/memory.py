@@ -11,8 +11,9 @@ State that can't be sliced (rings that wrapped, recurrent layers) is frozen as a
 continue only from a checkpoint, or from as far back as its caches rewind by themselves.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,8 @@ class CacheLease:
     """Caches, the token ids they hold, and the number of pinned tokens they were made with (``keep``).
 
     In use inside a ``with`` block; at its end the store takes them back, or drops them after a failure. expected_bytes: that they
-    will hold, as far as it is predicted. coming: the prompt that is being computed into them.
+    will hold, as far as it is predicted. coming: the prompt that is being computed into them; restoring: one that is being read
+    from the disk.
     """
 
     ids: list[int]
@@ -50,6 +52,7 @@ class CacheLease:
     store: "weakref.ref[CacheStore] | None" = None  # weak: a cycle would hold the caches until the next collection
     expected_bytes: int = 0
     coming: Sequence[int] = ()
+    restoring: Sequence[int] = ()
 
     def __enter__(self) -> "CacheLease":
         if self.store is not None and (store := self.store()) is not None:
@@ -96,20 +99,40 @@ class CacheStore:
         return self._leases
 
     def use(self, lease: CacheLease) -> None:
-        """Take note that an acquired lease is in use."""
-        self._leases.append(lease)
+        """Take note that a lease is in use, if it is not yet."""
+        if not any(each is lease for each in self._leases):
+            self._leases.append(lease)
 
     def release(self, lease: CacheLease, *, failed: bool = False) -> None:  # noqa: ARG002
         """Take a lease back. failed: nobody knows what its caches hold."""
         self._leases = [each for each in self._leases if each is not lease]
         self._set_aside = [each for each in self._set_aside if each is not lease]
 
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
+    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
         """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is.
 
         Use them inside ``with lease:``, which gives them back. keep: tokens that they pin.
         """
+        lease = self.lend(ids, keep)
+        for _ in self.restore(lease, ids):
+            pass
+        return lease
+
+    def lend(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
+        """Return the same as far as it is in memory."""
         return CacheLease([], self._make(keep), keep, weakref.ref(self))
+
+    def restore(
+        self,
+        lease: CacheLease,  # noqa: ARG002
+        ids: list[int],  # noqa: ARG002
+        within_s: Callable[[], float] = lambda: math.inf,  # noqa: ARG002
+    ) -> Generator[None, None, None]:
+        """Read from the disk what a lease lacks of ``ids``, all but the last, and yield every ``within_s()`` seconds.
+
+        Between two of them the lease must be in use.
+        """
+        yield from ()
 
     def anew(self) -> "CacheStore":
         """Return a store with the same disk and nothing in memory."""
@@ -135,8 +158,13 @@ class CacheStore:
             lease.caches[:] = make(lease.keep)
         CacheStore.use(self, lease)
 
-    def is_coming(self, ids: list[int], keep: int | None) -> bool:  # noqa: ARG002
-        """Return whether a lease in use is about to hold a good part of ``ids`` that is not known yet."""
+    def is_coming(
+        self,
+        ids: list[int],  # noqa: ARG002
+        keep: int | None,  # noqa: ARG002
+        but: CacheLease | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Return whether a lease in use, other than ``but``, is about to hold a good part of ``ids`` that is not in memory yet."""
         return False
 
     def drop(self, lease: CacheLease) -> None:
@@ -154,7 +182,7 @@ class CacheStore:
         """Make the end of what a lease holds a place to continue from."""
 
     def known(self, ids: list[int], keep: int | None) -> KnownPrefix:  # noqa: ARG002
-        """Return how much of ``ids`` ``acquire`` would find."""
+        """Return how much of ``ids`` is in memory or on disk."""
         return KnownPrefix(0, 0)
 
     @property
@@ -328,8 +356,8 @@ class MemoryStore(CacheStore):
         """Bytes of the tree alone: all that could be evicted."""
         return self._in_tree.total
 
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return the live caches, holding the longest known prefix of ``ids`` that they can go back to."""
+    def lend(self, ids: list[int], keep: int | None) -> CacheLease:
+        """Return the live caches, holding the longest prefix of ``ids`` in memory that they can go back to."""
         for held in self._used:
             self._follow(held)
         wanted, root = ids[:-1], self._root(keep)
@@ -344,11 +372,11 @@ class MemoryStore(CacheStore):
         return live.lease
 
     def use(self, lease: CacheLease) -> None:
-        """Take note that an acquired lease is in use: the next goes to other caches."""
+        """Take note that a lease is in use, if it is not yet: the next goes to other caches."""
         if self._idle is not None and self._idle.lease is lease:
             self._used.append(self._idle)
             self._idle = None
-        else:
+        elif self._holding(lease) is None:
             super().use(lease)  # of ``OwnCaches``
 
     def release(self, lease: CacheLease, *, failed: bool = False) -> None:
@@ -379,20 +407,23 @@ class MemoryStore(CacheStore):
             lease.caches.clear()
 
     def resume(self, lease: CacheLease, ids: list[int]) -> None:
-        """Give the live caches, filled as ``acquire`` fills them, to a suspended lease."""
-        live = self.acquire([*ids, 0], lease.keep)  # any last id will do: it is never held
+        """Give the live caches, filled as ``lend`` fills them, to a suspended lease."""
+        live = self.lend([*ids, 0], lease.keep)  # any last id will do: it is never held
         lease.ids[:], lease.caches[:] = live.ids, live.caches
         self._current().lease = lease
         self.use(lease)
 
-    def is_coming(self, ids: list[int], keep: int | None) -> bool:
-        """Return whether a lease in use is about to hold a good part of ``ids``; no part of a model's that needs checkpoints."""
-        leases = [held.lease for held in self._used]
-        coming = [lease.coming for lease in leases if lease.keep == keep and lease.coming]
-        if self.needs_checkpoints or not coming:
-            return False
-        most = max(common_prefix(each, ids) for each in coming)
-        return most - self.known(ids, keep).tokens >= WORTH_WAITING
+    def is_coming(self, ids: list[int], keep: int | None, but: CacheLease | None = None) -> bool:
+        """Return whether another lease in use is about to hold a good part of ``ids``.
+
+        Of a model's that needs checkpoints, only one that is read from the disk.
+        """
+        leases = [held.lease for held in self._used if held.lease is not but and held.lease.keep == keep]
+        coming = [lease.restoring for lease in leases]
+        if not self.needs_checkpoints:
+            coming += [lease.coming for lease in leases]
+        most = max((common_prefix(each, ids) for each in coming), default=0)
+        return most >= WORTH_WAITING and most - MemoryStore.known(self, ids, keep).tokens >= WORTH_WAITING
 
     def drop(self, lease: CacheLease) -> None:
         """Drop what a lease in use holds, and all in the tree that continues it."""
@@ -400,7 +431,7 @@ class MemoryStore(CacheStore):
         super().drop(lease)
 
     def start_over(self, lease: CacheLease, ids: list[int]) -> None:
-        """Drop what a lease in use holds, and fill it again as ``acquire`` does."""
+        """Drop what a lease in use holds, and fill it again as ``lend`` does."""
         self.drop(lease)
         self.resume(lease, ids)
 
@@ -487,6 +518,16 @@ class MemoryStore(CacheStore):
     def _renew(self, keep: int | None) -> Held:
         self._idle = Held(CacheLease([], self._make(keep), keep, weakref.ref(self)), self._root(keep))
         return self._idle
+
+    def _begin_anew(self, lease: CacheLease, *, in_use: bool) -> None:
+        """Give a lease empty caches in place of its live ones, which were dropped."""
+        lease.ids.clear()
+        lease.caches[:] = self._make(lease.keep)
+        held = Held(lease, self._root(lease.keep))
+        if in_use:
+            self._used.append(held)
+        else:
+            self._idle = held
 
     def _retire(self) -> None:
         """Move what the unused live caches hold into the tree."""

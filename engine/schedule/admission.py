@@ -5,12 +5,14 @@ left, as far as that goes, and the prompt is computed all the same: what it need
 """
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from ..chunking import prompt_peak
+from ..errors import MemoryLimitError
 from ..events import MemoryPressure
 from ..kv.cache import Cache
 from ..kv.cache import nbytes as kv_bytes
@@ -21,6 +23,7 @@ from ..perf.mitigation import LEAST_CHUNK, Mitigation, offers, refusal, relievin
 from ..perf.peak_memory import ModelShape, Peak, predict_peak
 from ..prompt_cache.memory import CacheLease, CacheStore
 from ..runtime import Runtime
+from .policy import Pace
 from .schedule import WAITS
 
 
@@ -184,26 +187,38 @@ def admitted(
     keep: int | None,
     tokens: int,
     *,
+    pace: Pace,
     cancelled: Callable[[], bool],
     most: int | None = None,
     may_force: bool = True,
 ) -> Generator[Any, None, tuple[CacheLease, PrefillBudget]]:
-    """Return caches for ``ids`` and the room to compute ``tokens``, as ``make_room``; yield WAITS while others hold it.
+    """Return caches for ``ids``, in use already, and the room to compute ``tokens``, as ``make_room``.
 
-    Yields WAITS too while another is computing what ``ids`` begin with, and once the pressure to be told of. Where ``cancelled``
-    says so meanwhile, the room is not there. Raises MemoryLimitError.
+    Yields None while they are read from the disk, where others may go first; WAITS while others hold the room, or compute what
+    ``ids`` begin with; and once the pressure to be told of. Where ``cancelled`` says so meanwhile, the room is not there. Raises
+    MemoryLimitError.
     """
     told = False
     while True:
         while store.is_coming(ids, keep) and not cancelled():
             yield WAITS
-        lease = store.acquire(ids, keep)
+        lease = store.lend(ids, keep)
+        store.use(lease)
         try:
+            with closing(store.restore(lease, ids, lambda: pace.within_s)) as reading:
+                for _ in reading:
+                    yield None
+                    if cancelled():
+                        break
             return lease, make_room(runtime, store, lease, tokens, most=most, may_force=may_force)
         except RoomTakenError as taken:
             if cancelled():
                 return lease, PrefillBudget(LEAST_CHUNK, None, lambda _: Peak(0, 0, 0, 0))
+            store.release(lease)
             pressure = taken.pressure
+        except BaseException as error:
+            store.release(lease, failed=not isinstance(error, GeneratorExit | MemoryLimitError))
+            raise
         if not told:
             yield pressure
             told = True

@@ -227,11 +227,8 @@ class Schedule:
         by_number = {seat.number: seat for seat in self._seats}
         if act.reads is not None:
             seat = by_number[act.reads]
-            if seat.making is not None:
-                pace, waiting = seat.making.pace, (each for each in self._parked if not each.background)
-                pace.within_s, pace.is_in_the_way = act.within_s, seat.background and any(waiting)
             began = self._clock()
-            self._advance(seat)
+            self._advance(seat, within_s=act.within_s)
             took_ms = (self._clock() - began) * 1e3
             for other in self._seats:
                 if other is not seat and other.lane is not None:
@@ -270,11 +267,21 @@ class Schedule:
                 seat.drop()
             self._advance(seat, each.token, each.failure)
 
-    def _advance(self, seat: Seat, token: int | None = None, failure: BaseException | None = None) -> None:
-        """Let a reply go on until its turn is over; hand its events over."""
+    def _advance(
+        self,
+        seat: Seat,
+        token: int | None = None,
+        failure: BaseException | None = None,
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Let a reply go on until its turn is over; hand its events over. within_s: of a piece of its prompt."""
         stream = seat.stream
         try:
             making, events = seat.begin()
+            if within_s is not None:
+                waiting = (each for each in self._parked if not each.background)
+                making.pace.within_s, making.pace.is_in_the_way = within_s, seat.background and any(waiting)
             if stream.is_abandoned():
                 events.close()
                 self._end(seat)

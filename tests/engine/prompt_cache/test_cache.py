@@ -30,6 +30,7 @@ from tokamac.engine import (
     Regenerate,
     Sampling,
     Send,
+    TextChunk,
 )
 from tokamac.engine.kv import snapshot
 from tokamac.engine.prompt_cache import cache, folder, memory
@@ -233,6 +234,34 @@ def test_what_is_stored_can_be_checked(bits: int | None, tmp_path: Path) -> None
     assert max(check.difference for check in checks) < 1e-4
     assert all(check.top_same for check in checks)
     assert len(Folder(tmp_path / "cache").models()) == 1
+
+
+@pytest.mark.usefixtures("all_worth_storing")
+def test_what_is_on_disk_is_read_between_the_tokens_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "model", max_position_embeddings=2048)
+    spec, prompt = PromptCacheSpec(folder=tmp_path / "cache"), [7 * number % 250 for number in range(900)]
+    with Engine.load(model, prompt_cache=spec) as engine:
+        cold = finish(engine.generate(prompt, SHORT))
+        until(lambda: engine._worker.call(engine._runner._store.idle) is None)
+    with Engine.load(model, prompt_cache=spec) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        until(lambda: engine._runner._store._disk is not None)
+        beside = engine.generate([5, 6, 7], Sampling(temperature=0, max_tokens=1500))
+        until(lambda: isinstance(next(beside), TextChunk))
+        seen, restore = list[int](), engine._runner._store.restore
+
+        def watched(lease: CacheLease, ids: list[int], _: Callable[[], float]) -> Iterator[None]:
+            for _ in restore(lease, ids, lambda: 0.0):  # a turn after each segment
+                seen.append(engine._replies.schedule.live().metrics.generated_tokens)
+                yield
+
+        monkeypatch.setattr(engine._runner._store, "restore", lambda *given: (each for each in watched(*given)))
+        warm = finish(engine.generate(prompt, SHORT))
+        beside.close()
+    assert warm.text == cold.text
+    assert warm.metrics.prefill_tokens == 1
+    assert len(seen) >= 3
+    assert seen == sorted(set(seen))  # a token of the other's between two of them
 
 
 def test_a_cache_that_is_off_has_nothing_to_check(tiny: Path) -> None:

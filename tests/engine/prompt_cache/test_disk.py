@@ -5,6 +5,7 @@ import errno
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tokamac.engine.prompt_cache import memory
 from tokamac.engine.prompt_cache.cache import PAUSE_S, PromptCache
 from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, Rates, from_bytes, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
-from tokamac.engine.prompt_cache.memory import CacheLease, MemoryStore
+from tokamac.engine.prompt_cache.memory import WORTH_WAITING, CacheLease, MemoryStore
 from tokamac.engine.prompt_cache.radix_tree import Node, common_prefix, insert, match_prefix, remove, split
 
 # The radix tree under the prompt cache, against a plain list of what was put in.
@@ -559,6 +560,46 @@ def test_segments_of_another_shape_are_a_miss(tmp_path: Path) -> None:
     ask_disk(BENCHES["full"], opened(BENCHES["full"], tmp_path), LONG, [])
     assert ask_disk(BENCHES["hybrid"], opened(BENCHES["hybrid"], tmp_path), LONG, []) == 0
     assert ask_disk(BENCHES["packed"], opened(BENCHES["packed"], tmp_path), LONG, []) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_read_in_pieces_it_is_the_same_and_nobody_reads_it_twice(kind: str, tmp_path: Path) -> None:
+    bench = BENCHES[kind]
+    ask_disk(bench, opened(bench, tmp_path), LONG, [])
+    at_once = opened(bench, tmp_path).acquire(LONG, None)
+    cache = opened(bench, tmp_path)
+    with cache.lend(LONG, None) as lease:
+        for _ in cache.restore(lease, LONG, lambda: 0.0):
+            assert lease.ids in (LONG[: len(lease.ids)], [])
+            assert cache.is_coming(LONG, None) == (len(lease.ids) < len(LONG) - WORTH_WAITING)
+            assert not cache.is_coming(LONG, None, but=lease)
+        assert lease.ids == at_once.ids == LONG[:-1]
+        assert np.array_equal(*(compute(bench.model, each, LONG) for each in (lease, at_once)))
+
+
+@pytest.mark.parametrize("kind", ["full", "packed"])
+def test_what_was_read_until_it_was_let_go_of_is_kept(kind: str, tmp_path: Path) -> None:
+    bench = BENCHES[kind]
+    ask_disk(bench, opened(bench, tmp_path), LONG, [])
+    cache = opened(bench, tmp_path)
+    with cache.lend(LONG, None) as lease, closing(cache.restore(lease, LONG, lambda: 0.0)) as reading:
+        next(reading)
+        with cache.lend([9, 8, 7], None) as other:  # whoever comes in between gets caches of its own
+            assert np.abs(compute(bench.model, other, [9, 8, 7]) - bench.cold([9, 8, 7])).max() < bench.tolerance
+    assert not lease.restoring
+    assert lease.ids == LONG[:256]
+    assert ask(bench, cache, LONG, [4]) == len(LONG) - 1
+
+
+def test_segments_of_another_shape_leave_a_lease_in_use_empty_and_in_use(tmp_path: Path) -> None:
+    bench = BENCHES["packed"]
+    ask_disk(BENCHES["full"], opened(BENCHES["full"], tmp_path), LONG, [])
+    cache = opened(bench, tmp_path)
+    with cache.lend(LONG, None) as lease:
+        assert list(cache.restore(lease, LONG, lambda: 0.0)) == []
+        assert (lease.ids, cache.leases) == ([], [lease])
+        assert np.abs(compute(bench.model, lease, LONG) - bench.cold(LONG)).max() < bench.tolerance
+    assert ask(bench, cache, [*LONG, 5], []) == len(LONG)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 40, b"\xff" * 64, (9).to_bytes(8, "little") + b'{"a": 1}  ' + b"x" * 9])

@@ -36,7 +36,7 @@ from tokamac.engine.metrics import PromptBeside, Recorder
 from tokamac.engine.prompt_cache.cache import OwnCaches
 from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoded, Decoder, Lane
-from tokamac.engine.schedule.policy import Pace, Policy
+from tokamac.engine.schedule.policy import ALONE_S, STALL_S, Pace, Policy
 from tokamac.engine.schedule.schedule import MOST_PASSED, WAITS, WELL, ReplyEvents, Schedule, Seat
 from tokamac.engine.schedule.stream import EventStream
 
@@ -728,13 +728,16 @@ def test_what_gives_way_is_told_so_where_another_waits_and_leaves_at_once_when_i
             yield WAITS
         yield None
 
-    def short(_: Pace) -> ReplyEvents:
+    paces = list[float]()
+
+    def short(pace: Pace) -> ReplyEvents:
+        paces.append(pace.within_s)
         yield from (SimpleNamespace(note=lambda *_: None, interrupted=lambda: None) for _ in range(40))
 
     def add(name: str, of: Callable[[Pace], ReplyEvents], stream: EventStream, *, background: bool = False) -> None:
         schedule.add(Seat(lambda _: Source(name, of), stream, background=background))
 
-    schedule.width, schedule.decode = 2, lambda lanes: [Decoded(lane, 5) for lane in lanes]
+    schedule.width, schedule.decode = 3, lambda lanes: [Decoded(lane, 5) for lane in lanes]
     add("ahead", ahead, stream, background=True)
     schedule.turn()
     add("waits", waits, EventStream())
@@ -743,10 +746,17 @@ def test_what_gives_way_is_told_so_where_another_waits_and_leaves_at_once_when_i
         schedule.turn()
     assert (told[0], told[-1]) == (False, True)
     add("another", short, EventStream())
+    assert paces == [ALONE_S]
     turns = len(told)
     stream.cancel()
     schedule.turn()
     assert (left[-1], len(told)) == ("ahead", turns)
+    while len(paces) < 2:
+        schedule.turn()
+    add("one more", short, EventStream())
+    while len(paces) < 3:
+        schedule.turn()
+    assert paces == [ALONE_S, ALONE_S, STALL_S]  # in its first turn already
 
 
 # Whoever comes and goes leaves nothing behind.
