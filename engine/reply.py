@@ -184,7 +184,7 @@ class ReplyTask:
             self._store.drop(self._lease)
 
     def _give_way(self, generation: Generation, lane: Lane, growth: GrowthBudget) -> Iterator[Any]:
-        """Release the caches, which can't grow beside others, until one of those has left; ask then whether they can."""
+        """Release the caches, which can't grow beside others, or which one of those needs, until one has left; ask then again."""
         growth.waits = False
         self.rest()
         yield WAITS
@@ -347,6 +347,8 @@ class ReplyTask:
             yield from growth.tell()
             if not self._cancelled():
                 yield from self._resume(generation, lane)
+            if self.pace.is_in_the_way:
+                yield from self._give_way(generation, lane, growth)
             while lane.ended and growth.waits and not self._cancelled():
                 yield from self._give_way(generation, lane, growth)
                 yield from growth.tell()

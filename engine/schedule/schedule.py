@@ -280,8 +280,8 @@ class Schedule:
         try:
             making, events = seat.begin()
             if within_s is not None:
-                waiting = (each for each in self._parked if not each.background)
-                making.pace.within_s, making.pace.is_in_the_way = within_s, seat.background and any(waiting)
+                making.pace.within_s = within_s
+            making.pace.is_in_the_way = seat.background and any(not each.background for each in self._parked)
             if stream.is_abandoned():
                 events.close()
                 self._end(seat)

@@ -159,7 +159,7 @@ def _drafted(plan: Plan) -> list[Row]:
     with Remote(DraftingLab) as lab:
         for number in range(plan.many_rounds):  # the draft model's worth is known by then
             lab.call("reply", True, number)
-        off, on = alternate(plan.many_rounds, *(partial(lab.call, "reply", drafted) for drafted in (False, True)))
+        off, on = alternate(plan.most_rounds, *(partial(lab.call, "reply", drafted) for drafted in (False, True)))
     made, guessed, true = (sum(each[at] for each in on) for at in (1, 2, 3))
     return [
         at_least(
@@ -196,7 +196,8 @@ def _measured(name: str, lab: Remote, plan: Plan) -> list[Row]:
     rows = [Row(f"{name}: a pass over rows, in steps", shown)]
     for case, least in CASES.items():
         lab.call("reply", case, 0, True)
-        off, on = alternate(plan.many_rounds, *(partial(_reply, lab, case, guesses) for guesses in (False, True)))
+        rounds = plan.most_rounds if least <= 1 else plan.many_rounds
+        off, on = alternate(rounds, *(partial(_reply, lab, case, guesses) for guesses in (False, True)))
         pairs = [with_tps / plain_tps for (plain_tps, _, _), (with_tps, _, _) in zip(off, on, strict=True)]
         over, what = series(pairs), f"{name}: {case}, over plain"
         aimed = least <= 1 or costs[8] <= DEAR

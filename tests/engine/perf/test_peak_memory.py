@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.engine.helpers import CONFIG, until, within, write_model
 from tokamac.app.cli import main
-from tokamac.engine import Engine, Event, MemoryPressure, Message, PrefillProgress, Sampling
+from tokamac.engine import Engine, Event, MemoryPressure, Message, PrefillProgress, Sampling, TextChunk
 from tokamac.engine.chunking import DEEP, DENSE_S, LARGEST, LEAST, MIXTURE_S, Chunking, prompt_peak, whole_chunks
 from tokamac.engine.chunking import PROMPT as COMPARED_PROMPT
 from tokamac.engine.errors import MemoryLimitError
@@ -45,6 +46,7 @@ from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, Peak, grown,
 from tokamac.engine.perf.roofline import fitted
 from tokamac.engine.perf.workload import Workload
 from tokamac.engine.prompt_cache.cache import LEAST_MEMORY
+from tokamac.engine.schedule.decoding import Decoder
 
 # Attention that writes its scores down, measured: MLX's own products on the CPU device stand for those that a GPU
 # runs where no kernel is fused, since the arrays are the same. Counts of bytes, the same on every run.
@@ -641,6 +643,34 @@ def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other
     assert [finished(events).metrics.generated_tokens for events in heard] == [200, 200]
     told = [each for events in heard for each in squeezed(events)]
     assert [each.waits for each in told if each.waits or each.ended] == [True]
+
+
+@pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])
+def test_a_reply_in_the_background_gives_its_memory_to_one_that_somebody_waits_for(
+    folder, allow, others, kept, monkeypatch
+):
+    """It goes on afterwards, and says the same."""
+    long = Sampling(temperature=0, max_tokens=200)
+    prompt, other = PROMPT[:200], [5 + number * number % 250 for number in range(700)]
+    step = Decoder.step
+    with Engine.load(folder, prompt_cache=kept, parallel=2) as engine, ThreadPoolExecutor(1) as thread:
+        engine.tokenizer.eos_ids = frozenset()
+        single = finished(list(engine.generate(prompt, long)))
+        engine._runner._store.clear()
+        gc.collect()
+        shape = engine._runner.runtime.shape
+        held = predict_peak(shape, held=200, new=0, chunk=1, slots=0, reply=1).kv
+        budget = total(engine, 64, tokens=len(other) + 6) + held // 2
+        assert predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total < budget  # it can grow alone
+        monkeypatch.setattr(Decoder, "step", lambda *given: (time.sleep(0.005), step(*given))[1])
+        behind = engine.generate(prompt, long, background=True)
+        until(lambda: isinstance(next(behind), TextChunk))
+        heard = thread.submit(list, behind)
+        allow(others + budget)
+        ended = finished(within(lambda: list(engine.generate(other, GREEDY))))
+        assert not heard.done()
+        assert finished(within(heard.result)).text == single.text
+    assert ended.metrics.generated_tokens == 6
 
 
 @pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])

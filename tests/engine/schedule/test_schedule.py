@@ -175,6 +175,7 @@ def test_whatever_is_cancelled_or_let_go_of_the_others_say_the_same(data: st.Dat
     after = {number: data.draw(st.integers(0, 6)) for number in order}
     replies = {number: engine.generate(PROMPTS[number], sampling) for number in order}
     ended: dict[int, object] = {}
+    chunks: dict[int, list[TextChunk]] = {number: [] for number in order}
     counts = dict.fromkeys(order, 0)
     while replies:
         number = data.draw(st.sampled_from(sorted(replies)))
@@ -191,13 +192,19 @@ def test_whatever_is_cancelled_or_let_go_of_the_others_say_the_same(data: st.Dat
             continue
         event = next(replies[number], None)
         counts[number] += 1
+        if isinstance(event, TextChunk):
+            chunks[number].append(event)
         if event is None:
             del replies[number]
         else:
             ended[number] = event
     for number in order:
-        if fates[number] == "whole":
+        if fates[number] == "whole":  # and no event of it was lost, or came out of its turn
             assert said(ended[number]) == single[number]
+            assert "".join(each.text for each in chunks[number]) == single[number][1]
+            end = ended[number]
+            assert isinstance(end, Finished)
+            assert sum(len(each.ids) for each in (*chunks[number], end)) == end.metrics.generated_tokens
     until(lambda: not engine._replies.schedule.busy)
     assert engine.between(lambda: len(engine._runner._store.leases)) == 0
     *_, end = engine.generate(PROMPTS[0], sampling)
