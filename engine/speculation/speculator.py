@@ -29,11 +29,12 @@ ASKS_AGAIN, ASKS_SELDOM = 8, 64
 time that it is no worse still, twice as many, and at most so many."""
 GUESSES = LONG + 1
 """Tokens asked of a drafter: one may be under way."""
-LOOKING = 0.005
-"""Of a plain step, which looking for guesses may take a token, where none came true lately."""
-MOST_RESTED = 16
+LOOKING = 0.0025
+"""Of a plain step, which looking for guesses may take a token, where none came true lately. It costs twice what a clock says of it:
+what it reads takes the place of what the next step would find in the processor's caches."""
+MOST_RESTED = 32
 """Plain steps between two looks at most: so many tokens of what repeats may be written before they are noticed."""
-RESTS_AFTER, AT_FIRST = 12, 6
+RESTS_AFTER, AT_FIRST = 12, 3
 """Tokens without a guess that came true, and of a reply before any did, until not every one is looked after."""
 
 NOTHING_ALIKE = "nothing like what it writes was written before"
@@ -86,6 +87,7 @@ class Speculator:
         self._guessed = self._shared = 0  # plain steps of which there was a guess; those with others
         self._unworthy = 0  # plain steps that were no worse than to compute a guess
         self._resting = 0  # plain steps from one look to the next
+        self._looking_s = 0.0  # what the last token took here until guesses were looked for
         self._unseen: list[int] = []  # tokens since the last look, while it rests
         self._useful_at = AT_FIRST - RESTS_AFTER  # tokens when a guess came true the last time
         # By source, tokens from which on it is reckoned whether to compute a guess, and plain steps from then until the next time.
@@ -136,13 +138,16 @@ class Speculator:
             self._enter(1, now - self._at_s, 1)
         self._at_s, self._steady = now, steady
         self._add([token])
+        self._looking_s = self._clock() - now
 
     def _skip(self, token: int, *, steady: bool) -> None:
         """Take a plain step's token after which nothing was looked for."""
         self._unseen.append(token)
         if len(self._unseen) >= self._resting:
+            now = self._clock()
             self._wake()
             self._at_s, self._steady = self._clock(), steady
+            self._looking_s = self._at_s - now
 
     def _wake(self) -> None:
         """Look again after the next token."""
@@ -157,7 +162,7 @@ class Speculator:
         """Look again only after some plain steps, where looking takes longer than it may, and no guess came true lately."""
         if self.ledger.tokens - self._useful_at < RESTS_AFTER:
             return
-        plain_s = self.ledger.costs.plain_s(len(self._ids))
+        plain_s, took_s = self.ledger.costs.plain_s(len(self._ids)), took_s + self._looking_s
         if plain_s is not None and took_s > LOOKING * plain_s:
             self._resting, self.rests = min(MOST_RESTED, math.ceil(took_s / (LOOKING * plain_s))), True
 

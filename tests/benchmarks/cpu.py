@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.benchmarks.limits import LARGER
+from tests.benchmarks.llama_cpp import LlamaCppLab, can_be_measured
 from tests.benchmarks.plan import EngineServer, Plan, Remote, Timing
 from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, plain, ratios, series
 from tokamac.engine.device import usable_cores
@@ -21,6 +22,11 @@ FEWER_ROUNDS, FEWER = 3, 16
 """Beside them: a step takes as many times longer as there are programs to a core, and more where threads wait for one another."""
 FORMS = ("rounded", "exact", "float32")
 MOST_MEMORY = 1.3
+LEAST_OF_PEER = {"decode": 0.7, "prefill": 0.5}
+_PEER = (
+    "llama.cpp is built here by its Python package, for this processor: a llama of the same shapes in Q4_0, random numbers, driven "
+    "by its C interface alone, with as many threads; it takes turns with the others."
+)
 SEEDED = "88 M weights"
 LEAST_GAIN = {("guide", "rounded", "decode"): 2.0, (SEEDED, "rounded", "decode"): 5.0}
 
@@ -60,13 +66,18 @@ def measure_cpu(plan: Plan) -> Section:
             from tests.engine.helpers import write_model
 
             larger = write_model(Path(folder) / "larger", bits=4, **LARGER)
-            for name, model in (("guide", plan.model), (SEEDED, str(larger))):
+            for name, model in (("guide", plan.folder), (SEEDED, str(larger))):
                 rows += _measured(name, model, plan)
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
         f"without end, on {usable_cores()} cores, with {FEWER} tokens and {FEWER_ROUNDS} rounds. Memory is MLX's peak over a "
-        "reply. llama.cpp was not measured."
+        "reply. "
+        + (
+            _PEER
+            if can_be_measured()
+            else "llama.cpp was not measured: it is the extra `peers`, which is compiled here."
+        )
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
 
@@ -74,6 +85,7 @@ def measure_cpu(plan: Plan) -> Section:
 def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
     with ExitStack() as stack:
         labs = {form: stack.enter_context(Remote(CPULab, model, form)) for form in FORMS}
+        peer = stack.enter_context(Remote(LlamaCppLab, model)) if can_be_measured() else None
         yield Row(f"{name}: products", labs["rounded"].call("rounding"))
         for lab in labs.values():
             lab.call("reply", lab.call("prompt", PROMPT, 0), 4)
@@ -87,6 +99,8 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
                 wanted = LEAST_GAIN.get((name, form, what))
                 row = f"{name}: {what}, {form} ÷ float32"
                 yield plain(row, over) if wanted is None else at_least(row, over, wanted)
+        if peer is not None:
+            yield from _beside_peer(name, labs["rounded"], peer, plan)
         share = series([labs["rounded"].call("memory_share")])
         yield at_most(f"{name}: peak memory ÷ packed weights, keys and values", share, MOST_MEMORY)
         for programs in BUSY:
@@ -96,6 +110,16 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
                 for what, rates in (("decode", _decode), ("prefill", _prefill)):
                     left = rates(found[programs][form]).median / rates(found[0][form]).median
                     yield Row(f"{name}: {what}, {form}, beside {programs} ÷ free", f"{left:.2f}")
+
+
+def _beside_peer(name: str, lab: Remote, peer: Remote, plan: Plan) -> Iterator[Row]:
+    """Compare with llama.cpp, in turn."""
+    theirs: list[Timing]
+    ours, theirs = alternate(plan.rounds, partial(_reply, lab, NEW), lambda _: peer.call("reply", PROMPT, NEW))
+    for what, rates in (("decode", _decode), ("prefill", _prefill)):
+        yield plain(f"{name}: {what}, llama.cpp", rates(theirs), "tok/s")
+        over = ratios(rates(ours), rates(theirs))
+        yield at_least(f"{name}: {what}, rounded ÷ llama.cpp", over, LEAST_OF_PEER[what])
 
 
 def _in_turn(labs: dict[str, Remote], rounds: int, new: int) -> dict[str, list[Timing]]:
