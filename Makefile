@@ -13,7 +13,7 @@ FILES := $(shell find app engine quant assets -type f ! -name '*.pyc' ! -name .D
 USE := $(VENV)/installed-$(BACKEND)-$(FILES)
 DEV := $(VENV)/installed-dev-$(BACKEND)-$(FILES)
 
-.PHONY: chat test floors lint format bench guide golden roofline wheel clean
+.PHONY: chat test floors lint format bench peers guide golden roofline wheel clean
 
 chat: $(USE)
 	@$(BIN)/tokamac chat $(MODEL)
@@ -40,6 +40,9 @@ format: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python -m tests.benchmarks
+
+peers: $(DEV)  # llama.cpp for the benchmarks, built for this processor: some minutes
+	$(BIN)/pip install --quiet 'gguf>=0.17' 'llama-cpp-python>=0.3.36'
 
 guide: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0 safetensors

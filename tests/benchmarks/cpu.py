@@ -1,5 +1,6 @@
 """Section cpu: packed weights on a plain CPU, rounded and exact, beside float32 through NumPy, on a free and a busy machine."""
 
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,17 +8,23 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
 
 from tests.benchmarks.limits import LARGER
 from tests.benchmarks.llama_cpp import LlamaCppLab, can_be_measured
 from tests.benchmarks.plan import EngineServer, Plan, Remote, Timing
 from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, plain, ratios, series
 from tokamac.engine.device import usable_cores
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import Sampling
 
 PROMPT, NEW = 256, 64
 BUSY = (2, 8)
 """Programs that compute without end beside a reply."""
+SPINNING = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""Where this program is killed they end, too."""
 FEWER_ROUNDS, FEWER = 3, 16
 """Beside them: a step takes as many times longer as there are programs to a core, and more where threads wait for one another."""
 FORMS = ("rounded", "exact", "float32")
@@ -28,6 +35,19 @@ _PEER = (
     "by its C interface alone, with as many threads; it takes turns with the others."
 )
 SEEDED = "88 M weights"
+PACKED: dict[str, Any] = {"bits": 4, "group_size": 64, "dtype": mx.bfloat16}
+"""As published models are."""
+LARGEST = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 8192,
+}
+BILLION = "1.1 B weights"
 LEAST_GAIN = {("guide", "rounded", "decode"): 2.0, (SEEDED, "rounded", "decode"): 5.0}
 
 
@@ -35,8 +55,10 @@ class CPULab(EngineServer):
     """A model whose products are made in one of FORMS. float32: its weights are unpacked, and NumPy's BLAS multiplies."""
 
     def __init__(self, model: str, form: str) -> None:
+        import mlx_lm.utils  # noqa: F401  # with the next but one, all the libraries that a load needs
+
         from tokamac.engine import Engine
-        from tokamac.engine.model.cpu import dense, packed
+        from tokamac.engine.model.cpu import dense, packed, stepping  # noqa: F401
 
         def unpacked(module: object, **_: object) -> bool:
             dense.unpack(module)
@@ -44,6 +66,7 @@ class CPULab(EngineServer):
 
         if form == "float32":
             packed.use_kernels = unpacked
+        self._before = _resident_bytes()  # libraries, what they allocate, this program
         self.engine = Engine.load(model, prompt_cache=None, speculation=None, cpu_exact=form == "exact")
         self.engine.tokenizer.eos_ids = frozenset()
 
@@ -57,6 +80,17 @@ class CPULab(EngineServer):
         most = end.metrics.peak_memory_bytes or 0
         return most / (self.engine.spec.weight_bytes + (end.metrics.kv_bytes or 0))
 
+    def resident_share(self) -> float:
+        """Return by how much the process's memory grew since before the model was loaded, over the same."""
+        *_, end = self.engine.generate(self.prompt(PROMPT, 1), Sampling(temperature=0, max_tokens=NEW))
+        grown = _resident_bytes() - self._before
+        return grown / (self.engine.spec.weight_bytes + (end.metrics.kv_bytes or 0))
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
 
 def measure_cpu(plan: Plan) -> Section:
     """Measure decode and prefill of the embedded model and a seeded one."""
@@ -65,19 +99,22 @@ def measure_cpu(plan: Plan) -> Section:
         if plan.device == "cpu":
             from tests.engine.helpers import write_model
 
-            larger = write_model(Path(folder) / "larger", bits=4, **LARGER)
+            larger = write_model(Path(folder) / "larger", **PACKED, **LARGER)
             for name, model in (("guide", plan.folder), (SEEDED, str(larger))):
                 rows += _measured(name, model, plan)
+            if can_be_measured() and not plan.quick:
+                largest = str(write_model(Path(folder) / "largest", **PACKED, **LARGEST))
+                with Remote(CPULab, largest, "rounded") as lab, Remote(LlamaCppLab, largest) as peer:
+                    rows += _beside_peer(BILLION, lab, peer, plan)
+                    share = series([lab.call("resident_share")])
+                    what = f"{BILLION}: growth of the process ÷ packed weights, keys and values"
+                    rows.append(at_most(what, share, MOST_MEMORY))
     how = (
         f"A prompt of {PROMPT} tokens and {NEW} of a reply, at temperature 0, in processes of their own that take turns; all as "
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
         f"without end, on {usable_cores()} cores, with {FEWER} tokens and {FEWER_ROUNDS} rounds. Memory is MLX's peak over a "
-        "reply. "
-        + (
-            _PEER
-            if can_be_measured()
-            else "llama.cpp was not measured: it is the extra `peers`, which is compiled here."
-        )
+        "reply, and of the larger model what the process took beside its libraries. "
+        + (_PEER if can_be_measured() else "llama.cpp was not measured: `make peers` builds it.")
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
 
@@ -114,9 +151,10 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
 
 def _beside_peer(name: str, lab: Remote, peer: Remote, plan: Plan) -> Iterator[Row]:
     """Compare with llama.cpp, in turn."""
-    theirs: list[Timing]
     ours, theirs = alternate(plan.rounds, partial(_reply, lab, NEW), lambda _: peer.call("reply", PROMPT, NEW))
     for what, rates in (("decode", _decode), ("prefill", _prefill)):
+        if name not in (GUIDE, SEEDED):  # of those, other rows tell
+            yield plain(f"{name}: {what}, rounded", rates(ours), "tok/s")
         yield plain(f"{name}: {what}, llama.cpp", rates(theirs), "tok/s")
         over = ratios(rates(ours), rates(theirs))
         yield at_least(f"{name}: {what}, rounded ÷ llama.cpp", over, LEAST_OF_PEER[what])
@@ -141,7 +179,7 @@ def _prefill(timings: list[Timing]) -> Series:
 
 @contextmanager
 def _busy(programs: int) -> Iterator[None]:
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+    spinning = [subprocess.Popen([sys.executable, "-c", SPINNING]) for _ in range(programs)]
     try:
         yield
     finally:

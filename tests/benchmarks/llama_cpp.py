@@ -18,7 +18,7 @@ CONTEXT, BATCH = 1024, 512
 
 
 def can_be_measured() -> bool:
-    """Whether the extra ``peers`` is installed."""
+    """Whether ``make peers`` was run."""
     return all(find_spec(name) is not None for name in ("llama_cpp", "gguf"))
 
 

@@ -122,12 +122,14 @@ def write_model(
     folder: Path,
     *,
     bits: int | None = None,
+    group_size: int = 32,
+    dtype: mx.Dtype = mx.float32,
     seed: int = 0,
     template: str | None = TEMPLATE,
     thinking: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write a seeded llama with these changes to its config; ``bits`` packs it in groups of 32. Return the folder."""
+    """Write a seeded llama with these changes to its config; ``bits`` packs it in groups. Return the folder."""
     from mlx_lm.models.llama import Model, ModelArgs
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,9 +137,10 @@ def write_model(
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.2 if a.ndim > 1 else a, model.parameters()))
+    model.set_dtype(dtype)
     if bits is not None:
-        nn.quantize(model, 32, bits)
-        config["quantization"] = {"group_size": 32, "bits": bits}
+        nn.quantize(model, group_size, bits)
+        config["quantization"] = {"group_size": group_size, "bits": bits}
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, template=template, thinking=thinking)
