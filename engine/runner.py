@@ -398,9 +398,8 @@ class Runner:
 
             known = store.known(ids, keep)
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                request = replace(
-                    self._to_warm(ids), keep=keep, background=True
-                )  # ids are told nothing: they are rendered
+                # The template was told what it is told when these ids were rendered.
+                request = replace(self._to_warm(ids), keep=keep, background=True)
                 yield from self._warmed(request, ended, pace)
             return None if ended() else self.price(messages, template)
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):

@@ -230,9 +230,10 @@ class Schedule:
             began = self._clock()
             self._advance(seat, within_s=act.within_s)
             took_ms = (self._clock() - began) * 1e3
+            prompt = PromptBeside(seat.prompt_tokens, seat.background) if seat.prompt_tokens else None
             for other in self._seats:
                 if other is not seat and other.lane is not None:
-                    other.lane.note("another prompt", took_ms, PromptBeside(seat.prompt_tokens, seat.background))
+                    other.lane.note("another prompt", took_ms, prompt)
             return
         written = [by_number[number] for number in act.decodes]
         together = self._together

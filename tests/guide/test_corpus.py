@@ -126,15 +126,13 @@ def alike(question: str, other: str) -> bool:
 
 
 def test_no_question_of_a_newcomer_stands_in_the_corpus(entries: list[CorpusEntry]) -> None:
-    asked = [entry.turns[0].phrasings[0] for entry in read_newcomers()]
+    asked = {question: set(stems(question)) for question in (entry.turns[0].phrasings[0] for entry in read_newcomers())}
     assert len(asked) == 50
     copies = set()
     for turn in (turn for entry in entries for turn in entry.turns):
         for text in (*turn.phrasings, *turn.patterns):
             words = set(stems(text.replace("|", " ")))  # of a pattern: those of all its wordings
-            near = [
-                question for question in asked if len(words & set(stems(question))) >= 0.75 * len(set(stems(question)))
-            ]
+            near = [question for question, own in asked.items() if len(words & own) >= 0.75 * len(own)]
             if near:
                 drawn = wordings(text) if text in turn.patterns else [text]
                 copies |= {(question, text) for wording in drawn for question in near if alike(question, wording)}
