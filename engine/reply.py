@@ -149,6 +149,7 @@ class ReplyTask:
             len(ids),
             pace=self.pace,
             cancelled=self._cancelled,
+            background=self._request.background,
             most=most,
             may_force=self._may_force,
         )

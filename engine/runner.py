@@ -347,7 +347,14 @@ class Runner:
         runtime, ids = self.runtime, request.ids
         check_context(runtime, len(ids))
         lease, budget = yield from admitted(
-            runtime, self._store, ids, request.keep, len(ids), pace=pace, cancelled=cancelled
+            runtime,
+            self._store,
+            ids,
+            request.keep,
+            len(ids),
+            pace=pace,
+            cancelled=cancelled,
+            background=request.background,
         )
         force = self.runtime.shape.device if budget.force_fused else None
         generation = Generation(self.runtime.model, lease.caches, lease.ids, force_fused=force)

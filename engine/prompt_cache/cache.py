@@ -207,11 +207,16 @@ class PromptCache(MemoryStore):
         return links
 
     def restore(
-        self, lease: CacheLease, ids: list[int], within_s: Callable[[], float] = lambda: math.inf
+        self,
+        lease: CacheLease,
+        ids: list[int],
+        within_s: Callable[[], float] = lambda: math.inf,
+        *,
+        awaited: bool = True,
     ) -> Generator[None, None, None]:
         """Append stored segments to a lease, and yield now and then. A damaged or foreign one is a miss."""
         links = self._links(ids, lease.keep, len(lease.ids))
-        lease.restoring = ids[: links[-1].stop] if links else ()
+        lease.restoring = ids[: links[-1].stop] if links and awaited else ()
         spent_s, size = 0.0, 0
         try:
             began_s = time.perf_counter()

@@ -127,10 +127,12 @@ class CacheStore:
         lease: CacheLease,  # noqa: ARG002
         ids: list[int],  # noqa: ARG002
         within_s: Callable[[], float] = lambda: math.inf,  # noqa: ARG002
+        *,
+        awaited: bool = True,  # noqa: ARG002
     ) -> Generator[None, None, None]:
         """Read from the disk what a lease lacks of ``ids``, all but the last, and yield every ``within_s()`` seconds.
 
-        Between two of them the lease must be in use.
+        Between two of them the lease must be in use. awaited: others may wait for it rather than read the same.
         """
         yield from ()
 

@@ -189,6 +189,7 @@ def admitted(
     *,
     pace: Pace,
     cancelled: Callable[[], bool],
+    background: bool = False,
     most: int | None = None,
     may_force: bool = True,
 ) -> Generator[Any, None, tuple[CacheLease, PrefillBudget]]:
@@ -205,7 +206,8 @@ def admitted(
         lease = store.lend(ids, keep)
         store.use(lease)
         try:
-            with closing(store.restore(lease, ids, lambda: pace.within_s)) as reading:
+            # Nobody waits for what gives way itself.
+            with closing(store.restore(lease, ids, lambda: pace.within_s, awaited=not background)) as reading:
                 for _ in reading:
                     yield None
                     if cancelled():

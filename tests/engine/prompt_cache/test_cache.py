@@ -250,12 +250,12 @@ def test_what_is_on_disk_is_read_between_the_tokens_of_others(tmp_path: Path, mo
         until(lambda: isinstance(next(beside), TextChunk))
         seen, restore = list[int](), engine._runner._store.restore
 
-        def watched(lease: CacheLease, ids: list[int], _: Callable[[], float]) -> Iterator[None]:
+        def watched(lease: CacheLease, ids: list[int], *_: object) -> Iterator[None]:
             for _ in restore(lease, ids, lambda: 0.0):  # a turn after each segment
                 seen.append(engine._replies.schedule.live().metrics.generated_tokens)
                 yield
 
-        monkeypatch.setattr(engine._runner._store, "restore", lambda *given: (each for each in watched(*given)))
+        monkeypatch.setattr(engine._runner._store, "restore", lambda *given, **_: (each for each in watched(*given)))
         warm = finish(engine.generate(prompt, SHORT))
         beside.close()
     assert warm.text == cold.text

@@ -574,6 +574,10 @@ def test_read_in_pieces_it_is_the_same_and_nobody_reads_it_twice(kind: str, tmp_
             assert cache.is_coming(LONG, None) == (len(lease.ids) < len(LONG) - WORTH_WAITING)
             assert not cache.is_coming(LONG, None, but=lease)
         assert lease.ids == at_once.ids == LONG[:-1]
+    cache = opened(bench, tmp_path)
+    with cache.lend(LONG, None) as lease:
+        assert not any(cache.is_coming(LONG, None) for _ in cache.restore(lease, LONG, lambda: 0.0, awaited=False))
+        assert lease.ids == at_once.ids
         assert np.array_equal(*(compute(bench.model, each, LONG) for each in (lease, at_once)))
 
 
