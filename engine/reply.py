@@ -348,7 +348,7 @@ class ReplyTask:
             yield from growth.tell()
             if not self._cancelled():
                 yield from self._resume(generation, lane)
-            if self.pace.is_in_the_way:
+            if self.pace.is_in_the_way and not lane.ended:
                 yield from self._give_way(generation, lane, growth)
             while lane.ended and growth.waits and not self._cancelled():
                 yield from self._give_way(generation, lane, growth)

@@ -24,7 +24,7 @@ from tokamac.app.prompts import compose
 from tokamac.app.settings import Settings
 from tokamac.engine import Engine, Message, OptionError, TemplateOptions
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
-from tokamac.engine.metrics import Gaps, Metrics, Outlier
+from tokamac.engine.metrics import Gaps, Metrics, Outlier, PromptBeside
 from tokamac.engine.model.adapters import read_adapter
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -222,17 +222,20 @@ def test_verbose_metrics_say_everything(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_gaps_that_stand_out_are_told_with_their_causes(capsys: pytest.CaptureFixture[str]) -> None:
-    end = Finished("stop", "", NOTHING, outliers=(Outlier(257, 41.2, ("pool cleared",)), Outlier(9, 20.0)))
+    beside = Outlier(31, 30.0, ("another prompt",), PromptBeside(2013))
+    end = Finished("stop", "", NOTHING, outliers=(Outlier(257, 41.2, ("pool cleared",)), beside, Outlier(9, 20.0)))
     ask.write_reply(iter([end]), ask.TextWriter(verbose=True))
     told = capsys.readouterr().err.splitlines()
-    assert told[-3:-1] == [
+    assert told[-4:-1] == [
         "slow gap  41.2 ms at token 257: pool cleared",
+        "slow gap  30.0 ms at token 31: another prompt of 2,013 tokens",
         "slow gap  20.0 ms at token 9: cause unknown",
     ]
     ask.write_reply(iter([end]), ask.JsonWriter())
     assert json.loads(capsys.readouterr().out)["outliers"] == [
-        {"token": 257, "gap_ms": 41.2, "causes": ["pool cleared"]},
-        {"token": 9, "gap_ms": 20.0, "causes": []},
+        {"token": 257, "gap_ms": 41.2, "causes": ["pool cleared"], "prompt": None},
+        {"token": 31, "gap_ms": 30.0, "causes": ["another prompt"], "prompt": {"tokens": 2013, "background": False}},
+        {"token": 9, "gap_ms": 20.0, "causes": [], "prompt": None},
     ]
 
 
