@@ -5,7 +5,10 @@ Every row passes ``OutputFilter`` last, whatever widget drew it. Textual 8.2.8 l
 know Alt+Enter as terminals without extended keys send it.
 """
 
+import asyncio
 import os
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -80,6 +83,10 @@ def terminal_title(chat: str) -> str:
     """
     title = f"{excerpt(chat)} · {NAME}" if chat else NAME
     return f"\x1b]2;{bare(title)}\a"
+
+
+HUNG_UP_S = 2.0
+"""How long leaving may take once the terminal is gone."""
 
 
 class TokamacApp(App[int]):
@@ -157,6 +164,15 @@ class TokamacApp(App[int]):
         self.app_resume_signal.subscribe(self, self._resumed)
         for warning in self._warnings:
             self.notify(warning, severity="warning", markup=False, timeout=12)
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    def _hung_up(self) -> None:
+        """The window was closed: leave, in a while at most. Textual 8.2.8 reads a terminal that is gone, or writes, for ever."""
+        ending = threading.Timer(HUNG_UP_S, os._exit, (128 + signal.SIGHUP,))
+        ending.daemon = True
+        ending.start()
+        self.chat.do("leave")
 
     def _resumed(self, _: object) -> None:
         """Draw all of the screen after the shell had it; Textual would draw only what changes next."""

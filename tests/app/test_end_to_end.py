@@ -1,13 +1,18 @@
 """The whole product in a terminal, with the embedded model; and killed, at any moment, without a loss."""
 
+import fcntl
 import json
 import os
+import pty
 import random
 import re
 import shutil
 import signal
 import sqlite3
+import struct
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -355,3 +360,36 @@ def test_a_damaged_store_is_told_apart_from_a_whole_one(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text(json.dumps(line | {"made": kept + 1}) + "\n" + '{"op": "cut o')
     with pytest.raises(StoreError):
         check_stored(tmp_path)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_window_that_is_closed_leaves_no_process(tmp_path: Path, ignored: bool) -> None:
+    """Also where the signal for that is ignored, as a program is begun by `nohup`."""
+    environment = {**os.environ, "TERM": "xterm-256color", "TOKAMAC_DATA_DIR": str(tmp_path / "data")}
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+
+    def in_its_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    command = [sys.executable, "-m", "tokamac.app.cli", "chat"]
+    chat = subprocess.Popen(
+        command,
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, preexec_fn=in_its_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"Write a message" not in shown:
+        shown += os.read(ours, 1 << 16)
+    os.close(ours)
+    assert chat.wait(PATIENCE_S) in (0, 128 + signal.SIGHUP)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:  # its engine's process, of the same session, ends with it
+        try:
+            os.killpg(chat.pid, 0)
+        except ProcessLookupError:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

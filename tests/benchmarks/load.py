@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice, pairwise
@@ -25,10 +26,12 @@ from tokamac.engine.events import Finished, TextChunk
 from tokamac.engine.options import Sampling
 from tokamac.engine.schedule.policy import STALL_S
 
-LONG_PROMPT, WRITTEN, SHORT_PROMPT, SHORT_REPLY = 2000, 400, 32, 8
-"""Tokens: of a newcomer's prompt, of the reply that it disturbs, of that one's prompt, of the newcomer's reply."""
-BEFORE_S = 0.4
+LONG_PROMPT, WRITTEN, SHORT_PROMPT, SHORT_REPLY = 2000, 2000, 32, 8
+"""Tokens: of a newcomer's prompt, of the reply that it disturbs at most, of that one's prompt, of the newcomer's reply."""
+BEFORE_S = 0.2
 """How long the first reply is written before the newcomer comes."""
+DISTURBED = 3
+"""Times the newcomer's wait: so long after it came, the first reply is watched."""
 LOADS = (0.5, 1.0, 2.0)
 """Arrivals in the time that one request takes alone, on the same side."""
 REQUESTS, FEWER = 24, 6
@@ -40,7 +43,7 @@ SEED = 11
 class Side(Protocol):
     """An engine that streams."""
 
-    def stream(self, prompt: int, number: int, new: int) -> Iterator[float]:
+    def stream(self, prompt: int, number: int, new: int) -> Generator[float, None, None]:
         """Answer a prompt of so many tokens, another one for every ``number``; yield when each piece of text came."""
 
 
@@ -104,15 +107,17 @@ class Disturbed:
             arrived[0] = time.perf_counter()
             return seen(self._side, 3000 + number, Request(0.0, LONG_PROMPT, SHORT_REPLY), arrived[0])
 
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, closing(self._side.stream(SHORT_PROMPT, 4000 + number, WRITTEN)) as reply:
             coming, times = pool.submit(newcomer), []
-            for at in self._side.stream(SHORT_PROMPT, 4000 + number, WRITTEN):
+            for at in reply:
                 times.append(at)
                 begun.set()
+                if coming.done() and at > arrived[0] + DISTURBED * coming.result().ttft_s:
+                    break
             came = coming.result()
         gaps = [(b - a, b) for a, b in pairwise(times)]
         before = [at for at in times if at < arrived[0]]
-        after = [gap for gap, at in gaps if arrived[0] <= at <= arrived[0] + 3 * came.ttft_s]
+        after = [gap for gap, at in gaps if arrived[0] <= at <= arrived[0] + DISTURBED * came.ttft_s]
         if len(before) < 2 or not after:
             raise BenchError("the reply ended before the newcomer came")
         return came.ttft_s, max(after), (before[-1] - before[0]) / (len(before) - 1)
@@ -135,7 +140,7 @@ class EngineSide(Disturbed):
         self._model, self._server = model, EngineServer(model)
         super().__init__(self)
 
-    def stream(self, prompt: int, number: int, new: int) -> Iterator[float]:
+    def stream(self, prompt: int, number: int, new: int) -> Generator[float, None, None]:
         """See ``Side``."""
         ids = self._server.prompt(prompt, number)
         for event in self._server.engine.generate(ids, Sampling(temperature=0, max_tokens=new)):
@@ -193,7 +198,7 @@ class PeerSide(Disturbed):
                 return
         raise BenchError("mlx-lm's server did not start")
 
-    def stream(self, prompt: int, number: int, new: int) -> Iterator[float]:
+    def stream(self, prompt: int, number: int, new: int) -> Generator[float, None, None]:
         """See ``Side``."""
         ids = self._tokenizer.encode(PROSE, add_special_tokens=False)
         begin = (7 * number) % len(ids)
@@ -245,7 +250,7 @@ def measure_load(plan: Plan) -> Section:
         ]
     how = (
         f"As a reader sees it: the engine's events, and the chunks of mlx-lm's server. First a prompt of {LONG_PROMPT:,} tokens "
-        f"that comes {BEFORE_S} s after the first text of a reply of {WRITTEN} tokens; a pause is judged against the stall "
+        f"that comes {BEFORE_S} s after the first text of a reply of up to {WRITTEN:,} tokens; a pause is judged against the stall "
         f"budget of {STALL_S} s and a step and a half. Then {len(loads[0][0])} requests, {len(loads[1][0])} to the server (prompts "
         f"of 32 to 512 tokens, replies of 16 to 64; seeded), that come at random, on average {', '.join(map(str, LOADS))} in the "
         "time that one of 128 and 40 tokens takes alone on the same side: percentiles 50 and 99 over the requests, of the time to "
