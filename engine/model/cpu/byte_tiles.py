@@ -26,6 +26,7 @@ from .features import ADDS_PRODUCTS, ROUNDED_BITS
 from .tiles import (
     AFFINE,
     ARGUMENTS,
+    AWAITING,
     BFLOAT16,
     F32,
     FLOAT16,
@@ -52,6 +53,10 @@ BYTES = ir.VectorType(I8, VECTOR)
 MOST = 127.0
 TINY = 2.0**-126
 """Groups whose scale would be smaller than the smallest normal number are zeros."""
+
+LONG, AHEAD = 320, 1024
+"""Of how many bytes a row of W is for few rows of x (AWAITING) to go through it alone, and how many bytes before they are read they
+are asked for: memory is read fastest in the order in which it lies. Shorter rows are of models that a cache holds."""
 
 STORED_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 """Of a scale or a bias."""
@@ -203,8 +208,22 @@ def _write_byte_tile(builder: Any, format: WeightFormat, stored: int, size: tupl
     turns = builder.lshr(builder.add(groups, I64(3 * LANES // 2 - 1)), I64(4))  # of ``padded``
     numbers = builder.mul(turns, I64(LANES)) if PADS else groups
     scale_row = builder.mul(numbers, I64(STORED_BYTES[stored]))
-    for part in parts_of_tile(builder, given, outs, scale_row):
-        _write_byte_sums(_ByteWriter(builder, format), stored, (min(outs, SIDE), rows), part, scale_row)
+    write = _ByteWriter(builder, format)
+
+    def sums(side: int) -> None:
+        for part in parts_of_tile(builder, given, outs, side, scale_row):
+            _write_byte_sums(write, stored, (side, rows), part, scale_row)
+
+    side = min(outs, SIDE)
+    if side == 1 or rows > AWAITING:
+        sums(side)
+        return
+    long = builder.icmp_unsigned(">=", given["row_bytes"], I64(LONG))
+    with builder.if_else(long) as (then, otherwise):
+        with then:
+            sums(1)
+        with otherwise:
+            sums(side)
 
 
 def _write_byte_sums(
@@ -238,7 +257,10 @@ def _write_byte_sums(
             for row in x_rows
         ]
         for out in range(outs):
-            weights = write.chunk(write.at(weight_rows[out], place), left)
+            weights_at = write.at(weight_rows[out], place)
+            weights = write.chunk(weights_at, left)
+            if outs == 1 and rows <= AWAITING and left is None:
+                write.prefetch(write.at(weights_at, AHEAD))
             left_groups = builder.sub(given["groups"], first)
             scale = write.scales_of_lanes(write.at(scales[out], scales_at), stored, left_groups, lane_group)
             for row in range(rows):

@@ -66,6 +66,9 @@ SIDE = 4 if LOOKS_UP else 1
 """How many of a tile's rows of W are computed at once. AVX-512's registers hold the sums of four times four; AVX2's are half as
 many and half as wide, NEON's a quarter as wide: what they can't hold goes through memory, which takes twice the time."""
 
+AWAITING = 2
+"""Up to so many rows of x wait for W rather than it for them: what comes next of it is asked for meanwhile."""
+
 
 class TileWriter:
     """Writes instructions on vectors of sixteen."""
@@ -82,6 +85,13 @@ class TileWriter:
     def at(self, address: Any, offset: Any) -> Any:
         """Return an address so many bytes further on."""
         return self.builder.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
+
+    def prefetch(self, address: Any) -> None:
+        """Ask for the cache line at an address, which need not be the program's own."""
+        pointer = self.builder.inttoptr(address, I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        called = cgutils.get_or_insert_function(self.module, kind, "llvm.prefetch.p0")
+        self.builder.call(called, [pointer, I32(0), I32(3), I32(1)])  # to read, into all caches, of data
 
     def all_alike(self, value: Any, count: int = LANES) -> Any:
         """Return a vector of one value."""
@@ -213,13 +223,15 @@ and y; the bytes from one row to the next; how many times sixteen weights a grou
 
 def _write_tile(builder: Any, format: WeightFormat, outs: int, rows: int, arguments: Any) -> None:
     given = dict(zip(ARGUMENTS, arguments, strict=True))
-    for part in parts_of_tile(builder, given, outs, builder.mul(given["groups"], I64(4))):
-        _write_sums(TileWriter(builder, format), min(outs, SIDE), rows, part)
-
-
-def parts_of_tile(builder: Any, given: dict[str, Any], outs: int, scale_row: Any) -> Iterator[dict[str, Any]]:
-    """Yield, once, the arguments of SIDE rows of W, inside a loop over all rows of a tile. scale_row: bytes of a row of scales."""
     side = min(outs, SIDE)
+    for part in parts_of_tile(builder, given, outs, side, builder.mul(given["groups"], I64(4))):
+        _write_sums(TileWriter(builder, format), side, rows, part)
+
+
+def parts_of_tile(
+    builder: Any, given: dict[str, Any], outs: int, side: int, scale_row: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield, once, the arguments of ``side`` rows of W, inside a loop over all rows of a tile. scale_row: of scales, in bytes."""
     steps = {"weights": given["row_bytes"], "scales": scale_row, "biases": scale_row, "y": I64(4)}
     with cgutils.for_range(builder, I64(outs // side), intp=I64) as part:
         first = builder.mul(part.index, I64(side))
@@ -241,6 +253,10 @@ def _write_sums(write: TileWriter, outs: int, rows: int, given: dict[str, Any]) 
             write.group(*(write.load(write.at(address, place), F32) for address in numbers[out])) for out in range(outs)
         ]
         first = builder.mul(group.index, given["blocks"])
+        if rows <= AWAITING:
+            ahead = builder.mul(given["row_bytes"], I64(outs))
+            for address in weight_rows:
+                write.prefetch(write.at(write.at(address, builder.mul(first, I64(format.block_bytes))), ahead))
         with cgutils.for_range(builder, given["blocks"], intp=I64) as block:
             at = builder.add(first, block.index)
             packed_at = builder.mul(at, I64(format.block_bytes))

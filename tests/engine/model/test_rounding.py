@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx import nn
 
@@ -23,7 +23,7 @@ from tests.engine.helpers import write_model
 from tests.engine.model.test_cpu import check_pieces_and_threads_change_no_bit, packed, rows_of, unpacked
 from tokamac.engine import Engine, PromptCacheSpec, Sampling, loading
 from tokamac.engine.device import device_kind
-from tokamac.engine.model.cpu.byte_tiles import can_round
+from tokamac.engine.model.cpu.byte_tiles import LONG, can_round
 from tokamac.engine.model.cpu.packed import PackedLinear, matrix_of, use_kernels
 from tokamac.engine.model.cpu.products import PackedMatrix
 from tokamac.engine.model.cpu.rounding import measure_cost, round_rows
@@ -89,6 +89,8 @@ def test_the_error_is_that_of_half_a_step_of_a_groups_scale(  # noqa: PLR0917  #
     rows=st.integers(1, 23),
     seed=st.integers(0, 99),
 )
+@example(bits=4, group=64, outs=41, groups=2 * LONG // 64 - 1, rows=7, seed=0)
+@example(bits=4, group=64, outs=41, groups=2 * LONG // 64, rows=7, seed=0)
 def test_a_row_has_the_same_bits_alone_and_among_others(  # noqa: PLR0917  # drawn by name
     bits: int, group: int, outs: int, groups: int, rows: int, seed: int
 ) -> None:
