@@ -46,8 +46,8 @@ _PATTERNS: dict[PartName, re.Pattern[str]] = {
 PARTS: tuple[PartName, ...] = ("embedding", "attention", "mlp", "experts", "head", "norms and other")
 
 Form = Literal["stored", "float32"]
-"""How weights lie in memory: as in the files (GPU); or packed matrices as in the files, and all other numbers as float32, those of
-packed stacks (experts, MLA's heads) that are their scales, too (a plain CPU: engine/model/cpu)."""
+"""How weights lie in memory: as in the files (GPU); or packed matrices as in the files, and all other numbers as float32, the
+scales of MLA's packed heads, too (a plain CPU: engine/model/cpu)."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -66,6 +66,9 @@ _LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")
 _NOT_LOADED = re.compile(rf"(^|\.)({OTHER_PARTS}|mtp\w*)\.|inv_freq$")
 """Weights of checkpoints that mlx-lm leaves out of a text model."""
 
+
+_HEADS = re.compile(r"\.(embed_q|unembed_out)$")
+"""MLA's, one matrix for each: MLX multiplies them everywhere."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
@@ -345,6 +348,6 @@ def _nbytes(tensor: Tensor, by_name: Mapping[str, Tensor], form: Form) -> int:
         return tensor.nbytes
     owner, _, leaf = tensor.name.rpartition(".")
     weight = by_name.get(f"{owner}.weight")
-    matrix = weight is not None and len(weight.shape) == 2 and _packed(weight, by_name) is not None
-    kept = tensor.dtype not in FLOATS or (matrix and leaf in ("scales", "biases"))
+    packed = weight is not None and _packed(weight, by_name) is not None and not _HEADS.search(owner)
+    kept = tensor.dtype not in FLOATS or (packed and leaf in ("scales", "biases"))
     return tensor.nbytes if kept else 4 * tensor.size

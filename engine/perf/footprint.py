@@ -172,10 +172,12 @@ def module_of(config: Mapping[str, Any], *, packing: Packing | None = None, form
 def _keep_scales(model: Any) -> None:
     """Give the packed matrices of a skeleton in float32 their scales and biases as they are stored (engine/model/cpu/packed.py)."""
     import mlx.core as mx
+    from mlx_lm.models.mla import QuantizedMultiLinear
 
     for _, leaf in leaf_modules(model):
+        heads = isinstance(leaf, QuantizedMultiLinear)  # MLA's: MLX multiplies them
         for name in ("scales", "biases"):
-            if name in leaf and leaf.weight.ndim == 2 and mx.issubdtype(leaf[name].dtype, mx.floating):
+            if name in leaf and not heads and mx.issubdtype(leaf[name].dtype, mx.floating):
                 leaf[name] = mx.broadcast_to(mx.zeros((), mx.bfloat16), leaf[name].shape)
 
 

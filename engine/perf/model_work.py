@@ -196,7 +196,9 @@ def _module_kernels(name: str, module: Any) -> int:
         return 0  # a row of a table is looked up: one of PER_STEP
     if "norm" in name and not kind.__module__.startswith("mlx."):
         return 2
-    stack = PER_STACK if "SwitchLinear" in kind.__name__ else 0
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    stack = PER_STACK if isinstance(module, SwitchLinear | QuantizedSwitchLinear) else 0
     return 1 + stack + (len("qkv") if name in FUSED else 0)
 
 

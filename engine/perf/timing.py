@@ -216,11 +216,11 @@ class MeasuredLatency:
 
 def waits(kind: Product, *, by_kernels: bool) -> bool:
     """Whether a row's product with such a matrix needs its input evaluated (engine/model/cpu)."""
-    if not by_kernels or kind.stack != 1:
+    if not by_kernels:
         return False
     from ..model.cpu.dense import stays_lazy
 
-    return kind.bits is not None or not stays_lazy(kind.rows * kind.columns)
+    return kind.bits is not None or (kind.stack == 1 and not stays_lazy(kind.rows * kind.columns))
 
 
 def time_product(kind: Product, rows: int, weight_bytes: int, *, by_kernels: bool, rounded: bool = False) -> float:
@@ -415,7 +415,7 @@ def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], 
 
 def _multiplier(kind: Product, *, by_kernels: bool, rounded: bool) -> Callable[[mx.array], mx.array]:
     """What multiplies rows (1, N, columns) with a new matrix of this kind, or with a router's choice of its stack."""
-    if by_kernels and kind.stack == 1:
+    if by_kernels and (kind.stack == 1 or kind.bits is not None):
         return _kernel(kind, rounded=rounded)
     operands: list[mx.array | None] = []
     options: dict[str, Any] = {}
@@ -434,16 +434,23 @@ def _multiplier(kind: Product, *, by_kernels: bool, rounded: bool) -> Callable[[
         matrix = [None if array is None else array[0] for array in operands]
         return lambda x: plain(x, *matrix, **options)
 
+    return _routed(kind, lambda x, chosen: gather(x, *operands, rhs_indices=chosen, **options))
+
+
+def _routed(kind: Product, gather: Callable[[mx.array, mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """What multiplies rows with as many matrices of a stack as a router chooses."""
+
     def multiply(x: mx.array) -> mx.array:
         chosen = (mx.arange(x.shape[1] * kind.active) % kind.stack).astype(mx.uint32).reshape(1, -1, kind.active)
-        return gather(mx.expand_dims(x, (-2, -3)), *operands, rhs_indices=chosen, **options)
+        return gather(mx.expand_dims(x, (-2, -3)), chosen)
 
     return multiply
 
 
 def _kernel(kind: Product, *, rounded: bool) -> Callable[[mx.array], mx.array]:
-    """What multiplies with a new matrix as a CPU's own kernels do."""
+    """What multiplies with a new matrix, or with a router's choice of its stack, as a CPU's own kernels do."""
     from mlx import nn
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
     from ..model.cpu.dense import DenseLinear
 
@@ -452,25 +459,28 @@ def _kernel(kind: Product, *, rounded: bool) -> Callable[[mx.array], mx.array]:
     from ..model.cpu.packed import use_kernels
     from ..model.cpu.rounding import round_rows
 
-    layer = nn.QuantizedLinear(
-        kind.group_size, 1, bias=False, group_size=kind.group_size, bits=kind.bits, mode=kind.mode
-    )
+    packing: dict[str, Any] = {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode}
+    layer: Any
+    shape: tuple[int, ...]
+    if kind.stack == 1:
+        layer, shape = nn.QuantizedLinear(kind.group_size, 1, bias=False, **packing), (kind.rows,)
+    else:
+        layer, shape = QuantizedSwitchLinear(kind.group_size, 1, 1, bias=False, **packing), (kind.stack, kind.rows)
     groups = kind.columns // kind.group_size
-    layer.weight = _ones(kind.rows, kind.columns * kind.bits // 32, dtype=mx.uint32)
+    layer.weight = _ones(*shape, kind.columns * kind.bits // 32, dtype=mx.uint32)
     for name in ("scales", "biases"):
-        if name in layer:
+        if layer.get(name) is not None:
             dtype = mx.bfloat16 if kind.mode == "affine" else mx.uint8
-            layer[name] = _ones(kind.rows, groups, dtype=dtype)
+            layer[name] = _ones(*shape, groups, dtype=dtype)
     holder = nn.Sequential(layer)
     use_kernels(holder, logits=None)
     round_rows(holder, rounds=rounded)
-    multiply: Callable[[mx.array], mx.array] = holder.__call__
-    return multiply
+    return layer.__call__ if kind.stack == 1 else _routed(kind, layer.__call__)
 
 
 def _row_bytes(kind: Product, *, by_kernels: bool) -> int:
     """Bytes that a row reads of one matrix, as it lies here."""
-    stored = by_kernels and kind.stack == 1 and kind.bits is not None
+    stored = by_kernels and kind.bits is not None
     return kind.nbytes(2 if stored else _float_type().size)
 
 

@@ -48,11 +48,34 @@ LARGEST = {
     "max_position_embeddings": 8192,
 }
 BILLION = "1.1 B weights"
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+MIXED = "mixture of 64 experts"
+MIXED_PROMPT = 64
+MIXED_FORMS = ("rounded", "MLX's experts")
 LEAST_GAIN = {("guide", "rounded", "decode"): 2.0, (SEEDED, "rounded", "decode"): 5.0}
 
 
 class CPULab(EngineServer):
-    """A model whose products are made in one of FORMS. float32: its weights are unpacked, and NumPy's BLAS multiplies."""
+    """A model whose products are made in one of FORMS, or of MIXED_FORMS.
+
+    float32: its weights are unpacked, and NumPy's BLAS multiplies. MLX's experts: only what is not a stack goes to the kernels.
+    """
 
     def __init__(self, model: str, form: str) -> None:
         import mlx_lm.utils  # noqa: F401  # with the next but one, all the libraries that a load needs
@@ -66,6 +89,9 @@ class CPULab(EngineServer):
 
         if form == "float32":
             packed.use_kernels = unpacked
+        if form == "MLX's experts":
+            kinds = packed.PACKED.items()
+            packed.PACKED = {mlx: ours for mlx, ours in kinds if ours is not packed.PackedExperts}
         self._before = _resident_bytes()  # libraries, what they allocate, this program
         self.engine = Engine.load(model, prompt_cache=None, speculation=None, cpu_exact=form == "exact")
         self.engine.tokenizer.eos_ids = frozenset()
@@ -93,7 +119,7 @@ def _resident_bytes() -> int:
 
 
 def measure_cpu(plan: Plan) -> Section:
-    """Measure decode and prefill of the embedded model and a seeded one."""
+    """Measure decode and prefill of the embedded model and seeded ones."""
     rows: list[Row] = []
     with TemporaryDirectory(prefix="tokamac-seeded-") as folder:
         if plan.device == "cpu":
@@ -102,6 +128,7 @@ def measure_cpu(plan: Plan) -> Section:
             larger = write_model(Path(folder) / "larger", **PACKED, **LARGER)
             for name, model in (("guide", plan.folder), (SEEDED, str(larger))):
                 rows += _measured(name, model, plan)
+            rows += _mixture(str(write_model(Path(folder) / "mixture", **PACKED, **MIXTURE)), plan)
             if can_be_measured() and not plan.quick:
                 largest = str(write_model(Path(folder) / "largest", **PACKED, **LARGEST))
                 with Remote(CPULab, largest, "rounded") as lab, Remote(LlamaCppLab, largest) as peer:
@@ -114,6 +141,8 @@ def measure_cpu(plan: Plan) -> Section:
         "the engine does it. float32: the same model, unpacked, as in version 0.1. Busy: beside so many processes that compute "
         f"without end, on {usable_cores()} cores, with {FEWER} tokens and {FEWER_ROUNDS} rounds. Memory is MLX's peak over a "
         "reply, and of the larger model what the process took beside its libraries. "
+        f"The mixture is a qwen3_moe, its prompt of {MIXED_PROMPT} tokens and its reply of {FEWER}; MLX's experts: stacks left to "
+        "MLX, the rest as it is. "
         + (_PEER if can_be_measured() else "llama.cpp was not measured: `make peers` builds it.")
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
@@ -149,9 +178,20 @@ def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:
                     yield Row(f"{name}: {what}, {form}, beside {programs} ÷ free", f"{left:.2f}")
 
 
+def _mixture(model: str, plan: Plan) -> Iterator[Row]:
+    with ExitStack() as stack:
+        labs = {form: stack.enter_context(Remote(CPULab, model, form)) for form in MIXED_FORMS}
+        found = _in_turn(labs, FEWER_ROUNDS, FEWER, MIXED_PROMPT)
+        for what, rates in (("decode", _decode), ("prefill", _prefill)):
+            for form in MIXED_FORMS:
+                yield plain(f"{MIXED}: {what}, {form}", rates(found[form]), "tok/s")
+            over = ratios(*(rates(found[form]) for form in MIXED_FORMS))
+            yield plain(f"{MIXED}: {what}, {' ÷ '.join(MIXED_FORMS)}", over)
+
+
 def _beside_peer(name: str, lab: Remote, peer: Remote, plan: Plan) -> Iterator[Row]:
     """Compare with llama.cpp, in turn."""
-    ours, theirs = alternate(plan.rounds, partial(_reply, lab, NEW), lambda _: peer.call("reply", PROMPT, NEW))
+    ours, theirs = alternate(plan.rounds, partial(_reply, lab, PROMPT, NEW), lambda _: peer.call("reply", PROMPT, NEW))
     for what, rates in (("decode", _decode), ("prefill", _prefill)):
         if name not in (GUIDE, SEEDED):  # of those, other rows tell
             yield plain(f"{name}: {what}, rounded", rates(ours), "tok/s")
@@ -160,12 +200,13 @@ def _beside_peer(name: str, lab: Remote, peer: Remote, plan: Plan) -> Iterator[R
         yield at_least(f"{name}: {what}, rounded ÷ llama.cpp", over, LEAST_OF_PEER[what])
 
 
-def _in_turn(labs: dict[str, Remote], rounds: int, new: int) -> dict[str, list[Timing]]:
-    return dict(zip(labs, alternate(rounds, *(partial(_reply, lab, new) for lab in labs.values())), strict=True))
+def _in_turn(labs: dict[str, Remote], rounds: int, new: int, prompt: int = PROMPT) -> dict[str, list[Timing]]:
+    replies = (partial(_reply, lab, prompt, new) for lab in labs.values())
+    return dict(zip(labs, alternate(rounds, *replies), strict=True))
 
 
-def _reply(lab: Remote, new: int, number: int) -> Timing:
-    timing: Timing = lab.call("reply", lab.call("prompt", PROMPT, number), new)
+def _reply(lab: Remote, prompt: int, new: int, number: int) -> Timing:
+    timing: Timing = lab.call("reply", lab.call("prompt", prompt, number), new)
     return timing
 
 

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,13 +130,15 @@ def write_model(
     thinking: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write a seeded llama with these changes to its config; ``bits`` packs it in groups. Return the folder."""
-    from mlx_lm.models.llama import Model, ModelArgs
+    """Write a seeded llama with these changes to its config, or another ``model_type``; ``bits`` packs it in groups.
 
+    Return the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, **changes}
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
-    model = Model(ModelArgs.from_dict(config))
+    model = family.Model(family.ModelArgs.from_dict(config))
     model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.2 if a.ndim > 1 else a, model.parameters()))
     model.set_dtype(dtype)
     if bits is not None:

@@ -4,19 +4,21 @@ A product evaluates its input at once, which costs a hand-over to MLX's thread a
 types, so whatever counts, adapts or compares them sees MLX's layers.
 """
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..head import are_asked_for
 from .byte_tiles import can_round
 from .dense import replace_plain
-from .products import PackedMatrix, prepare
+from .products import PackedMatrix, prepare, several
 from .tiles import AFFINE, BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, FORMATS, FP4, FP8, LANES, WeightFormat
 
 MODES = {"affine": (AFFINE, None), "mxfp4": (FP4, E8M0), "nvfp4": (FP4, E4M3), "mxfp8": (FP8, E8M0)}
@@ -72,9 +74,40 @@ class PackedEmbedding(nn.QuantizedEmbedding):
         return _product(self._matrix, x) if is_a_step(x) or are_asked_for() else super().as_linear(x)
 
 
+class PackedExperts(QuantizedSwitchLinear):
+    """y = x Wᵀ + b in float32 with the chosen ones of a stack. Their matrices are one here, one below the other."""
+
+    _matrix: PackedMatrix
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:  # noqa: ARG002
+        """x (…, M, in), indices (…), which broadcast → (…, M, out). sorted_indices: for MLX, which gains by it."""
+        given = x.astype(mx.float32)
+        mx.eval(given, indices)
+        lead, many = np.broadcast_shapes(x.shape[:-2], indices.shape), x.shape[-2]
+        matrices = np.arange(math.prod(x.shape[:-2])).reshape(x.shape[:-2])
+        rows = np.broadcast_to(matrices, lead).reshape(-1, 1) * many + np.arange(many)
+        chosen = np.broadcast_to(np.asarray(indices), lead).reshape(-1, 1)
+        y = self._matrix.multiply_chosen(
+            np.ascontiguousarray(np.asarray(given).reshape(-1, x.shape[-1])),
+            rows.reshape(-1),
+            np.broadcast_to(chosen, rows.shape).reshape(-1).astype(np.int64),
+            self.output_dims,
+        )
+        found = mx.array(y.reshape(*lead, many, -1))
+        return found + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else found
+
+
+PACKED: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: PackedLinear,
+    nn.QuantizedEmbedding: PackedEmbedding,
+    QuantizedSwitchLinear: PackedExperts,
+}
+"""What MLX's layers become. Subclasses of them may mean something else."""
+
+
 def is_packed(model: nn.Module) -> bool:
     """Whether any layer of ``model`` multiplies packed weights by the kernels."""
-    return any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules())
+    return any(isinstance(module, PackedLinear | PackedEmbedding | PackedExperts) for module in model.modules())
 
 
 def is_a_step(x: mx.array) -> bool:
@@ -91,8 +124,7 @@ def packable(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the path of each layer that the kernels can multiply, and the layer."""
     leaves = tree_flatten(model.leaf_modules(), is_leaf=lambda value: isinstance(value, nn.Module))
     for path, module in leaves:
-        # Subclasses may mean something else.
-        if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and _format(module) is not None:
+        if type(module) in PACKED and _format(module) is not None:
             yield path, module
 
 
@@ -103,14 +135,18 @@ class Compiling:
     """
 
     def __init__(self, model: nn.Module, *, rounded: bool) -> None:
-        formats = {(_format(module), _stored(module)) for _, module in packable(model)}
-        arguments = (formats, rounded)
+        found = [module for _, module in packable(model)]
+        formats = {(_format(module), _stored(module)) for module in found}
+        experts = any(type(module) is QuantizedSwitchLinear for module in found)
+        arguments = (formats, rounded, experts)
         self._thread = threading.Thread(target=self._compile, args=arguments, name="tokamac-compile", daemon=True)
         self._error: Exception | None = None
         self._thread.start()
 
-    def _compile(self, formats: set[tuple[WeightFormat | None, int]], rounded: bool) -> None:
+    def _compile(self, formats: set[tuple[WeightFormat | None, int]], rounded: bool, experts: bool) -> None:
         try:
+            if experts:
+                several()
             for each, stored in formats:
                 if each is not None:
                     prepare(each, stored, rounded=rounded and can_round(each))
@@ -130,19 +166,19 @@ class Compiling:
 def _format(module: Any) -> WeightFormat | None:
     kind, _ = MODES.get(module.mode, ("", None))
     found = WeightFormat(module.bits, kind)
-    if found not in FORMATS or module.group_size % LANES or module.weight.ndim != 2 or "global_scale" in module:
+    if found not in FORMATS or module.group_size % LANES or module.get("global_scale") is not None:
         return None
     return found
 
 
 def matrix_of(module: Any) -> PackedMatrix:
-    """Return the weights of a packable layer as the kernels read them: no copy."""
+    """Return the weights of a packable layer as the kernels read them: no copy. Those of experts are one below the other."""
     found = _format(module)
     assert found is not None
-    scales, biases = module.scales, module.get("biases")
+    biases = module.get("biases")
     return PackedMatrix(
         _seen(module.weight),
-        _seen(scales),
+        _seen(module.scales),
         None if biases is None else _seen(biases),
         found,
         module.group_size,
@@ -160,7 +196,8 @@ def _seen(array: mx.array) -> Any:
     """Return an array as NumPy sees it; halves as their bits, which NumPy has no type for in one case, and numba in the other."""
     array = mx.contiguous(array)
     mx.eval(array)
-    return np.asarray(array.view(mx.uint16) if array.dtype in (mx.bfloat16, mx.float16) else array)
+    seen = np.asarray(array.view(mx.uint16) if array.dtype in (mx.bfloat16, mx.float16) else array)
+    return seen.reshape(-1, seen.shape[-1])
 
 
 def keep_packed(model: nn.Module) -> Callable[[], None]:
@@ -191,8 +228,6 @@ def use_kernels(model: nn.Module, *, logits: int | None) -> bool:
     found = list(packable(model))
     for _, module in found:
         module._matrix = matrix_of(module)
-        if type(module) is nn.QuantizedEmbedding:
-            module.__class__ = PackedEmbedding
-        else:
-            module.__class__ = PackedHead if is_head(module) else PackedLinear
+        kind = PACKED[type(module)]
+        module.__class__ = PackedHead if kind is PackedLinear and is_head(module) else kind
     return replace_plain(model, is_head) or bool(found)

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from .byte_tiles import PADS, byte_tile, can_round, padded, round_row, rounded_bytes
 from .compiling import compile_kernel, compiled
-from .pool import POOL, run
+from .pool import POOL, call, run
 from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat, tile
 
 OUTS = 4
@@ -49,6 +49,10 @@ Words = npt.NDArray[np.int64]
 # Words of a kernel's arguments.
 WEIGHTS, ROW_BYTES, SCALES, BIASES, STORED, GROUPS, BLOCKS, X, X_BYTES, Y, Y_BYTES, COUNT, WIDTH = range(13)
 """Addresses, and: bytes of a row of W, x and y; how scales are stored; groups in a row; sixteens in a group; rows of x; of W."""
+
+
+PER_MATRIX = 3
+"""Words of one of several matrices: its first piece, kernel and arguments."""
 
 
 def _pointer(kind: Any) -> Callable[[int], Any]:
@@ -266,6 +270,23 @@ def _swap(arguments: int, first: int, last: int) -> None:
                 out[begin + 2 * i + 1] = x[begin + LANES // 2 + i]
 
 
+def _several(arguments: int, first: int, last: int) -> None:
+    """Do pieces of several matrices in a row. arguments: how many, then PER_MATRIX words each, and where the last one ends."""
+    count = carray(words_at(arguments), 1)[0]
+    given = carray(words_at(arguments + 8), PER_MATRIX * count + 1)
+    for each in range(count):
+        words = given[PER_MATRIX * each : PER_MATRIX * each + PER_MATRIX + 1]
+        begin, stop = max(first, words[0]), min(last, words[PER_MATRIX])
+        if begin < stop:
+            call(words[1], words[2], begin - words[0], stop - words[0])
+
+
+@cache
+def several() -> int:
+    """Return the address of the kernel that does pieces of several matrices, compiled now if it was not."""
+    return compile_kernel(_several)
+
+
 @cache
 def kernel_of(format: WeightFormat, rounded: int | None = None) -> int:
     """Return the address of the kernel for a format, compiled now if it was not.
@@ -371,11 +392,7 @@ class PackedMatrix:
         y = np.empty((count, len(self.weight)), np.float32)
         pool = POOL.acquire()
         try:
-            rows: npt.NDArray[Any] = x
-            if (preparation := self.preparation) is not None:
-                rows = np.zeros((count, preparation.row_bytes), np.uint8)
-                before = preparation.arguments(x, rows)
-                run(pool, preparation.kernel, before.ctypes.data, count, ROWS_AT_ONCE)
+            rows = self._prepared(x, pool)
             words = self._arguments.copy()
             words[X], words[X_BYTES], words[COUNT] = rows.ctypes.data, rows.strides[0], count
             words[Y], words[Y_BYTES] = y.ctypes.data, y.strides[0]
@@ -384,6 +401,54 @@ class PackedMatrix:
         finally:
             POOL.release(pool)
         return y
+
+    def multiply_chosen(self, x: Floats, rows: Words, parts: Words, outs: int) -> Floats:
+        """Return y (N, outs): row ``rows[i]`` of x (M, in) times the ``parts[i]``-th ``outs`` rows of W, as experts are stacked.
+
+        Rows that share a part are multiplied together, so each is read once, and those that none has are not read.
+        """
+        order = np.argsort(parts, kind="stable")
+        counts = np.bincount(parts)
+        chosen = np.flatnonzero(counts)
+        counts = counts[chosen]
+        begin = np.cumsum(counts) - counts
+        y = np.empty((len(order), outs), np.float32)
+        pool = POOL.acquire()
+        try:
+            sorted_rows = self._prepared(x, pool)[rows[order]]
+            words = np.repeat(self._arguments[None], len(chosen), axis=0)
+            words[:, WEIGHTS] += chosen * (outs * self.weight.strides[0])
+            words[:, SCALES] += chosen * (outs * self.scales.strides[0])
+            if self.biases is not None:
+                words[:, BIASES] += chosen * (outs * self.biases.strides[0])
+            words[:, X] = sorted_rows.ctypes.data + begin * sorted_rows.strides[0]
+            words[:, Y] = y.ctypes.data + begin * y.strides[0]
+            words[:, X_BYTES], words[:, Y_BYTES] = sorted_rows.strides[0], y.strides[0]
+            words[:, COUNT], words[:, WIDTH] = counts, outs
+            pieces = -(-outs // OUTS)
+            table = np.empty(PER_MATRIX * len(chosen) + 2, np.int64)
+            table[0], table[-1] = len(chosen), pieces * len(chosen)
+            table[1:-1:PER_MATRIX] = pieces * np.arange(len(chosen))
+            table[2:-1:PER_MATRIX] = self.kernel
+            table[3:-1:PER_MATRIX] = words.ctypes.data + words.strides[0] * np.arange(len(chosen))
+            together = -(-len(order) // len(chosen))
+            _, size = shares(together, outs * len(chosen), x.shape[1], POOL.threads)
+            run(pool, several(), table.ctypes.data, pieces * len(chosen), size)
+        finally:
+            POOL.release(pool)
+        result = np.empty_like(y)
+        result[order] = y
+        return result
+
+    def _prepared(self, x: Floats, pool: int) -> npt.NDArray[Any]:
+        """Return rows x (N, in) as the kernel takes them."""
+        preparation = self.preparation
+        if preparation is None:
+            return x
+        rows = np.zeros((len(x), preparation.row_bytes), np.uint8)
+        before = preparation.arguments(x, rows)
+        run(pool, preparation.kernel, before.ctypes.data, len(x), ROWS_AT_ONCE)
+        return rows
 
 
 def shares(rows: int, outs: int, columns: int, threads: int) -> tuple[int, int]:

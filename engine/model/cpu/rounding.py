@@ -7,7 +7,7 @@ Both are measured on the model itself, over a short text, in nats a token from w
 
 The weights that were packed are not there to compare with, so noise stands for them: an error spread evenly over a step, in each
 weight, is in a product one with the variance scale² ÷ 12 · |x|², summed over its groups. Weights that were rounded more cleverly
-lost less; what embeddings, experts and other packings lost is left out.
+lost less; what embeddings and other packings lost is left out.
 """
 
 import math
@@ -23,8 +23,8 @@ from mlx import nn
 from ..head import asking_for_logits
 from ..rounding_cost import RoundingCost
 from .byte_tiles import can_round
-from .packed import PackedEmbedding, PackedLinear
-from .products import Floats, PackedMatrix
+from .packed import PackedEmbedding, PackedExperts, PackedLinear
+from .products import Floats, PackedMatrix, Words
 
 TOKENS = 32
 """Of the text. Both figures are squares of errors, so their quotient needs few."""
@@ -67,7 +67,7 @@ def measure_cost(model: nn.Module, ids: Sequence[int]) -> RoundingCost | None:
 
 def _roundable(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        if isinstance(module, PackedLinear | PackedEmbedding) and can_round(module._matrix.format):
+        if isinstance(module, PackedLinear | PackedEmbedding | PackedExperts) and can_round(module._matrix.format):
             yield module
 
 
@@ -80,9 +80,23 @@ class _Noisy:
 
     def multiply(self, x: Floats) -> Floats:
         """As PackedMatrix.multiply."""
-        sizes = np.square(x).reshape(len(x), -1, self.exact.group_size).sum(axis=-1)  # (N, groups)
-        variances = np.square(np.asarray(self._scales.astype(mx.float32))) / np.float32(12)  # (out, groups)
-        y = self.exact.multiply(x)
+        return self._with_noise(self.exact.multiply(x), self._sizes(x), self._scales)
+
+    def multiply_chosen(self, x: Floats, rows: Words, parts: Words, outs: int) -> Floats:
+        """As PackedMatrix.multiply_chosen."""
+        y, sizes = self.exact.multiply_chosen(x, rows, parts, outs), self._sizes(x)[rows]
+        for part in np.unique(parts):
+            at = parts == part
+            y[at] = self._with_noise(y[at], sizes[at], self._scales[int(part)])
+        return y
+
+    def _sizes(self, x: Floats) -> Floats:
+        """Return the squares of rows, summed over each group: (N, groups)."""
+        return np.asarray(np.square(x).reshape(len(x), -1, self.exact.group_size).sum(axis=-1))
+
+    def _with_noise(self, y: Floats, sizes: Floats, scales: mx.array) -> Floats:
+        """scales (out, groups)."""
+        variances = np.square(np.asarray(scales.astype(mx.float32))) / np.float32(12)
         noise = self._random.standard_normal(y.shape, np.float32)
         return np.asarray(y + np.sqrt(sizes @ variances.T) * noise, np.float32)
 

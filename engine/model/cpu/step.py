@@ -16,9 +16,9 @@ from numba import carray, types
 
 from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, write_tokens
 from .attention_tiles import dot
-from .compiling import alone, compile_kernel, compiled
+from .compiling import alone, compiled
 from .pool import call, run
-from .products import ROWS_AT_ONCE, floats_at, words_at
+from .products import ROWS_AT_ONCE, floats_at, several, words_at
 from .tiles import LANES
 
 SILU, GELU, GELU_TANH = range(3)
@@ -51,20 +51,6 @@ EMBEDDED, RESIDUAL, LOGITS, SOFTCAP, EPS = range(5)
 
 ATTENDED = 64
 """How many times the pool takes heads of rows from an attention, at most."""
-
-PER_MATRIX = 3
-"""Words of one of several matrices: its first piece, kernel and arguments."""
-
-
-def _several(arguments: int, first: int, last: int) -> None:
-    """Do pieces of several matrices in a row. arguments: how many, then PER_MATRIX words each, and where the last one ends."""
-    count = carray(words_at(arguments), 1)[0]
-    given = carray(words_at(arguments + 8), PER_MATRIX * count + 1)
-    for each in range(count):
-        words = given[PER_MATRIX * each : PER_MATRIX * each + PER_MATRIX + 1]
-        begin, stop = max(first, words[0]), min(last, words[PER_MATRIX])
-        if begin < stop:
-            call(words[1], words[2], begin - words[0], stop - words[0])
 
 
 @compiled
@@ -218,9 +204,6 @@ def _finish(logits: Any, numbers: Any) -> None:
                 logits[row, i] = softcap * (one - two / (one + exponential(two * (logits[row, i] / softcap))))
 
 
-_addresses: dict[str, int] = {}
-
-
 def prepare() -> None:
     """Compile what every step runs, if it was not."""
     words, table, numbers = types.int64[::1], types.int64[:, ::1], types.float32[::1]
@@ -228,17 +211,6 @@ def prepare() -> None:
     with alone(run_step.py_func):  # type: ignore[attr-defined]
         run_step.compile(given)  # type: ignore[attr-defined]
     several()
-
-
-def several() -> int:
-    """Return the address of the kernel that does pieces of several matrices."""
-    return _made("several", _several)
-
-
-def _made(name: str, function: Any) -> int:
-    if name not in _addresses:
-        _addresses[name] = compile_kernel(function)
-    return _addresses[name]
 
 
 Floats = npt.NDArray[np.float32]

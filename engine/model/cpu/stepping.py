@@ -336,7 +336,7 @@ class _Space:
             _, kernel, address = several
         else:
             made = self._keep(np.array([len(matrices), *several, all_pieces], np.int64))
-            kernel, address = step.several(), made.ctypes.data
+            kernel, address = products.several(), made.ctypes.data
         return kernel, address, all_pieces, at_once, before.ctypes.data, len(preparations)
 
     def _prepare(self, preparation: Preparation, x: Floats) -> tuple[Any, Words]:

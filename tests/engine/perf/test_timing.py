@@ -553,7 +553,7 @@ def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded_in_turns, by_n
     [
         (Product(1024, 1025, None), True, True), (Product(1024, 1025, None), False, False),
         (Product(1024, 1024, None), True, False), (Product(1024, 1025, None, stack=4, active=2), True, False),
-        (Product(64, 64, 4), True, True), (Product(64, 64, 4), False, False), (Product(64, 64, 4, stack=4), True, False),
+        (Product(64, 64, 4), True, True), (Product(64, 64, 4), False, False), (Product(64, 64, 4, stack=4), True, True),
     ],
     ids=str,
 )  # fmt: skip
