@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
 from . import attention_tiles as tiles
-from .compiling import compile_kernel, compiled
+from .compiling import compile_kernel, inner
 from .pool import call
 from .products import bytes_at, floats_at, words_at
 
@@ -69,7 +68,7 @@ C5, C4, C3, C2, C1, C0 = (
 LEAST, MOST = np.float32(-87), np.float32(88)
 
 
-@compiled
+@inner
 def exponential(x: Any) -> Any:
     """Return e^x of a float32, within two units of the last place, as instructions that go into vectors."""
     x = min(max(x, LEAST), MOST)
@@ -82,7 +81,7 @@ def exponential(x: Any) -> Any:
     return y * np.uint32(bits).view(np.float32)
 
 
-@compiled
+@inner
 def rotate(x: Any, block: int) -> None:
     """Rotate x (D,) in place by Hadamard matrices of ``block`` channels."""
     length = np.float32(1.0 / np.sqrt(np.float64(block)))
@@ -97,15 +96,15 @@ def rotate(x: Any, block: int) -> None:
         x[i] *= length
 
 
-@compiled
+@inner
 def _pack(x: Any, side: Any, numbers: int, place: int) -> None:
     """Pack x (D,) as ``mx.quantize`` does, to the numbers, scales and biases of the token at ``place`` of its arrays."""
     bits, groups = side[BITS], side[GROUPS]
     size = len(x) // groups
     most = np.float32((1 << bits) - 1)
-    out = carray(bytes_at(numbers), side[TOKEN_BYTES])
-    scales = carray(floats_at(side[SCALES] + 4 * groups * place), groups)
-    biases = carray(floats_at(side[BIASES] + 4 * groups * place), groups)
+    out = bytes_at(numbers, side[TOKEN_BYTES])
+    scales = floats_at(side[SCALES] + 4 * groups * place, groups)
+    biases = floats_at(side[BIASES] + 4 * groups * place, groups)
     waiting, filled, at = np.uint64(0), 0, 0
     for group in range(groups):
         low = high = x[group * size]
@@ -131,7 +130,7 @@ def _pack(x: Any, side: Any, numbers: int, place: int) -> None:
                 at += 1
 
 
-@compiled
+@inner
 def _slot(cache: Any, position: Any) -> Any:
     """Return the slot of the token at a position."""
     if cache[WINDOW] == 0:
@@ -140,14 +139,14 @@ def _slot(cache: Any, position: Any) -> Any:
     return position if position < keep else keep + (position - keep) % (cache[WINDOW] + cache[SPARE] - keep)
 
 
-@compiled
+@inner
 def _store(x: Any, cache: Any, first: int, head: int, slot: int) -> None:
     """Write x (D,), which may change, to a slot of a head. first: KEYS or VALUES."""
     side = cache[first : first + SIDE]
     place = head * cache[CAPACITY] + slot
     numbers = side[NUMBERS] + place * side[TOKEN_BYTES]
     if side[BITS] == 32:
-        out = carray(floats_at(numbers), len(x))
+        out = floats_at(numbers, len(x))
         for i in range(len(x)):
             out[i] = x[i]
         return
@@ -156,26 +155,23 @@ def _store(x: Any, cache: Any, first: int, head: int, slot: int) -> None:
     _pack(x, side, numbers, place)
 
 
-@compiled
+@inner
 def write_tokens(given: Any) -> None:
-    """Write the new keys and values of all rows of a layer to their caches."""
+    """Write the new keys and values of all rows of a layer to their caches. They may change."""
     size, heads = given[SIZE], given[HEADS]
-    own = np.empty(size, np.float32)
-    table = carray(words_at(given[TABLE]), (given[ROWS], given[LAYERS], 2))
+    table = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2))
     for row in range(given[ROWS]):
         words, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
-        cache = carray(words_at(words), PARTS)
+        cache = words_at(words, PARTS)
         slot = _slot(cache, position)
         for head in range(heads):
             for side in range(2):
                 new = given[NEW_KEYS] if side == 0 else given[NEW_VALUES]
-                x = carray(floats_at(new + row * given[NEW_BYTES] + 4 * size * head), size)
-                for i in range(size):
-                    own[i] = x[i]
-                _store(own, cache, KEYS if side == 0 else VALUES, head, slot)
+                x = floats_at(new + row * given[NEW_BYTES] + 4 * size * head, size)
+                _store(x, cache, KEYS if side == 0 else VALUES, head, slot)
 
 
-@compiled
+@inner
 def _softmax(scores: Any, count: int, state: Any, softcap: float) -> Any:
     """Turn scores (count,) into weights on the scale of ``state`` (largest score, sum of weights).
 
@@ -202,14 +198,14 @@ def _softmax(scores: Any, count: int, state: Any, softcap: float) -> Any:
     return shrunk
 
 
-@compiled
+@inner
 def _point(  # noqa: PLR0917
     address: int, segment: Any, at: int, head: int, side: int, words: Any
 ) -> int:
     """Have a kernel's arguments begin at slot ``at`` of a segment, see ``_read``; return the kernel. side: 1 is of values."""
-    cache = carray(words_at(address), PARTS)
+    cache = words_at(address, PARTS)
     first, prefix = VALUES if side else KEYS, segment[0]
-    arrays = carray(words_at(address + 8 * (first if prefix < 0 else PARTS + PART * prefix + 1 + 3 * side)), 3)
+    arrays = words_at(address + 8 * (first if prefix < 0 else PARTS + PART * prefix + 1 + 3 * side), 3)
     moved = head * segment[3] + at
     words[tiles.FIRST] = arrays[0] + moved * cache[first + TOKEN_BYTES]
     words[tiles.SCALES] = arrays[1] + 4 * moved * cache[first + GROUPS]
@@ -218,17 +214,17 @@ def _point(  # noqa: PLR0917
     return kernel
 
 
-@compiled
+@inner
 def _read(  # noqa: PLR0917
-    address: int, segments: Any, head: int, work: Any, scores: Any, states: Any, sums: Any, softcap: float
+    address: int, segments: Any, block: Any, head: int, work: Any, scores: Any, states: Any, sums: Any, softcap: float
 ) -> None:
     """Attend to the slots of all segments, BLOCK tokens at a time wherever they lie: so a prefix that is shared changes no bit.
 
     address: of the cache's words; segments: (n, 4) of which prefix, or -1 for its own slots, first slot, last slot + 1, and how
-    many there are for a head. work: (2, words) of the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
+    many there are for a head. block: room for (n, 3) of its pieces: the segment, its first slot, how many. work: (2, words) of
+    the two kernels. scores (R, BLOCK), states (R, 2), sums (R, D) go on.
     """
     scores_at = np.intp(scores.ctypes.data)
-    block = np.empty((len(segments), 3), np.int64)  # of its pieces: the segment, its first slot, how many
     part, begin = 0, segments[0, 1]
     while True:
         pieces, filled = 0, 0
@@ -259,18 +255,27 @@ def _read(  # noqa: PLR0917
                 at += 4 * count
 
 
-@compiled
+@inner
 def _attend(  # noqa: PLR0917
-    given: Any, row: int, head: int, scores: Any, sums: Any, states: Any, queries: Any, work: Any
+    given: Any,
+    row: int,
+    head: int,
+    scores: Any,
+    sums: Any,
+    states: Any,
+    queries: Any,
+    own: Any,
+    work: Any,
+    parts: Any,
+    block: Any,
 ) -> None:
     size, repeats = given[SIZE], given[REPEATS]
-    table = carray(words_at(given[TABLE]), (given[ROWS], given[LAYERS], 2))
+    table = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2))
     address, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
-    cache = carray(words_at(address), PARTS)
-    tuning = carray(floats_at(given[TUNING]), 2)
+    cache = words_at(address, PARTS)
+    tuning = floats_at(given[TUNING], 2)
     key_bits_swapped, rotated = cache[KEYS + SWAPS], cache[KEYS + ROTATED]
-    asked = carray(floats_at(given[QUERIES] + row * given[NEW_BYTES] + 4 * size * repeats * head), (repeats, size))
-    own = np.empty(size, np.float32)
+    asked = floats_at(given[QUERIES] + row * given[NEW_BYTES] + 4 * size * repeats * head, (repeats, size))
     for each in range(repeats):
         for i in range(size):
             own[i] = asked[each, i] * tuning[0]
@@ -292,26 +297,26 @@ def _attend(  # noqa: PLR0917
     work[1][tiles.ROWS], work[1][tiles.ROWS_BYTES] = scores.ctypes.data, 4 * BLOCK
     work[1][tiles.OUT], work[1][tiles.OUT_BYTES] = sums.ctypes.data, 4 * size
     # What it sees: of each prefix, then of its own slots, up to three runs in the order of their tokens.
-    prefixes = carray(words_at(address + 8 * PARTS), (cache[PREFIXES], PART))
-    window, keep = cache[WINDOW], cache[KEEP]
-    segments = np.zeros((len(prefixes) + 3, 4), np.int64)
-    for part in range(len(prefixes)):
-        segments[part, 0], segments[part, 2], segments[part, 3] = part, prefixes[part, 0], prefixes[part, 0]
-    runs = segments[len(prefixes) :]
-    runs[:, 0], runs[:, 3] = -1, cache[CAPACITY]
+    window, keep, prefixes = cache[WINDOW], cache[KEEP], cache[PREFIXES]
+    segments = parts[: prefixes + 3]
+    for part in range(prefixes):
+        tokens = words_at(address + 8 * (PARTS + PART * part), 1)[0]
+        segments[part, 0], segments[part, 1], segments[part, 2], segments[part, 3] = part, 0, tokens, tokens
+    for part in range(prefixes, prefixes + 3):
+        segments[part, 0], segments[part, 1], segments[part, 2], segments[part, 3] = -1, 0, 0, cache[CAPACITY]
     if window == 0:
-        runs[0, 2] = position + 1 - cache[PREFIX_TOKENS]
+        segments[prefixes, 2] = position + 1 - cache[PREFIX_TOKENS]
     elif position < window:
-        runs[0, 2] = position + 1
+        segments[prefixes, 2] = position + 1
     else:
-        runs[0, 2] = keep
+        segments[prefixes, 2] = keep
         oldest, newest = _slot(cache, position - (window - keep) + 1), _slot(cache, position)
         if oldest > newest:
-            runs[1, 1], runs[1, 2] = oldest, window + cache[SPARE]
+            segments[prefixes + 1, 1], segments[prefixes + 1, 2] = oldest, window + cache[SPARE]
             oldest = keep
-        runs[2, 1], runs[2, 2] = oldest, newest + 1
-    _read(address, segments, head, work, scores, states, sums, tuning[1])
-    out = carray(floats_at(given[OUT] + row * given[OUT_BYTES] + 4 * size * repeats * head), (repeats, size))
+        segments[prefixes + 2, 1], segments[prefixes + 2, 2] = oldest, newest + 1
+    _read(address, segments, block, head, work, scores, states, sums, tuning[1])
+    out = floats_at(given[OUT] + row * given[OUT_BYTES] + 4 * size * repeats * head, (repeats, size))
     for each in range(repeats):
         total = states[each, 1]
         for i in range(size):
@@ -321,22 +326,21 @@ def _attend(  # noqa: PLR0917
 
 
 def _attend_pieces(arguments: int, first: int, last: int) -> None:
-    _attend_rows(arguments, first, last)
-
-
-@compiled
-def _attend_rows(arguments: int, first: int, last: int) -> None:
-    given = carray(words_at(arguments), ALL)
+    given = words_at(arguments, ALL)
     size, repeats = given[SIZE], given[REPEATS]
     scores, states = np.empty((repeats, BLOCK), np.float32), np.empty((repeats, 2), np.float32)
     sums, queries = np.empty((repeats, size), np.float32), np.empty((repeats, size), np.float32)
-    work = np.empty((2, tiles.COUNT + 1), np.int64)
+    own, work = np.empty(size, np.float32), np.empty((2, tiles.COUNT + 1), np.int64)
+    table, most = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2)), 0
+    for row in range(given[ROWS]):
+        most = max(most, words_at(table[row, given[LAYER], 0], PARTS)[PREFIXES])
+    parts, block = np.empty((most + 3, 4), np.int64), np.empty((most + 3, 3), np.int64)
     for piece in range(first, last):
         row, head = piece // given[HEADS], piece % given[HEADS]
-        _attend(given, row, head, scores, sums, states, queries, work)
+        _attend(given, row, head, scores, sums, states, queries, own, work, parts, block)
     # numba lets go of an array after it was last named, whoever still has its address
-    scores[0, 0] = sums[0, 0] = queries[0, 0] = 0
-    work[0, 0] = 0
+    scores[0, 0] = sums[0, 0] = queries[0, 0] = own[0] = 0
+    work[0, 0] = parts[0, 0] = block[0, 0] = 0
 
 
 def attending() -> int:

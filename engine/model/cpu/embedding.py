@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from .attention_tiles import FORMS, unpack
 from .compiling import compile_kernel
@@ -32,9 +31,9 @@ def _kernel_of(format: WeightFormat) -> int:
     form = FORMATS.index(format)
 
     def kernel(arguments: int, first: int, last: int) -> None:
-        given = carray(words_at(arguments), OUT_BYTES + 1)
+        given = words_at(arguments, OUT_BYTES + 1)
         groups = given[GROUPS]
-        ids = carray(words_at(given[IDS]), last)
+        ids = words_at(given[IDS], last)
         wide = np.zeros((2, groups), np.float32)
         scales: Any = np.intp(wide.ctypes.data)
         biases = scales + 4 * groups if given[BIASES] != 0 else scales

@@ -27,7 +27,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...device import usable_cores
-from .compiling import KERNEL, compiled
+from .compiling import KERNEL, compiled, inner
 
 # Words of the state, each in a cache line of its own.
 LINE = 8
@@ -100,7 +100,7 @@ def call(typingctx, kernel, arguments, first, last):  # type: ignore[no-untyped-
     return types.void(*[types.intp] * 4), generate
 
 
-@compiled
+@inner
 def _take_pieces(state: int) -> None:
     kernel, arguments = load(state + 8 * KERNEL_AT), load(state + 8 * ARGUMENTS_AT)
     pieces, size = load(state + 8 * PIECES), load(state + 8 * SIZE)
@@ -139,7 +139,8 @@ def run(state: int, kernel: int, arguments: int, pieces: int, size: int) -> None
 @compiled
 def serve(state: int) -> None:
     """A worker's life: it ends when ENDED is set."""
-    done, turns = 0, 0
+    done: Any = np.intp(0)  # a literal would be a type of its own, and what takes it compiled again
+    turns = 0
     while load(state + 8 * ENDED) == 0:
         number = load(state + 8 * OPEN)
         if number != 0 and number != done:  # noqa: PLR1714, a set would be made anew
@@ -160,7 +161,7 @@ def serve(state: int) -> None:
             turns = 0
 
 
-@compiled
+@inner
 def _sleep(state: int, done: int) -> None:
     _lock(state + 8 * MUTEX)
     add(state + 8 * SLEEPING, 1)

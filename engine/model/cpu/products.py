@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, literally, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 from .byte_tiles import PADS, byte_tile, can_round, padded, round_row, rounded_bytes
-from .compiling import compile_kernel, compiled
+from .compiling import compile_kernel, inner
 from .pool import POOL, call, run
 from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat, tile
 
@@ -55,21 +57,37 @@ PER_MATRIX = 3
 """Words of one of several matrices: its first piece, kernel and arguments."""
 
 
-def _pointer(kind: Any) -> Callable[[int], Any]:
-    """Return what makes an address a pointer to this."""
+def _view(kind: Any) -> Callable[..., Any]:
+    """Return what makes an array of the numbers at an address: f(address, shape), of a whole number or of several.
 
-    def pointer(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    numba's ``carray`` would do, but is a function that is compiled for each kind and count, and counts references.
+    """
+
+    def view(typingctx: Any, address: Any, shape: Any) -> Any:  # noqa: ARG001
+        several = isinstance(shape, types.BaseTuple)
+        sizes = shape.count if several else 1
+
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+            place, given = values
+            shape = cgutils.unpack_tuple(builder, given, sizes) if several else [given]
+            item = context.get_constant(types.intp, kind.bitwidth // 8)
+            strides = [item]
+            for size in reversed(shape[1:]):
+                strides.insert(0, builder.mul(strides[0], size))
+            made = context.make_array(signature.return_type)(context, builder)
+            data = builder.inttoptr(place, context.get_value_type(kind).as_pointer())
+            populate_array(made, data=data, shape=shape, strides=strides, itemsize=item, meminfo=None)
+            return made._getvalue()
 
-        return types.CPointer(kind)(types.intp), generate
+        given = types.UniTuple(types.intp, sizes) if several else types.intp
+        return types.Array(kind, sizes, "C")(types.intp, given), generate
 
-    made: Callable[[int], Any] = intrinsic(pointer)
+    made: Callable[..., Any] = intrinsic(view)
     return made
 
 
 words_at, halves_at, bytes_at, floats_at = (
-    _pointer(kind) for kind in (types.intp, types.uint16, types.uint8, types.float32)
+    _view(kind) for kind in (types.intp, types.uint16, types.uint8, types.float32)
 )
 
 SMALLEST = np.float32(2.0**-127)
@@ -80,151 +98,35 @@ MEND_8 = np.float32(2.0**120)
 """What a half's or an e4m3's bits, moved to float32's place, must be multiplied by: exact, for subnormal ones, too."""
 
 
-@compiled
+@inner
 def _widen(stored: int, address: int, first: int, count: int, into: int) -> None:
     """Write ``count`` numbers, from the ``first`` on, to an address."""
-    out = carray(floats_at(into), count)
+    out = floats_at(into, count)
     if stored == FLOAT32:
-        floats = carray(floats_at(address + 4 * first), count)
+        floats = floats_at(address + 4 * first, count)
         for i in range(count):
             out[i] = floats[i]
     elif stored == BFLOAT16:
-        halves = carray(halves_at(address + 2 * first), count)
+        halves = halves_at(address + 2 * first, count)
         for i in range(count):
             out[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
     elif stored == FLOAT16:
-        halves = carray(halves_at(address + 2 * first), count)
+        halves = halves_at(address + 2 * first, count)
         for i in range(count):
             bits = np.uint32(halves[i])
             size = np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * MEND_16
             out[i] = -size if bits & np.uint32(0x8000) else size
     elif stored == E8M0:
-        small = carray(bytes_at(address + first), count)
+        small = bytes_at(address + first, count)
         for i in range(count):
             exponent = np.uint32(small[i])
             out[i] = SMALLEST if exponent == 0 else np.uint32(exponent << np.uint32(23)).view(np.float32)
     else:
-        small = carray(bytes_at(address + first), count)
+        small = bytes_at(address + first, count)
         for i in range(count):
             bits = np.uint32(small[i])
             size = np.uint32((bits & np.uint32(0x7F)) << np.uint32(20)).view(np.float32) * MEND_8
             out[i] = -size if bits & np.uint32(0x80) else size
-
-
-@compiled
-def multiply_pieces(arguments: int, first: int, last: int, form: int) -> None:
-    """Multiply all rows of x with the rows of W from OUTS · first to before OUTS · last. form: a literal, a place in FORMATS."""
-    literally(form)
-    given = carray(words_at(arguments), 13)
-    groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
-    begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
-    scales, biases, skip = given[SCALES], given[BIASES], begin
-    wide = np.empty((2, 1 if given[STORED] == FLOAT32 else (stop - begin) * groups), np.float32)
-    if given[STORED] != FLOAT32:
-        count_here = (stop - begin) * groups
-        at: Any = np.intp(wide.ctypes.data)
-        _widen(given[STORED], scales, begin * groups, count_here, at)
-        scales = at
-        if biases != 0:
-            biases = at + 4 * count_here
-            _widen(given[STORED], given[BIASES], begin * groups, count_here, biases)
-        else:
-            biases = scales
-        skip = 0
-    elif biases == 0:
-        biases = scales
-    row = 0
-    while row < count:
-        rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
-        x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
-        for out in range(begin, stop, OUTS):
-            weights = given[WEIGHTS] + out * given[ROW_BYTES]
-            at = 4 * groups * (out - begin + skip)
-            if stop - out < OUTS:
-                for one in range(out, stop):
-                    weights = given[WEIGHTS] + one * given[ROW_BYTES]
-                    at = 4 * groups * (one - begin + skip)
-                    for each in range(rows):
-                        tile(
-                            form, 1, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                            x + each * given[X_BYTES], given[X_BYTES], y + each * given[Y_BYTES] + 4 * one, given[Y_BYTES],
-                        )  # fmt: skip
-            elif rows == 4:
-                tile(
-                    form, 4, 4, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                )  # fmt: skip
-            elif rows == 2:
-                tile(
-                    form, 4, 2, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                )  # fmt: skip
-            else:
-                tile(
-                    form, 4, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                )  # fmt: skip
-        row += rows
-    wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address
-
-
-@compiled
-def multiply_rounded_pieces(  # noqa: PLR0917
-    arguments: int, first: int, last: int, form: int, stored: int, there: int
-) -> None:
-    """Multiply as ``multiply_pieces`` does, where the rows of x are rounded.
-
-    stored, there: how scales are, and, a literal, too, how tiles have them (PADS).
-    """
-    literally(form)
-    literally(there)
-    given = carray(words_at(arguments), 13)
-    groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
-    begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
-    all_scales, all_biases, skip = given[SCALES], given[BIASES], 0
-    scale_row = groups * (4 if there == FLOAT32 else 2)
-    wide = np.zeros((2, stop - begin, padded(groups)) if PADS else (2, 1, 1), np.float32)
-    if PADS:
-        into: Any = np.intp(wide.ctypes.data)
-        skip, scale_row = begin, 4 * padded(groups)
-        behind = (stop - begin) * scale_row
-        for out in range(stop - begin):
-            _widen(stored, given[SCALES], (begin + out) * groups, groups, into + out * scale_row)
-            _widen(stored, given[BIASES], (begin + out) * groups, groups, into + behind + out * scale_row)
-        all_scales, all_biases = into, into + behind
-    row = 0
-    while row < count:
-        rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
-        x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
-        for out in range(begin, stop, OUTS):
-            weights, at = given[WEIGHTS] + out * given[ROW_BYTES], (out - skip) * scale_row
-            scales, biases = all_scales + at, all_biases + at
-            if stop - out < OUTS:
-                for one in range(stop - out):
-                    at = one * scale_row
-                    for each in range(rows):
-                        byte_tile(
-                            form, there, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at, biases + at,
-                            groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
-                            y + each * given[Y_BYTES] + 4 * (out + one), given[Y_BYTES],
-                        )  # fmt: skip
-            elif rows == 4:
-                byte_tile(
-                    form, there, 4, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
-                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                )  # fmt: skip
-            elif rows == 2:
-                byte_tile(
-                    form, there, 4, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
-                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                )  # fmt: skip
-            else:
-                byte_tile(
-                    form, there, 4, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
-                    x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                )  # fmt: skip
-        row += rows
-    wide[0, 0, 0] = 0  # as above
 
 
 Kernel = Callable[[int, int, int], None]
@@ -232,24 +134,123 @@ Kernel = Callable[[int, int, int], None]
 
 
 def _exact_kernel(form: int) -> Kernel:
+    """Return what multiplies all rows of x with the rows of W from OUTS · first to before OUTS · last."""
+
     def kernel(arguments: int, first: int, last: int) -> None:
-        multiply_pieces(arguments, first, last, form)
+        given = words_at(arguments, 13)
+        groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
+        begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
+        scales, biases, skip = given[SCALES], given[BIASES], begin
+        wide = np.empty((2, 1 if given[STORED] == FLOAT32 else (stop - begin) * groups), np.float32)
+        if given[STORED] != FLOAT32:
+            count_here = (stop - begin) * groups
+            at: Any = np.intp(wide.ctypes.data)
+            _widen(given[STORED], scales, begin * groups, count_here, at)
+            scales = at
+            if biases != 0:
+                biases = at + 4 * count_here
+                _widen(given[STORED], given[BIASES], begin * groups, count_here, biases)
+            else:
+                biases = scales
+            skip = 0
+        elif biases == 0:
+            biases = scales
+        row = 0
+        while row < count:
+            rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
+            x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
+            for out in range(begin, stop, OUTS):
+                weights = given[WEIGHTS] + out * given[ROW_BYTES]
+                at = 4 * groups * (out - begin + skip)
+                if stop - out < OUTS:
+                    for one in range(out, stop):
+                        weights = given[WEIGHTS] + one * given[ROW_BYTES]
+                        at = 4 * groups * (one - begin + skip)
+                        for each in range(rows):
+                            tile(
+                                form, 1, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
+                                x + each * given[X_BYTES], given[X_BYTES], y + each * given[Y_BYTES] + 4 * one, given[Y_BYTES],
+                            )  # fmt: skip
+                elif rows == 4:
+                    tile(
+                        form, 4, 4, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
+                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                    )  # fmt: skip
+                elif rows == 2:
+                    tile(
+                        form, 4, 2, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
+                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                    )  # fmt: skip
+                else:
+                    tile(
+                        form, 4, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
+                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                    )  # fmt: skip
+            row += rows
+        wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address
 
     return kernel
 
 
 def _rounded_kernel(form: int, stored: int) -> Kernel:
-    there = FLOAT32 if PADS else stored
+    """Return what multiplies as an exact kernel does, where the rows of x are rounded. stored: how scales are."""
+    there = FLOAT32 if PADS else stored  # in tiles
 
     def kernel(arguments: int, first: int, last: int) -> None:
-        multiply_rounded_pieces(arguments, first, last, form, stored, there)
+        given = words_at(arguments, 13)
+        groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
+        begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
+        all_scales, all_biases, skip = given[SCALES], given[BIASES], 0
+        scale_row = groups * (4 if there == FLOAT32 else 2)
+        wide = np.zeros((2, stop - begin, padded(groups)) if PADS else (2, 1, 1), np.float32)
+        if PADS:
+            into: Any = np.intp(wide.ctypes.data)
+            skip, scale_row = begin, 4 * padded(groups)
+            behind = (stop - begin) * scale_row
+            for out in range(stop - begin):
+                _widen(stored, given[SCALES], (begin + out) * groups, groups, into + out * scale_row)
+                _widen(stored, given[BIASES], (begin + out) * groups, groups, into + behind + out * scale_row)
+            all_scales, all_biases = into, into + behind
+        row = 0
+        while row < count:
+            rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
+            x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
+            for out in range(begin, stop, OUTS):
+                weights, at = given[WEIGHTS] + out * given[ROW_BYTES], (out - skip) * scale_row
+                scales, biases = all_scales + at, all_biases + at
+                if stop - out < OUTS:
+                    for one in range(stop - out):
+                        at = one * scale_row
+                        for each in range(rows):
+                            byte_tile(
+                                form, there, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at, biases + at,
+                                groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
+                                y + each * given[Y_BYTES] + 4 * (out + one), given[Y_BYTES],
+                            )  # fmt: skip
+                elif rows == 4:
+                    byte_tile(
+                        form, there, 4, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                    )  # fmt: skip
+                elif rows == 2:
+                    byte_tile(
+                        form, there, 4, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                    )  # fmt: skip
+                else:
+                    byte_tile(
+                        form, there, 4, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
+                    )  # fmt: skip
+            row += rows
+        wide[0, 0, 0] = 0  # as above
 
     return kernel
 
 
 def _rounding_kernel(form: int) -> Kernel:
     def kernel(arguments: int, first: int, last: int) -> None:
-        given = carray(words_at(arguments), 6)
+        given = words_at(arguments, 6)
         size, group_size = given[2], given[5]
         for row in range(first, last):
             x, out = given[0] + row * given[1], given[3] + row * given[4]
@@ -259,11 +260,11 @@ def _rounding_kernel(form: int) -> Kernel:
 
 
 def _swap(arguments: int, first: int, last: int) -> None:
-    given = carray(words_at(arguments), 6)
+    given = words_at(arguments, 6)
     size = given[2]
     for row in range(first, last):
-        x = carray(floats_at(given[0] + row * given[1]), size)
-        out = carray(floats_at(given[3] + row * given[4]), size)
+        x = floats_at(given[0] + row * given[1], size)
+        out = floats_at(given[3] + row * given[4], size)
         for begin in range(0, size, LANES):
             for i in range(LANES // 2):
                 out[begin + 2 * i] = x[begin + i]
@@ -272,8 +273,8 @@ def _swap(arguments: int, first: int, last: int) -> None:
 
 def _several(arguments: int, first: int, last: int) -> None:
     """Do pieces of several matrices in a row. arguments: how many, then PER_MATRIX words each, and where the last one ends."""
-    count = carray(words_at(arguments), 1)[0]
-    given = carray(words_at(arguments + 8), PER_MATRIX * count + 1)
+    count = words_at(arguments, 1)[0]
+    given = words_at(arguments + 8, PER_MATRIX * count + 1)
     for each in range(count):
         words = given[PER_MATRIX * each : PER_MATRIX * each + PER_MATRIX + 1]
         begin, stop = max(first, words[0]), min(last, words[PER_MATRIX])

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types
+from numba import types
 
 from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, write_tokens
 from .attention_tiles import dot
-from .compiling import alone, compiled
+from .compiling import alone, compiled, inner
 from .pool import call, run
 from .products import ROWS_AT_ONCE, floats_at, several, words_at
 from .tiles import LANES
@@ -53,28 +53,28 @@ ATTENDED = 64
 """How many times the pool takes heads of rows from an attention, at most."""
 
 
-@compiled
+@inner
 def _norm(x: int, weight: int, size: int, eps: float, out: int) -> None:
     """Write x ÷ √(mean of squares + eps) · weight, all at addresses."""
     mean = dot(x, x, size // LANES) / np.float32(size)
     factor = np.float32(1) / np.sqrt(mean + eps)
-    given, weights, into = carray(floats_at(x), size), carray(floats_at(weight), size), carray(floats_at(out), size)
+    given, weights, into = floats_at(x, size), floats_at(weight, size), floats_at(out, size)
     for i in range(size):
         into[i] = given[i] * factor * weights[i]
 
 
-@compiled
+@inner
 def _add_bias(x: int, bias: int, size: int) -> None:
     if bias != 0:
-        into, added = carray(floats_at(x), size), carray(floats_at(bias), size)
+        into, added = floats_at(x, size), floats_at(bias, size)
         for i in range(size):
             into[i] += added[i]
 
 
-@compiled
+@inner
 def _turn(x: int, dims: int, paired: bool, turns: Any) -> None:
     """Rotate a head in place. turns (2, dims / 2): cosines and sines."""
-    head = carray(floats_at(x), dims)
+    head = floats_at(x, dims)
     half = dims // 2
     if paired:
         for i in range(half):
@@ -86,13 +86,13 @@ def _turn(x: int, dims: int, paired: bool, turns: Any) -> None:
             head[i], head[half + i] = a * c - b * s, b * c + a * s
 
 
-@compiled
+@inner
 def _gate(x: int, size: int, kind: int, out: int) -> None:
     """Write activation(x) · y, for x and y of ``size`` numbers one after another."""
     gates, values, into = (
-        carray(floats_at(x), size),
-        carray(floats_at(x + 4 * size), size),
-        carray(floats_at(out), size),
+        floats_at(x, size),
+        floats_at(x + 4 * size, size),
+        floats_at(out, size),
     )
     one, half = np.float32(1), np.float32(0.5)
     if kind == SILU:
@@ -110,16 +110,17 @@ def _gate(x: int, size: int, kind: int, out: int) -> None:
             into[i] = half * g * (one + np.float32(math.erf(g * np.float32(0.7071067811865476)))) * values[i]
 
 
-@compiled
+@inner
 def _multiply(pool: int, words: Any, rows: int) -> None:
     """Prepare rows and multiply them by matrices that share them."""
-    preparations = carray(words_at(words[4]), (words[5], PREPARATION))
+    preparations = words_at(words[4], (words[5], PREPARATION))
+    at_once: Any = np.intp(ROWS_AT_ONCE)  # a literal would be a type of its own, and compiled again
     for each in range(words[5]):
-        run(pool, preparations[each, 0], preparations[each, 1], rows, ROWS_AT_ONCE)
+        run(pool, preparations[each, 0], preparations[each, 1], rows, at_once)
     run(pool, words[0], words[1], words[2], words[3])
 
 
-@compiled
+@inner
 def _rotate_heads(model: Any, layer: Any, attention: Any, turns: Any, eps: float) -> None:
     """Norm and rotate queries and keys of all rows."""
     size, keys = attention[SIZE], attention[HEADS]
@@ -136,7 +137,7 @@ def _rotate_heads(model: Any, layer: Any, attention: Any, turns: Any, eps: float
                 _turn(x, model[ROPE_DIMS], model[PAIRED] != 0, turns[row, layer[ROPE]])
 
 
-@compiled
+@inner
 def _add(model: Any, bias: int, norm: int, numbers: Any) -> None:
     """Add what a block gives to the sum of all."""
     dims = model[DIMS]
@@ -146,7 +147,7 @@ def _add(model: Any, bias: int, norm: int, numbers: Any) -> None:
         _add_bias(added, bias, dims)
         if norm != 0:
             _norm(added, norm, dims, numbers[EPS], added)
-        hidden, more = carray(floats_at(model[HIDDEN] + place), dims), carray(floats_at(added), dims)
+        hidden, more = floats_at(model[HIDDEN] + place, dims), floats_at(added, dims)
         for i in range(dims):
             hidden[i] += more[i] * numbers[RESIDUAL]
 
@@ -162,10 +163,10 @@ def run_step(  # noqa: PLR0917
     """
     rows, inner, eps = model[COUNT], model[INNER], numbers[EPS]
     call(model[EMBEDDING], model[EMBEDDING + 1], 0, rows)
-    hidden = carray(floats_at(model[HIDDEN]), rows * model[DIMS])
+    hidden = floats_at(model[HIDDEN], rows * model[DIMS])
     for i in range(len(hidden)):
         hidden[i] *= numbers[EMBEDDED]
-    turns = carray(floats_at(model[ROPES_AT]), (rows, model[ROPES], 2, model[ROPE_DIMS] // 2))
+    turns = floats_at(model[ROPES_AT], (rows, model[ROPES], 2, model[ROPE_DIMS] // 2))
     head = RUNS * len(layers)
     for index in range(len(runs)):
         at, phase = min(index // RUNS, len(layers) - 1), index % RUNS
@@ -189,11 +190,12 @@ def run_step(  # noqa: PLR0917
             write_tokens(attention)
             if index < len(runs) - 1:
                 pieces = rows * attention[HEADS]
-                run(pool, model[ATTEND], attention.ctypes.data, pieces, 1 + pieces // ATTENDED)
+                words: Any = np.intp(attention.ctypes.data)
+                run(pool, model[ATTEND], words, pieces, 1 + pieces // ATTENDED)
     _finish(logits, numbers)
 
 
-@compiled
+@inner
 def _finish(logits: Any, numbers: Any) -> None:
     factor, softcap = numbers[LOGITS], numbers[SOFTCAP]
     one, two = np.float32(1), np.float32(2)
