@@ -97,10 +97,12 @@ class Progress:
         self._drawn_s = 0.0
         self._tenth = -1
         self._shown = False
+        self._said: set[str] = set()
 
     def update(self, done: int, total: int | None, what: str = "") -> None:
         """Show that ``done`` of ``total`` is done; ``what`` names the part at hand."""
         self._began = self._began or (time.monotonic(), done)
+        self._said.clear()
         if self._live:
             now = time.monotonic()
             if now - self._drawn_s < 0.1 and done != total:
@@ -112,6 +114,13 @@ class Progress:
             if tenth > self._tenth:
                 self._tenth = tenth
                 note(f"{self._label} {100 * done // total} % ({self._amount(done, total)})")
+
+    def say(self, text: str) -> None:
+        """Print a line instead, unless it was said since the last update."""
+        self.clear()
+        if text not in self._said:
+            self._said.add(text)
+            note(text)
 
     def clear(self) -> None:
         """Take the line off the terminal."""

@@ -154,11 +154,9 @@ def fetch(model: str, act: Callable[..., Path]) -> Path:
 def tell_loading(at: LoadProgress, bar: Progress) -> None:
     """Show how far loading has come."""
     if at.stage == "compile":
-        bar.clear()
-        note(COMPILING)
+        bar.say(COMPILING)
     elif at.stage == "rounding":
-        bar.clear()
-        note(MEASURING)
+        bar.say(MEASURING)
     elif at.stage != "warm-up":
         bar.update(at.done, at.total)
 

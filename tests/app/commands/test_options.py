@@ -19,11 +19,12 @@ from tokamac.app.backend.protocol import Load
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.commands import ask
 from tokamac.app.commands.bench_runs import message_ids
+from tokamac.app.commands.loading import COMPILING, MEASURING, tell_loading
 from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_bits, kv_spec, sampling
 from tokamac.app.prompts import compose
 from tokamac.app.settings import Settings
 from tokamac.engine import Engine, Message, OptionError, TemplateOptions
-from tokamac.engine.events import Finished, PrefillProgress, TextChunk
+from tokamac.engine.events import Finished, LoadProgress, PrefillProgress, TextChunk
 from tokamac.engine.metrics import Gaps, Metrics, Outlier, PromptBeside
 from tokamac.engine.model.adapters import read_adapter
 from tokamac.engine.options import KVSpec, Sampling
@@ -152,6 +153,13 @@ def test_model_text_on_a_terminal_passes_the_sanitiser_and_ends_its_line() -> No
         text.write(piece)
     text.end()
     assert stream.getvalue() == "a\ufffdb\ufffd\n"
+
+
+def test_a_load_says_once_what_it_waits_for_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = output.Progress("loading", plain=False)
+    for stage in ("weights", "compile", "rounding", "compile", "weights", "compile"):
+        tell_loading(LoadProgress(stage, 0, None), bar)
+    assert capsys.readouterr().err.splitlines() == [COMPILING, MEASURING, COMPILING]
 
 
 def test_progress_is_one_line_that_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
