@@ -58,6 +58,9 @@ LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
 LAYER_PATIENCE = 2.0
 """How much longer a whole layer is tried than other parts: a step of a model that takes turns is little else."""
 
+TIMED_WHOLE = 1 << 30
+"""Bytes of weights up to which a decode step by a CPU's kernels is timed at once: it takes a tenth of a second at most."""
+
 LAYER_KERNELS = 7
 """A layer's small kernels: two norms, two rotations, two sums, a gated product."""
 
@@ -568,14 +571,14 @@ class TimedModel:
         return part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary))
 
     def _step(self, part_s: PartTimer) -> StepLatency:
-        """Both halves of the layers, less the ends of a step that they have twice; of two layers, both at once."""
+        """All layers at once; or both halves, less the ends of a step that they have twice."""
         count = len(self.plan.layers)
         sums, one_s = self._halves(part_s, 1)
         twice_s = 0.0 if one_s is None else min(max((count * one_s - sums[0][1]) / (count - 2), 0.0), one_s)
         return StepLatency(tuple((depth, each - twice_s) for depth, each in sums), self._limit)
 
     def _pieces(self, part_s: PartTimer) -> PieceLatency:
-        """Both halves of the layers, and what the last layer of the first one lacks; of two layers, both at once."""
+        """All layers at once; or both halves, and what the last layer of the first one lacks."""
         from ..model.cpu.stepping import PIECE
 
         count = len(self.plan.layers)
@@ -590,8 +593,11 @@ class TimedModel:
         return max((each for each in limits if each is not None), default=None) if None not in limits else None
 
     def _halves(self, part_s: PartTimer, rows: int) -> tuple[list[tuple[int, float]], float | None]:
-        """Return the sum of both halves' seconds by depth, ascending, and the first layer's; None of two layers, timed at once."""
-        layers = self.plan.layers
+        """Return the seconds of all layers by depth, ascending, and None; or of both halves, and those of the first layer.
+
+        A long step is timed by halves, since a prompt may come meanwhile. Of a short one the ends weigh too much for that.
+        """
+        layers, weight_bytes = self.plan.layers, self.work.weight_bytes() or 0
         count = len(layers)
         products = ", ".join(kind.key for kind in self.work.products)
         shapes = "; ".join(dict.fromkeys(map(_cache_shape, layers)))
@@ -603,10 +609,11 @@ class TimedModel:
 
         depths = [max(depth, 1) for depth in attention_depths(self._limit)]
         held = [depth for depth in depths if sum(each.bytes_at(depth) for each in layers) <= LARGEST] or depths[:1]
-        halves = [(0, count // 2), (count // 2, count)] if count > 2 else [(0, count)]
+        whole = count <= 2 or weight_bytes <= TIMED_WHOLE
+        halves = [(0, count)] if whole else [(0, count // 2), (count // 2, count)]
         sums = [sum(seconds(first, last, depth) for first, last in halves) for depth in held]
         found = list(zip(held, accumulate(sums, max), strict=True))
-        return found, seconds(0, 1, held[0]) if count > 2 else None
+        return found, None if whole else seconds(0, 1, held[0])
 
     def _product(self, part_s: PartTimer, kind: Product, nbytes: int) -> PartLatency:
         def seconds(rows: int) -> float:

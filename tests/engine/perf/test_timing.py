@@ -577,13 +577,15 @@ def stepped() -> TimedModel:
 
 @on_a_cpu
 @pytest.mark.usefixtures("hurried")
-def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, monkeypatch):
+@pytest.mark.parametrize("most", [0, timing.TIMED_WHOLE], ids=["by halves", "whole"])
+def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, monkeypatch, most):
     def seconds(_steps: Any, _layers: Any, first: int, last: int, depth: int, rows: int) -> float:
         if rows == 1:
             return 2.0 + (last - first) * (3.0 + depth / 1000)
         return 5.0 + (last - first - 1) * (30.0 + depth / 100)  # of the last layer, keys and values alone
 
     monkeypatch.setattr(timing, "time_step", seconds)
+    monkeypatch.setattr(timing, "TIMED_WHOLE", most)
     measure = LatencyProfiler(stepped, tmp_path / "parts.json")
     list(measure.steps())
     pace, layers = measure.latency(), stepped.work.layers
