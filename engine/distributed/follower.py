@@ -19,7 +19,7 @@ from ..errors import TokamacError, computing_error
 from ..files import raise_open_files
 from ..options import KVSpec, LoadRequest
 from .channel import Channel, Record, records
-from .team import BEAT_S, join_group
+from .team import BEAT_S, ROOM_TOKENS, join_group
 
 if TYPE_CHECKING:
     from ..runner import Runner
@@ -35,6 +35,7 @@ class NodeFollower:
         self._group: Any = None
         self._runner: Runner | None = None
         self._replay: PassReplay | None = None
+        self._loaded = self._held = 0  # which load, and the bytes of its model alone
 
     def run(self, told: "queue.SimpleQueue[Record]") -> None:
         """Do what is told, for ever; what fails while the group computes ends the process."""
@@ -64,8 +65,16 @@ class NodeFollower:
 
     def _beat(self) -> None:
         while True:
-            self._out.send({"said": "alive"})
+            self._tell_room()
             threading.Event().wait(BEAT_S)
+
+    def _tell_room(self) -> None:
+        """Say that it lives, how many bytes there are beside the model, and how many a token takes of them."""
+        found: Record = {}
+        if (runner := self._runner) is not None and (budget := runner.runtime.memory_budget) is not None:
+            token_bytes = runner.runtime.plan.bytes_at(ROOM_TOKENS) // ROOM_TOKENS
+            found = {"loaded": self._loaded, "room": budget - self._held, "token_bytes": token_bytes}
+        self._out.send({"said": "alive", **found})
 
     @contextmanager
     def _telling_failures(self, said: str = "failed", *, fatal: bool = False) -> Iterator[None]:
@@ -85,6 +94,8 @@ class NodeFollower:
         self._group = join_group(backend, self._files)
 
     def _load(self, record: Record) -> None:
+        import mlx.core as mx
+
         from ..loading import described, load
         from .mirror import PassReplay
         from .split import NodeShare
@@ -93,6 +104,7 @@ class NodeFollower:
         share = NodeShare(self._group, self._group.rank(), self._group.size(), record["split"])
         number, request = record["number"], record["request"]
         runner = load(LoadRequest(**{**request, "kv": KVSpec(**request["kv"])}), share=share)
+        self._loaded, self._held = number, mx.get_active_memory()
         self._runner, runtime = runner, runner.runtime
         self._replay = PassReplay(
             runtime.model,
@@ -101,6 +113,7 @@ class NodeFollower:
             fused=runtime.shape.device,
             vocabulary=runner.spec.vocabulary_size,
         )
+        self._tell_room()  # before rank 0 asks
         self._out.send({"said": f"loaded {number}", **described(runner.spec, runtime.plan)})
 
     def _unload(self) -> None:

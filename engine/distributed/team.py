@@ -27,6 +27,8 @@ from .hosts import NodeHost, NodeHosts, hosts_of
 
 BEAT_S = 1.0
 """A follower says so often that it lives, whatever it computes."""
+ROOM_TOKENS = 4096
+"""Over so many, what a token takes is a mean: windows take no more."""
 SILENCE_S = 8.0
 """After which it counts as lost."""
 LINK_SILENCE_S = 9.0
@@ -158,6 +160,12 @@ class Team:
     def await_loaded(self) -> list[Record]:
         """Return what each follower says of the model that it loaded. Raises what one of them failed with."""
         return self.await_all(f"loaded {self._loads}", failed=f"failed {self._loads}")
+
+    def allowed(self, held: int, token_bytes: int) -> int | None:
+        """Return the bytes that arrays of this process may take as the others' memory allows; see ``allowed_by``."""
+        with self._changed:
+            said = [member.said.get("alive", {}) for member in self._members]
+        return allowed_by([each for each in said if each.get("loaded") == self._loads], held, token_bytes)
 
     def unload(self) -> None:
         """Have every follower let go of its model."""
@@ -302,6 +310,16 @@ def versions() -> Mapping[str, str]:
     from importlib import metadata
 
     return {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
+
+
+def allowed_by(others: Sequence[Record], held: int, token_bytes: int) -> int | None:
+    """Return the bytes that arrays of rank 0 may take, so that what tokens take on the others fits there; None where none says.
+
+    others: what each said last, of its room beside the model and of a token. held, token_bytes: what the model takes on rank 0, and
+    a token of its keys and values, which differs where layers are not divided evenly.
+    """
+    rooms = [other["room"] * token_bytes // other["token_bytes"] for other in others if other.get("token_bytes")]
+    return held + max(min(rooms), 0) if rooms else None
 
 
 def check_same(mine: Record, theirs: Sequence[Record], hosts: NodeHosts) -> None:

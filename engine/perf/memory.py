@@ -172,13 +172,18 @@ def array_budget() -> int | None:
 
 @dataclass(slots=True)
 class MemoryLimit:
-    """Bytes that the user lets MLX's arrays take; None is the system's limit. One object for all that ask, since it may change."""
+    """Bytes that the user lets MLX's arrays take; None is the system's limit. One object for all that ask, since it may change.
+
+    others: tells what other nodes that hold the model with this one allow; None is anything, or unknown.
+    """
 
     nbytes: int | None = None
+    others: Callable[[], int | None] = lambda: None
 
     def budget(self) -> int | None:
         """Return the bytes of the limit that holds now; None is unknown."""
-        return array_budget() if self.nbytes is None else self.nbytes
+        own, others = array_budget() if self.nbytes is None else self.nbytes, self.others()
+        return min((each for each in (own, others) if each is not None), default=None)
 
     def fits(self, more: int) -> bool:
         """Whether arrays may take so many bytes more; so they may where the limit is unknown."""

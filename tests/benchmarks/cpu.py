@@ -1,5 +1,6 @@
 """Section cpu: packed weights on a plain CPU, rounded and exact, beside float32 through NumPy, on a free and a busy machine."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -68,6 +69,20 @@ MIXTURE: dict[str, Any] = {
 MIXED = "mixture of 64 experts"
 MIXED_PROMPT = 64
 MIXED_FORMS = ("rounded", "MLX's experts")
+COMPILES = """
+import time
+from tokamac.engine.kv.codec import Plain
+from tokamac.engine.model.cpu import products, stepping
+from tokamac.engine.model.cpu.byte_tiles import can_round
+from tokamac.engine.model.cpu.tiles import BFLOAT16, WeightFormat
+
+began, format = time.perf_counter(), WeightFormat(4)
+products.prepare(format, BFLOAT16, rounded=can_round(format))
+stepping._prepare([(Plain(), Plain())])
+print(time.perf_counter() - began)
+"""
+"""Prints how long the kernels of a packed llama take."""
+MOST_COMPILE_S = 5.0
 LEAST_GAIN = {("guide", "rounded", "decode"): 2.0, (SEEDED, "rounded", "decode"): 5.0}
 
 
@@ -125,6 +140,8 @@ def measure_cpu(plan: Plan) -> Section:
         if plan.device == "cpu":
             from tests.engine.helpers import write_model
 
+            compiled = series([_compile_s() for _ in range(1 if plan.quick else FEWER_ROUNDS)])
+            rows.append(at_most("first use on a machine: kernels compiled", compiled, MOST_COMPILE_S, "s"))
             larger = write_model(Path(folder) / "larger", **PACKED, **LARGER)
             for name, model in (("guide", plan.folder), (SEEDED, str(larger))):
                 rows += _measured(name, model, plan)
@@ -146,6 +163,13 @@ def measure_cpu(plan: Plan) -> Section:
         + (_PEER if can_be_measured() else "llama.cpp was not measured: `make peers` builds it.")
     )
     return Section("CPU: packed weights, rounded, exact and unpacked", rows, how)
+
+
+def _compile_s() -> float:
+    with TemporaryDirectory(prefix="tokamac-kernels-") as kept:
+        run = [sys.executable, "-c", COMPILES]
+        done = subprocess.run(run, env={**os.environ, "NUMBA_CACHE_DIR": kept}, capture_output=True, check=True)
+    return float(done.stdout)
 
 
 def _measured(name: str, model: str, plan: Plan) -> Iterator[Row]:

@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tokamac.engine import Engine, KVSpec, Message, Nodes, Sampling, TokamacError
 from tokamac.engine.distributed import team as team_module
-from tokamac.engine.distributed.team import join
+from tokamac.engine.distributed.team import allowed_by, join
 from tokamac.engine.events import Failed, Finished, TextChunk
 
 GREEDY = Sampling(temperature=0, max_tokens=8)
@@ -129,6 +130,19 @@ def lost(engine: Engine, how: str) -> dict[str, Any]:
     return {"error": None}
 
 
+def bounded(engine: Engine) -> dict[str, Any]:
+    """Say what the other process allows this one, and what is said of a prompt once that is next to nothing."""
+    limit = engine._runner.runtime.memory_limit
+    found: dict[str, Any] = {"others": limit.others(), "own": replace(limit, others=lambda: None).budget()}
+    said = {"room": 1000, "token_bytes": 1}
+    limit.others = lambda: allowed_by([said], held(engine), 1)
+    try:
+        engine.ask(FIRST, GREEDY)
+    except TokamacError as error:
+        found["error"] = error.one_line()
+    return found
+
+
 NODES = Nodes(2)
 
 
@@ -153,6 +167,8 @@ def main() -> None:
                         told |= answers(engine)
                     case "cancel":
                         told |= cancelled(engine)
+                    case "bound":
+                        told |= bounded(engine)
                     case "wait":
                         print(json.dumps({"pids": join(NODES).pids}), flush=True)
                         threading.Event().wait()

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from tests.engine.helpers import until, write_tokenizer
 from tests.engine.kv.models import config_of, seeded
+from tokamac.engine.distributed.team import allowed_by
 from tokamac.engine.model.skeleton import skeleton_model
 
 ROOT = Path(__file__).parents[3]
@@ -134,6 +135,23 @@ def test_a_reply_that_is_cancelled_leaves_both_in_step(both: tuple[Rank0, Rank0]
     )
     assert together["reason"] == "cancelled"
     assert together["text"] == alone["text"]
+
+
+def test_the_node_with_the_least_room_for_its_tokens_bounds_all() -> None:
+    others = [{"room": 600, "token_bytes": 20}, {"room": 900, "token_bytes": 60}, {"said": "alive"}]
+    assert allowed_by(others, 5000, 40) == 5000 + 15 * 40  # the second has room for 15 tokens
+    assert allowed_by([{"room": -5, "token_bytes": 2}], 5000, 40) == 5000
+    assert allowed_by([{}], 5000, 40) is None
+
+
+def test_a_prompt_that_another_node_has_no_room_for_is_refused(
+    both: tuple[Rank0, Rank0], models: dict[str, Path]
+) -> None:
+    _, together = both
+    told = together.ask(models["llama"], "tensor", "bound")
+    assert 0 < told["others"] <= 2 * told["own"]  # two processes of one machine
+    assert "memory" in told["error"]
+    assert "texts" in together.ask(models["llama"], "tensor", "answer")
 
 
 def test_what_a_class_or_its_shape_does_not_allow_is_refused(
