@@ -557,7 +557,7 @@ def test_a_model_that_can_not_be_loaded_is_told_at_the_start(scripted: Scripted)
 
 
 @contextmanager
-def command(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def command(tmp_path: Path, *flags: str, model: str = "guide") -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start ``tokamac serve`` and yield it with its port."""
     home = {
         name: str(tmp_path) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")
@@ -565,7 +565,7 @@ def command(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[byte
     log = tmp_path / "stderr"  # a pipe that nobody reads would hold the server up, once it is full
     with log.open("w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tokamac.app.cli", "serve", "guide", "--port", "0", *flags],
+            [sys.executable, "-m", "tokamac.app.cli", "serve", model, "--port", "0", *flags],
             stderr=stderr, env={**os.environ, **home},
         )  # fmt: skip
     told: list[re.Match[str]] = []
@@ -628,6 +628,37 @@ def test_an_engine_that_is_killed_under_load_is_replaced(tmp_path: Path) -> None
         assert children(process) != [engine]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_a_server_that_is_killed_under_load_leaves_no_engine_and_its_port(tmp_path: Path) -> None:
+    model = str(make_tiny(tmp_path / "model", context=200_000))
+    with command(tmp_path, "--parallel", "4", model=model) as (process, port):
+        served = Served(port)
+        (engine,) = children(process)
+        streams = [begun(served, LONG) for _ in range(4)]
+        process.kill()
+        for raw in streams:
+            while piece := received(raw):
+                assert b"[DONE]" not in piece  # it looks like no whole answer
+            raw.close()
+
+        def is_gone() -> bool:
+            with suppress(ProcessLookupError):
+                os.kill(engine, 0)
+                return False
+            return True
+
+        until(is_gone)
+    with command(tmp_path, "--port", str(port), model=model) as (_, again):
+        assert again == port
+        assert Served(again).ask(CHAT, HI)[0] == 200
+
+
+def received(raw: socket.socket) -> bytes:
+    try:
+        return raw.recv(1 << 16)
+    except ConnectionError:
+        return b""
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
