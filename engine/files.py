@@ -34,6 +34,12 @@ TOKENIZER_BYTES = 512 << 20
 """A file of a tokenizer at most: the largest published ones have about 35 MB."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
 """Of which a folder with a whole model has one."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS = (
+    "adapter_config.json",
+    "adapters.safetensors",
+    "adapter_model.safetensors",
+)
+"""An adapter's files: its config, and its weights in mlx-lm's form or in PEFT's."""
 SLICE_BYTES = 1 << 16
 """Read at a time of a file that has grown, or whose size the system does not tell (/proc)."""
 

@@ -17,6 +17,8 @@ from .command_process import Ended, LineError, LineProcess, decode_line
 from .sharing import chat_socket
 
 PORT = 11435
+NEEDS = ("starlette", "uvicorn")
+"""Packages of the extra ``serve``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tokamac.engine.files import expanded
 from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import KVSpec
 
-from ..backend.chat_server import PORT as SERVE_PORT
+from ..backend import chat_server
 from ..backend.chat_server import ServerJob
 from ..backend.protocol import Load
 from ..models.local import hub_cache, must_be_downloaded, require
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ..markdown import OpenableLink
 
 Severity = Literal["information", "warning", "error"]
-SERVE_NEEDS = ("starlette", "uvicorn")
 NOT_SAVED = "Chats are not saved in this session; the reason was shown at the start."
 
 
@@ -530,10 +529,10 @@ def serve(view: ChatView, written: str) -> None:
     if view.server.on:
         view.say(f"{view.server.line}. /serve stop stops it.")
         return
-    port = whole_number(written) if written else SERVE_PORT
+    port = whole_number(written) if written else chat_server.PORT
     if port is None or not 1 <= port <= 65535:
         raise RefusedError("Write /serve and a port, 1 to 65535, or /serve stop.")
-    if any(find_spec(name) is None for name in SERVE_NEEDS):
+    if any(find_spec(name) is None for name in chat_server.NEEDS):
         raise RefusedError("The server needs starlette and uvicorn. Install them: pip install 'tokamac[serve]'.")
     if view.session.engine.phase is EnginePhase.UNLOADED:  # there is no process to serve
         view.perform(view.session.start())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tokamac.engine.errors import TokamacError
 
 from .. import INTERRUPTED
+from ..backend.chat_server import NEEDS, PORT
 from ..backend.keep_awake import KeepAwake, program
 from ..backend.protocol import Load
 from ..options import (
@@ -43,11 +44,9 @@ if TYPE_CHECKING:
     from ..serve.request import ServedModel
     from ..serve.server import ServerOptions
 
-HOST, PORT = "127.0.0.1", 11435
+HOST = "127.0.0.1"
 ENGINE_S = 60.0
 """How long the engine of a chat may take to be there."""
-NEEDS = ("starlette", "uvicorn")
-"""Packages of the extra ``serve``."""
 
 
 def parser() -> Parser:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError, ModelError, ModelNotFoundError
-from ..files import TOKENIZER_FILES, expanded, is_dir, read_text
+from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, TOKENIZER_FILES, expanded, is_dir, read_text
 from ..model.safetensors import find_shards, read_header
 from .names import EMBEDDED, ID, folder_name, id_of, nearest
 
@@ -111,9 +111,9 @@ def whole_snapshot(repo: Repo) -> Path | None:
 def whole_adapter(repo: Repo) -> Path | None:
     """Return the repository's folder on disk if it holds a whole adapter, else None. No network."""
     folder = _recorded(repo)
-    if folder is None or not (folder / "adapter_config.json").is_file():
+    if folder is None or not (folder / ADAPTER_CONFIG).is_file():
         return None
-    for name in ("adapters.safetensors", "adapter_model.safetensors"):
+    for name in (ADAPTER_WEIGHTS, PEFT_WEIGHTS):
         try:
             if (folder / name).is_file():
                 read_header(folder / name)

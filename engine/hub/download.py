@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, TokamacError
 from ..events import LoadProgress
-from ..files import exists, expanded, is_dir, to_disk
+from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, exists, expanded, is_dir, to_disk
 from ..model.safetensors import find_shards
 from ..model.stored_heads import MEDUSA_FILE, MTP_FILE
 from ..perf import measurement_store
@@ -72,7 +72,7 @@ WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tikt
 BESIDE = (MTP_FILE, MEDUSA_FILE)
 """Heads for further tokens, where a model has them."""
 
-ADAPTER_WANTED = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
+ADAPTER_WANTED = (PEFT_WEIGHTS, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 """What an adapter needs: its weights in either format, and its config."""
 
 OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}

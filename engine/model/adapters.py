@@ -25,7 +25,7 @@ from ..errors import (
     ModelNotFoundError,
     ModelUnsupportedError,
 )
-from ..files import CONFIG_BYTES, open_regular, read_bytes
+from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_BYTES, PEFT_WEIGHTS, open_regular, read_bytes
 from ..perf.cost import FLOATS
 from .safetensors import read_header
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
     from mlx import nn
 
-CONFIG = "adapter_config.json"
-MLX_WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
 PICKLED = ("adapter_model.bin", "adapters.npz")
 READ_BYTES = 8 << 20
 
@@ -101,7 +99,7 @@ class Adapter:
     @property
     def weights(self) -> Path:
         """The file of its tensors."""
-        return self.folder / (PEFT_WEIGHTS if self.kind == "PEFT" else MLX_WEIGHTS)
+        return self.folder / (PEFT_WEIGHTS if self.kind == "PEFT" else ADAPTER_WEIGHTS)
 
     def note(self, changes: "Mapping[str, Change]") -> str:
         """Return what a user should know of it."""
@@ -131,7 +129,7 @@ def read_adapter(folder: Path, name: str) -> Adapter:
 
     Raises ModelNotFoundError, ModelDamagedError or ModelUnsupportedError.
     """
-    peft, own = folder / PEFT_WEIGHTS, folder / MLX_WEIGHTS
+    peft, own = folder / PEFT_WEIGHTS, folder / ADAPTER_WEIGHTS
     weights = own if own.is_file() else peft
     if not weights.is_file():
         if any((folder / file).exists() for file in PICKLED):
@@ -139,12 +137,12 @@ def read_adapter(folder: Path, name: str) -> Adapter:
                 f"the adapter {name} is stored in a format that can run code when read", "Save it as safetensors."
             )
         raise ModelNotFoundError(
-            f"{folder} holds no adapter ({PEFT_WEIGHTS} or {MLX_WEIGHTS})",
+            f"{folder} holds no adapter ({PEFT_WEIGHTS} or {ADAPTER_WEIGHTS})",
             "Name the folder that an adapter was saved to.",
         )
     digest, state = xxhash.xxh3_128(), _state(weights)
-    raw = _config_bytes(folder / CONFIG)
-    config = _object(raw, folder / CONFIG)
+    raw = _config_bytes(folder / ADAPTER_CONFIG)
+    config = _object(raw, folder / ADAPTER_CONFIG)
     digest.update(raw)
     tensors = read_header(weights)
     with open_regular(weights) as file:
@@ -252,7 +250,9 @@ def _config_bytes(path: Path) -> bytes:
         return read_bytes(path, CONFIG_BYTES)
     except OSError as error:
         why = (
-            f"has no {CONFIG}" if isinstance(error, FileNotFoundError) else f"{CONFIG} can't be read: {error.strerror}"
+            f"has no {ADAPTER_CONFIG}"
+            if isinstance(error, FileNotFoundError)
+            else f"{ADAPTER_CONFIG} can't be read: {error.strerror}"
         )
         raise ModelDamagedError(f"{path.parent} {why}", "Save the adapter again, with its config.") from error
 
@@ -357,7 +357,9 @@ def _rank_and_scale(adapter: Adapter, path: str) -> tuple[int, float]:
 def _number(adapter: Adapter, config: Mapping[str, Any], key: str, *, least: float = 1) -> float:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ModelDamagedError(f"{CONFIG} of {adapter.name} sets {key} to {value!r:.40}", "Save the adapter again.")
+        raise ModelDamagedError(
+            f"{ADAPTER_CONFIG} of {adapter.name} sets {key} to {value!r:.40}", "Save the adapter again."
+        )
     return float(value)
 
 
