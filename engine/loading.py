@@ -539,7 +539,17 @@ def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyPr
         from .model.cpu.stepping import steps_of
 
         steps = steps_of(runtime.model)
-    timed = TimedModel(runtime.work, runtime.plan, by_kernels, runtime.device, key, rounded, steps is not None, steps)
+    timed = TimedModel(
+        runtime.work,
+        runtime.plan,
+        by_kernels,
+        runtime.device,
+        key,
+        rounded,
+        steps is not None,
+        steps,
+        runtime.tokenizer,
+    )
     return LatencyProfiler(timed)
 
 

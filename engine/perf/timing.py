@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from ..kv.cache import Cache
     from ..kv.plan import CachePlan, LayerPlan
     from ..model.cpu.stepping import Steps
+    from ..text.tokenizer import Tokenizer
 
 FILE = "parts.json"
 
-RECIPE = 9
+RECIPE = 10
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
@@ -270,16 +271,22 @@ def time_sampling(vocabulary: int) -> float:
     return typical_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
 
 
-def time_token(vocabulary: int) -> float:
-    """Time what the engine does for a token beside a pass of the model: choose it, bring it to the host, and count it."""
+def time_token(vocabulary: int, tokenizer: "Tokenizer | None") -> float:
+    """Time what the engine does for a token beside a pass of the model: choose it, bring it to the host, count it, and write it."""
     from ..options import Sampling
     from ..sampling import Sampler
     from ..schedule.decoding import Lane, decode_alone
+    from ..text.stream import ReplyText
 
-    logits = _ones(1, 1, vocabulary)
     lane = Lane([], [], 0, Sampler(Sampling(temperature=0), [0]), None)
+    (*_, letter) = (0,) if tokenizer is None else tokenizer.encode("a") or (0,)
+    logits = (mx.arange(vocabulary) == letter).astype(_float_type()).reshape(1, 1, vocabulary)
+    mx.eval(logits)
     tokens = decode_alone(lambda *_, **__: logits, lane, ahead=False)
-    return typical_s(lambda: next(tokens))
+    if tokenizer is None:
+        return typical_s(lambda: next(tokens))
+    text = ReplyText(tokenizer)
+    return typical_s(lambda: list(text.add(next(tokens))))
 
 
 def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) -> float:
@@ -508,7 +515,7 @@ class TimedModel:
 
     by_kernels: a CPU's own kernels multiply (engine/model/cpu); rounded: rows that are rounded, where they can be; stepped: they
     compute whole decode steps. steps: what computes these; None reads what was kept of them. machine: its
-    ``measurement_store.machine_key``.
+    ``measurement_store.machine_key``. tokenizer: of the text that tokens become; None times them without.
     """
 
     work: Workload
@@ -519,6 +526,7 @@ class TimedModel:
     rounded: bool = False
     stepped: bool = False
     steps: "Steps | None" = None
+    tokenizer: "Tokenizer | None" = None
 
     @property
     def layer_products(self) -> tuple[Product, ...]:
@@ -567,7 +575,7 @@ class TimedModel:
     def _sampling(self, part_s: PartTimer, vocabulary: int) -> float:
         """On a GPU the rest of the engine's work is done while it computes."""
         if self.device == "cpu":
-            return part_s(f"token of {vocabulary}", partial(time_token, vocabulary))
+            return part_s(f"token of {vocabulary}", partial(time_token, vocabulary, self.tokenizer))
         return part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary))
 
     def _step(self, part_s: PartTimer) -> StepLatency:

@@ -20,7 +20,7 @@ from tests.tiny import make_tiny
 from tokamac.engine import Engine, Finished, Sampling, runner
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.model.config import normalise
+from tokamac.engine.model.config import normalise, read_config
 from tokamac.engine.model.cpu import dense
 from tokamac.engine.model.cpu.stepping import steps_of, take_steps
 from tokamac.engine.model.loader import load_model
@@ -47,6 +47,9 @@ from tokamac.engine.perf.timing import (
 from tokamac.engine.perf.workload import Product
 from tokamac.engine.runner import AGAIN_S, MOST_AGAIN_S, QUIET_S, IdleProfiler
 from tokamac.engine.runtime import MachineSpeed
+from tokamac.engine.text import stream
+from tokamac.engine.text.stream import ReplyText
+from tokamac.engine.text.tokenizer import load_tokenizer
 
 # A pace made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found
 # again.
@@ -265,7 +268,7 @@ def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
 def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
     seconds, peaks = iter([0.25, 0.125, 0.5]), iter([0.5, 1.0, 0.25])
     for name in ("time_token", "time_sampling"):
-        monkeypatch.setattr(timing, name, lambda _: next(seconds))
+        monkeypatch.setattr(timing, name, lambda *_: next(seconds))
     monkeypatch.setattr(timing, "measure_tflops", lambda _: next(peaks))
     measure = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
     list(measure.steps())
@@ -561,9 +564,28 @@ def test_packed_matrices_and_large_plain_ones_wait_for_their_input(product, by_k
     assert timing.waits(product, by_kernels=by_kernels) == waits
 
 
+GUIDE = Path(__file__).parents[3] / "assets" / "guide" / "model"
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_tokens_time_is_also_that_of_its_text(monkeypatch):
+    tokenizer, texts = load_tokenizer(GUIDE, read_config(GUIDE), "guide"), []
+
+    class Noted(ReplyText):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            texts.append(self)
+
+    monkeypatch.setattr(stream, "ReplyText", Noted)
+    assert timing.time_token(4096, tokenizer) > 0
+    (text,) = texts
+    assert set(text.answer.split()) == {"a"}
+    assert timing.time_token(4096, None) > 0
+    assert len(texts) == 1
+
+
 # Decode steps that a CPU's kernels compute whole.
 
-GUIDE = Path(__file__).parents[3] / "assets" / "guide" / "model"
 on_a_cpu = pytest.mark.skipif(device_kind() != "cpu", reason="steps by kernels are a CPU's alone")
 
 
@@ -710,7 +732,7 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(
     clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
     monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
     for name in ("time_token", "time_sampling"):
-        monkeypatch.setattr(timing, name, lambda _: 2.0 / clock.now)
+        monkeypatch.setattr(timing, name, lambda *_: 2.0 / clock.now)
     measure = measuring_of(loaded_in_quiet)
     paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
     paced.idle()
