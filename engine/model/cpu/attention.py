@@ -269,6 +269,7 @@ def _attend(  # noqa: PLR0917
     parts: Any,
     block: Any,
 ) -> None:
+    """Attend with the queries of a row that share a head's keys. All after ``head`` is room to work in: no array is made here."""
     size, repeats = given[SIZE], given[REPEATS]
     table = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2))
     address, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
