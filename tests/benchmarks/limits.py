@@ -66,10 +66,10 @@ class LimitsLab:
     """A loaded engine whose pace on this machine is measured afresh."""
 
     def __init__(self, model: str) -> None:
-        with TemporaryDirectory(prefix="tokamac-pace-") as kept:
-            os.environ["XDG_CACHE_HOME"] = kept  # what another run kept is not found
-            self._server = EngineServer(model)
-            self._server.engine.measure()
+        self._kept = TemporaryDirectory(prefix="tokamac-pace-")
+        os.environ["XDG_CACHE_HOME"] = self._kept.name  # what another run kept is not found
+        self._server = EngineServer(model)
+        self._server.engine.measure()
 
     def reply(self, context: int, number: int) -> Paced:
         """Decode around ``context`` tokens."""
@@ -82,6 +82,7 @@ class LimitsLab:
     def close(self) -> None:
         """Free the model."""
         self._server.close()
+        self._kept.cleanup()
 
 
 def measure_limits(plan: Plan) -> Section:
