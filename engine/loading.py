@@ -18,7 +18,7 @@ from .chunking import Chunking
 from .device import DeviceKind, device_kind
 from .distributed.mirror import Mirror, SharedModel, SharedOperations, SharedPlan
 from .distributed.split import NodeShare
-from .distributed.team import ROOM_TOKENS, Team, check_same, versions
+from .distributed.team import Team, check_same, token_bytes_of, versions
 from .errors import MemoryLimitError, OptionError, TokamacError
 from .events import LoadProgress
 from .generation import Generation
@@ -166,8 +166,7 @@ class _Loading:
         on_close.enter_context(wired(planned_bytes(guessing.shape, capacity, chunking=planned.chunking)))
         if team is not None:
             check_same(described(spec, planned.plan), team.await_loaded(), team.hosts)
-            token_bytes = planned.plan.bytes_at(ROOM_TOKENS) // ROOM_TOKENS
-            self._limit.others = partial(team.allowed, mx.get_active_memory(), token_bytes)
+            self._limit.others = partial(team.allowed, mx.get_active_memory(), token_bytes_of(planned.plan))
         if device != "cpu" and (share is None or team is not None):
             self._report(LoadProgress("warm-up", 0, None))
             warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))

@@ -19,7 +19,7 @@ from ..errors import TokamacError, computing_error
 from ..files import raise_open_files
 from ..options import KVSpec, LoadRequest
 from .channel import Channel, Record, records
-from .team import BEAT_S, ROOM_TOKENS, join_group
+from .team import BEAT_S, join_group, token_bytes_of
 
 if TYPE_CHECKING:
     from ..runner import Runner
@@ -72,8 +72,8 @@ class NodeFollower:
         """Say that it lives, how many bytes there are beside the model, and how many a token takes of them."""
         found: Record = {}
         if (runner := self._runner) is not None and (budget := runner.runtime.memory_budget) is not None:
-            token_bytes = runner.runtime.plan.bytes_at(ROOM_TOKENS) // ROOM_TOKENS
-            found = {"loaded": self._loaded, "room": budget - self._held, "token_bytes": token_bytes}
+            room, token_bytes = budget - self._held, token_bytes_of(runner.runtime.plan)
+            found = {"loaded": self._loaded, "room": room, "token_bytes": token_bytes}
         self._out.send({"said": "alive", **found})
 
     @contextmanager

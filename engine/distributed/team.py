@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..device import end_without_mlx
 from ..errors import DeviceError, OptionError, TokamacError
@@ -37,6 +37,9 @@ CONNECT_S = 60.0
 """In which all have to start and to find each other."""
 LEAVE_S = 2.0
 """How long MLX gets to notice that the group is broken, before the process ends without it."""
+
+if TYPE_CHECKING:
+    from ..kv.plan import CachePlan
 
 T = TypeVar("T")
 
@@ -310,6 +313,11 @@ def versions() -> Mapping[str, str]:
     from importlib import metadata
 
     return {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
+
+
+def token_bytes_of(plan: "CachePlan") -> int:
+    """Return what a token takes of this process's memory in a long context."""
+    return plan.bytes_at(ROOM_TOKENS) // ROOM_TOKENS
 
 
 def allowed_by(others: Sequence[Record], held: int, token_bytes: int) -> int | None:

@@ -104,10 +104,12 @@ PACKED: Mapping[type[nn.Module], type[nn.Module]] = {
 }
 """What MLX's layers become. Subclasses of them may mean something else."""
 
+PackedLayer = PackedLinear | PackedEmbedding | PackedExperts
+
 
 def is_packed(model: nn.Module) -> bool:
     """Whether any layer of ``model`` multiplies packed weights by the kernels."""
-    return any(isinstance(module, PackedLinear | PackedEmbedding | PackedExperts) for module in model.modules())
+    return any(isinstance(module, PackedLayer) for module in model.modules())
 
 
 def is_a_step(x: mx.array) -> bool:

@@ -23,7 +23,7 @@ from mlx import nn
 from ..head import asking_for_logits
 from ..rounding_cost import RoundingCost
 from .byte_tiles import can_round
-from .packed import PackedEmbedding, PackedExperts, PackedLinear
+from .packed import PackedLayer
 from .products import Floats, PackedMatrix, Words
 
 TOKENS = 32
@@ -67,7 +67,7 @@ def measure_cost(model: nn.Module, ids: Sequence[int]) -> RoundingCost | None:
 
 def _roundable(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        if isinstance(module, PackedLinear | PackedEmbedding | PackedExperts) and can_round(module._matrix.format):
+        if isinstance(module, PackedLayer) and can_round(module._matrix.format):
             yield module
 
 
