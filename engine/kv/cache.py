@@ -13,7 +13,7 @@ Caches that grow can have a prefix in common (``share_prefix``, ``begin_with``):
 holds beyond it is in slots of its own. A decode step attends to both in turn, under one softmax.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,22 +228,27 @@ class Cache(AttendingCache):
         ring, start = self._pinned.ring, self._offset
         return start >= ring.keep and ring.shift(start) == ring.shift(start + count - 1) == self._pinned.shift
 
+    def claim(self, count: int) -> tuple[mx.array, ...]:
+        """Return what ``hold`` would evaluate, for one who evaluates that of several layers at once; () where nothing is."""
+        used, slot = self._next_slots(count)
+        return *self._keys.claim(used, slot), *self._values.claim(used, slot)
+
     def hold(self, count: int) -> HeldSlots:
         """Count the next ``count`` tokens as held, and return where the caller writes them. ``takes_in_place`` must allow it."""
-        start = self._offset
-
-        def slot() -> int:
-            return self.layout.spans(start - self._prefix_tokens, 1)[0].slot
-
-        used = self.layout.used(start + count) - self._prefix_tokens
+        used, slot = self._next_slots(count)
         keys, values = self._keys.in_place(used, slot), self._values.in_place(used, slot)
-        self._offset = start + count
+        self._offset += count
         self._high = max(self._high, self._offset)
         self._fetched = None
         held = self._held
         if held is None or held.keys is not keys or held.values is not values or held.prefix is not self._prefix:
             held = self._held = HeldSlots(keys, values, self._keys.capacity, self._prefix)
         return held
+
+    def _next_slots(self, count: int) -> tuple[int, Callable[[], int]]:
+        """Return how many slots are in use with ``count`` more tokens, and what tells the first one's slot."""
+        begin = self._offset - self._prefix_tokens
+        return self.layout.used(self._offset + count) - self._prefix_tokens, lambda: self.layout.spans(begin, 1)[0].slot
 
     @property
     def rewindable(self) -> int:

@@ -251,17 +251,17 @@ class Slots:
         self._limit = limit
         self.step, self.capacity = STEP, 0
         self._arrays: Encoded = ()
-        self._addresses: tuple[int, ...] = ()  # where the arrays lie, while nobody else can hold them
+        self._addresses: tuple[int, ...] | None = None  # None: others may hold the arrays; (): they are not evaluated
 
     @property
     def arrays(self) -> Encoded:
         """The arrays. Whoever has them may keep them."""
-        self._addresses = ()
+        self._addresses = None
         return self._arrays
 
     @arrays.setter
     def arrays(self, arrays: Encoded) -> None:
-        self._arrays, self._addresses = arrays, ()
+        self._arrays, self._addresses = arrays, None
         self.capacity = arrays[0].shape[2] if arrays else 0
 
     @property
@@ -274,7 +274,7 @@ class Slots:
 
         In place where nobody else holds the arrays: nothing else is copied, however much is held.
         """
-        self._addresses = ()
+        self._addresses = None
         if used > self.capacity:
             self._grow(encoded, max(used, reserve))
         count = encoded[0].shape[2]
@@ -295,20 +295,29 @@ class Slots:
             return arrays
         return tuple([array[..., :count, :] for array in arrays])  # a list: this runs in every step of every layer
 
-    def in_place(self, used: int, slot: Callable[[], int]) -> tuple[int, ...]:
-        """Return the addresses of the arrays for one who writes to slots itself, of which ``used`` will then be in use.
+    def claim(self, used: int, slot: Callable[[], int]) -> Encoded:
+        """Return the arrays, lazy, once nobody else holds them and ``used`` slots are there; () where ``in_place`` knows them so.
 
-        slot: tells the first that will be written. On a CPU, for stores that hold something. What MLX writes in place is held by
-        nobody else; so something is written first, unless nobody asked for the arrays since.
+        slot: tells the first that the caller will write itself. For stores that hold something. What MLX writes in place is held by
+        nobody else; so something is written there first, unless nobody asked for the arrays since.
         """
         if used > self.capacity:
             self._grow(self._arrays, used)
-        if not self._addresses:
+        if self._addresses:
+            return ()
+        if self._addresses is None:
             at = slot()
             for array in self._arrays:
                 array[..., at : at + 1, :] = mx.zeros((*array.shape[:2], 1, array.shape[3]), array.dtype)
-            mx.eval(self._arrays)
-            self._addresses = tuple(np.asarray(array).ctypes.data for array in self._arrays)
+            self._addresses = ()
+        return self._arrays
+
+    def in_place(self, used: int, slot: Callable[[], int]) -> tuple[int, ...]:
+        """Return the addresses of what was claimed, evaluated: on a CPU."""
+        if used > self.capacity or not self._addresses:
+            arrays = self.claim(used, slot)
+            mx.eval(arrays)
+            self._addresses = tuple(np.asarray(array).ctypes.data for array in arrays)
         return self._addresses
 
     def copy(self) -> "Slots":

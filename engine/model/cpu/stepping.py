@@ -123,6 +123,8 @@ class Steps:
         addresses: list[list[int]] = []
         positions: list[int] = []
         for lane in lanes:
+            if lane[0].claim(count):  # else the others, which were claimed with it, lie still
+                mx.eval([cache.claim(count) for cache in lane])
             positions += range(lane[0].offset, lane[0].offset + count)
             addresses += [[self._address(cache, cache.hold(count)) for cache in lane]] * count
         return self._spaces[key].run(ids, addresses, positions)
