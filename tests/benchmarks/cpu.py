@@ -72,16 +72,17 @@ MIXED_FORMS = ("rounded", "MLX's experts")
 COMPILES = """
 import time
 from tokamac.engine.kv.codec import Plain
-from tokamac.engine.model.cpu import products, stepping
+from tokamac.engine.model.cpu import products, step, stepping
 from tokamac.engine.model.cpu.byte_tiles import can_round
 from tokamac.engine.model.cpu.tiles import BFLOAT16, WeightFormat
 
 began, format = time.perf_counter(), WeightFormat(4)
+step.prepare_beside()
 products.prepare(format, BFLOAT16, rounded=can_round(format))
 stepping._prepare([(Plain(), Plain())])
 print(time.perf_counter() - began)
 """
-"""Prints how long the kernels of a packed llama take."""
+"""Prints how long the kernels of a packed llama take, as a load has them compiled."""
 MOST_COMPILE_S = 5.0
 LEAST_GAIN = {("guide", "rounded", "decode"): 2.0, (SEEDED, "rounded", "decode"): 5.0}
 

@@ -7,6 +7,7 @@ is the row's own, so its bits are the same in a batch.
 A row's cache is told by words (``CacheWords``), made anew when its arrays move; what a step adds is the position alone.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,9 @@ PART = 7
 """Key-value heads, query heads that share one, a head's numbers; rows; which layer of how many; the table of (cache's words,
 position) by row and layer; addresses and row bytes of queries, new keys and values, and of what comes out; address of scale and
 soft cap."""
+
+KERNEL_WORDS = tiles.COUNT + 1
+"""Of the arguments of a kernel that scores or mixes."""
 
 Words = npt.NDArray[np.int64]
 
@@ -155,12 +159,12 @@ def _store(x: Any, cache: Any, first: int, head: int, slot: int) -> None:
     _pack(x, side, numbers, place)
 
 
-@inner
-def write_tokens(given: Any) -> None:
-    """Write the new keys and values of all rows of a layer to their caches. They may change."""
+def _write_rows(arguments: int, first: int, last: int) -> None:
+    """Write the new keys and values of rows of a layer to their caches. They may change."""
+    given = words_at(arguments, ALL)
     size, heads = given[SIZE], given[HEADS]
     table = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2))
-    for row in range(given[ROWS]):
+    for row in range(first, last):
         words, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
         cache = words_at(words, PARTS)
         slot = _slot(cache, position)
@@ -256,50 +260,30 @@ def _read(  # noqa: PLR0917
 
 
 @inner
-def _attend(  # noqa: PLR0917
-    given: Any,
-    row: int,
-    head: int,
-    scores: Any,
-    sums: Any,
-    states: Any,
-    queries: Any,
-    own: Any,
-    work: Any,
-    parts: Any,
-    block: Any,
+def _ask(  # noqa: PLR0917
+    given: Any, cache: Any, row: int, head: int, own: Any, queries: Any
 ) -> None:
-    """Attend with the queries of a row that share a head's keys. All after ``head`` is room to work in: no array is made here."""
-    size, repeats = given[SIZE], given[REPEATS]
-    table = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2))
-    address, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
-    cache = words_at(address, PARTS)
-    tuning = floats_at(given[TUNING], 2)
-    key_bits_swapped, rotated = cache[KEYS + SWAPS], cache[KEYS + ROTATED]
+    """Write the queries of a row that share a head's keys as its kernel takes them. own: room for one."""
+    size, repeats, swapped, rotated = given[SIZE], given[REPEATS], cache[KEYS + SWAPS], cache[KEYS + ROTATED]
+    scale = floats_at(given[TUNING], 2)[0]
     asked = floats_at(given[QUERIES] + row * given[NEW_BYTES] + 4 * size * repeats * head, (repeats, size))
     for each in range(repeats):
         for i in range(size):
-            own[i] = asked[each, i] * tuning[0]
+            own[i] = asked[each, i] * scale
         if rotated:
             rotate(own, rotated)
         for begin in range(0, size, 16):
             for i in range(16):
-                source = 8 * (i % 2) + i // 2 if key_bits_swapped else i
-                queries[each, begin + i] = own[begin + source]
-        for i in range(size):
-            sums[each, i] = np.float32(0)
-        states[each, 0], states[each, 1] = np.float32(-np.inf), np.float32(0)
-    for side in range(2):
-        first, words = KEYS if side == 0 else VALUES, work[side]
-        words[tiles.ROW_BYTES], words[tiles.GROUPS] = cache[first + TOKEN_BYTES], cache[first + GROUPS]
-        words[tiles.BLOCKS], words[tiles.COUNT] = cache[first + BLOCKS], repeats
-    work[0][tiles.ROWS], work[0][tiles.ROWS_BYTES] = queries.ctypes.data, 4 * size
-    work[0][tiles.OUT], work[0][tiles.OUT_BYTES] = scores.ctypes.data, 4 * BLOCK
-    work[1][tiles.ROWS], work[1][tiles.ROWS_BYTES] = scores.ctypes.data, 4 * BLOCK
-    work[1][tiles.OUT], work[1][tiles.OUT_BYTES] = sums.ctypes.data, 4 * size
-    # What it sees: of each prefix, then of its own slots, up to three runs in the order of their tokens.
+                queries[each, begin + i] = own[begin + (8 * (i % 2) + i // 2 if swapped else i)]
+
+
+@inner
+def _see(address: int, cache: Any, position: int, segments: Any) -> Any:
+    """Write the segments that a position sees: of each prefix, then up to three runs of own slots, in the order of their tokens.
+
+    Return how many there are.
+    """
     window, keep, prefixes = cache[WINDOW], cache[KEEP], cache[PREFIXES]
-    segments = parts[: prefixes + 3]
     for part in range(prefixes):
         tokens = words_at(address + 8 * (PARTS + PART * part), 1)[0]
         segments[part, 0], segments[part, 1], segments[part, 2], segments[part, 3] = part, 0, tokens, tokens
@@ -316,7 +300,15 @@ def _attend(  # noqa: PLR0917
             segments[prefixes + 1, 1], segments[prefixes + 1, 2] = oldest, window + cache[SPARE]
             oldest = keep
         segments[prefixes + 2, 1], segments[prefixes + 2, 2] = oldest, newest + 1
-    _read(address, segments, block, head, work, scores, states, sums, tuning[1])
+    return prefixes + 3
+
+
+@inner
+def _answer(  # noqa: PLR0917
+    given: Any, cache: Any, row: int, head: int, sums: Any, states: Any
+) -> None:
+    """Write what a head's queries found."""
+    size, repeats = given[SIZE], given[REPEATS]
     out = floats_at(given[OUT] + row * given[OUT_BYTES] + 4 * size * repeats * head, (repeats, size))
     for each in range(repeats):
         total = states[each, 1]
@@ -329,27 +321,52 @@ def _attend(  # noqa: PLR0917
 def _attend_pieces(arguments: int, first: int, last: int) -> None:
     given = words_at(arguments, ALL)
     size, repeats = given[SIZE], given[REPEATS]
-    scores, states = np.empty((repeats, BLOCK), np.float32), np.empty((repeats, 2), np.float32)
-    sums, queries = np.empty((repeats, size), np.float32), np.empty((repeats, size), np.float32)
-    own, work = np.empty(size, np.float32), np.empty((2, tiles.COUNT + 1), np.int64)
     table, most = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2)), 0
     for row in range(given[ROWS]):
         most = max(most, words_at(table[row, given[LAYER], 0], PARTS)[PREFIXES])
-    parts, block = np.empty((most + 3, 4), np.int64), np.empty((most + 3, 3), np.int64)
+    # One array, shared out by hand: what makes an array is compiled for each kind.
+    room = np.empty(2 * KERNEL_WORDS + 7 * (most + 3) + repeats * (BLOCK + 2 + 2 * size) + size, np.int64)
+    at = np.intp(room.ctypes.data)
+    work, at = words_at(at, (2, KERNEL_WORDS)), at + 16 * KERNEL_WORDS
+    parts, at = words_at(at, (most + 3, 4)), at + 32 * (most + 3)
+    block, at = words_at(at, (most + 3, 3)), at + 24 * (most + 3)
+    scores, at = floats_at(at, (repeats, BLOCK)), at + 4 * repeats * BLOCK
+    states, at = floats_at(at, (repeats, 2)), at + 8 * repeats
+    sums, at = floats_at(at, (repeats, size)), at + 4 * repeats * size
+    queries, at = floats_at(at, (repeats, size)), at + 4 * repeats * size
+    own = floats_at(at, size)
     for piece in range(first, last):
         row, head = piece // given[HEADS], piece % given[HEADS]
-        _attend(given, row, head, scores, sums, states, queries, own, work, parts, block)
-    # numba lets go of an array after it was last named, whoever still has its address
-    scores[0, 0] = sums[0, 0] = queries[0, 0] = own[0] = 0
-    work[0, 0] = parts[0, 0] = block[0, 0] = 0
+        address, position = table[row, given[LAYER], 0], table[row, given[LAYER], 1]
+        cache = words_at(address, PARTS)
+        _ask(given, cache, row, head, own, queries)
+        for each in range(repeats):
+            for i in range(size):
+                sums[each, i] = np.float32(0)
+            states[each, 0], states[each, 1] = np.float32(-np.inf), np.float32(0)
+        for side in range(2):
+            words, side_of = work[side], KEYS if side == 0 else VALUES
+            words[tiles.ROW_BYTES], words[tiles.GROUPS] = cache[side_of + TOKEN_BYTES], cache[side_of + GROUPS]
+            words[tiles.BLOCKS], words[tiles.COUNT] = cache[side_of + BLOCKS], repeats
+            words[tiles.ROWS] = scores.ctypes.data if side else queries.ctypes.data
+            words[tiles.OUT] = sums.ctypes.data if side else scores.ctypes.data
+            words[tiles.ROWS_BYTES], words[tiles.OUT_BYTES] = (
+                4 * (BLOCK if side else size),
+                4 * (size if side else BLOCK),
+            )
+        segments = parts[: _see(address, cache, position, parts)]
+        _read(address, segments, block, head, work, scores, states, sums, floats_at(given[TUNING], 2)[1])
+        _answer(given, cache, row, head, sums, states)
+    room[0] = 0  # numba lets go of an array after it was last named, whoever still has its address
 
 
+@cache
 def attending() -> int:
-    """Return the address of the kernel whose pieces are rows times key-value heads."""
-    global _address  # noqa: PLW0603
-    if _address == 0:
-        _address = compile_kernel(_attend_pieces)
-    return _address
+    """Return the address of the kernel that attends: its pieces are rows times key-value heads."""
+    return compile_kernel(_attend_pieces)
 
 
-_address = 0
+@cache
+def writing() -> int:
+    """Return the address of the kernel that writes new keys and values, which may change: its pieces are rows."""
+    return compile_kernel(_write_rows)

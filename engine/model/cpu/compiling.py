@@ -9,6 +9,8 @@ they are written; ``contract`` alone (a product and a sum may be rounded once in
 
 import fcntl
 import hashlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +20,8 @@ from typing import Any, TypeVar
 
 from numba import cfunc, njit, types
 from numba.core.caching import FunctionCache
+
+from ...device import usable_cores
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,21 +61,43 @@ def compile_kernel(function: Callable[..., None]) -> int:
 
 @contextmanager
 def alone(function: Callable[..., Any]) -> Iterator[None]:
-    """Let no other process compile meanwhile what is kept in the folder of ``function``.
+    """Let no other process compile ``function`` meanwhile, where it is kept.
 
     numba takes a name for what it made and writes it to an index, without a lock: two that do so at once may give one's name to
     the code of the other, for good.
     """
     with _compiling, ExitStack() as stack:
         with suppress(RuntimeError, OSError):  # no folder, or one that can't be written: nothing is kept there
-            folder = Path(FunctionCache(function).cache_path)
-            if folder not in _locked:
-                folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((folder / "compiling.lock").open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-                _locked.append(folder)
-                stack.callback(_locked.remove, folder)
+            place = _lock_of(function)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(place.open("w")), fcntl.LOCK_EX)
         yield
+
+
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether ``function``, which is ``compiled``, was so before on this machine, and is kept."""
+    try:
+        return any(_folder_of(function).glob(f"*{function.__qualname__}*.nbi"))
+    except (RuntimeError, OSError):
+        return False
+
+
+def run_beside(code: str) -> None:
+    """Run Python in a process of its own that nobody waits for, where there is a core for it: numba compiles on one."""
+    if usable_cores() > 1:
+        silent = subprocess.DEVNULL
+        with suppress(OSError):
+            other = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=silent, stdout=silent, stderr=silent)
+            threading.Thread(target=other.wait, name="tokamac-compile-beside", daemon=True).start()
+
+
+def _lock_of(function: Callable[..., Any]) -> Path:
+    return _folder_of(function) / f"{function.__module__}.{function.__name__}-{function.__code__.co_firstlineno}.lock"
+
+
+def _folder_of(function: Callable[..., Any]) -> Path:
+    """Return where what is made of a function is kept. Raises RuntimeError where numba finds no folder."""
+    return Path(FunctionCache(function).cache_path)
 
 
 def _name_by_sources(function: Callable[..., Any]) -> None:
@@ -89,4 +115,3 @@ def digest_of(folder: Path) -> str:
 
 _alive: list[Any] = []
 _compiling = threading.RLock()
-_locked: list[Path] = []  # by this process: a second lock of its own would wait for the first

@@ -19,6 +19,7 @@ from ..head import are_asked_for
 from .byte_tiles import can_round
 from .dense import replace_plain
 from .products import PackedMatrix, prepare, several
+from .step import prepare_beside
 from .tiles import AFFINE, BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, FORMATS, FP4, FP8, LANES, WeightFormat
 
 MODES = {"affine": (AFFINE, None), "mxfp4": (FP4, E8M0), "nvfp4": (FP4, E4M3), "mxfp8": (FP8, E8M0)}
@@ -147,6 +148,8 @@ class Compiling:
 
     def _compile(self, formats: set[tuple[WeightFormat | None, int]], rounded: bool, experts: bool) -> None:
         try:
+            if formats:
+                prepare_beside()
             if experts:
                 several()
             for each, stored in formats:

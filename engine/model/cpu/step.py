@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, exponential, write_tokens
+from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, attending, exponential, writing
 from .attention_tiles import dot
-from .compiling import alone, compiled, inner
+from .compiling import alone, compiled, inner, is_kept, run_beside
 from .pool import call, run
 from .products import ROWS_AT_ONCE, floats_at, several, words_at
 from .tiles import LANES
@@ -30,8 +30,8 @@ COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORM
 """Rows; a row's numbers, and those between the products of a feed-forward block; of a head, those that are rotated, and whether
 pairs stand side by side; how many rotations, and the address of their cosines and sines; then addresses of buffers: the sum of what
 layers add, what is normed of it, what one adds, gates and what they gate, both in one; and of the last norm's weights."""
-EMBEDDING, ATTEND, MODEL = 14, 16, 17
-"""Where the embedding's kernel and its arguments stand, and the kernel of attention; how many words in all."""
+EMBEDDING, WRITE, ATTEND, MODEL = 14, 16, 17, 18
+"""Where the embedding's kernel and its arguments stand, and attention's kernels; how many words in all."""
 
 BEFORE, AFTER, ADDED_BIAS, QUERY_NORM, KEY_NORM, JOINED_BIAS, GATED_BIAS, ROPE, LAYER = 0, 2, 4, 6, 7, 8, 9, 10, 11
 """Addresses: weights of the norms before attention and before feed-forward, and of those of what either adds, and the biases of
@@ -187,10 +187,10 @@ def run_step(  # noqa: PLR0917
                 _gate(gated, inner, model[ACTIVATION], model[ACTED] + 4 * inner * row)
         elif index < head:
             _rotate_heads(model, layer, attention, turns, eps)
-            write_tokens(attention)
+            words: Any = np.intp(attention.ctypes.data)
+            call(model[WRITE], words, 0, rows)
             if index < len(runs) - 1:
                 pieces = rows * attention[HEADS]
-                words: Any = np.intp(attention.ctypes.data)
                 run(pool, model[ATTEND], words, pieces, 1 + pieces // ATTENDED)
     _finish(logits, numbers)
 
@@ -206,13 +206,24 @@ def _finish(logits: Any, numbers: Any) -> None:
                 logits[row, i] = softcap * (one - two / (one + exponential(two * (logits[row, i] / softcap))))
 
 
-def prepare() -> None:
-    """Compile what every step runs, if it was not."""
+def prepare(*, from_end: bool = False) -> None:
+    """Compile what every step runs, if it was not; in turn, or the last first, for one who begins while another does."""
+    parts = (several, writing, attending, _compile_step)
+    for part in reversed(parts) if from_end else parts:
+        part()
+
+
+def prepare_beside() -> None:
+    """Have another process begin with that meanwhile, if it was not compiled."""
+    if not is_kept(run_step.py_func):  # type: ignore[attr-defined]
+        run_beside(f"from {__name__} import prepare\nprepare(from_end=True)")
+
+
+def _compile_step() -> None:
     words, table, numbers = types.int64[::1], types.int64[:, ::1], types.float32[::1]
     given = (types.intp, words, table, table, table, numbers, types.float32[:, ::1])
     with alone(run_step.py_func):  # type: ignore[attr-defined]
         run_step.compile(given)  # type: ignore[attr-defined]
-    several()
 
 
 Floats = npt.NDArray[np.float32]

@@ -216,7 +216,7 @@ class _Space:
                 for each in (self._hidden, self._normed, self._added, self._gated, self._acted, parts.last_norm)
             ),
             *embedding_of(parts.embedding._matrix, self._ids, self._hidden, self._keep),
-            attention.attending(),
+            *(attention.writing(), attention.attending()),
         )
         self._numbers = np.array((parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32)
         self._layers = np.array([self._layer_words(each) for each in parts.layers])
@@ -392,11 +392,10 @@ def take_steps(model: nn.Module, plan: CachePlan, make: Caching, compiling: Call
 
 
 def _prepare(codecs: Iterable[tuple[Codec, Codec]]) -> None:
-    step.prepare()
-    attention.attending()
     for keys, values in codecs:
         scoring_of(_form(keys, LANES)[0])
         mixing_of(_form(values, LANES)[0])
+    step.prepare()
 
 
 def _difference(model: nn.Module, steps: Steps, make: Caching) -> float:

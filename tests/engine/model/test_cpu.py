@@ -103,23 +103,58 @@ def test_no_other_process_compiles_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
     """numba's index of what is kept is not locked, and two that write it at once may name each other's code."""
     locked: list[bool] = []
 
-    def compile_now(*_: object, **__: object) -> Callable[[object], object]:
-        (folder,) = compiling._locked
-        with (folder / "compiling.lock").open("w") as other:
+    def is_locked(function: Callable[..., Any]) -> bool:
+        with compiling._lock_of(function).open("w") as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                locked.append(True)
-        with compiling.alone(kernel):  # what is compiled within it waits for nobody
+                return True
+        return False
+
+    def compile_now(*_: object, **__: object) -> Callable[[object], object]:
+        locked.extend((is_locked(kernel), is_locked(another)))
+        with compiling.alone(another):  # what is compiled within it waits for nobody
             return lambda _: SimpleNamespace(address=7)
 
     def kernel(arguments: int, first: int, last: int) -> None:
         """Nothing."""
 
+    def another(arguments: int, first: int, last: int) -> None:
+        """Nothing."""
+
     monkeypatch.setattr(compiling, "cfunc", compile_now)
     monkeypatch.setattr(compiling, "_alive", [])
     assert compiling.compile_kernel(kernel) == 7
-    assert (locked, compiling._locked) == ([True], [])
+    assert (locked, is_locked(kernel)) == ([True, False], False)
+
+
+def test_two_processes_compile_what_a_step_runs(tmp_path: Path) -> None:
+    """What the other one made is taken from where it is kept, and nothing is compiled where all is."""
+    code = """
+import sys
+from numba.core import event
+from tokamac.engine.model.cpu import compiling, step
+made, others = [], []
+class Listener(event.Listener):
+    def on_start(self, begun): made.append(begun.data["dispatcher"].py_func.__name__)
+    def on_end(self, ended): pass
+event.register("numba:compile", Listener())
+start = compiling.subprocess.Popen
+compiling.subprocess.Popen = lambda *given, **named: others.append(start(*given, **named)) or others[-1]
+compiling.usable_cores = lambda: 2
+step.prepare_beside()
+if sys.argv[1] == "wait":
+    others[0].wait()
+step.prepare()
+print(len(others), len(made))
+"""
+    for wait, expected in (("wait", (1, 0)), ("go on", (0, 0))):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code, wait],
+            capture_output=True, text=True, env=environment, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+        assert done.stdout == "{} {}\n".format(*expected), done.stderr
 
 
 def test_nothing_is_read_that_was_let_go_of() -> None:
