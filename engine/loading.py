@@ -32,6 +32,7 @@ from .model.corrections import use_short_factors
 from .model.loader import BUILD_ERRORS, DTYPES, LoadedModel, load_model, position_rows
 from .model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost, rounds_here
 from .model.stored_heads import StoredHeads, find_heads
+from .model.stored_parts import Part
 from .options import KVSpec, LoadRequest, Sampling
 from .perf.bandwidth import with_bandwidth
 from .perf.cost import cost_of_model, text_config
@@ -451,9 +452,9 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
 
 def _divide(
     share: NodeShare, device: DeviceKind, limit: MemoryLimit, module: Any, config: dict[str, Any]
-) -> dict[str, Any]:
-    """Leave a module this process's part of it; return the part's config. Raises MemoryLimitError where that does not fit."""
-    own = share.divide(module, config)
+) -> tuple[dict[str, Any], Mapping[str, Part]]:
+    """Do what ``share.divide`` does. Raises MemoryLimitError where the part does not fit."""
+    own, parts = share.divide(module, config)
     held = cost_of_model(module, own, form=form_on(device)).weight_bytes
     budget = limit.budget()
     if budget is not None and held > budget:
@@ -461,7 +462,7 @@ def _divide(
         raise MemoryLimitError(
             f"this node's part of the weights takes {needed}, and {most} may be used", "Use more nodes, or fewer bits."
         )
-    return own
+    return own, parts
 
 
 def described(spec: ModelSpec, plan: CachePlan) -> dict[str, Any]:

@@ -8,12 +8,14 @@ not, which the engine tells from a reply.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..device import DeviceKind
 from ..errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
@@ -21,7 +23,8 @@ from ..files import not_opened
 from ..perf.cost import Cost, cost_of_model, leaf_modules
 from .config import model_classes, read_config
 from .config_rules import doubts_of
-from .safetensors import find_shards
+from .safetensors import StoredTensor, find_shards, locate_tensors
+from .stored_parts import Part, read_part
 from .weights import without_fp8
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -38,6 +41,21 @@ BUILD_ERRORS = (
 BytesProgress = Callable[[int, int], None]
 Classes = tuple[Callable[..., Any], type[Any]]
 """What builds a model, and mlx-lm's ModelArgs for it (``model_classes``)."""
+Divide = Callable[[Any, dict[str, Any]], tuple[dict[str, Any], Mapping[str, Part]]]
+"""Leaves a process its part of a module with lazy weights; returns the part's config, and what it has of which parameters, where
+that is known (distributed/split.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPart:
+    """What this process reads of a parameter that lies in a file as it is in the module. dtype: there, MLX's."""
+
+    tensor: StoredTensor
+    part: Part
+    dtype: mx.Dtype
+
+    def read(self) -> mx.array:
+        return mx.array(read_part(self.tensor, self.part)).view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +85,7 @@ def load_model(
     compiling: Callable[[], None] = lambda: None,
     unchecked: bool = False,
     rounded: bool = False,
-    divide: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
+    divide: Divide | None = None,
 ) -> LoadedModel:
     """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all; ``compiling`` is called where a CPU's
     kernels are compiled, as at their first use, and are waited for.
@@ -75,21 +93,28 @@ def load_model(
     dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
     CPU backend runs half precision by slow scalar code; packed matrices stay as they are stored, scales and all. unchecked: load
     what the rule for configs doubts, too. rounded: compile what rounds rows, too (cpu/rounding.py); none is rounded yet. divide:
-    leaves this process a part of the module before anything is read, and returns the part's config; on a CPU its layers stay MLX's
-    own, whose passes can be built without being computed.
+    leaves this process a part of the module before anything is read. Of a tensor that it divides only that part is read, unless the
+    class's ``sanitize`` does more to it than rename: then it is read whole, and cut. On a CPU the layers of a part stay MLX's own,
+    whose passes can be built without being computed.
     Raises ModelError (missing, damaged, unsupported) and OptionError.
     """
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype {dtype} is not supported", f"Use one of {', '.join(DTYPES)}.")
     config = read_config(folder)
-    find_shards(folder)
+    shards = find_shards(folder)
     doubts = doubts_about(config) if unchecked else ()
-    module, config = build_model(folder, config, unchecked=unchecked)
+    module, config, sources = _build(folder, config, unchecked=unchecked)
     if device == "cpu":
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
+    own: dict[str, _OwnPart] = {}
     if divide is not None:
-        config = divide(module, config)
+        dtypes = {name: array.dtype for name, array in tree_flatten(module.parameters())}
+        config, parts = divide(module, config)
+        tensors = locate_tensors(shards) if parts else {}
+        for name in parts.keys() & sources.keys():
+            if (tensor := tensors.get(sources[name])) is not None:
+                own[name] = _OwnPart(tensor, parts[name], dtypes[name])
     eager, by_kernels = fill(
         module,
         folder,
@@ -99,6 +124,7 @@ def load_model(
         compiling=compiling,
         kernels=divide is None,
         rounded=rounded,
+        own=own,
     )
     bound_positions(module)
     mx.clear_cache()
@@ -115,8 +141,10 @@ def fill(
     compiling: Callable[[], None] = lambda: None,
     rounded: bool = False,
     kernels: bool = True,
+    own: Mapping[str, _OwnPart] = MappingProxyType({}),
 ) -> tuple[bool, bool]:
-    """Read the lazy weights of a module in the types for the device, as ``load_model`` says. kernels: a CPU's own may be used.
+    """Read the lazy weights of a module in the types for the device, as ``load_model`` says. kernels: a CPU's own may be used. own:
+    parameters that are read in part, which its kernels know nothing of.
 
     Returns whether decoding waits for the device between layers, and whether a CPU's own kernels multiply. Raises ModelDamagedError
     and OptionError.
@@ -129,7 +157,7 @@ def fill(
         return _read_for_kernels(module, folder, dtype, progress, lambda: compiled.wait(compiling)), True
     if wanted is not None:
         module.set_dtype(wanted)
-    _read(module, folder, dtype, progress)
+    _read(module, folder, dtype, progress, own)
     return False, False
 
 
@@ -146,7 +174,7 @@ def _read_for_kernels(
     restore = keep_packed(module)
     module.set_dtype(mx.float32)
     restore()
-    _read(module, folder, dtype, progress)
+    _read(module, folder, dtype, progress, {})
     compiled()
     try:
         logits = logits_width(module)
@@ -162,12 +190,19 @@ def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:
 
 def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
+    return _build(folder, config, unchecked=unchecked)[:2]
+
+
+def _build(
+    folder: Path, config: dict[str, Any], *, unchecked: bool
+) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
+    """Return what ``build_model`` and ``load_lazily`` do."""
     classes = model_classes(config)
     for doubt in doubts_of(config, classes[1]):
         if not unchecked:
             raise doubt
     try:
-        module, loaded = load_lazily(folder, without_fp8(config), classes)
+        return load_lazily(folder, without_fp8(config), classes)
     except ModelError:
         raise
     except BUILD_ERRORS as error:
@@ -182,7 +217,6 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
         raise ModelUnsupportedError(
             f"{folder} needs a package that is not installed: {error}", "Use another model."
         ) from error
-    return module, loaded
 
 
 def _refuse_gpu_words(module: nn.Module) -> None:
@@ -194,18 +228,31 @@ def _refuse_gpu_words(module: nn.Module) -> None:
         )
 
 
-def load_lazily(folder: Path, config: dict[str, Any], classes: Classes) -> tuple[nn.Module, dict[str, Any]]:
-    """Return what mlx-lm's loader makes of a folder: the module with lazy weights, and its config.
+def load_lazily(
+    folder: Path, config: dict[str, Any], classes: Classes
+) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
+    """Return what mlx-lm's loader makes of a folder: the module with lazy weights, its config, and sources.
 
+    Sources are the names in the files of the parameters that are there as they are in the module: ``sanitize`` handed the same
+    array on. (No class changes one in place there; all make new ones.)
     Raises ValueError where an array is of another type than its place in the model, and whatever mlx-lm raises.
     """
     from mlx_lm.utils import load_model as build
 
     make, arguments = classes
     expected: dict[str, tuple[type | None, bool]] = {}
+    stored: dict[int, tuple[str, mx.array]] = {}  # with the arrays, so that no other has the id of one
 
     def made(args: Any) -> Any:
         module = make(args)
+        adapted: Callable[[dict[str, mx.array]], dict[str, mx.array]] = module.sanitize
+
+        @wraps(adapted)
+        def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            stored.update((id(array), (name, array)) for name, array in weights.items())
+            return adapted(weights)
+
+        module.sanitize = sanitize
         expected.update({name: (owner, floating) for name, owner, floating in _typed(module)})
         return module
 
@@ -217,7 +264,11 @@ def load_lazily(folder: Path, config: dict[str, Any], classes: Classes) -> tuple
             scales is not None and biases is not None and scales.dtype != biases.dtype
         ):  # MLX takes both; kernels read them alike
             leaf.scales, leaf.biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return module, loaded
+    parameters = tree_flatten(module.parameters())
+    sources = {name: stored[id(array)][0] for name, array in parameters if id(array) in stored}
+    stored.clear()  # or what is read would be held here, too
+    module.sanitize = module.sanitize.__wrapped__
+    return module, loaded, sources
 
 
 def _typed(module: nn.Module) -> Iterator[tuple[str, type | None, bool]]:
@@ -247,11 +298,18 @@ def _plain(array: mx.array) -> str:
     return str(array.dtype).removeprefix("mlx.core.")
 
 
-def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress) -> None:
+def _read(
+    module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, own: Mapping[str, _OwnPart]
+) -> None:
     parameters = tree_flatten(module.parameters())
     total, done = sum(array.nbytes for _, array in parameters), 0
     progress(0, total)
-    for name, array in parameters:
+    read: list[tuple[str, mx.array]] = []
+    for name, lazy in parameters:
+        array = lazy
+        if (part := own.get(name)) is not None:
+            array = part.read().astype(lazy.dtype)
+            read.append((name, array))
         # Evaluated one by one, so that a bar can move and a nonsense value can be named.
         floating = mx.issubdtype(array.dtype, mx.floating)
         if floating and not bool(mx.all(mx.isfinite(array)).item()):
@@ -264,6 +322,7 @@ def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesPro
         mx.eval(array)
         done += array.nbytes
         progress(done, total)
+    module.update(tree_unflatten(read))
 
 
 def position_rows(model: Any) -> int | None:

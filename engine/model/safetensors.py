@@ -5,6 +5,8 @@ import math
 import operator
 import os
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,16 @@ TYPE_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2), **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2"), 1),
 }  # fmt: skip
 """Bytes of an element, by type; the length of a tensor of another type is not checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is. begin: of its first byte, in the file."""
+
+    file: Path
+    begin: int
+    shape: tuple[int, ...]
+    item_bytes: int
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -66,11 +78,31 @@ def check_places(folder: Path, shards: list[Path]) -> None:
             )
 
 
+def locate_tensors(shards: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Return where each tensor of these files is, by name: those of one file alone whose type has bytes of its own.
+
+    Raises ModelDamagedError like ``read_header``.
+    """
+    found, twice = dict[str, StoredTensor](), set[str]()
+    for shard in shards:
+        tensors, begin = _read_header(shard)
+        twice |= found.keys() & tensors.keys()
+        for name, entry in tensors.items():
+            if (width := TYPE_BYTES.get(entry["dtype"])) is not None:
+                found[name] = StoredTensor(shard, begin + entry["data_offsets"][0], tuple(entry["shape"]), width)
+    return {name: tensor for name, tensor in found.items() if name not in twice}
+
+
 def read_header(shard: Path) -> dict[str, Any]:
     """Return a safetensors header (tensor name → dtype, shape, data_offsets) after checking that the file is as long as it says.
 
     Raises ModelDamagedError when it is not.
     """
+    return _read_header(shard)[0]
+
+
+def _read_header(shard: Path) -> tuple[dict[str, Any], int]:
+    """Return a header, and where in the file the tensors begin."""
     try:
         file = open_regular(shard)
     except NotRegularError as error:
@@ -90,7 +122,7 @@ def read_header(shard: Path) -> dict[str, Any]:
         raise _damaged(shard, "its header is not readable") from error
     if 8 + length + end != size:
         raise _damaged(shard, f"it has {size:,} bytes instead of {8 + length + end:,}")
-    return tensors
+    return tensors, 8 + length
 
 
 def _checked_end(tensors: dict[str, Any]) -> int:
