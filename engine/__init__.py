@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         TextChunk,
         TokenLogprob,
         ToolCall,
+        ToolCallDelta,
         Truncated,
     )
     from .kv.divergence import Trial, TrialProgress
@@ -120,6 +121,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "ToolCall",
+    "ToolCallDelta",
     "ToolSpec",
     "Trial",
     "TrialProgress",
@@ -133,7 +135,7 @@ _NAMES = {
     "chat": "Chat",
     "engine": "Engine",
     "events": "Action Alternative Branch Continue Edit Event Failed Finished Live LoadProgress "
-    "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall Truncated",
+    "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall ToolCallDelta Truncated",
     "kv.divergence": "Trial TrialProgress",
     "metrics": "Gaps Metrics",
     "options": "KVSpec Nodes PromptCacheSpec Sampling Speculation TemplateOptions ToolSpec",

@@ -274,9 +274,9 @@ class Engine:
         continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
         all of the reply, and ``max_tokens`` counts what is new. template: what the chat template is told beside the messages, and
         how long the model may think; what it can't be told, and anything but a budget for token ids, raises OptionError.
-        tools: functions that the model may call, as ToolSpecs or as OpenAI's API writes them. Each call is a ToolCall event once it
-        is whole, and ``Finished`` has them all; a Message of role "tool" for each gives its result. OptionError where the model
-        takes none.
+        tools: functions that the model may call, as ToolSpecs or as OpenAI's API writes them. A call's arguments are ToolCallDelta
+        events while they are written, then a ToolCall, and ``Finished`` has all calls; a Message of role "tool" for each gives its
+        result. OptionError where the model takes none.
         background: nobody waits for it: it takes a tenth of the time at most while others are asked for. kv_bits: of its keys and
         values, in place of those that the model was loaded with: nothing is taken from the prompt cache then, or kept there.
         OptionError where loading would raise it for them.

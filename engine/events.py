@@ -23,7 +23,8 @@ class ToolCall:
     """A call of a function, as the model wrote it: part of an assistant's message, and an event once it is whole.
 
     arguments: a JSON object, as text. id: tells it from the other calls of the conversation. problem: why the call could not be
-    read; ``arguments`` is then what the model wrote, which is text of the reply as well. Raises OptionError for other arguments.
+    read; ``arguments`` is then what the model wrote, which is text of the reply as well, and what was told of it (ToolCallDelta)
+    is void. Raises OptionError for other arguments.
     """
 
     name: str
@@ -48,6 +49,20 @@ class ToolCall:
     def values(self) -> dict[str, Any]:
         """The arguments by name; none of a call that could not be read."""
         return {} if self.problem else dict(json.loads(self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a call's arguments, while the model writes them.
+
+    The pieces of a call follow each other, from the first, which tells its name and id, to its ToolCall; none of another call
+    comes between. Joined they are its ``arguments``, as soon as that tells no problem. Formats that can't be told piece by piece
+    have one piece.
+    """
+
+    name: str
+    arguments: str
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +207,7 @@ class Failed:
     error: TokamacError
 
 
-Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | ToolCall | Finished
+Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | ToolCallDelta | ToolCall | Finished
 
 
 @dataclass(frozen=True, slots=True)

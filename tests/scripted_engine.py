@@ -34,6 +34,7 @@ from tokamac.engine.events import (
     Price,
     TextChunk,
     ToolCall,
+    ToolCallDelta,
 )
 from tokamac.engine.options import NOTHING_TOLD, PARALLEL, Sampling, TemplateOptions
 from tokamac.engine.passes.cost import cost_of
@@ -127,7 +128,9 @@ LONG_CALL = ToolCall(
     "calculate", json.dumps({"expression": f"{'+'.join('7' * 200)}+6*7\n{'1 ' * 1200}and 4+2"}), "scripted2"
 )
 """Longer in a word, and in a line, than a note may be; what matters is in the middle."""
+CUT_CALL = ToolCall("read_file", '{"path": "no', "scripted4", problem="it breaks off")
 SCENARIOS = {
+    "calls-and-breaks-off": Scenario(calls=(CALLS[1], CUT_CALL), gap_s=0.04, prefill_step_s=0.0),
     "calls": Scenario(calls=CALLS, gap_s=0.0, prefill_step_s=0.0),
     "calls-at-length": Scenario(calls=(LONG_CALL,), gap_s=0.0, prefill_step_s=0.0),
     "calls-a-server": Scenario(calls=(ToolCall("slow_send", "{}", "scripted3"),), gap_s=0.0, prefill_step_s=0.0),
@@ -387,8 +390,17 @@ class ScriptedEngine(Engine):
         yield from self._prefill(reply, stamps)
         stamps.add_token(len(self._replies))
         yield TextChunk("I look.")
-        yield from self._scenario.calls
-        yield Finished("tool_calls", "I look.", stamps.metrics(), tool_calls=self._scenario.calls)
+        said = "I look."
+        for call in self._scenario.calls:
+            for piece in _pieces(call.arguments):
+                time.sleep(self._scenario.gap_s)
+                yield ToolCallDelta(call.name, piece, call.id)
+            yield call
+            if call.problem:
+                said += call.arguments
+                yield TextChunk(call.arguments)
+        reason: FinishReason = "length" if self._scenario.calls[-1].problem else "tool_calls"
+        yield Finished(reason, said, stamps.metrics(), tool_calls=self._scenario.calls)
 
     def _prefill(self, reply: "ScriptedReply", stamps: "_Stamps") -> Iterator[Event]:
         new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps

@@ -8,9 +8,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 
-from tokamac.engine.events import TextChunk
+from tokamac.engine.events import TextChunk, ToolCallDelta
 
 from .protocol import EngineMessage, Heartbeat, ReplyEvent, encode
 
@@ -20,6 +21,9 @@ FLUSH_BESIDE_S: dict[str, float] = {"cpu": 0.2}
 STATS_S = 0.4
 HEARTBEAT_S = 1.0
 
+Piece = TextChunk | ToolCallDelta
+"""What is told in batches: text, of the reply or of a call's arguments."""
+
 
 class Outbox:
     """Writes messages to a file descriptor. Any thread may call."""
@@ -27,7 +31,7 @@ class Outbox:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, list[TextChunk]]] = []  # a reply, and text of it that is all of one kind
+        self._waiting: list[tuple[int, list[Piece]]] = []  # a reply, and text of it that is all of one kind
         self._flushed = 0.0
         self.flush_s = FLUSH_S
 
@@ -38,7 +42,7 @@ class Outbox:
     def put(self, message: EngineMessage) -> None:
         """Write ``message`` after any text that waits; text itself now, or with what follows within ``flush_s``."""
         with self._lock:
-            if isinstance(message, ReplyEvent) and isinstance(message.event, TextChunk):
+            if isinstance(message, ReplyEvent) and isinstance(message.event, Piece):
                 self._wait(message.id, message.event)
             else:
                 self._flush(message)
@@ -48,13 +52,13 @@ class Outbox:
         with self._lock:
             self._flush()
 
-    def _wait(self, reply: int, chunk: TextChunk) -> None:
+    def _wait(self, reply: int, piece: Piece) -> None:
         """Have text wait with what waits of the same reply, whatever other replies said meanwhile: each batch wakes the screen."""
-        last = next((chunks for of, chunks in reversed(self._waiting) if of == reply), None)
-        if last is not None and last[0].kind == chunk.kind:
-            last.append(chunk)
+        last = next((pieces for of, pieces in reversed(self._waiting) if of == reply), None)
+        if last is not None and _kind(last[0]) == _kind(piece):
+            last.append(piece)
         else:
-            self._waiting.append((reply, [chunk]))
+            self._waiting.append((reply, [piece]))
         if time.monotonic() - self._flushed >= self.flush_s:
             self._flush()
 
@@ -63,7 +67,7 @@ class Outbox:
         if waiting:
             self._flushed = time.monotonic()
         if waiting or then:
-            self._write(*(ReplyEvent(reply, _joined(chunks)) for reply, chunks in waiting), *then)
+            self._write(*(ReplyEvent(reply, _joined(pieces)) for reply, pieces in waiting), *then)
 
     def _write(self, *messages: EngineMessage) -> None:
         lines = memoryview(b"".join(encode(message) for message in messages))
@@ -71,7 +75,16 @@ class Outbox:
             lines = lines[os.write(self._fd, lines) :]
 
 
-def _joined(chunks: list[TextChunk]) -> TextChunk:
+def _kind(piece: Piece) -> tuple[type, str]:
+    """Return what pieces have in common that can be told as one: none of another call comes between those of a call."""
+    return type(piece), piece.kind if isinstance(piece, TextChunk) else piece.id
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+    if calls:
+        return replace(calls[0], arguments="".join(piece.arguments for piece in calls))
+    chunks = [piece for piece in pieces if isinstance(piece, TextChunk)]
     return TextChunk(
         "".join(chunk.text for chunk in chunks),
         chunks[0].kind,

@@ -505,7 +505,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class ReplyEvent:
-    """An event of reply ``id``, as the engine said it; of ``TextChunk`` several in one. Live: what is measured so far."""
+    """An event of reply ``id``, as the engine said it; of pieces of text several in one. Live: what is measured so far."""
 
     id: int
     event: Event | Live

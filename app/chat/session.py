@@ -25,6 +25,7 @@ from tokamac.engine.events import (
     PrefillProgress,
     TextChunk,
     ToolCall,
+    ToolCallDelta,
 )
 from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
@@ -850,7 +851,7 @@ class Session:
     def _note(self, event: Event | Live, progress: ReplyProgress) -> None:
         """Take note of how a reply, or a version of one, is doing."""
         match event:
-            case TextChunk():
+            case TextChunk() | ToolCallDelta():
                 self._watchdog.progress(reading=False)
                 if self.engine.phase is EnginePhase.PREFILL:
                     self.engine.enter(EnginePhase.DECODING)

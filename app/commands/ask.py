@@ -24,6 +24,7 @@ from tokamac.engine.events import (
     PrefillProgress,
     TextChunk,
     ToolCall,
+    ToolCallDelta,
     Truncated,
 )
 from tokamac.engine.files import expanded
@@ -412,6 +413,8 @@ def write_event(event: Event, writer: "JsonWriter | TextWriter", *, near_to: str
         writer.squeezed(event)
     elif isinstance(event, ToolCall):
         writer.called(event)
+    elif isinstance(event, ToolCallDelta):
+        pass  # the call is written once it is whole
     else:
         more = offer(near_to, event.text) if near_to and event.reason == "stop" else ""
         if more:

@@ -1,6 +1,8 @@
 """Anthropic's messages: https://docs.anthropic.com/en/api/messages, and its count of tokens.
 
 Marks for its prompt cache (``cache_control``) are met in any case: all that was computed of a prompt is kept and found again.
+A call that breaks off while it is streamed stays as far as it came, as where Anthropic's own model reaches its limit; its text is
+the next block, and it alone makes no ``stop_reason`` "tool_use".
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall
+from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall, ToolCallDelta
 from tokamac.engine.options import Thinking, ToolSpec
 
 from .errors import RequestError, unsupported
@@ -95,7 +97,7 @@ class MessageExchange(Exchange):
 
     def told(self, reply: ServedReply, event: Event) -> Iterator[bytes]:
         """See ``Exchange``."""
-        if not self._has_begun and isinstance(event, PrefillProgress | TextChunk | ToolCall | Finished):
+        if not self._has_begun and isinstance(event, PrefillProgress | TextChunk | ToolCallDelta | Finished):
             self._has_begun = True
             head = self._head([], self._usage(reply, 0))
             yield sse(
@@ -111,11 +113,12 @@ class MessageExchange(Exchange):
                     else {"type": "thinking_delta", "thinking": text}
                 )
                 yield self._delta(delta)
-            case ToolCall(name, arguments, id, ""):
-                yield from self._closed()
-                block = {"type": "tool_use", "id": id, "name": name, "input": {}}
-                yield from self._begun("tool_use", block)
+            case ToolCallDelta(name, arguments, id):
+                if self._open != "tool_use":
+                    yield from self._closed()
+                    yield from self._begun("tool_use", {"type": "tool_use", "id": id, "name": name, "input": {}})
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            case ToolCall() if self._open == "tool_use":
                 yield from self._closed()
             case Finished():
                 yield from self._closed()

@@ -2,7 +2,8 @@
 
 Thinking is ``reasoning_content``, both ways, as other local servers have it. Beyond OpenAI's fields a request may have those of
 Sampling, ``thinking_budget``, ``chat_template_kwargs`` and ``continue_final_message``; an answer has ``tokamac`` in each
-choice: what was measured.
+choice: what was measured. A call that breaks off while it is streamed stays as far as it came, as where OpenAI's own model
+reaches its limit; its text follows as content, and it alone makes no ``finish_reason`` "tool_calls".
 """
 
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from tokamac.engine.events import Event, Finished, Message, TextChunk, TokenLogprob, ToolCall
+from tokamac.engine.events import Event, Finished, Message, TextChunk, TokenLogprob, ToolCall, ToolCallDelta
 from tokamac.engine.options import ToolSpec
 
 from .errors import RequestError, unsupported
@@ -108,7 +109,8 @@ class ChatExchange(Exchange):
         given.refuse(OTHERS, "this server answers text with text")
         given.done()
         self._begun: set[int] = set()
-        self._calls: dict[int, int] = {}
+        self._calls: dict[int, int] = {}  # of each choice
+        self._calling: set[int] = set()  # choices in whose calls more is to come
 
     def whole(self, replies: Sequence[ServedReply]) -> dict[str, Any]:
         """See ``Exchange``."""
@@ -133,12 +135,16 @@ class ChatExchange(Exchange):
             case TextChunk(text, kind, _, logprobs):
                 name = "content" if kind == "answer" else "reasoning_content"
                 yield self._chunk(reply, {name: text}, logprobs if kind == "answer" else ())
-            case ToolCall(name, arguments, id, ""):
-                at = self._calls.get(reply.choice, 0)
-                self._calls[reply.choice] = at + 1
-                begun = {"index": at, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
-                yield self._chunk(reply, {"tool_calls": [begun]})
+            case ToolCallDelta(name, arguments, id):
+                at = self._calls.setdefault(reply.choice, 0)
+                if reply.choice not in self._calling:
+                    self._calling.add(reply.choice)
+                    begun = {"index": at, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                    yield self._chunk(reply, {"tool_calls": [begun]})
                 yield self._chunk(reply, {"tool_calls": [{"index": at, "function": {"arguments": arguments}}]})
+            case ToolCall() if reply.choice in self._calling:
+                self._calling.discard(reply.choice)
+                self._calls[reply.choice] += 1
             case Finished():
                 yield self._chunk(reply, {}, last_logprobs(event), ended=True)
 

@@ -1,7 +1,8 @@
 """OpenAI's responses: https://platform.openai.com/docs/api-reference/responses.
 
 Nothing is kept here, so a request brings the whole conversation: ``previous_response_id`` is refused. Thinking is the text of a
-reasoning item, which may be sent back as it came.
+reasoning item, which may be sent back as it came. A call that breaks off while it is streamed is an item with the status
+"incomplete", and its text follows as a message.
 """
 
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall
+from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall, ToolCallDelta
 from tokamac.engine.options import ToolSpec
 
 from .errors import RequestError, unsupported
@@ -119,7 +120,8 @@ class ResponseExchange(Exchange):
             if self._scored:
                 message["content"][0]["logprobs"] = [score(each) for each in reply.logprobs]
             output.append(message)
-        return self._response(_status(reply), [*output, *(_function_call(each) for each in reply.calls)], reply)
+        output += [_function_call(each.name, each.id, each.arguments, "completed") for each in reply.calls]
+        return self._response(_status(reply), output, reply)
 
     def told(self, reply: ServedReply, event: Event) -> Iterator[bytes]:  # noqa: ARG002
         """See ``Exchange``."""
@@ -135,9 +137,15 @@ class ResponseExchange(Exchange):
                 if kind == "answer" and self._scored:
                     self._open["content"][0]["logprobs"] += more["logprobs"]
                 yield self._event(f"response.{_TEXT[kind]}.delta", **self._place(), delta=text, **more)
-            case ToolCall(problem=""):
-                yield from self._closed()
-                yield from self._call(event)
+            case ToolCallDelta(name, arguments, id):
+                if self._open is None or self._open["type"] != "function_call":
+                    yield from self._begun_call(name, id)
+                assert self._open is not None
+                self._open["arguments"] += arguments
+                place = self._place_of_call()
+                yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            case ToolCall(problem=problem) if self._open is not None and self._open["type"] == "function_call":
+                yield from self._ended_call(is_whole=not problem)
             case Finished():
                 yield from self._closed()
                 if not self._output:
@@ -230,15 +238,27 @@ class ResponseExchange(Exchange):
         self._output.append(item)
         self._open = None
 
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        item, at = _function_call(call), len(self._output)
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        named = {"item_id": item["id"], "output_index": at}
-        yield self._event("response.output_item.added", output_index=at, item=begun)
-        yield self._event("response.function_call_arguments.delta", **named, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **named, arguments=call.arguments, name=call.name)
-        yield self._event("response.output_item.done", output_index=at, item=item)
+    def _begun_call(self, name: str, id: str) -> Iterator[bytes]:
+        """Begin the item of a call."""
+        yield from self._closed()
+        item = self._open = _function_call(name, id, "", "in_progress")
+        yield self._event("response.output_item.added", output_index=len(self._output), item=dict(item))
+
+    def _ended_call(self, *, is_whole: bool) -> Iterator[bytes]:
+        """End the open item, a call."""
+        item = self._open
+        assert item is not None
+        if is_whole:
+            told = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **self._place_of_call(), **told)
+        item["status"] = "completed" if is_whole else "incomplete"
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
+        self._open = None
+
+    def _place_of_call(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output)}
 
 
 _TEXT = {"thinking": "reasoning_text", "answer": "output_text"}
@@ -249,10 +269,9 @@ def _status(reply: ServedReply) -> str:
     return "incomplete" if reply.reason == "length" else "completed"
 
 
-def _function_call(call: ToolCall) -> dict[str, Any]:
+def _function_call(name: str, id: str, arguments: str, status: str) -> dict[str, Any]:
     return {
-        "id": f"fc_{uuid4().hex}", "type": "function_call", "status": "completed", "call_id": call.id, "name": call.name,
-        "arguments": call.arguments,
+        "id": f"fc_{uuid4().hex}", "type": "function_call", "status": status, "call_id": id, "name": name, "arguments": arguments,
     }  # fmt: skip
 
 

@@ -6,9 +6,11 @@ lose its own middle: a file with a question after it keeps both its ends. Nothin
 cut in the same way.
 """
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+from zlib import crc32
 
 from ..errors import ContextError, OptionError, TemplateError
 from ..events import Message, Truncated
@@ -190,7 +192,7 @@ class Prompting:
             self._checkpoints(before, ids) if self._needs_checkpoints else (),
             recorder,
             thinking_budget=self._template.thinking_budget,
-            calls=tokenizer.call_reader(len(ids)),
+            calls=tokenizer.call_reader(crc32(array("q", ids))),
         )
 
     def held(self, request: Request) -> Request:

@@ -1,13 +1,13 @@
 """From tokens to what the reader sees: whole characters, no stop texts, thinking kept apart from the answer."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..events import Alternative, TextChunk, TextKind, TokenLogprob, ToolCall
+from ..events import Alternative, TextChunk, TextKind, TokenLogprob, ToolCall, ToolCallDelta
 from .continuation import PartialReply
 from .tokenizer import LONGEST_PENDING, Tokenizer
-from .tools import BARE, CALLED_FUNCTION, CallReader, may_be_bare
+from .tools import BARE, CALLED_FUNCTION, CallReader, OpenCall, may_be_bare
 
 if TYPE_CHECKING:
     from ..sampling import Score
@@ -17,6 +17,9 @@ CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"
 ``<|end|><|start|>assistant<|channel|>final<|message|>``. https://cookbook.openai.com/articles/openai-harmony"""
 
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+ReplyPart = TextChunk | ToolCallDelta | ToolCall
+"""What a reply's tokens make."""
 
 
 def held_back(text: str, markers: tuple[str, ...]) -> int:
@@ -43,7 +46,7 @@ def first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 class ReplyText:
-    """Collects a reply token by token; ``add`` and ``finish`` yield TextChunks, and ToolCalls where the model was given tools.
+    """Collects a reply token by token; ``add`` and ``finish`` yield TextChunks, and calls where the model was given tools.
 
     ``answer`` and ``thinking`` hold all that was yielded of each kind, after what a continued reply began with. Stop texts apply to
     the answer alone: once ``stopped_by`` is one of them, nothing more will come. Of a Harmony reply, the channel ``analysis`` is
@@ -76,9 +79,7 @@ class ReplyText:
         self._call_marks = (
             tokenizer.token_ids(calls.form.start) if calls is not None and calls.form.start else frozenset()
         )
-        self._in_call = False
-        self._called = ""  # the function that a Harmony header named
-        self._call_header = ""
+        self._call: OpenCall | None = None
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(() if partial is None else partial.ids)
         self._stops = () if unstopped else stops
@@ -91,7 +92,7 @@ class ReplyText:
     @property
     def thinks(self) -> bool:
         """Whether the next token is thinking, as far as the tokens so far tell."""
-        return self._in_thinking and not self._in_header and not self._in_call and not self.stopped
+        return self._in_thinking and not self._in_header and self._call is None and not self.stopped
 
     @property
     def is_settled(self) -> bool:
@@ -103,7 +104,7 @@ class ReplyText:
         """Whether a stop text was met."""
         return self.stopped_by is not None
 
-    def add(self, token: int) -> Iterator[TextChunk | ToolCall]:
+    def add(self, token: int) -> Iterator[ReplyPart]:
         """Add the next token of the reply; end and padding marks are skipped, unless a stop text ends with one."""
         if self.stopped:
             return
@@ -122,9 +123,12 @@ class ReplyText:
 
     def _is_of_call(self, token: int) -> bool:
         """Whether a hidden token is part of a call: a mark of it, or between its marks."""
-        return token in self._call_marks or (self._in_call and token not in self._tokenizer.eos_ids)
+        is_marked = self._reader is not None and self._reader.form.name != BARE
+        return token in self._call_marks or (
+            self._call is not None and is_marked and token not in self._tokenizer.eos_ids
+        )
 
-    def finish(self) -> Iterator[TextChunk | ToolCall]:
+    def finish(self) -> Iterator[ReplyPart]:
         """Yield what was held back, now that nothing follows."""
         if not self.stopped:
             self._pending += self._detokenizer.flush()
@@ -135,22 +139,26 @@ class ReplyText:
         self.stopped_by = stop
         self._pending = ""
 
-    def _drain(self, *, final: bool) -> Iterator[TextChunk | ToolCall]:
+    def _drain(self, *, final: bool) -> Iterator[ReplyPart]:
         channels = self._tokenizer.writes_channels
         start = self._call_start
         while not self.stopped:
-            if self._in_call:
-                body = self._call_body(final=final)
-                if body is None:
+            if self._call is not None:
+                has_ended = yield from self._grow_call(self._call, final=final)
+                if not has_ended:
                     return
-                yield from self._end_call(*body)
                 continue
-            if self._may_be_bare:
-                if not final:
+            if self._reader is not None and self._may_be_bare:
+                if self._reader.is_bare(self._pending):
+                    self._call = OpenCall(self._reader, "")
+                elif final:
+                    yield from self._end_bare(self._reader)
+                else:
                     return
-                yield from self._end_bare()
                 continue
-            if self._in_header and not self._leave_header():
+            if self._in_header:
+                if self._leave_header():
+                    continue
                 if final:
                     self._pending = ""  # the reply was cut inside a header
                 return
@@ -161,12 +169,11 @@ class ReplyText:
             position, marker = match
             if marker in self._stops and not self._in_thinking:
                 yield from self._end(position, marker)
-            elif marker == start:
+            elif self._reader is not None and marker == start:
                 before = self._pending[:position].rstrip()  # white space before a call is no text
                 yield from self._show(before)
-                self._call_header = self._pending[len(before) : position] + marker
-                self._pending = self._pending[position + len(marker) :]
-                self._in_call, self._in_thinking = True, False
+                self._call = OpenCall(self._reader, self._pending[len(before) : position] + marker)
+                self._pending, self._in_thinking = self._pending[position + len(marker) :], False
             elif channels:
                 yield from self._show(self._pending[:position])
                 self._pending, self._in_header = self._pending[position:], True
@@ -183,10 +190,9 @@ class ReplyText:
         if not mark:
             return False
         named = CHANNEL.search(header)
-        called = None if self._reader is None else CALLED_FUNCTION.search(header)
-        if called is not None:
-            self._called, self._call_header = called.group(1), header + mark
-            self._pending, self._in_header, self._in_call, self._in_thinking = text, False, True, False
+        if self._reader is not None and (called := CALLED_FUNCTION.search(header)) is not None:
+            self._call = OpenCall(self._reader, header + mark, called.group(1))
+            self._pending, self._in_header, self._in_thinking = text, False, False
             return True
         self._in_thinking = named is not None and named.group(1) == "analysis"
         again = bool(self.answer.strip()) and not self._in_thinking
@@ -204,45 +210,41 @@ class ReplyText:
         bare = self._reader is not None and self._reader.form.name == BARE and not self.answer and not self._in_thinking
         return bare and bool(self._pending) and may_be_bare(self._pending)
 
-    def _end_bare(self) -> Iterator[TextChunk | ToolCall]:
-        text, self._pending = self._pending, ""
-        calls = self._reader.read(text) if self._reader is not None and text.strip() else []
-        if not calls or any(each.problem for each in calls):
+    def _end_bare(self, reader: CallReader) -> Iterator[ReplyPart]:
+        call, text = OpenCall(reader, ""), self._pending
+        self._pending = ""
+        parts = [*call.take(text), *call.end()]
+        if not parts or any(isinstance(each, ToolCall) and each.problem for each in parts):
             yield from self._show(text)  # a model may answer with JSON
         else:
-            yield from self._keep(calls)
+            yield from self._keep(call, parts)
 
-    def _call_body(self, *, final: bool) -> tuple[str, str] | None:
-        """Remove the call from the pending text and return it, and the mark at its end; None while it is not whole."""
-        if self._called:
-            ends: tuple[str, ...] = CHANNEL_MARKS
-        else:
-            ends = (self._reader.form.end,) if self._reader is not None and self._reader.form.end else ()
+    def _grow_call(self, call: OpenCall, *, final: bool) -> Generator[ReplyPart, None, bool]:
+        """Give the pending text to the open call, and end it at its mark; return whether it has ended."""
+        end = "" if self._reader is None else self._reader.form.end
+        ends = CHANNEL_MARKS if call.name else (end,) if end else ()
         match = first_of(self._pending, ends)
-        if match is None:
-            if not final:
-                return None
-            body, self._pending = self._pending, ""
-            return body, ""
-        position, end = match
-        body = self._pending[:position]
-        self._pending = self._pending[
-            position + (0 if self._called else len(end)) :
-        ]  # Harmony's mark begins what follows
-        return body, end
+        waits = 0 if match is not None or final else held_back(self._pending, ends)
+        position, mark = (len(self._pending) - waits, "") if match is None else match
+        body, self._pending = self._pending[:position], self._pending[position:]
+        yield from self._keep(call, call.take(body))
+        if match is None and not final:
+            return False
+        self._call = None
+        if call.name:
+            mark = ""  # Harmony's begins what follows
+        self._pending = self._pending[len(mark) :]
+        yield from self._keep(call, call.end(), mark)
+        return True
 
-    def _end_call(self, body: str, end: str) -> Iterator[TextChunk | ToolCall]:
-        """Yield the calls in ``body``; of one that can't be read, its text first."""
-        assert self._reader is not None  # nothing else begins one
-        name, self._called, self._in_call = self._called, "", False
-        calls = self._reader.read(body, name)
-        if any(each.problem for each in calls):
-            yield from self._show(self._call_header + body + (end if not name else ""))
-        yield from self._keep(calls)
-
-    def _keep(self, calls: list[ToolCall]) -> Iterator[ToolCall]:
-        self.calls += calls
-        yield from calls
+    def _keep(self, call: OpenCall, parts: Iterable[ToolCallDelta | ToolCall], mark: str = "") -> Iterator[ReplyPart]:
+        """Yield what is told of a call; of one that can't be read, also its text."""
+        for part in parts:
+            if isinstance(part, ToolCall):
+                self.calls.append(part)
+            yield part
+            if isinstance(part, ToolCall) and part.problem:
+                yield from self._show(call.header + part.arguments + mark)
 
     def _take_ready(self, *, final: bool) -> str:
         """Remove from the pending text, and return, all that can't be part of a marker."""
@@ -313,7 +315,7 @@ class TokenSources:
         self._guessed = 0
         return taken
 
-    def mark(self, parts: Iterable[TextChunk | ToolCall]) -> Iterator[TextChunk | ToolCall]:
+    def mark(self, parts: Iterable[ReplyPart]) -> Iterator[ReplyPart]:
         """Yield text with the tokens it came from, guessed where all of them are; those of a call go with what follows it."""
         for part in parts:
             if not isinstance(part, TextChunk):

@@ -334,10 +334,10 @@ class Tokenizer:
         """Whether the chat template writes definitions of tools, calls and results, and the calls of the model can be read."""
         return self._tool_support is not None
 
-    def call_reader(self, prompt_tokens: int) -> CallReader | None:
-        """Return what reads the calls of a reply to a prompt of so many tokens; None where the model was given no tools."""
+    def call_reader(self, seed: int) -> CallReader | None:
+        """Return what reads the calls of a reply, ``seed`` being a number of its prompt; None where the model has no tools."""
         support = self._tool_support if self._tools else None
-        return None if support is None else CallReader(support.form, self._tools, prompt_tokens)
+        return None if support is None else CallReader(support.form, self._tools, seed)
 
     def constraint(
         self, schema: str | None, must_call: Sequence[str], *, thought: bool, may_think: bool, begun: Message | None

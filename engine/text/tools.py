@@ -7,21 +7,24 @@ Llama 3's reply that is nothing but a JSON object.
     I'll look. <tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>
     text       start       what the parser reads                               end
 
-What can't be read stays text, so that nothing is lost, and is told as a call with a problem, so that the model can be told.
+What can't be read stays text, so that nothing is lost, and is told as a call with a problem, so that the model can be told. That
+holds for a call of which pieces were told already: they can't be taken back, so the problem says that they are no call.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 from ..errors import TemplateError
-from ..events import Message, ToolCall
+from ..events import Message, ToolCall, ToolCallDelta
 from ..options import ToolSpec
+from .call_arguments import ARGUMENTS, LONGEST_OPENING, STREAMING, Arguments, JsonArguments, Streaming, TaggedArguments
 
 LONGEST_CALL = 1 << 18
 """Characters of a call that is given to a parser: regular expressions over foreign text take their time."""
@@ -61,6 +64,11 @@ class CallFormat:
     start: str
     end: str
     parse: Callable[[str, Sequence[Mapping[str, Any]]], list[Parsed]]
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """How calls are told while they are written; None where they are told once they are whole."""
+        return STREAMING.get(self.name)
 
 
 def find_format(template: str, vocabulary: Mapping[str, int], wanted: object) -> CallFormat | None:
@@ -134,36 +142,176 @@ class CallReader:
     Args:
         form: The model's.
         tools: What it may call.
-        seed: Tells this reply from others of the conversation: the length of its prompt.
+        seed: Tells this reply from others of the conversation: a number of its prompt.
     """
 
     def __init__(self, form: CallFormat, tools: Sequence[ToolSpec], seed: int) -> None:
         self.form = form
         self._tools = [each.as_dict for each in tools]
+        self._texts = {each.name: _names_of_texts(each) for each in tools}
         self._seed = seed
         self._count = 0
 
-    def read(self, text: str, name: str = "") -> list[ToolCall]:
-        """Return the calls in a text, or one with a problem. name: of the function, where the text does not say it."""
+    def is_bare(self, text: str) -> bool:
+        """Whether a reply without marks begins with a call of a tool, up to its arguments."""
+        streaming = self.form.streaming
+        begun = None if streaming is None else streaming.opening.match(text, 0, LONGEST_OPENING)
+        return begun is not None and begun["name"] in self._texts
+
+    def begin(self, name: str, given: str) -> ToolCallDelta:
+        """Return the beginning of a call: what is known before its arguments. given: the id that the model wrote, or ""."""
+        return ToolCallDelta(name, "", given or self._id(name))
+
+    def arguments(self, streaming: Streaming, head: str, name: str) -> Arguments:
+        """Return the arguments of a call of ``name`` that begins with ``head``."""
+        if streaming.tags is None:
+            return JsonArguments()
+
+        def parse(text: str) -> Mapping[str, Any]:
+            ((called, arguments, _),) = self.form.parse(text, self._tools)
+            return arguments if called == name else {}
+
+        return TaggedArguments(streaming.tags, head, streaming.end, parse, self._texts.get(name, ()))
+
+    def read(self, text: str, name: str = "", begun: ToolCallDelta | None = None) -> list[ToolCall]:
+        """Return the calls in a text, or one with a problem.
+
+        name: of the function, where the text does not say it. begun: what was told of the first: its arguments go on from there.
+        """
         try:
             if len(text) > LONGEST_CALL:
                 raise ValueError(f"it has more than {LONGEST_CALL:,} characters")
-            if name:
-                return [self._call(name, _object(text), "")]
-            found = self.form.parse(text, self._tools)
-            return [self._call(called, arguments, given) for called, arguments, given in found]
+            found = [(name, _object(text), "")] if name else self.form.parse(text, self._tools)
+            if begun is None:
+                return [self._call(*each) for each in found]
+            if not found or found[0][0] != begun.name:
+                raise ValueError("it does not name the function that it began with")
+            # An id that stands behind the arguments comes too late.
+            first = ToolCall(begun.name, _completed(begun.arguments, _dumped(found[0][1])), begun.id)
+            return [first, *(self._call(*each) for each in found[1:])]
         except Exception as error:  # a parser may raise anything
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            return [ToolCall(name, text, self._id(text), problem=reason)]
+            begun = begun or ToolCallDelta(name, "", self._id(name))
+            return [ToolCall(begun.name, text, begun.id, problem=reason)]
 
     def _call(self, name: str, arguments: Mapping[str, Any], given: str) -> ToolCall:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return ToolCall(name, text, given or self._id(f"{name} {text}"))
+        return ToolCall(name, _dumped(arguments), given or self._id(name))
 
-    def _id(self, text: str) -> str:
-        """Return an id that the same reply to the same prompt has again."""
+    def _id(self, name: str) -> str:
+        """Return an id that the same reply to the same prompt has again, and that is known before the arguments are."""
         self._count += 1
-        return short_id(f"{self._seed} {self._count} {text}")
+        return short_id(f"{self._seed} {self._count} {name}")
+
+
+class OpenCall:
+    """What stands between the marks of calls, while a model writes it: told as far as it is known.
+
+    Args:
+        reader: Of the reply.
+        header: What was written to begin it.
+        name: The function, where the header names it.
+
+    Attributes:
+        header: The same, until a call was told.
+    """
+
+    def __init__(self, reader: CallReader, header: str, name: str = "") -> None:
+        self.name = name
+        self._reader, self.header = reader, header
+        self._streaming = ARGUMENTS if name else reader.form.streaming
+        self._has_told = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parts: list[str] = []
+        self._length = 0
+        self._head = ""  # what comes before the arguments
+        self._arguments: Arguments | None = None
+        self._begun: ToolCallDelta | None = None
+        self._told: list[str] = []  # of the arguments
+
+    def take(self, text: str) -> Iterator[ToolCallDelta | ToolCall]:
+        """Add what was written next; yield what is known now, and calls that are whole before the mark at the end."""
+        while text:
+            self._parts.append(text)
+            self._length += len(text)
+            yield from self._stream(text)
+            behind = self._behind()
+            if behind is None:
+                return
+            body = "".join(self._parts)
+            yield from self._read(body[: len(body) - len(behind)])
+            self._begin()
+            self.header, self._has_told, text = "", True, behind
+
+    def end(self) -> Iterator[ToolCallDelta | ToolCall]:
+        """Yield the calls that were not told yet: nothing follows."""
+        body = "".join(self._parts)
+        if body.strip() or not self._has_told:
+            yield from self._read(body)
+
+    def _stream(self, text: str) -> Iterator[ToolCallDelta]:
+        if self._streaming is None or self._length > LONGEST_CALL:
+            return
+        if self._begun is None or self._arguments is None:
+            self._head += text
+            opened = self._streaming.opening.match(self._head, 0, LONGEST_OPENING)
+            if opened is None:
+                self._streaming = self._streaming if len(self._head) < LONGEST_OPENING else None
+                return
+            named = opened.groupdict()
+            self._begun = self._reader.begin(self.name or named["name"], named.get("id", ""))
+            self._arguments = self._reader.arguments(self._streaming, opened[0], self._begun.name)
+            text = self._head[opened.end() :]
+        if self._arguments.is_broken or len(self._arguments.rest) > LONGEST_OPENING:
+            return
+        if piece := self._arguments.take(text):
+            self._told.append(piece)
+            yield replace(self._begun, arguments=piece)
+
+    def _behind(self) -> str | None:
+        """Return what was written behind a call that is whole; None where none is, or it ends with the mark."""
+        if self._streaming is None or self._arguments is None or not self._arguments.is_over:
+            return None
+        end, after = self._streaming.end, self._arguments.rest
+        if end:
+            after = after.lstrip()
+        return None if end is None or not after.startswith(end) else after[len(end) :]
+
+    def _read(self, body: str) -> Iterator[ToolCallDelta | ToolCall]:
+        told = "".join(self._told)
+        begun = None if self._begun is None else replace(self._begun, arguments=told)
+        for call in self._reader.read(body, self.name, begun):
+            if not call.problem and (rest := call.arguments[len(told) :]):
+                yield ToolCallDelta(call.name, rest, call.id)
+            told = ""
+            yield call
+
+
+def _names_of_texts(tool: ToolSpec) -> set[str]:
+    """Return the parameters of a tool that are texts and nothing else."""
+    properties = tool.as_dict["function"]["parameters"].get("properties")
+    others = {"enum", "const", "anyOf", "oneOf", "allOf"}
+    return {
+        name
+        for name, schema in (properties.items() if isinstance(properties, dict) else ())
+        if isinstance(schema, dict) and schema.get("type") == "string" and not others & schema.keys()
+    }
+
+
+def _dumped(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _completed(told: str, whole: str) -> str:
+    """Return the arguments as they were told, with what is left of them. Raises ValueError where they became others."""
+    if whole.startswith(told):
+        return whole
+    for text in (told, told + "}"):
+        with suppress(ValueError):
+            if _dumped(json.loads(text)) == whole:  # other white space, other escapes, a name twice
+                return text
+    raise ValueError("its arguments do not go on as they began")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -86,6 +86,7 @@ from tokamac.engine.events import (
     TextChunk,
     TokenLogprob,
     ToolCall,
+    ToolCallDelta,
     Truncated,
 )
 from tokamac.engine.files import FLUSH_S
@@ -1019,6 +1020,7 @@ EVENT = {
         st.lists(NUMBERS, max_size=3).map(tuple),
         st.lists(LOGPROB, max_size=2).map(tuple),
     ),
+    ToolCallDelta: st.builds(ToolCallDelta, TEXT, TEXT, TEXT),
     ToolCall: st.builds(ToolCall, TEXT, st.just('{"a": 1}'), TEXT, TEXT),
     Live: LIVE,
     Finished: st.builds(
@@ -1202,6 +1204,27 @@ def test_text_of_several_replies_waits_together_and_goes_in_one_piece(pipe: tupl
         ReplyEvent(2, TextChunk("d")),
         ReplyEvent(2, TextChunk("e", "thinking")),
         ReplyEvent(1, PrefillProgress(1, 2, 0)),
+    ]
+
+
+def test_pieces_of_a_call_wait_as_text_does_and_never_for_those_of_another(pipe: tuple[int, int]) -> None:
+    out, outbox = pipe[0], Outbox(pipe[1])
+    outbox.flush_s = 60.0
+    whole = ToolCall("f", '{"a": 1}', "x")
+    outbox.put(ReplyEvent(1, TextChunk("a")))
+    lines(out)
+    for piece in ('{"a"', ": ", "1}"):
+        outbox.put(ReplyEvent(1, ToolCallDelta("f", piece, "x")))
+    assert lines(out) == []
+    outbox.put(ReplyEvent(1, whole))
+    outbox.put(ReplyEvent(1, ToolCallDelta("g", "{", "x2")))
+    outbox.put(ReplyEvent(1, TextChunk("b")))
+    outbox.flush()
+    assert lines(out) == [
+        ReplyEvent(1, ToolCallDelta("f", '{"a": 1}', "x")),
+        ReplyEvent(1, whole),
+        ReplyEvent(1, ToolCallDelta("g", "{", "x2")),
+        ReplyEvent(1, TextChunk("b")),
     ]
 
 

@@ -55,7 +55,7 @@ from tokamac.app.tools.tool import (
 from tokamac.app.tools.toolbox import Toolbox, UnknownToolError
 from tokamac.app.tui.markdown.turns import ReplyMessage, ToolMessage, UserMessage
 from tokamac.app.tui.screens.tools import ConsentScreen, ToolsScreen
-from tokamac.engine.events import Event, Finished, Message, TextChunk, ToolCall
+from tokamac.engine.events import Event, Finished, Message, TextChunk, ToolCall, ToolCallDelta
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
 
@@ -253,6 +253,14 @@ def test_a_call_asks_runs_and_is_answered_and_the_model_goes_on() -> None:
     (third,) = asked(session.submit("Sure?"))
     assert third.messages[:3] == second.messages
     assert [each.content for each in third.messages[3:]] == ["It is 2.", "Sure?"]
+
+
+def test_a_reply_that_begins_with_a_call_is_written_from_its_first_piece_on() -> None:
+    session = ready()
+    session.submit("What is it?")
+    assert session.engine.phase is EnginePhase.PREFILL
+    assert session.on_event(ReplyEvent(session._id, ToolCallDelta("add", '{"a"', "a"))) == []
+    assert session.engine.phase is EnginePhase.DECODING
 
 
 def test_what_is_denied_or_unknown_or_unreadable_is_told_to_the_model() -> None:

@@ -252,6 +252,19 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
                 one["arguments"] += call.function.arguments or ""
         assert [each["name"] for each in told.values()] == ["read_file", "calculate"]
         assert [each["arguments"] for each in told.values()] == [each.function.arguments for each in calls]  # type: ignore[union-attr]
+        two: dict[int, list[str]] = {0: [], 1: []}
+        for chunk in client.chat.completions.create(**asked, messages=messages, stream=True, n=2):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.function is not None
+                two[chunk.choices[0].index].append(f"{call.index}{call.function.name or call.function.arguments}")
+        for pieces in two.values():
+            assert [each for each in pieces if each[1:] in ("read_file", "calculate")] == ["0read_file", "1calculate"]
+        with client.chat.completions.stream(**asked, messages=messages, parallel_tool_calls=False) as stream:
+            events = list(stream)
+            one = stream.get_final_completion().choices[0]
+        done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
+        assert [(each.index, each.arguments) for each in done] == [(0, '{"path": "notes.md"}')]
+        assert (one.finish_reason, len(one.message.tool_calls or ())) == ("tool_calls", 1)
         answered = [{"role": "tool", "tool_call_id": each.id, "content": "42"} for each in calls]
         again = client.chat.completions.create(**asked, messages=[*messages, choice.message, *answered])
         assert again.choices[0].finish_reason == "stop"
@@ -262,6 +275,36 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
         assert one.finish_reason == "tool_calls"
         unasked = client.chat.completions.create(**asked, messages=messages, tool_choice="none").choices[0]
         assert (unasked.finish_reason, unasked.message.tool_calls) == ("stop", None)
+
+
+def test_a_call_that_breaks_off_stays_as_it_is_and_no_reason(scripted: Scripted) -> None:
+    broken, tool = '{"path": "no', {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    with scripted("calls-and-breaks-off") as served, client_of(served) as client:
+        model = "calls-and-breaks-off"
+        asked: Any = {"model": model, "tools": [TOOL], "messages": user("Read it")}
+        deltas = [each.choices[0] for each in client.chat.completions.create(**asked, stream=True)]
+        calls = [call for each in deltas for call in each.delta.tool_calls or ()]
+        assert {each.index for each in calls} == {0, 1}
+        assert sum(bool(each.function and each.function.arguments) for each in calls) > 4  # as they are written
+        assert "".join(each.function.arguments or "" for each in calls if each.index == 1 and each.function) == broken
+        assert "".join(each.delta.content or "" for each in deltas) == f"I look.{broken}"
+        assert deltas[-1].finish_reason == "length"
+        whole = client.chat.completions.create(**asked).choices[0].message
+        assert [each.function.name for each in whole.tool_calls or ()] == ["calculate"]  # type: ignore[union-attr]
+        with client.responses.stream(model=model, tools=[tool], input="Read it") as stream:
+            events: list[Any] = list(stream)
+        final = events[-1].response
+        assert [each.sequence_number for each in events] == list(range(len(events)))
+        items: list[Any] = final.output
+        assert [(each.type, each.status) for each in items] == [
+            ("message", "completed"), ("function_call", "completed"), ("function_call", "incomplete"), ("message", "completed"),
+        ]  # fmt: skip
+        assert items[2].arguments == broken
+        assert [each.output_index for each in events if each.type == "response.output_item.done"] == [0, 1, 2, 3]
+        done = [each for each in events if each.type == "response.function_call_arguments.done"]
+        assert [each.arguments for each in done] == [items[1].arguments]
+        assert sum(each.type == "response.function_call_arguments.delta" for each in events) > 4
+        assert (final.status, final.output_text) == ("incomplete", f"I look.{broken}")
 
 
 # Completions of a text.
