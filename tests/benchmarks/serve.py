@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from tests.benchmarks.limits import LARGER
 from tests.benchmarks.plan import BenchError, EngineServer, Plan, Remote
 from tests.benchmarks.report import Row, Section, alternate, at_least, at_most, holds, number, plain, ratios, series
 from tokamac.engine.events import Finished, Message
@@ -149,11 +152,14 @@ class ScheduleSide:
 
 def measure_serve(plan: Plan) -> Section:
     """The first text of a warm stream, sixteen streams at once, and what many requests leave."""
-    server = ServeProcess(plan.model)
-    try:
-        rows = [*_first(plan, server), *_together(plan, server), *_left(plan, server)]
-    finally:
-        server.close()
+    from tests.engine.helpers import write_model
+
+    with closing(ServeProcess(plan.model)) as server:
+        rows = [*_first(plan, server), *_together(plan, server, "guide"), *_left(plan, server)]
+    with TemporaryDirectory(prefix="tokamac-seeded-") as folder:
+        larger = write_model(Path(folder) / "larger", bits=4, **LARGER)
+        with closing(ServeProcess(str(larger))) as server:
+            rows += _together(replace(plan, model=str(larger)), server, "88 M weights")
     how = (
         "`tokamac serve` in a process of its own, its engine in another, this one the client, over loopback. First text: "
         f"{WARM} streams one after another on one connection, to a prompt that was read before: from the request to the first "
@@ -173,7 +179,7 @@ def _first(plan: Plan, server: ServeProcess) -> list[Row]:
     return [plain("the engine's own TTFT, warm", own, "ms"), at_most("first text here, over that", added, 3.0, "ms")]
 
 
-def _together(plan: Plan, server: ServeProcess) -> list[Row]:
+def _together(plan: Plan, server: ServeProcess, name: str) -> list[Row]:
     new = plan.count(WRITTEN, 16)
     prompts = [f"What is a KV cache? ({number})" for number in range(STREAMS)]
     requests = [asked(prompt, new) for prompt in prompts]
@@ -187,8 +193,8 @@ def _together(plan: Plan, server: ServeProcess) -> list[Row]:
         )
     ours, own = series(here), series(there)
     return [
-        plain(f"{STREAMS} streams, all together", ours, "tok/s"),
-        at_least(f"{STREAMS} streams ÷ {STREAMS} threads on the engine", ratios(ours, own), 0.95),
+        plain(f"{name}: {STREAMS} streams, all together", ours, "tok/s"),
+        at_least(f"{name}: {STREAMS} streams ÷ {STREAMS} threads on the engine", ratios(ours, own), 0.95),
     ]
 
 
