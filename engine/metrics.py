@@ -346,6 +346,9 @@ LEAST_IDLE_MS = 8.0
 LEAST_WAIT_MS = 0.5
 """A shorter wait for the reader explains no outlier: these are 1 ms longer than others."""
 
+SHORT_S, SHORT_STEPS = 1e-3, 8
+"""A shorter step was not held up for as long as makes an outlier; so many are not looked into."""
+
 _own_usage = partial(resource.getrusage, resource.RUSAGE_SELF)
 
 
@@ -355,6 +358,9 @@ class ProcessWatch:
     computes: whether the model computes on the CPU, in this process's threads. These are never all idle in a step, so where they
     computed for less time than has passed, the difference was taken from them. Involuntary context switches are not counted:
     there were some in 698 of 699 steps, a hundred in a usual one (the guide, 2-core x86 CPU).
+
+    To ask the system takes longer the more threads there are. So it is asked after a step that could have been held up, and after
+    some others, lest what these idled comes to a standstill in sum.
     """
 
     def __init__(
@@ -369,20 +375,31 @@ class ProcessWatch:
         self._computes = computes
         self._usage = usage
         self._clock = clock
-        self._waited_s = 0.0
-        self._at_s = clock()
+        self._waited_s = self._waited_in_all_s = 0.0  # since the last token, and since the system was asked
+        self._at_s = self._last_s = clock()
+        self._short = 0  # steps since then
         before = usage()
         self._faults, self._computed_s = before.ru_majflt, before.ru_utime + before.ru_stime
 
     def look(self) -> None:
         """Note that a token has arrived."""
-        at_s, now = self._clock(), self._usage()
-        faults, computed_s = now.ru_majflt - self._faults, now.ru_utime + now.ru_stime
+        at_s = self._clock()
+        took_s, self._last_s = at_s - self._last_s, at_s
         waited_s, self._waited_s = self._waited_s, 0.0
-        idle_ms = (at_s - self._at_s - waited_s - (computed_s - self._computed_s)) * 1e3
-        self._at_s, self._faults, self._computed_s = at_s, now.ru_majflt, computed_s
         if waited_s * 1e3 >= LEAST_WAIT_MS:
             self._mark("slow reader", waited_s * 1e3)
+        self._waited_in_all_s += waited_s
+        self._short += 1
+        if took_s >= SHORT_S or self._short == SHORT_STEPS:
+            self._ask(at_s)
+
+    def _ask(self, at_s: float) -> None:
+        """Note what the system says of the time since it was asked before."""
+        now = self._usage()
+        faults, computed_s = now.ru_majflt - self._faults, now.ru_utime + now.ru_stime
+        idle_ms = (at_s - self._at_s - self._waited_in_all_s - (computed_s - self._computed_s)) * 1e3
+        self._at_s, self._faults, self._computed_s = at_s, now.ru_majflt, computed_s
+        self._waited_in_all_s, self._short = 0.0, 0
         if faults:
             self._mark("swap", faults * FAULT_MS)
         elif self._computes and idle_ms >= LEAST_IDLE_MS:  # who waits for a disk is idle, too

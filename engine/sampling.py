@@ -361,6 +361,20 @@ class Sampler:
             self._scores.append(_score(logits, token, count))
         return token
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is that of the largest logit, whatever came before, and nobody asks how likely it was."""
+        as_they_are = not self._stages and not self._sampling.logit_bias and self._made >= self._sampling.min_tokens
+        return self._greedy and as_they_are and self._sampling.logprobs is None
+
+    def take_likeliest(self, logits: np.ndarray) -> int:
+        """Choose the next token on the host, at once, where it ``takes_likeliest``. logits (V,) in float32."""
+        self._vocabulary = len(logits)
+        self._made += 1
+        token = int(logits.argmax())
+        self._last = mx.array([token], mx.uint32)
+        return token
+
     def choose_rows(
         self, logits: mx.array, allowed: Sequence[np.ndarray] | None = None
     ) -> tuple[mx.array, list[SamplerState]]:
@@ -368,8 +382,7 @@ class Sampler:
 
         Also returns the states after each. A row's penalties see the tokens chosen of those before it. allowed: one mask a row.
         """
-        as_they_are = not self._stages and not self._sampling.logit_bias and self._made >= self._sampling.min_tokens
-        if self._greedy and as_they_are and self._sampling.logprobs is None:
+        if self.takes_likeliest:
             logits = logits.astype(mx.float32)
             return self._likeliest_rows(logits if allowed is None else forbid(logits, np.stack(allowed)))
         chosen, states = [], []

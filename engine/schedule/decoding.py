@@ -6,12 +6,14 @@ Lanes may come and go with every step: nothing is copied. A single lane is decod
 it is alone, drafts of what may come are verified, several tokens in a pass (verify.py). They then come one a step, as any others.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import ModelDamagedError, TokamacError
 from ..kv.cache import GrowthWatcher
@@ -21,9 +23,6 @@ from ..model.head import asking_for_logits, keeping_hidden_states
 from ..sampling import Sampler
 from ..speculation.speculator import Speculator
 from .verify import NOT_NUMBERS, verify
-
-if TYPE_CHECKING:
-    import numpy as np
 
 CHECK_STEPS = 16
 """Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches."""
@@ -37,13 +36,13 @@ POOL_CLEAR_STEPS = 256
 class Constraint(Protocol):
     """Holds one reply to a form."""
 
-    def allowed(self) -> "np.ndarray":
+    def allowed(self) -> np.ndarray:
         """Return (n,) bool: which tokens may follow all that came."""
 
     def fitting(self, drafted: Sequence[int]) -> int:
         """Return how many of these tokens may follow, one after another."""
 
-    def allowed_along(self, drafted: Sequence[int]) -> "list[np.ndarray]":
+    def allowed_along(self, drafted: Sequence[int]) -> list[np.ndarray]:
         """Return what ``allowed`` would now, and after each of these tokens, which fit."""
 
 
@@ -173,13 +172,23 @@ class Lane:
         self._logits = logits
         return [logits]
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether its next token is that of the largest logit."""
+        return self.constraint is None and self.sampler.takes_likeliest
+
+    def take_likeliest(self, logits: np.ndarray) -> None:
+        """Choose from logits (V,) that the host has: where a token is waited for anyhow, MLX need not be waited for once more."""
+        token = self.sampler.take_likeliest(logits)
+        self.chosen = mx.array([token if math.isfinite(logits[token]) else NO_NUMBER], mx.uint32)
+
     def choose(self) -> None:
         """Choose from logits that were kept: the tokens before are known now."""
         if self._logits is not None and self.constraint is not None:
             logits, self._logits = self._logits, None
             mx.async_eval(*self._choose(logits, self.constraint.allowed()))  # type: ignore[no-untyped-call]
 
-    def _choose(self, logits: mx.array, allowed: "np.ndarray | None") -> list[mx.array]:
+    def _choose(self, logits: mx.array, allowed: np.ndarray | None) -> list[mx.array]:
         chosen = self.sampler(logits, allowed)
         if self.count % CHECK_STEPS == 0:
             chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
@@ -320,14 +329,21 @@ class Decoder:
         if not lanes:
             return
         logits = self._pass(lanes)
+        here = None
+        if not self._ahead and any(lane.takes_likeliest for lane in lanes):
+            here = np.asarray(logits.astype(mx.float32))[:, -1]
         wanted: list[mx.array] = []
         for row, lane in enumerate(lanes):
-            wanted += lane.computed(logits[row : row + 1, -1, :])
+            if here is not None and lane.takes_likeliest:
+                lane.take_likeliest(here[row])
+            else:
+                wanted += lane.computed(logits[row : row + 1, -1, :])
             if lane.known is not None:
                 lane.cached_ids.append(lane.known)
             lane.stepped()
             lane.launched(len(lanes))
-        mx.async_eval(*wanted)  # type: ignore[no-untyped-call]
+        if wanted:
+            mx.async_eval(*wanted)  # type: ignore[no-untyped-call]
 
     def _pass(self, lanes: list[Lane]) -> mx.array:
         """Return the logits (B, N, V) after the lanes' tokens and what is behind them; the last of the N are meant."""

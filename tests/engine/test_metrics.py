@@ -201,6 +201,19 @@ def test_who_waits_for_a_disk_is_not_said_to_lack_a_processor():
     assert watched.marks == [("swap", 60.0)]
 
 
+def test_after_short_steps_the_system_is_seldom_asked_and_what_they_idled_is_no_standstill():
+    watched = Watched()
+    asked = []
+    usage = watched.watch._usage
+    watched.watch._usage = lambda: asked.append(watched.now_s) or usage()
+    for _ in range(80):
+        watched.token(after_ms=0.9, computed_ms=0.1)
+    assert (len(asked), watched.marks) == (10, [])
+    watched.token(after_ms=0.9, computed_ms=0.9)
+    watched.token(after_ms=30, computed_ms=1)  # a long one is looked into at once
+    assert watched.marks == [("processor taken", 29.0)]
+
+
 def test_a_slow_reader_is_marked_with_what_it_took():
     watched = Watched()
     for item in watched.watch.handed(iter("ab")):

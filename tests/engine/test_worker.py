@@ -683,7 +683,8 @@ def test_a_reply_that_rested_says_what_it_says_alone(
     kv: KVSpec, prompt_cache: PromptCacheSpec | None, tiny: Path
 ) -> None:
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=300)  # its caches grow on the way
-    with Engine.load(tiny, kv=kv, prompt_cache=prompt_cache) as engine:
+    # MLX rounds a pass of several tokens otherwise than one, and when guesses are verified is a matter of time.
+    with Engine.load(tiny, kv=kv, prompt_cache=prompt_cache, speculation=None) as engine:
         engine.tokenizer.eos_ids = frozenset()
         alone = finish(engine.generate([5, 6, 7], sampling))
         resting = engine.generate([5, 6, 7], sampling)

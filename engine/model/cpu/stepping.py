@@ -111,8 +111,8 @@ class Steps:
 
     def _step(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]]) -> mx.array:
         logits, hidden = self._compute(inputs, lanes, asked=True)
-        keep_hidden_states(lambda: mx.array(hidden).reshape(*inputs.shape, -1))
-        return mx.array(logits).reshape(*inputs.shape, -1)
+        keep_hidden_states(lambda: mx.array(hidden.reshape(*inputs.shape, -1)))
+        return mx.array(logits.reshape(*inputs.shape, -1))  # shaped by NumPy: nothing is left for MLX to compute
 
     def _compute(self, inputs: mx.array, lanes: Sequence[Sequence[Cache]], *, asked: bool) -> tuple[Floats, Floats]:
         count = inputs.shape[1]

@@ -453,7 +453,10 @@ def test_cancelling_at_the_first_text_ends_samples_that_begin_with_it(folder: Pa
         assert ends == ["cancelled"] * 4
 
 
-def test_caches_that_nobody_uses_cut_no_reply_short(folder: Path) -> None:
+def test_caches_that_nobody_uses_cut_no_reply_short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tokamac.engine.schedule.stream.LOOK_AHEAD", 4
+    )  # the second waits for its reader while the limit is set
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         engine.tokenizer.eos_ids = frozenset()
         store = engine._runner._store
