@@ -46,12 +46,12 @@ class MitigationStep:
 
 @dataclass(frozen=True, slots=True)
 class Mitigation:
-    """Steps to take (``rungs``), in order, and where they lead. peak: what is predicted then. missing: bytes still too many.
+    """Steps to take, in order, and where they lead. peak: what is predicted then. missing: bytes still too many.
 
     fused: whether fused attention is asked for wherever there is a kernel.
     """
 
-    rungs: tuple[MitigationStep, ...]
+    steps: tuple[MitigationStep, ...]
     chunk: int
     peak: Peak
     missing: int
@@ -82,18 +82,18 @@ def steps(
     peak = peak_at(chunk)
     if budget is None or peak.total + pool <= budget:
         return Mitigation((), chunk, peak, 0)
-    rungs = [MitigationStep("pool", pool)] if pool else []
+    taken = [MitigationStep("pool", pool)] if pool else []
     saved = 0 if fused_at is None or peak.total <= budget else peak.total - fused_at(chunk).total
     if fused_at is not None and saved > 0:
-        rungs.append(MitigationStep("fused", saved))
+        taken.append(MitigationStep("fused", saved))
         peak_at = fused_at
     smaller, peak = _smaller(peak_at, budget, chunk, min(LEAST_CHUNK, chunk))
     if smaller != chunk:
-        rungs.append(MitigationStep("chunk", smaller))
+        taken.append(MitigationStep("chunk", smaller))
     if 0 < (over := peak.total - budget) <= peak.prompt_cache:
-        rungs.append(MitigationStep("prompt cache", over))
+        taken.append(MitigationStep("prompt cache", over))
         peak = replace(peak, prompt_cache=peak.prompt_cache - over)
-    return Mitigation(tuple(rungs), smaller, peak, max(0, peak.total - budget), fused=saved > 0)
+    return Mitigation(tuple(taken), smaller, peak, max(0, peak.total - budget), fused=saved > 0)
 
 
 def relieving(
@@ -110,8 +110,8 @@ def relieving(
     if not found.missing or not held:
         return found
     peak = replace(found.peak, prompt_cache=0)
-    rungs = (*found.rungs, MitigationStep("prompt cache", held))
-    return Mitigation(rungs, found.chunk, peak, max(0, peak.total - goal), fused=found.fused)
+    taken = (*found.steps, MitigationStep("prompt cache", held))
+    return Mitigation(taken, found.chunk, peak, max(0, peak.total - goal), fused=found.fused)
 
 
 def _smaller(peak_at: Callable[[int], Peak], budget: int, chunk: int, least: int) -> tuple[int, Peak]:

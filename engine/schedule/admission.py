@@ -76,7 +76,7 @@ class GrowthBudget:
             budget = self._budget()
             assert budget is not None
             found = self._steps(budget)
-        done = _take(found, store, budget, from_others=0, critical=False) if found.rungs or idle else None
+        done = _take(found, store, budget, from_others=0, critical=False) if found.steps or idle else None
         if done is not None:
             done = replace(done, cache_bytes=done.cache_bytes + idle)
         if found.missing:
@@ -171,7 +171,7 @@ def make_room(
     if critical and budget is not None and spare is not None and spare < budget:
         found = relieving(plain_at, spare, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
     given = memory.taken_from_others(found.peak.total, spare)
-    pressure = _take(found, store, budget, given, critical) if found.rungs or given or critical else None
+    pressure = _take(found, store, budget, given, critical) if found.steps or given or critical else None
     if most is not None:
         done = pressure or MemoryPressure(0, None, 0, found.peak.total, budget)
         pressure = replace(done, chunk=found.chunk, failed=True)
@@ -242,16 +242,16 @@ def _others(shape: ModelShape, store: CacheStore, lease: CacheLease) -> int:
 def _take(found: Mitigation, store: CacheStore, budget: int | None, from_others: int, critical: bool) -> MemoryPressure:
     """Take the steps, in their order."""
     pool, chunk, freed, spared = 0, None, 0, 0
-    for rung in found.rungs:
-        match rung.name:
+    for step in found.steps:
+        match step.name:
             case "pool":
-                pool = rung.amount
+                pool = step.amount
                 mx.clear_cache()
             case "fused":
-                spared = rung.amount
+                spared = step.amount
             case "chunk":
-                chunk = rung.amount
+                chunk = step.amount
             case "prompt cache":
-                freed = store.shrink(rung.amount)
+                freed = store.shrink(step.amount)
                 mx.clear_cache()
     return MemoryPressure(pool, chunk, freed, found.peak.total, budget, from_others, critical, spared)

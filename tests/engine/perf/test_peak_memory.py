@@ -337,7 +337,7 @@ def least() -> int:
 
 
 @pytest.mark.parametrize(
-    ("budget", "rungs", "missing"),
+    ("budget", "taken", "missing"),
     [
         (None, (), 0),
         (WEIGHTS + KV + 256 + BESIDE + 40, (), 0),
@@ -353,9 +353,9 @@ def least() -> int:
         (least() - 1, (MitigationStep("pool", 40), MitigationStep("chunk", 32)), BESIDE + 1),
     ],
 )
-def test_the_steps_in_their_order(budget, rungs, missing):
+def test_the_steps_in_their_order(budget, taken, missing):
     found = steps(peak_at, budget, chunk=256, pool=40)
-    assert (found.rungs, found.missing) == (rungs, missing)
+    assert (found.steps, found.missing) == (taken, missing)
 
 
 def test_fused_attention_goes_before_smaller_chunks():
@@ -363,17 +363,17 @@ def test_fused_attention_goes_before_smaller_chunks():
         return Peak(WEIGHTS, KV, chunk // 2, BESIDE)
 
     found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=fused_at)
-    assert (found.rungs, found.fused) == ((MitigationStep("fused", 128), MitigationStep("chunk", 128)), True)
+    assert (found.steps, found.fused) == ((MitigationStep("fused", 128), MitigationStep("chunk", 128)), True)
     assert found.peak == fused_at(128)
 
 
 def test_fused_attention_that_spares_nothing_is_no_step():
     found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=peak_at)
-    assert (found.rungs, found.fused) == ((MitigationStep("chunk", 64),), False)
+    assert (found.steps, found.fused) == ((MitigationStep("chunk", 64),), False)
 
 
 def test_an_empty_pool_is_no_step():
-    assert steps(peak_at, least() + BESIDE, chunk=256).rungs == (MitigationStep("chunk", 32),)
+    assert steps(peak_at, least() + BESIDE, chunk=256).steps == (MitigationStep("chunk", 32),)
 
 
 def test_a_chunk_smaller_than_the_floor_stays():
@@ -392,7 +392,7 @@ def test_what_fits_after_the_steps_fits_the_budget(budget, pool, chunk):
     assert found.missing == max(0, found.peak.total - budget)
     assert 0 <= found.peak.prompt_cache <= BESIDE
     order = ["pool", "chunk", "prompt cache"]
-    assert [order.index(rung.name) for rung in found.rungs] == sorted(order.index(rung.name) for rung in found.rungs)
+    assert [order.index(step.name) for step in found.steps] == sorted(order.index(step.name) for step in found.steps)
 
 
 @hypothesis_given(st.integers(1, 2500), st.integers(1, 500))
@@ -453,9 +453,9 @@ def test_a_refusal_says_how_to_go_beyond_the_limit_where_the_machine_has_as_much
 def test_relieving_takes_every_step_there_is_and_refuses_nothing():
     peaks = {64: Peak(100, 0, 50, 30), 32: Peak(100, 0, 25, 30)}
     found = relieving(lambda chunk: peaks[max(chunk, 32)], 90, chunk=64, pool=7)
-    assert [(rung.name, rung.amount) for rung in found.rungs] == [("pool", 7), ("chunk", 32), ("prompt cache", 30)]
+    assert [(step.name, step.amount) for step in found.steps] == [("pool", 7), ("chunk", 32), ("prompt cache", 30)]
     assert (found.peak.total, found.missing) == (125, 35)
-    assert relieving(lambda chunk: peaks[chunk], 500, chunk=64).rungs == ()
+    assert relieving(lambda chunk: peaks[chunk], 500, chunk=64).steps == ()
 
 
 def test_a_refusal_without_an_offer_says_what_else_helps():
