@@ -574,7 +574,7 @@ class Engine:
         return self._runner.runtime.predict(tokens, at, known, together)
 
     def measure(self) -> None:
-        """Measure this machine's pace with the model now (a few seconds, once), where nothing published knows it.
+        """Measure this machine's latency with the model now (a few seconds, once), where nothing published knows it.
 
         Idle time does the same by itself. Until then ``expected_tps`` is None. Waits for a reply in progress.
         """

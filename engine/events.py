@@ -280,7 +280,7 @@ class Price:
 
     prompt_tokens: all of it. tokens: of them, to be computed. disk_bytes: keys and values to be read from disk. seconds: both
     together, by what was measured since the model was loaded. estimated: no prompt of a good length was read since then, and the
-    seconds are what the arithmetic expects (``Engine.predict``); they are None until the machine's pace is known, too.
+    seconds are what the arithmetic expects (``Engine.predict``); they are None until the machine's latency is known, too.
     """
 
     prompt_tokens: int

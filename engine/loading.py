@@ -171,8 +171,8 @@ class _Loading:
         if device != "cpu" and (share is None or team is not None):
             self._report(LoadProgress("warm-up", 0, None))
             warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
-        if isinstance(kernels := machine.pace, Fitted):
-            machine.pace = HostLimited(kernels, measure_host(read.loaded.module, lambda: planned.plan.make(None)))
+        if isinstance(kernels := machine.latency, Fitted):
+            machine.latency = HostLimited(kernels, measure_host(read.loaded.module, lambda: planned.plan.make(None)))
         more: dict[str, Any] = {} if found.added is None else {"adapter": found.added.digest}
         if read.rounded:
             more["rounded"] = rounds_here()
@@ -283,8 +283,8 @@ class _Loading:
         bytes_read = work.weight_bytes() or read.loaded.stored.weight_bytes
         machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
         machine.refresh()
-        machine.pace = fitted(machine.chip) if share is None else None  # which knows no links
-        chunking = Chunking(work, device, machine.pace, whole=share is not None)
+        machine.latency = fitted(machine.chip) if share is None else None  # which knows no links
+        chunking = Chunking(work, device, machine.latency, whole=share is not None)
         return _Planned(kv, plan, positions, longest, short_factors, shape, work, machine, chunking)
 
     def _load_guessing(self, found: _Found, read: _Read, planned: _Planned) -> _Guessing:
@@ -306,7 +306,7 @@ class _Loading:
             planned.kv,
             dtype=self._request.dtype,
             device=device,
-            reading=read_steps(planned.work, planned.machine.pace, chip, device=device),
+            reading=read_steps(planned.work, planned.machine.latency, chip, device=device),
             limit=self._limit,
             progress=self._reading,
         )
@@ -532,7 +532,7 @@ def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[
 
 def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:
     """What measures the model's speed here where nothing published knows it."""
-    if runtime.machine.pace is not None or not can_measure(runtime.plan):
+    if runtime.machine.latency is not None or not can_measure(runtime.plan):
         return None
     key, steps = machine_key(runtime.machine.chip, runtime.device), None
     if by_kernels:

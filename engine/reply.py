@@ -433,7 +433,7 @@ class ReplyTask:
         chunk = runtime.prefill_chunk if self._chunker is None else self._chunker.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
         throttled = replace(situation, throttles=self._throttled.seen)
-        return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
+        return diagnose(metrics, runtime.work, machine.chip, machine.latency, throttled)
 
     def _passes(self) -> PassLog | None:
         runtime = self._runtime

@@ -72,7 +72,7 @@ MOST_AGAIN_S = 1800.0
 
 
 class IdleProfiler:
-    """Times the bandwidth where it is not trusted, then a part of a step at a time; hands over the pace once all are known.
+    """Times the bandwidth where it is not trusted, then a part of a step at a time; hands over the latency once all are known.
 
     when_measured: called after the bandwidth was timed.
     """
@@ -112,7 +112,7 @@ class IdleProfiler:
             self._steps = self._work()
         try:
             self._step(self._steps)
-        except (RuntimeError, ValueError):  # a product that MLX has no kernel for here: the pace stays unknown
+        except (RuntimeError, ValueError):  # a product that MLX has no kernel for here: the latency stays unknown
             self._measuring = self._steps = None
         if self._steps is None and self._wanted:  # others came in between
             wait_s, self._again_s = self._again_s, min(2 * self._again_s, MOST_AGAIN_S)
@@ -151,9 +151,9 @@ class IdleProfiler:
         self._measuring = self._steps = None  # known, or it can't be
 
     def _take(self) -> None:
-        """Hand over the pace, if it is known."""
-        if self._measuring is not None and (pace := self._measuring.latency()) is not None:
-            self._machine.pace = pace
+        """Hand over the latency, if it is known."""
+        if self._measuring is not None and (latency := self._measuring.latency()) is not None:
+            self._machine.latency = latency
             chip = self._machine.chip
             if chip.fp16_tflops is None or chip.peak_source == "measured":
                 self._machine.chip = replace(chip, fp16_tflops=self._measuring.peak_tflops, peak_source="measured")
@@ -497,7 +497,7 @@ class Runner:
         self._profiler.when_measured = act
 
     def measure(self) -> None:
-        """Measure the machine's pace with this model now, where nothing published knows it."""
+        """Measure the machine's latency with this model now, where nothing published knows it."""
         self._profiler.finish()
 
     def idle(self) -> float | None:

@@ -27,13 +27,13 @@ SETTLED_TOKENS = 16
 
 @dataclass(slots=True)
 class MachineSpeed:
-    """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed.
+    """The chip, and its latency with this model, as far as they are known. A bandwidth that a reply proves too low is not believed.
 
     bytes_read: of a decode step's weights: the size for which the bandwidth is kept. None: nothing is measured or kept.
     """
 
     chip: Chip
-    pace: LatencyModel | None = None
+    latency: LatencyModel | None = None
     bytes_read: int | None = None
     _reached_gbs: float | None = None
 
@@ -178,15 +178,17 @@ class Runtime:
         context: of each of them, in tokens.
         """
         work, machine = self.work, self.machine
-        expected_s = decode_phase(work, machine.chip, machine.pace, context, batch).expected_s
+        expected_s = decode_phase(work, machine.chip, machine.latency, context, batch).expected_s
         bandwidth = machine.chip.bandwidth_gbs
         return StepCost(work.weight_bytes(batch), work.kv_bytes(context, batch), bandwidth, rate(1, expected_s))
 
     def limits(self, context: int) -> Limits:
         """Return what the machine allows at a context of so many tokens."""
-        return limits_of(context, self.work, self.machine.chip, self.machine.pace)
+        return limits_of(context, self.work, self.machine.chip, self.machine.latency)
 
     def predict(self, prompt: int, context: int, cached: int, batch: int = 1) -> Prediction:
         """Return what the machine will make of a prompt of so many tokens, and of decoding ``batch`` replies at ``context``."""
         machine, chunk = self.machine, self.chunking.at(prompt // 2)
-        return predict(self.work, machine.chip, machine.pace, prompt, context, cached=cached, batch=batch, chunk=chunk)
+        return predict(
+            self.work, machine.chip, machine.latency, prompt, context, cached=cached, batch=batch, chunk=chunk
+        )

@@ -34,7 +34,7 @@ from tokamac.app.tui.screens.versions import VersionsScreen
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0
-"""How long an idle engine may take to measure this machine's pace with the model, and how often it is asked for it."""
+"""How long an idle engine may take to measure this machine's latency with the model, and how often it is asked for it."""
 DRAWN_S = 0.5
 THEME = "tokamac-dark"
 """The theme that a terminal's own colours don't change: the pictures look the same whoever takes them."""
@@ -58,7 +58,7 @@ async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
 
 
 async def measured(app: TokamacApp) -> None:
-    """Wait until this machine's pace with the model is known, so that the pictures show an expected speed."""
+    """Wait until this machine's latency with the model is known, so that the pictures show an expected speed."""
     session, what_ifs = app.chat.session, app.chat.what_ifs
     told: list[WhatIf] = []
 

@@ -170,7 +170,7 @@ KV_BYTES_PER_TOKEN = 147_456
 LAYERS = 36
 HEADS = Heads(queries=32, keys=8, key_dim=128, value_dim=128)
 CHIP = lookup("Apple M2 Ultra", 76)
-PACE = fitted(CHIP)
+LATENCY = fitted(CHIP)
 WORK = Workload(
     traits=("dense",),
     layers=LAYERS,
@@ -194,7 +194,7 @@ SITUATION = Situation(packed_kv=PACKED_KV, bits_per_weight=4.5, keeps_prompts=Tr
 MAC_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
 """A scenario for pictures: as fast as is expected of this model on that chip. Nothing of it was measured on a Mac."""
 SCENARIOS[MAC_MODEL] = Scenario(
-    gap_s=1 / (decode_phase(WORK, CHIP, PACE, 400).expected_tps or 1.0), prefill_step_s=0.02
+    gap_s=1 / (decode_phase(WORK, CHIP, LATENCY, 400).expected_tps or 1.0), prefill_step_s=0.02
 )
 
 T = TypeVar("T")
@@ -354,7 +354,7 @@ class ScriptedEngine(Engine):
             if len(stamps.tokens) == 20:
                 self._fault("decode")
         metrics = stamps.metrics()
-        verdict = diagnose(metrics, WORK, CHIP, PACE, replace(SITUATION, keeps_prompts=self._keeps))
+        verdict = diagnose(metrics, WORK, CHIP, LATENCY, replace(SITUATION, keeps_prompts=self._keeps))
         most = None if template.thinking == "off" else template.thinking_budget
         spent = most if most is not None and len(_pieces(self._scenario.thinking)) > most and said["answer"] else None
         passes = log_of(stamps.recorder(), cost_of(WORK, CHIP), ahead=True)
@@ -453,7 +453,7 @@ class ScriptedEngine(Engine):
     def limits(self, context: int) -> Limits:
         """Tell what the chip allows."""
         return replace(
-            limits_of(context, WORK, CHIP, PACE), ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
+            limits_of(context, WORK, CHIP, LATENCY), ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
         )
 
     def close(self) -> None:
@@ -500,7 +500,7 @@ class _Stamps:
         tokens = tuple(self.tokens)
         prefill_s, new = self.prefill_end - self.begun, self.prefilled - self.cached
         kv = (self.prefilled + len(tokens)) * self.kv_token_bytes
-        step = decode_phase(WORK, CHIP, PACE, self.prefilled + len(tokens))
+        step = decode_phase(WORK, CHIP, LATENCY, self.prefilled + len(tokens))
         decode = rates.decode_rate(tokens)
         return rates.Metrics(
             prompt_tokens=self.prompt,

@@ -111,16 +111,16 @@ def load_draft(
     if device != "cpu":
         _warm_up(module, plan)
     kernels = fitted(chip)
-    pace = None if kernels is None else HostLimited(kernels, measure_host(module, plan.make))
+    latency = None if kernels is None else HostLimited(kernels, measure_host(module, plan.make))
     model = DraftModel(
         module,
         plan,
         vocabulary=found.vocabulary,
         longest=min(bounds, default=None),
-        costs=DraftingCosts(read_steps(work, pace, chip, device=device)),
+        costs=DraftingCosts(read_steps(work, latency, chip, device=device)),
         fits=limit.fits,
     )
-    draft = LoadedDraft(found.name, model, work, pace, cost.weight_bytes, plan.bytes_per_token)
+    draft = LoadedDraft(found.name, model, work, latency, cost.weight_bytes, plan.bytes_per_token)
     size = f"{units.size(cost.weight_bytes)}, {units.size(plan.bytes_per_token)} a token"
     return draft, (f"draft model {found.name}: {size}", *kept)
 

@@ -63,7 +63,7 @@ class LoadedDraft:
 
     Attributes:
         name: as it was asked for.
-        work: of a step of it. pace: how fast it should be, where that is not known as the other model's is.
+        work: of a step of it. latency: how fast it should be, where that is not known as the other model's is.
         weight_bytes: of its weights, as they are held.
         kv_bytes_per_token: of its keys and values.
     """
@@ -71,7 +71,7 @@ class LoadedDraft:
     name: str
     model: DraftModel
     work: "Workload"
-    pace: "LatencyModel | None"
+    latency: "LatencyModel | None"
     weight_bytes: int
     kv_bytes_per_token: int
 
@@ -126,7 +126,7 @@ class SharedSpeculation:
         if bits not in self._costs:
             self._costs[bits] = PassCosts(
                 lambda rows, context: pass_steps(
-                    runtime.work, machine.pace, machine.chip, context, rows, device=runtime.device
+                    runtime.work, machine.latency, machine.chip, context, rows, device=runtime.device
                 )
             )
         computing: list[ComputingDrafter] = []
@@ -136,7 +136,7 @@ class SharedSpeculation:
             each.costs.step = max(LEAST_STEP, each.step_bytes / (runtime.work.step_bytes(len(ids)) or each.step_bytes))
             computing.append(each.drafter(hidden, sampler))
         if draft is not None:
-            both = (draft.work, draft.pace or machine.pace), (runtime.work, machine.pace)
+            both = (draft.work, draft.latency or machine.latency), (runtime.work, machine.latency)
             draft.model.costs.step = draft_step(*both, machine.chip, len(ids))
             computing.append(ModelDrafter(draft.model, sampler))
         return Speculator(drafters, self._costs[bits], [*ids, *made], computing=computing, hidden=hidden)

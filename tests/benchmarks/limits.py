@@ -63,10 +63,10 @@ class Paced:
 
 
 class LimitsLab:
-    """A loaded engine whose pace on this machine is measured afresh."""
+    """A loaded engine whose latency on this machine is measured afresh."""
 
     def __init__(self, model: str) -> None:
-        self._kept = TemporaryDirectory(prefix="tokamac-pace-")
+        self._kept = TemporaryDirectory(prefix="tokamac-latency-")
         os.environ["XDG_CACHE_HOME"] = self._kept.name  # what another run kept is not found
         self._server = EngineServer(model)
         self._server.engine.measure()
@@ -101,7 +101,7 @@ def _here(name: str, model: str, plan: Plan) -> list[Row]:
     rows = []
     replies: dict[int, list[Paced]] = {context: [] for context in CONTEXTS}
     for number in range(1, plan.rounds + 1):
-        with Remote(LimitsLab, model) as lab:  # its pace is measured anew each time: the machine drifts
+        with Remote(LimitsLab, model) as lab:  # its latency is measured anew each time: the machine drifts
             lab.call("reply", CONTEXTS[0], 0)
             passes = [[lab.call("reply", context, number) for context in CONTEXTS] for _ in range(PASSES)]
         for found, tried in zip(replies.values(), zip(*passes, strict=True), strict=True):

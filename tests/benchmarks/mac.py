@@ -66,10 +66,10 @@ def _reply() -> list[Row]:
             engine.memory()
             replying = len(metal.processes) + mac.asked["output"] - loading
             machine, expected = engine._runner.runtime.machine, engine.limits(200).expected_tps
-        assert isinstance(machine.pace, HostLimited)
-        assert machine.pace.host is not None
+        assert isinstance(machine.latency, HostLimited)
+        assert machine.latency.host is not None
         assert expected is not None
-        ratio = expected * machine.pace.host.step_s
+        ratio = expected * machine.latency.host.step_s
     return [
         holds("processes started by a reply", str(replying), "0", met=replying == 0),
         Row("processes started by loading, in all", str(loading)),
@@ -89,10 +89,10 @@ def _chunks() -> Row:
         if entry.config is None or isinstance(work := work_of_config(entry.config, packing=Packing(4)), str):
             continue
         for chip in chips:
-            if (pace := fitted(chip)) is None:
+            if (latency := fitted(chip)) is None:
                 continue
-            chunk = Chunking(work, "metal", pace).at(0)
-            ours, theirs = (pace.prefill_s(work, PROMPT, 0, size) for size in (chunk, 2048))
+            chunk = Chunking(work, "metal", latency).at(0)
+            ours, theirs = (latency.prefill_s(work, PROMPT, 0, size) for size in (chunk, 2048))
             if ours is None or theirs is None:
                 continue
             pairs += 1

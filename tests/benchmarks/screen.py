@@ -357,9 +357,9 @@ F10 = "\x1b[21~"
 CHATS, ENTER = "\x0c", "\r"
 LOADED = " bits · "  # in the side panel
 SETTLES_S = 5.0
-"""Longer than any part of the machine's pace takes to be timed."""
+"""Longer than any part of the machine's latency takes to be timed."""
 MEASURING_S = 120.0
-"""How long the measuring of the pace is waited for: a machine that was busy is looked at again every 20 s."""
+"""How long the measuring of the latency is waited for: a machine that was busy is looked at again every 20 s."""
 
 
 def measure_chat_use(plan: Plan) -> Section:
@@ -497,8 +497,8 @@ def _idle(plan: Plan) -> list[Row]:
 
 
 def _wait_for_quiet(home: Path) -> None:
-    """Wait until the engine has measured the machine's pace, which it does once, when nobody has asked for a while; where that is
-    published it measures nothing, and this waits in vain."""
+    """Wait until the engine has measured the machine's latency, which it does once, when nobody has asked for a while. Where
+    that is published it measures nothing, and this waits in vain."""
     seen: set[tuple[Path, int]] = set()
     changed = begun = time.monotonic()
     while (now := time.monotonic()) < begun + MEASURING_S and not (seen and now > changed + SETTLES_S):

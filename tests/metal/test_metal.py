@@ -500,14 +500,14 @@ def test_a_model_that_fails_in_it_is_loaded_all_the_same(monkeypatch):
 
 def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():
     with Engine.load("guide") as engine:
-        pace = engine._runner.runtime.machine.pace
-        assert isinstance(pace, HostLimited)
-        assert pace.host is not None
-        assert engine.predict(100, 200).decode.expected_s >= pace.host.step_s
+        latency = engine._runner.runtime.machine.latency
+        assert isinstance(latency, HostLimited)
+        assert latency.host is not None
+        assert engine.predict(100, 200).decode.expected_s >= latency.host.step_s
         last = list(engine.generate([Message("user", "What is prefill?")], Sampling(temperature=0, max_tokens=20)))[-1]
     assert isinstance(last, Finished)
     assert last.metrics.expected_tps is not None
-    assert last.metrics.expected_tps <= 1.001 / pace.host.step_s
+    assert last.metrics.expected_tps <= 1.001 / latency.host.step_s
     assert last.diagnosis is not None
     assert all(remedy.name != "quiet machine" for remedy in last.diagnosis.remedies)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.app.chat.test_session import LOADED, Clock
-from tests.scripted_engine import CHIP, PACE, SITUATION, WORK
+from tests.scripted_engine import CHIP, LATENCY, SITUATION, WORK
 from tokamac.app import units, verdict
 from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo, ReplyEvent
 from tokamac.app.chat import figures
@@ -72,7 +72,7 @@ def session(info: ModelInfo = INFO) -> Session:
 def ended(info: ModelInfo = INFO, metrics: Metrics = METRICS, outliers: tuple[Outlier, ...] = ()) -> Session:
     made = session(info)
     made.submit("one")
-    verdict = diagnose(metrics, WORK, CHIP, PACE, SITUATION)
+    verdict = diagnose(metrics, WORK, CHIP, LATENCY, SITUATION)
     made.on_event(replace(MEMORY, predicted_peak_bytes=2_900_000_000))
     made.on_event(ReplyEvent(1, Finished("stop", "text", metrics, outliers=outliers, diagnosis=verdict)))
     return made
@@ -155,7 +155,7 @@ def test_a_gap_that_stands_out_is_told_with_its_cause() -> None:
     assert explain("slowest", ended()).why == "there are no outliers"
 
 
-def test_an_unknown_pace_is_no_expectation() -> None:
+def test_an_unknown_latency_is_no_expectation() -> None:
     at = ended(metrics=replace(METRICS, expected_tps=None))
     assert value("expected", at) == units.UNKNOWN
     assert "is not measured yet" in explain("expected", at).why
@@ -334,7 +334,7 @@ OLD = Reply(
     model="org/model",
     metrics=METRICS,
     outliers=(Outlier(7, 90.0),),
-    diagnosis=diagnose(METRICS, WORK, CHIP, PACE, SITUATION),
+    diagnosis=diagnose(METRICS, WORK, CHIP, LATENCY, SITUATION),
 )
 
 
@@ -405,7 +405,7 @@ def test_all_views_have_one_ceiling() -> None:
     better = replace(METRICS, ceiling_tps=60.0)
     at.submit("and now?")
     at.on_event(
-        ReplyEvent(1, Finished("stop", "text", better, diagnosis=diagnose(better, WORK, CHIP, PACE, SITUATION)))
+        ReplyEvent(1, Finished("stop", "text", better, diagnosis=diagnose(better, WORK, CHIP, LATENCY, SITUATION)))
     )
     assert at.engine.bandwidth_gbs == pytest.approx(121.2)
     for turn in at.turns:

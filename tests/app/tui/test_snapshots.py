@@ -29,7 +29,7 @@ from tests.app.tui.album import (
     written,
 )
 from tests.app.tui.test_models import DONE, PLAN, QUALITY
-from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
+from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, LATENCY, SITUATION, WEIGHT_BYTES, WORK
 from tokamac.app.backend.advice import answers
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import (
@@ -102,7 +102,7 @@ def fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (files / name).write_text("Decode is bound by bandwidth.\n" * 40)
     monkeypatch.chdir(files)
     metrics = figures()
-    reply = measured(Reply("", metrics=metrics, diagnosis=diagnose(metrics, WORK, CHIP, PACE, SITUATION)))
+    reply = measured(Reply("", metrics=metrics, diagnosis=diagnose(metrics, WORK, CHIP, LATENCY, SITUATION)))
     with Store.open(tmp_path / "chats" / "chats.db", clock=lambda: time.time() - 3.5 * DAY_S) as store:
         for prompts in (("What is a cache?",), ("What is decode?", "Why is decode slow?")):
             chat = store.new_chat(model="org/fast")

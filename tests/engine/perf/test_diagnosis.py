@@ -71,7 +71,7 @@ MIXTURE = replace(
 SHARING = replace(WORK, kv=(replace(KV, heads=Heads(queries=640, keys=32, key_dim=128, value_dim=128)),))
 
 
-class RoundPace:
+class RoundLatency:
     """Four fifths of both roofs, and a millisecond a step: 12.5 ms for the weights, 3.125 ns for a byte of keys and values."""
 
     def decode_s(self, work: Workload, context: int, batch: int = 1) -> float:
@@ -82,7 +82,7 @@ class RoundPace:
         return max((work.prefill_operations(tokens, cached) or 0) / 16e12, (work.weight_bytes() or 0) / 320e9)
 
 
-PACE = RoundPace()
+LATENCY = RoundLatency()
 PLAIN = Situation(packed_kv=None, bits_per_weight=4.5, keeps_prompts=True, chunk=512)
 PACKED = (replace(KV, bytes_per_token=69_632),)  # 8.5 of 16 bits
 
@@ -99,7 +99,7 @@ def reply(
 ) -> Metrics:
     """The metrics of a reply with even gaps, as the recorder would tell them."""
     context = prompt + generated // 2
-    step = decode_phase(work, CHIP, PACE, context)
+    step = decode_phase(work, CHIP, LATENCY, context)
     ttft_s = wait_s + prefill_s
     return Metrics(
         prompt_tokens=prompt,
@@ -123,7 +123,7 @@ def reply(
 
 
 def verdict(metrics: Metrics, situation: Situation = PLAIN, work: Workload = WORK) -> Diagnosis:
-    found = diagnose(metrics, work, CHIP, PACE, situation)
+    found = diagnose(metrics, work, CHIP, LATENCY, situation)
     assert found is not None
     return found
 
@@ -229,7 +229,7 @@ def test_of_a_phase_that_went_as_expected_nothing_is_told():
     assert (writing.before_s, writing.after_s) == (None, None)
 
 
-def test_without_a_pace_nothing_is_promised():
+def test_without_a_latency_nothing_is_promised():
     metrics = replace(reply(4000, 50, prefill_s=4.0, step_s=0.016), expected_tps=None)
     found = diagnose(metrics, WORK, CHIP, None, Situation(PACKED, 16.0, keeps_prompts=False, chunk=512))
     assert found is not None
@@ -240,7 +240,7 @@ def test_without_a_pace_nothing_is_promised():
 
 def test_without_a_token_there_is_nothing_to_explain():
     metrics = replace(reply(10, 1, prefill_s=0.1, step_s=1.0), ttft_s=None, prefill_s=None, total_s=None)
-    assert diagnose(metrics, WORK, CHIP, PACE, PLAIN) is None
+    assert diagnose(metrics, WORK, CHIP, LATENCY, PLAIN) is None
 
 
 def test_of_an_unknown_peak_it_is_only_said_what_a_long_prompt_did_not_wait_for():
@@ -294,14 +294,14 @@ def test_every_number_of_a_formula_is_there_before_it():
 def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Workload, batch: int):
     """The constants in the words are those in the arithmetic: put in, they give the same but for their rounding."""
     chip = lookup("Apple M4 Max", 40)
-    pace = fitted(chip)
-    step = decode_phase(work, chip, pace, 4025, batch)
+    latency = fitted(chip)
+    step = decode_phase(work, chip, latency, 4025, batch)
     measured = reply(4000, 50, prefill_s=4.0, step_s=0.016, work=work)
     ceiling_tps = 546e9 / (step.bytes_read or 1)
     metrics = replace(
         measured, batch_width=float(batch), ceiling_tps=ceiling_tps, expected_tps=(step.expected_tps or 0) / batch
     )
-    found = diagnose(metrics, work, chip, pace, PLAIN)
+    found = diagnose(metrics, work, chip, latency, PLAIN)
     assert found is not None
     terms = {term.key: term for term in found.terms}
     scale = {"GB/s": 1e9, "TFLOP/s": 1e12}
@@ -356,7 +356,7 @@ def test_what_is_told_of_both_phases_is_the_seconds_that_are_promised(metrics: M
 @given(REPLIES, SITUATIONS)
 def test_nothing_is_promised_that_the_bandwidth_forbids(metrics: Metrics, situation: Situation):
     lightest = replace(WORK, kv=PACKED, shared_bytes=round(WORK.shared_bytes * 4.5 / 16))
-    bound = decode_phase(lightest, CHIP, PACE, metrics.generated_tokens // 2).ceiling_tps
+    bound = decode_phase(lightest, CHIP, LATENCY, metrics.generated_tokens // 2).ceiling_tps
     assert bound is not None
     most = max(bound, metrics.decode_tps or 0.0)  # who measured more than physics allows is not told otherwise
     assert all((remedy.after_tps or 0) <= most * 1.001 for remedy in verdict(metrics, situation).remedies)
@@ -371,8 +371,8 @@ def test_the_parts_are_the_whole(metrics: Metrics, situation: Situation):
 
 def gain(name: str, prompt: int, generated: int) -> float:
     """What a change saves of a reply that went as expected."""
-    step = decode_phase(WORK, CHIP, PACE, prompt + generated // 2).expected_s or 0.0
-    read_s = PACE.prefill_s(WORK, prompt, 0, 512)
+    step = decode_phase(WORK, CHIP, LATENCY, prompt + generated // 2).expected_s or 0.0
+    read_s = LATENCY.prefill_s(WORK, prompt, 0, 512)
     packed = PACKED if name == "packed keys and values" else None
     situation = Situation(packed, 16.0, keeps_prompts=name != "prompt cache", chunk=512)
     found = verdict(reply(prompt, generated, read_s, step), situation).remedies
@@ -458,11 +458,11 @@ hosts = st.builds(Host, st.floats(1e-5, 0.1), st.floats(0, 1e-3))
 @given(st.sampled_from(NAMES), st.sampled_from(APPLE), hosts, st.integers(1, 100_000), st.integers(1, 9_000))
 def test_expected_is_never_above_what_the_host_allows_nor_the_device(name, chip, host, context, tokens):
     work, device = work_named(name), fitted(chip)
-    pace = HostLimited(device, host)
-    decode = decode_phase(work, chip, pace, context)
+    latency = HostLimited(device, host)
+    decode = decode_phase(work, chip, latency, context)
     assert decode.expected_s >= max(host.step_s, decode_phase(work, chip, device, context).expected_s)
     assert decode.by_host == (decode.expected_s == host.step_s)
-    prompt, alone = (prefill_phase(work, chip, each, tokens, chunk=512) for each in (pace, device))
+    prompt, alone = (prefill_phase(work, chip, each, tokens, chunk=512) for each in (latency, device))
     if alone.expected_s is not None:
         assert prompt.expected_s >= max(alone.expected_s, calls_of(tokens, 512) * host.step_s)
 
@@ -560,8 +560,8 @@ def test_where_the_device_is_slower_the_host_is_not_named():
 
 def test_a_reply_beside_three_others_is_judged_by_the_step_that_all_four_share():
     """4 GB of weights are read once for all: (4 + 4 × keys and values) ÷ 320 GB/s + 1 ms, and alone a quarter of these."""
-    alone = decode_phase(WORK, CHIP, PACE, 125)
-    shared = decode_phase(WORK, CHIP, PACE, 125, 4)
+    alone = decode_phase(WORK, CHIP, LATENCY, 125)
+    shared = decode_phase(WORK, CHIP, LATENCY, 125, 4)
     assert shared.expected_s is not None
     assert alone.expected_s is not None
     assert alone.expected_s < shared.expected_s < 4 * alone.expected_s

@@ -806,10 +806,10 @@ def chunking(name: str, chip_name: str, cores: int | None = None) -> Chunking:
 def test_a_prompt_takes_hardly_longer_than_in_chunks_of_2048_on_any_chip(name: str) -> None:
     work, slow = work_named(name), []
     for chip in APPLE:
-        pace = fitted(chip)
-        assert pace is not None
-        chunk = Chunking(work, "metal", pace).at(0)
-        ours, theirs = (pace.prefill_s(work, 8192, 0, size) for size in (chunk, 2048))
+        latency = fitted(chip)
+        assert latency is not None
+        chunk = Chunking(work, "metal", latency).at(0)
+        ours, theirs = (latency.prefill_s(work, 8192, 0, size) for size in (chunk, 2048))
         if ours is not None and theirs is not None and ours > LENT * theirs:
             slow.append((chip.name, chip.gpu_cores, chunk, ours / theirs))
     assert not slow
@@ -820,13 +820,13 @@ def test_a_chunk_is_halved_while_it_takes_too_long_and_that_costs_little(name: s
     work = work_named(name)
     longest_s = MIXTURE_S if work.expert_bytes else DENSE_S
     for chip in APPLE:
-        pace = fitted(chip)
-        chunk = Chunking(work, "metal", pace).at(0)
-        seconds = pace.prefill_s(work, COMPARED_PROMPT, 0, chunk)
+        latency = fitted(chip)
+        chunk = Chunking(work, "metal", latency).at(0)
+        seconds = latency.prefill_s(work, COMPARED_PROMPT, 0, chunk)
         if seconds is None or seconds * chunk / COMPARED_PROMPT <= longest_s:
             continue
-        half = pace.prefill_s(work, COMPARED_PROMPT, 0, chunk // 2)
-        assert chunk == LEAST or half > LENT * pace.prefill_s(work, COMPARED_PROMPT, 0, 2048), chip
+        half = latency.prefill_s(work, COMPARED_PROMPT, 0, chunk // 2)
+        assert chunk == LEAST or half > LENT * latency.prefill_s(work, COMPARED_PROMPT, 0, 2048), chip
 
 
 def test_dense_models_keep_512_where_that_is_quick_and_mixtures_take_more():
@@ -836,7 +836,7 @@ def test_dense_models_keep_512_where_that_is_quick_and_mixtures_take_more():
     assert chunking("Qwen3-Next-80B-A3B", "Apple M4 Max", 40).at(0) > 512
 
 
-def test_without_a_published_pace_a_mixture_gets_rows_for_its_experts():
+def test_without_a_published_latency_a_mixture_gets_rows_for_its_experts():
     assert Chunking(work_named("Qwen3-8B"), "metal", None).at(0) == 512
     assert Chunking(work_named("Qwen3-30B-A3B"), "metal", None).at(0) == 1024  # 8 of 128 experts
     assert Chunking(work_named("Qwen3-Next-80B-A3B"), "cuda", None).at(0) == LARGEST  # 10 of 512
@@ -858,9 +858,9 @@ def test_chunks_never_grow_with_depth_and_are_small_deep_down(name, chip, depth)
 def test_on_a_cpu_the_model_alone_decides():
     small, large = work_named("gemma-3-270m"), work_named("Qwen3-8B")
     unused = fitted(lookup("Apple M1", 8))
-    for pace in (None, unused):
-        assert Chunking(small, "cpu", pace).at(0) == 256
-        assert Chunking(large, "cpu", pace).at(200_000) == LEAST
+    for latency in (None, unused):
+        assert Chunking(small, "cpu", latency).at(0) == 256
+        assert Chunking(large, "cpu", latency).at(200_000) == LEAST
 
 
 @hypothesis_given(st.integers(0, 300_000), st.integers(0, 300_000))

@@ -319,14 +319,14 @@ def test_limits_are_the_decode_phase():
 def test_expected_is_never_above_the_ceiling_on_any_chip(name, kv):
     work = work_named(name, kv)
     for chip in CHIPS:
-        pace = fitted(chip)
+        latency = fitted(chip)
         for context in (1, 1024, 131_072):
             for batch in (1, 16):
-                phase = decode_phase(work, chip, pace, context, batch)
+                phase = decode_phase(work, chip, latency, context, batch)
                 assert phase.ceiling_tps is not None
-                if pace is not None:
+                if latency is not None:
                     assert phase.expected_tps <= phase.ceiling_tps
-            prompt = prefill_phase(work, chip, pace, context)
+            prompt = prefill_phase(work, chip, latency, context)
             if prompt.expected_s is not None:
                 assert prompt.expected_s >= prompt.ceiling_s
 
@@ -348,8 +348,8 @@ works = st.sampled_from(NAMES)
 
 @given(works, chips, st.integers(1, 200_000), st.integers(1, 200_000), st.integers(1, 32))
 def test_more_context_is_never_faster(name, chip, context, more, batch):
-    work, pace = work_named(name), fitted(chip)
-    near, far = (decode_phase(work, chip, pace, depth, batch) for depth in (context, context + more))
+    work, latency = work_named(name), fitted(chip)
+    near, far = (decode_phase(work, chip, latency, depth, batch) for depth in (context, context + more))
     assert near.ceiling_tps >= far.ceiling_tps
     assert near.expected_tps >= far.expected_tps
 
@@ -366,11 +366,11 @@ def test_more_bandwidth_is_never_slower(name, chip, factor, context):
 
 @given(works, chips, st.integers(1, 50_000), st.integers(0, 50_000), st.integers(1, 5000))
 def test_a_longer_prompt_is_never_read_sooner(name, chip, tokens, cached, more):
-    work, pace = work_named(name), fitted(chip)
-    base = prefill_phase(work, chip, pace, tokens, cached)
+    work, latency = work_named(name), fitted(chip)
+    base = prefill_phase(work, chip, latency, tokens, cached)
     for longer in (
-        prefill_phase(work, chip, pace, tokens + more, cached),
-        prefill_phase(work, chip, pace, tokens, cached + more),
+        prefill_phase(work, chip, latency, tokens + more, cached),
+        prefill_phase(work, chip, latency, tokens, cached + more),
     ):
         assert longer.ceiling_s >= base.ceiling_s
         if base.expected_s is not None:
@@ -379,8 +379,8 @@ def test_a_longer_prompt_is_never_read_sooner(name, chip, tokens, cached, more):
 
 @given(works, chips, st.integers(1, 60_000), st.integers(0, 60_000))
 def test_what_is_cached_is_never_read_later(name, chip, prompt, cached):
-    work, pace = work_named(name), fitted(chip)
-    whole, rest = (predict(work, chip, pace, prompt, prompt, cached=part) for part in (0, min(cached, prompt)))
+    work, latency = work_named(name), fitted(chip)
+    whole, rest = (predict(work, chip, latency, prompt, prompt, cached=part) for part in (0, min(cached, prompt)))
     if whole.ttft_s is not None:
         assert rest.ttft_s <= whole.ttft_s
 

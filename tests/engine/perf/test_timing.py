@@ -51,12 +51,12 @@ from tokamac.engine.text import stream
 from tokamac.engine.text.stream import ReplyText
 from tokamac.engine.text.tokenizer import load_tokenizer
 
-# A pace made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found
+# A latency made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found
 # again.
 
 MATRIX = Product(64, 32, None, count=3)
 HEAD = Product(128, 32, None, head=True)
-PACE = MeasuredLatency(
+LATENCY = MeasuredLatency(
     products=((MATRIX, PartLatency(1e-3, 256e-3)), (HEAD, PartLatency(5e-3, 5e-3))),
     attention=(AttentionLatency(2, None, ((0, 1e-3), (1000, 2e-3)), ((0, 10e-3), (1000, 265e-3))),),
     kernel=PartLatency(1e-4, 1e-4),
@@ -98,17 +98,17 @@ def test_attention_is_timed_at_two_depths_or_more(limit, depths):
 @pytest.mark.usefixtures("hurried")
 def test_a_step_is_the_sum_of_its_parts():
     multiplying, attending, others = 3 * 1e-3 + 5e-3, 2 * 1.5e-3, 10 * 1e-4
-    assert PACE.decode_s(EIGHT_B, 500) == pytest.approx(multiplying + attending + others + 7e-3)
+    assert LATENCY.decode_s(EIGHT_B, 500) == pytest.approx(multiplying + attending + others + 7e-3)
 
 
 @pytest.mark.usefixtures("hurried")
 def test_several_sequences_were_not_timed():
-    assert PACE.decode_s(EIGHT_B, 500, batch=2) is None
+    assert LATENCY.decode_s(EIGHT_B, 500, batch=2) is None
 
 
 @pytest.mark.usefixtures("hurried")
 def test_a_windowed_layer_takes_no_longer_beyond_its_window():
-    layer = replace(PACE.attention[0], limit=100)
+    layer = replace(LATENCY.attention[0], limit=100)
     assert layer.of(1, 100) == layer.of(1, 10_000) == pytest.approx(2 * 1.1e-3)
 
 
@@ -120,21 +120,21 @@ def test_a_prompt_is_its_chunks_and_the_first_step():
         attending = 2 * (row + (many - row) * (rows - 1) / 255)
         return 3 * rows * 1e-3 + attending + 10 * 1e-4
 
-    expected = chunk(200, 100) + chunk(100, 300) + PACE.decode_s(EIGHT_B, 401)
-    assert PACE.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(expected)
-    assert PACE.prefill_s(EIGHT_B, 1, 100, 200) == PACE.decode_s(EIGHT_B, 101)
+    expected = chunk(200, 100) + chunk(100, 300) + LATENCY.decode_s(EIGHT_B, 401)
+    assert LATENCY.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(expected)
+    assert LATENCY.prefill_s(EIGHT_B, 1, 100, 200) == LATENCY.decode_s(EIGHT_B, 101)
 
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(("tokens", "cached", "chunk"), [(1, 0, 16), (40_000, 0, 100), (5001, 77, 250), (900, 9000, 7)])
 def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(tokens, cached, chunk):
     bent = AttentionLatency(2, 1500, ((0, 1e-3), (64, 1.5e-3), (1024, 4e-3)), ((0, 9e-3), (512, 20e-3), (4096, 60e-3)))
-    pace = replace(PACE, attention=(*PACE.attention, bent, replace(bent, limit=None), replace(bent, limit=48)))
-    end, expected = cached + tokens - 1, pace.decode_s(EIGHT_B, cached + tokens)
+    latency = replace(LATENCY, attention=(*LATENCY.attention, bent, replace(bent, limit=None), replace(bent, limit=48)))
+    end, expected = cached + tokens - 1, latency.decode_s(EIGHT_B, cached + tokens)
     for at in range(cached, end, chunk):
         rows = min(chunk, end - at)
-        expected += pace._products(rows) + pace._attention_and_kernels(rows, at)
-    assert pace.prefill_s(EIGHT_B, tokens, cached, chunk) == pytest.approx(expected)
+        expected += latency._products(rows) + latency._attention_and_kernels(rows, at)
+    assert latency.prefill_s(EIGHT_B, tokens, cached, chunk) == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -142,7 +142,7 @@ def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
     asked = []
     around = MeasuredLatency._attention_and_kernels
     monkeypatch.setattr(MeasuredLatency, "_attention_and_kernels", lambda *given: asked.append(given) or around(*given))
-    assert PACE.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
+    assert LATENCY.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
     assert len(asked) < 50
 
 
@@ -178,28 +178,28 @@ def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
     assert first.latency() is None
     assert sum(1 for _ in first.steps()) == 17 * PASSES
     assert first.missing == 0
-    pace = first.latency()
-    assert isinstance(pace, MeasuredLatency)
+    latency = first.latency()
+    assert isinstance(latency, MeasuredLatency)
     kept = json.loads(file.read_text())
     assert len(kept) == 17 * PASSES
     assert all(seconds > 0 for seconds in kept.values())
     again = LatencyProfiler(subject_of(loaded), file)
     assert again.missing == 0
-    assert again.latency() == pace
+    assert again.latency() == latency
     assert list(again.steps()) == []
 
 
 @pytest.mark.usefixtures("hurried")
-def test_the_pace_of_a_loaded_model_counts_what_it_has(loaded, tmp_path):
+def test_the_latency_of_a_loaded_model_counts_what_it_has(loaded, tmp_path):
     found = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
     list(found.steps())
-    pace = found.latency()
-    assert sum(product.count for product, _ in pace.products) == 2 * 7 + 1
-    assert [layer.layers for layer in pace.attention] == [2]
+    latency = found.latency()
+    assert sum(product.count for product, _ in latency.products) == 2 * 7 + 1
+    assert [layer.layers for layer in latency.attention] == [2]
     # Of a layer's two norms, two rotations, two sums and the gated product; the last norm, the table's row, sampling, copying.
-    assert pace.other_kernels == 2 * 7 + 4
-    assert pace.decode_s(subject_of(loaded).work, 100) > 0
-    assert pace.prefill_s(subject_of(loaded).work, 1000, 0, 256) > pace.decode_s(subject_of(loaded).work, 1000)
+    assert latency.other_kernels == 2 * 7 + 4
+    assert latency.decode_s(subject_of(loaded).work, 100) > 0
+    assert latency.prefill_s(subject_of(loaded).work, 1000, 0, 256) > latency.decode_s(subject_of(loaded).work, 1000)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -210,9 +210,9 @@ def test_a_part_that_came_out_longer_at_less_depth_was_noise(loaded, tmp_path):
     kept = json.loads(file.read_text())
     shallow = [key for key in kept if "at 64 x 1" in key]
     file.write_text(json.dumps({**kept, **dict.fromkeys(shallow, 5.0)}))
-    pace = LatencyProfiler(subject_of(loaded), file).latency()
-    assert [seconds for _, seconds in pace.attention[0].row] == [5.0, 5.0, 5.0]
-    assert pace.decode_s(measure._model.work, 5000) == pace.decode_s(measure._model.work, 64)
+    latency = LatencyProfiler(subject_of(loaded), file).latency()
+    assert [seconds for _, seconds in latency.attention[0].row] == [5.0, 5.0, 5.0]
+    assert latency.decode_s(measure._model.work, 5000) == latency.decode_s(measure._model.work, 64)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -319,7 +319,7 @@ def test_a_value_that_can_not_be_right_is_measured_again(loaded, tmp_path, wrong
 
 
 @pytest.mark.usefixtures("hurried")
-def test_where_nothing_can_be_written_the_pace_is_known_all_the_same(loaded, tmp_path):
+def test_where_nothing_can_be_written_the_latency_is_known_all_the_same(loaded, tmp_path):
     blocked = tmp_path / "a file"
     blocked.write_text("no folder")
     measure = LatencyProfiler(subject_of(loaded), blocked / "parts.json")
@@ -382,7 +382,7 @@ def test_the_machines_peak_is_kept_for_all_models(loaded, tmp_path, monkeypatch)
 
 
 # Handing over between MLX and NumPy: its arithmetic by hand, and a layer's parts run in turn, kept and put into a
-# pace.
+# latency.
 
 DEPTHS = (64, 1024, 4096)
 
@@ -390,15 +390,17 @@ DEPTHS = (64, 1024, 4096)
 @pytest.mark.usefixtures("hurried")
 def test_handing_over_is_added_for_each_layer():
     handing = HandoverLatency(3, None, ((100, 1e-3), (1000, 4e-3)))
-    pace = replace(PACE, handover=(handing, HandoverLatency(2, 50, ((0, 0.0), (50, 5e-3)))))
+    latency = replace(LATENCY, handover=(handing, HandoverLatency(2, 50, ((0, 0.0), (50, 5e-3)))))
     for context, more in ((100, 3 * 1e-3 + 2 * 5e-3), (550, 3 * 2.5e-3 + 2 * 5e-3), (1900, 3 * 7e-3 + 2 * 5e-3)):
-        assert pace.decode_s(EIGHT_B, context) == pytest.approx(PACE.decode_s(EIGHT_B, context) + more)
+        assert latency.decode_s(EIGHT_B, context) == pytest.approx(LATENCY.decode_s(EIGHT_B, context) + more)
 
 
 @pytest.mark.usefixtures("hurried")
 def test_a_chunk_is_not_charged_for_a_steps_handing_over():
-    pace = replace(PACE, handover=(HandoverLatency(3, None, ((0, 1.0), (1000, 1.0))),))
-    assert pace.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(PACE.prefill_s(EIGHT_B, 301, 100, 200) + 3 * 1.0)
+    latency = replace(LATENCY, handover=(HandoverLatency(3, None, ((0, 1.0), (1000, 1.0))),))
+    assert latency.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(
+        LATENCY.prefill_s(EIGHT_B, 301, 100, 200) + 3 * 1.0
+    )
 
 
 seconds = st.floats(0, 1)
@@ -415,10 +417,10 @@ def test_more_context_is_never_faster_where_handing_over_falls_with_depth(steps,
         whole.append(at)
     points = tuple(zip(DEPTHS, attention, strict=True))
     left = tuple((depth, w - a) for depth, w, a in zip(DEPTHS, whole, attention, strict=True))
-    pace = replace(
-        PACE, attention=(AttentionLatency(1, None, points, points),), handover=(HandoverLatency(1, None, left),)
+    latency = replace(
+        LATENCY, attention=(AttentionLatency(1, None, points, points),), handover=(HandoverLatency(1, None, left),)
     )
-    assert pace.decode_s(EIGHT_B, context) <= pace.decode_s(EIGHT_B, context + more) * (1 + 1e-9)
+    assert latency.decode_s(EIGHT_B, context) <= latency.decode_s(EIGHT_B, context + more) * (1 + 1e-9)
 
 
 @pytest.fixture
@@ -478,11 +480,13 @@ def test_a_step_takes_what_its_layers_take_in_turn(loaded_in_turns, tmp_path, by
     file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
     list(LatencyProfiler(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 5.0)}))
-    pace = LatencyProfiler(subject, file).latency()
-    assert isinstance(pace, MeasuredLatency)
+    latency = LatencyProfiler(subject, file).latency()
+    assert isinstance(latency, MeasuredLatency)
     # Two layers of 5 s, and what is no layer's: the head, the last norm, the table's row and two kernels, and sampling.
-    head = next(timed.row_s for product, timed in pace.products if product.head)
-    assert pace.decode_s(subject.work, 1024) == pytest.approx(2 * 5.0 + head + 4 * pace.kernel.row_s + pace.sampling_s)
+    head = next(timed.row_s for product, timed in latency.products if product.head)
+    assert latency.decode_s(subject.work, 1024) == pytest.approx(
+        2 * 5.0 + head + 4 * latency.kernel.row_s + latency.sampling_s
+    )
 
 
 @pytest.mark.usefixtures("hurried")
@@ -492,8 +496,8 @@ def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loade
     falling = {key: 5.0 / int(key.partition(" pass ")[0].split()[-2]) for key in turns_in(file)}
     assert len(set(falling.values())) == 3
     file.write_text(json.dumps({**json.loads(file.read_text()), **falling}))
-    pace = LatencyProfiler(subject, file).latency()
-    steps = [pace.decode_s(subject.work, depth) for depth in (64, 500, 1024, 2000, 4096, 8000)]
+    latency = LatencyProfiler(subject, file).latency()
+    steps = [latency.decode_s(subject.work, depth) for depth in (64, 500, 1024, 2000, 4096, 8000)]
     assert steps == pytest.approx([steps[0]] * 6)
 
 
@@ -502,9 +506,9 @@ def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded_in_turns
     file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
     list(LatencyProfiler(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 1e-9)}))
-    pace = LatencyProfiler(subject, file).latency()
-    assert [seconds for _, seconds in pace.handover[0].points] == [0.0, 0.0, 0.0]
-    assert pace.decode_s(subject.work, 700) == replace(pace, handover=()).decode_s(subject.work, 700)
+    latency = LatencyProfiler(subject, file).latency()
+    assert [seconds for _, seconds in latency.handover[0].points] == [0.0, 0.0, 0.0]
+    assert latency.decode_s(subject.work, 700) == replace(latency, handover=()).decode_s(subject.work, 700)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -610,18 +614,18 @@ def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, mo
     monkeypatch.setattr(timing, "TIMED_WHOLE", most)
     measure = LatencyProfiler(stepped, tmp_path / "parts.json")
     list(measure.steps())
-    pace, layers = measure.latency(), stepped.work.layers
+    latency, layers = measure.latency(), stepped.work.layers
     assert layers > 2
-    assert pace.handover == ()
+    assert latency.handover == ()
     for depth in (64, 700, 4096, 9000):
         whole = 2.0 + layers * (3.0 + depth / 1000)
-        assert pace.decode_s(stepped.work, depth) == pytest.approx(whole + pace.sampling_s)
-    assert pace.decode_s(stepped.work, 64, batch=2) is None
+        assert latency.decode_s(stepped.work, depth) == pytest.approx(whole + latency.sampling_s)
+    assert latency.decode_s(stepped.work, 64, batch=2) is None
     pieces = [5.0 + (layers - 1) * (30.0 + depth / 100) for depth in (1024, 1088, 1152, 1216)]
-    first = pace.decode_s(stepped.work, 1024 + 225)  # the last token makes the reply's first
-    assert pace.prefill_s(stepped.work, 225, 1024, 256) == pytest.approx(first + sum(pieces[:3]) + pieces[3] / 2)
+    first = latency.decode_s(stepped.work, 1024 + 225)  # the last token makes the reply's first
+    assert latency.prefill_s(stepped.work, 225, 1024, 256) == pytest.approx(first + sum(pieces[:3]) + pieces[3] / 2)
     read_by_name = LatencyProfiler(replace(stepped, steps=None), tmp_path / "parts.json")
-    assert read_by_name.latency() == pace
+    assert read_by_name.latency() == latency
 
 
 @on_a_cpu
@@ -648,7 +652,7 @@ def test_steps_and_layers_through_mlx_are_kept_apart(stepped, tmp_path):
     assert LatencyProfiler(by_layers, tmp_path / "parts.json").latency() is None
 
 
-# When the machine's pace is measured: in quiet time, a part at a time, never beside a request; and what becomes
+# When the machine's latency is measured: in quiet time, a part at a time, never beside a request; and what becomes
 # known by it.
 
 CHIP = Chip("unknown chip", None, 10.0, None, "measured")
@@ -718,15 +722,15 @@ def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Late
     assert measure.missing == all_of_them - 1
     for _ in range(all_of_them - 2):
         paced.idle()
-    assert machine.pace is None
+    assert machine.latency is None
     paced.idle()
-    assert isinstance(machine.pace, MeasuredLatency)  # known, and made truer by the passes that follow
+    assert isinstance(machine.latency, MeasuredLatency)  # known, and made truer by the passes that follow
     assert idle_until_done(paced) == (PASSES - 1) * all_of_them
     assert paced.idle() is None
 
 
 @pytest.mark.usefixtures("hurried_in_quiet")
-def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(
+def test_a_part_found_quicker_in_a_later_pass_quickens_the_latency(
     loaded_in_quiet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
@@ -741,8 +745,8 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(
         clock.now += QUIET_S
         for _ in range(all_of_them):
             paced.idle()
-        assert machine.pace is not None
-        found.append((machine.pace.sampling_s, machine.chip.fp16_tflops))
+        assert machine.latency is not None
+        found.append((machine.latency.sampling_s, machine.chip.fp16_tflops))
     assert [peak for _, peak in found] == [0.5, 0.75, 0.75]
     assert found[0][0] > found[1][0] > found[2][0] == 2.0 / clock.now
 
@@ -783,7 +787,7 @@ def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, m
     machine = MachineSpeed(CHIP)
     paced = IdleProfiler(machine, measure, Clock())
     paced.finish()
-    assert isinstance(machine.pace, MeasuredLatency)
+    assert isinstance(machine.latency, MeasuredLatency)
     assert paced.idle() is None
     paced.finish()  # there is nothing left to do
 
@@ -798,7 +802,7 @@ def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler,
         paced.idle()
     assert measure.remaining == PASSES * measure.missing + (PASSES - 1) * 3
     paced.finish()
-    assert isinstance(machine.pace, MeasuredLatency)
+    assert isinstance(machine.latency, MeasuredLatency)
     assert (measure.missing, measure.remaining) == (0, 0)
     assert measuring_of(loaded_in_quiet).remaining == 0  # what idle time had come to was kept, and not begun anew
 
@@ -811,7 +815,7 @@ def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
     clock.now += 2 * QUIET_S
     assert paced.idle() is None
     paced.finish()
-    assert (machine.pace, measure.missing) == (None, all_of_them)
+    assert (machine.latency, measure.missing) == (None, all_of_them)
 
 
 @pytest.mark.usefixtures("hurried_in_quiet")
@@ -819,15 +823,15 @@ def test_what_is_known_is_handed_over_at_once(measure: LatencyProfiler) -> None:
     list(measure.steps())
     machine = MachineSpeed(CHIP)
     assert IdleProfiler(machine, measure, Clock()).idle() is None
-    assert isinstance(machine.pace, MeasuredLatency)
+    assert isinstance(machine.latency, MeasuredLatency)
     assert (machine.chip.fp16_tflops, machine.chip.peak_source) == (0.5, "measured")
 
 
 @pytest.mark.usefixtures("hurried_in_quiet")
-def test_a_model_that_can_not_be_measured_leaves_the_pace_unknown() -> None:
+def test_a_model_that_can_not_be_measured_leaves_the_latency_unknown() -> None:
     machine = MachineSpeed(CHIP)
     assert IdleProfiler(machine, None, Clock()).idle() is None
-    assert machine.pace is None
+    assert machine.latency is None
 
 
 @pytest.mark.usefixtures("hurried_in_quiet")
@@ -844,7 +848,7 @@ def test_a_part_that_the_device_can_not_compute_ends_measuring(
     clock.now += QUIET_S
     idle_until_done(paced)  # the engine's thread goes on
     assert paced.idle() is None
-    assert machine.pace is None
+    assert machine.latency is None
     with pytest.raises(ValueError, match="no kernel"):
         IdleProfiler(machine, measuring_of(loaded_in_quiet), clock).finish()  # asked for, it is told
 
@@ -908,7 +912,7 @@ def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPa
 
     def noted(self: IdleProfiler) -> None:
         take(self)
-        if self._machine.pace is not None:
+        if self._machine.latency is not None:
             measured.set()
 
     monkeypatch.setattr(IdleProfiler, "_take", noted)

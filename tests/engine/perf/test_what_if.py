@@ -487,7 +487,7 @@ def test_without_a_size_of_memory_nothing_is_said_of_it() -> None:
     assert place.fit(weights=1, kv=1, working=1).fits is None
 
 
-def test_a_card_has_the_memory_that_it_has_and_no_published_pace() -> None:
+def test_a_card_has_the_memory_that_it_has_and_no_published_latency() -> None:
     card = elsewhere("NVIDIA GeForce RTX 3090")
     assert card.memory_bytes == card.budget_bytes == 24 * GIB
     found = outcome(LLAMA, WhatIfCase(4), card)
@@ -701,7 +701,7 @@ def test_what_was_measured_here_is_found_again_without_loading_the_model(
     packed = inspect(model_ref(folder), WhatIfCase(kv=KVSpec(8, 8), context=256, prompt=128))
     if (
         before.place.latency is None
-    ):  # no published pace: nothing is known before, and nothing of caches that were not measured
+    ):  # no published latency: nothing is known before, and nothing of caches that were not measured
         assert (before.expected_tps, packed.expected_tps) == (None, None)
 
 
