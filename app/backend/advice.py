@@ -82,7 +82,7 @@ def _weigh_catalogue(question: Question, limit: int | None) -> Iterator[Answer |
         found.append(suggestion(entry, repository, case, place))
         yield Weighing(len(found), len(asked), model_line(found[-1]))
     models = tuple(map(model_line, sorted(found, key=rank)))
-    yield Answer("", chip_name(place.chip), place.budget_rule or "", models=models)
+    yield Answer("", place.chip.label, place.budget_rule or "", models=models)
 
 
 def _weigh_disk(question: Question, limit: int | None) -> Iterator[Answer | Weighing]:
@@ -94,12 +94,7 @@ def _weigh_disk(question: Question, limit: int | None) -> Iterator[Answer | Weig
     for name in question.names:
         found.append(_prospect(prospect(name, case, place)))
         yield Weighing(len(found), len(question.names), found[-1])
-    yield Answer("", chip_name(place.chip), place.budget_rule or "", models=tuple(found))
-
-
-def chip_name(chip: "Chip") -> str:
-    """Return a chip's name, with its GPU cores where they are known."""
-    return chip.name if chip.gpu_cores is None else f"{chip.name}, {chip.gpu_cores} GPU cores"
+    yield Answer("", place.chip.label, place.budget_rule or "", models=tuple(found))
 
 
 def _table(question: Question, limit: int | None) -> Answer:
@@ -112,7 +107,7 @@ def _table(question: Question, limit: int | None) -> Answer:
     points = curve(subject.config, case, found.place, contexts, own=subject.packing)
     return Answer(
         model=found.model,
-        place=chip_name(found.place.chip),
+        place=found.place.chip.label,
         rule=found.place.budget_rule or "",
         context_length=found.context_length,
         cases=(*_now(question.now, subject, found.place), *(_case(each, case) for each in outcomes)),
@@ -153,7 +148,7 @@ def _cache(question: Question, limit: int | None) -> Answer:
     if isinstance(weighed, str):
         raise OptionError(weighed, "Choose another model.")
     worth = cache_worth(weighed, case, place, contexts_up_to(subject.config))
-    return Answer(found.model, chip_name(place.chip), place.budget_rule or "", found.context_length, cache=worth)
+    return Answer(found.model, place.chip.label, place.budget_rule or "", found.context_length, cache=worth)
 
 
 def _at_once(question: Question, limit: int | None) -> Answer:
@@ -163,7 +158,7 @@ def _at_once(question: Question, limit: int | None) -> Answer:
     place = found.place
     several = capacity_of(subject.config, case, place, own=subject.packing)
     rule, notes = place.budget_rule or "", several.notes
-    return Answer(found.model, chip_name(place.chip), rule, found.context_length, notes=notes, at_once=several)
+    return Answer(found.model, place.chip.label, rule, found.context_length, notes=notes, at_once=several)
 
 
 def _guesses(question: Question, limit: int | None) -> Answer:
@@ -176,7 +171,7 @@ def _guesses(question: Question, limit: int | None) -> Answer:
     name = question.draft or (known.id if known is not None else "")
     gained = gain_of(subject, case, found.place, question.acceptance, model_ref(name) if name else None)
     rule, notes = found.place.budget_rule or "", gained.notes
-    return Answer(found.model, chip_name(found.place.chip), rule, found.context_length, notes=notes, guesses=gained)
+    return Answer(found.model, found.place.chip.label, rule, found.context_length, notes=notes, guesses=gained)
 
 
 def _inspected(question: Question, limit: int | None) -> "tuple[WhatIfCase, Inspection, ModelRef]":
@@ -230,7 +225,7 @@ def _figures(found: "WhatIfOutcome") -> Figures:
 
 def _chip(found: "WhatIfOutcome") -> ChipLine:
     chip = found.place.chip
-    return ChipLine(chip.name, chip.gpu_cores, chip.bandwidth_gbs, _figures(found))
+    return ChipLine(chip.label, chip.bandwidth_gbs, _figures(found))
 
 
 def model_line(found: "Suggestion") -> ModelLine:

@@ -107,7 +107,6 @@ class ChipLine:
     """The case on one chip."""
 
     chip: str
-    gpu_cores: int | None
     bandwidth_gbs: float | None
     figures: Figures
 

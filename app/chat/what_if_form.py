@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import catalogue
-from tokamac.engine.perf.hardware import plain_name, table
+from tokamac.engine.perf.hardware import chip_label, plain_name, table
 
 from ..backend.protocol import ChatCase, Question, Wanted, Where
 from ..models.local import hub_cache, names_on_disk
@@ -22,14 +22,8 @@ KV_BITS = [(name, name) for name in ("16", "8", "8,4", "6", "5", "4", "3", "2")]
 
 
 def _chips() -> list[tuple[str, str]]:
-    rows = [(plain_name(row["chip"]), row["gpu_cores"]) for row in table()]
-    named = dict.fromkeys((name, f"{name}|{cores or ''}", cores) for name, cores in rows)
-    return [(chip_name(name, cores), key) for name, key, cores in named]
-
-
-def chip_name(name: str, gpu_cores: int | None) -> str:
-    """Return what a chip is called, with its GPU where there are several: ``Apple M1, 7-core GPU``."""
-    return name if gpu_cores is None else f"{name}, {gpu_cores}-core GPU"
+    named = dict.fromkeys((plain_name(row["chip"]), row["gpu_cores"]) for row in table())
+    return [(chip_label(name, cores), f"{name}|{cores or ''}") for name, cores in named]
 
 
 CHIP_CHOICES = [("here", HERE), *_chips()]

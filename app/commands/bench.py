@@ -309,7 +309,6 @@ def _run_machine(options: argparse.Namespace, model: str, kv: KVSpec) -> int:
 
 def _machine_text(report: "MachineReport", model: str, found: "list[Prediction]") -> str:
     chip = report.table
-    cores = "" if chip.gpu_cores is None else f", {chip.gpu_cores} GPU cores"
     kind = "float32" if report.device == "cpu" else "half precision"
     rows = [
         ["", "measured", "chip table"],
@@ -319,7 +318,7 @@ def _machine_text(report: "MachineReport", model: str, found: "list[Prediction]"
     ]
     lines = [["context", "ceiling", "expected decode", "expected first token"]]
     lines += [[count(at.context), rate(at.ceiling_tps), rate(at.expected_tps), seconds(at.ttft_s)] for at in found]
-    parts = [f"{chip.name}{cores}, computing on {report.device}", table(rows, right=(1, 2)), f"{model} here:"]
+    parts = [f"{chip.label}, computing on {report.device}", table(rows, right=(1, 2)), f"{model} here:"]
     return "\n\n".join([*parts, table(lines, right=(0, 1, 2, 3))])
 
 

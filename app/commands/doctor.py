@@ -151,8 +151,7 @@ def _machine() -> Iterator[Finding]:
     from tokamac.engine.perf.hardware import advice, detect
 
     chip = detect()
-    cores = "" if chip.gpu_cores is None else f", {chip.gpu_cores} GPU cores"
-    yield Finding("chip", f"{chip.name}{cores}, computing on {device_kind()}, {os.cpu_count()} processors")
+    yield Finding("chip", f"{chip.label}, computing on {device_kind()}, {os.cpu_count()} processors")
     if (said := advice()) is not None:
         yield Finding("accelerators", "not used", "note", said)
     yield from _memory_speed()

@@ -533,7 +533,7 @@ def chips_report(found: "Sequence[WhatIfOutcome]", *, memory: bool = False) -> s
     head = ["chip", "bandwidth", "ceiling", "expected", "prefill", "first token", *(["fits"] if memory else [])]
     rows = [
         [
-            chip_name(each.place.chip),
+            sanitise_line(each.place.chip.label),
             bandwidth(each.place.chip.bandwidth_gbs),
             rate(each.ceiling_tps),
             rate(each.expected_tps),
@@ -544,11 +544,6 @@ def chips_report(found: "Sequence[WhatIfOutcome]", *, memory: bool = False) -> s
         for each in found
     ]
     return table([head, *rows], right=(1, 2, 3, 4, 5))
-
-
-def chip_name(chip: "Chip") -> str:
-    """Return a chip's name, with its GPU cores where they are known."""
-    return sanitise_line(chip.name if chip.gpu_cores is None else f"{chip.name}, {chip.gpu_cores} GPU cores")
 
 
 def fits(memory: "MemoryFit | None") -> str:
@@ -586,7 +581,7 @@ def _figures(found: "Inspection") -> list[list[str]]:
         ["KV cache", kept],
         ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
         *([] if found.rounding is None else [["what weights multiply", str(found.rounding)]]),
-        ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {speed}"],
+        ["this machine" if found.place.local else "machine", f"{sanitise_line(found.chip.label)}, {speed}"],
         *([["", chip.condition]] if chip.condition else []),
         ["ceiling", f"{rate(found.ceiling_tps)}{'' if found.ceiling_tps is None else ': the hardware limit'}"],
         ["expected", f"{rate(found.expected_tps)}{_bound(decode)}"],

@@ -19,7 +19,7 @@ from ..sanitise import sanitise_line
 from ..speculation_gain import times
 from ..units import UNKNOWN, count, percent, rate, seconds, short, size
 from . import loading
-from .inspect import add_place_flags, chip_name, fits, measure_it, place_of
+from .inspect import add_place_flags, fits, measure_it, place_of
 
 if TYPE_CHECKING:
     from tokamac.engine.hub.download import ModelOnDisk
@@ -307,7 +307,7 @@ def _print(
 ) -> None:
     """Print what may fit, group after group, in columns that are alike; then the draft models that are known for them."""
     possible = [each for each in found if each.group != "does not fit"]
-    print(f"{chip_name(place.chip)}, with a prompt of {context:,} tokens\n")
+    print(f"{sanitise_line(place.chip.label)}, with a prompt of {context:,} tokens\n")
     if advice.start is not None:
         print(f"Start here: {advice.start.model}\n            {advice.start.facts}\n")
     head = ["model", "weights", "download", "memory", "ceiling", "expected", "first token", ""]

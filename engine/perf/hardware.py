@@ -51,6 +51,16 @@ class Chip:
     other_bin: bool = False
     condition: str = ""
 
+    @property
+    def label(self) -> str:
+        """Its name, with its GPU where there are several."""
+        return chip_label(self.name, self.gpu_cores)
+
+
+def chip_label(name: str, gpu_cores: int | None) -> str:
+    """Return what a chip is called, with its GPU where there are several: ``Apple M1, 7-core GPU``."""
+    return name if gpu_cores is None else f"{name}, {gpu_cores}-core GPU"
+
 
 @functools.cache
 def table() -> tuple[Mapping[str, Any], ...]:

@@ -931,7 +931,7 @@ ANSWER = st.builds(
     ).map(tuple),
     st.lists(st.builds(CurvePoint, NUMBERS, FLOATS, st.none()), max_size=2).map(tuple),
     st.none() | st.builds(Roof, FLOATS, FLOATS, FLOATS, st.lists(SPOT, max_size=2).map(tuple)),
-    st.lists(st.builds(ChipLine, TEXT, st.none() | NUMBERS, FLOATS, FIGURES), max_size=2).map(tuple),
+    st.lists(st.builds(ChipLine, TEXT, FLOATS, FIGURES), max_size=2).map(tuple),
     st.lists(st.builds(ModelLine, TEXT, NUMBERS, st.none(), NUMBERS, TEXT, FIGURES), max_size=2).map(tuple),
     at_once=st.none() | CAPACITY,
 )

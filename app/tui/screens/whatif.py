@@ -41,7 +41,6 @@ from ...chat.what_if_form import (
     KV_BITS,
     WEIGHTS,
     FormError,
-    chip_name,
     kv_bits,
     question_of,
     texts_of,
@@ -111,9 +110,8 @@ def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
 def chip_rows(lines: Iterable[ChipLine], *, narrow: bool = False) -> Iterator[Row]:
     """Yield a row for each chip. narrow: without its maker's name."""
     for line in lines:
-        name = chip_name(line.chip, line.gpu_cores)
         yield (
-            _plain(name.removeprefix("Apple ") if narrow else name),
+            _plain(line.chip.removeprefix("Apple ") if narrow else line.chip),
             _number(units.bandwidth(line.bandwidth_gbs)),
             _fits(line.figures),
             *_speeds(line.figures),

@@ -205,7 +205,7 @@ def test_every_chip_of_the_table(tokamac: Run) -> None:
     assert by_name["Apple M4 Max", 40]["ceiling_tps"] > by_name["Apple M4 Max", 32]["ceiling_tps"]
     assert by_name["NVIDIA H200", None]["expected_tps"] is None
     shown = tokamac("inspect", QWEN, "--chips").out
-    assert "Apple M2 Ultra, 76 GPU cores" in shown
+    assert "Apple M2 Ultra, 76-core GPU" in shown
     assert "unknown" in shown
 
 

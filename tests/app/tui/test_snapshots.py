@@ -356,7 +356,7 @@ async def test_the_first_theme_is_of_the_terminals_background_and_its_own_colour
 # choosing a model.
 
 GB = 10**9
-PLACE = "Apple M4 Max, 40 GPU cores"
+PLACE = "Apple M4 Max, 40-core GPU"
 BYTES_PER_S = 200_000_000
 
 
