@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .device import DeviceKind
-from .perf.peak_memory import ModelShape, Peak, grown, predict_peak
+from .kv.sizes import grown
+from .perf.peak_memory import ModelShape, Peak, predict_peak
 from .perf.roofline import CHUNK, LatencyModel
 from .perf.workload import Workload
 

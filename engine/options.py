@@ -1,8 +1,6 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too.
 
-Numbers of any library become plain ones. Beside the options are the bytes of keys and values, so that a plan can be made from a
-config alone: affine groups (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html) take ``bits``
-per value, and a scale and a bias for each ``group_size`` neighbouring values of one head of one token.
+Numbers of any library become plain ones.
 """
 
 import json
@@ -646,21 +644,3 @@ def _as_json(name: object, value: object) -> str:
 
 NOTHING_TOLD = TemplateOptions()
 """A chat template as it is, and no end to the thinking but the model's."""
-
-
-def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
-    """Return the bytes that one key or value number takes.
-
-    value_bytes: of the model's own type, which 16 bits stand for, and of scales and biases.
-    """
-    return float(value_bytes) if bits == 16 else bits / 8 + 2 * value_bytes / group_size
-
-
-def token_bytes(heads: int, dim: int, bits: int, group_size: int, scale_bytes: int) -> int:
-    """Return the bytes of the keys (or the values) of one token in one layer: exact, since groups divide ``dim``."""
-    return round(heads * dim * bytes_per_value(bits, group_size, scale_bytes))
-
-
-def group_for(dim: int, wanted: int) -> int | None:
-    """Return the largest group size up to ``wanted`` that divides the head dimension, or None where none does."""
-    return max((size for size in GROUP_SIZES if size <= wanted and dim % size == 0), default=None)

@@ -23,9 +23,10 @@ from ..device import device_kind
 from .attention import AttendingCache, Scoring, fused, stepwise
 from .codec import Codec, Encoded, Plain
 from .compressed import CompressedCache
-from .layout import SHORT_STEP, STEP, Growing, Layout, Mask, Ring, ShiftedSpan, Slots, Span
+from .layout import Growing, Layout, Mask, Ring, ShiftedSpan, Slots, Span
 from .probe import leaves
 from .rotary import Pinned, Rotation
+from .sizes import SHORT_STEP, STEP
 
 PACKED_TOKENS_CPU = 8
 PACKED_TOKENS_GPU = 1

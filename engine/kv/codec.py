@@ -16,14 +16,12 @@ import mlx.core as mx
 
 from ..device import device_kind
 from ..errors import OptionError
-from ..options import token_bytes
+from .sizes import token_bytes
 
 Encoded = tuple[mx.array, ...]
 """What a codec makes of (B, H, N, D): arrays whose first three axes are (B, H, N)."""
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-ROTATED_KEY_BITS = 4
-"""Keys of this many bits or fewer are rotated unless the caller says otherwise."""
 LEAST_BLOCK = 16
 """A Hadamard block of fewer channels spreads an outlier over too few others to be of use."""
 

@@ -29,16 +29,11 @@ import numpy.typing as npt
 
 from ..errors import OptionError
 from .codec import Encoded
+from .sizes import STEP, grown
 
 Mask = mx.array | Literal["causal"] | None
 """(N, T) of bool, the word for plain causal, or None where all is seen."""
 
-STEP = 256
-"""Slots are made in multiples of this many tokens."""
-SHORT_STEP = 32
-"""Behind a shared prefix: several replies each hold a tail of their own, and to copy it while it is short costs next to nothing."""
-GROWTH = 16
-"""A full store grows by a sixteenth, so an append copies 16 tokens on average at any depth, for at most 6 % of spare room."""
 BLOCKS = 2
 """Steps in which pinned tokens move while the window moves by its own length. Fewer leave them closer to the query than they are
 numbered, by a block at most; more rewrite their keys more often, and divide a prompt's attention into more calls."""
@@ -341,8 +336,7 @@ class Slots:
             mx.eval(self._arrays)
 
     def _grow(self, like: Encoded, stop: int) -> None:
-        wanted = max(stop, self.capacity + self.capacity // GROWTH)
-        capacity = -(-wanted // self.step) * self.step
+        capacity = grown(self.capacity, stop, self.step)
         if self._limit is not None:
             capacity = min(capacity, self._limit)
         fresh = [mx.zeros((*x.shape[:2], capacity - self.capacity, x.shape[3]), x.dtype) for x in like]

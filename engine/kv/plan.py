@@ -15,14 +15,15 @@ from typing import Any, Literal
 
 from ..errors import OptionError
 from ..model.config import context_length, ignored_windows, unbounded
-from ..options import KVSpec, group_for
+from ..options import KVSpec
 from .attention import install_seam
 from .cache import Cache
-from .codec import ROTATED_KEY_BITS, Affine, Codec, Plain, rotation_block
+from .codec import Affine, Codec, Plain, rotation_block
 from .compressed import CompressedCache
 from .layout import Growing, Ring
 from .probe import Path, Seen, leaves, map_leaves, probe
 from .rotary import KeyPositions, Rotation, key_positions
+from .sizes import ROTATED_KEY_BITS, group_for
 
 Kind = Literal["full", "window", "state", "latent", "compressed", "own"]
 """full: grows with the context. window: slides. state: of a fixed size. latent: MLA. compressed: a window, and entries for groups

@@ -17,10 +17,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..errors import ModelError, ModelUnsupportedError, OptionError
+from ..kv.sizes import bytes_per_value, group_for
 from ..model.config import ignored_windows
 from ..model.skeleton import skeleton_model
 from ..model.weights import is_fp8
-from ..options import KVSpec, bytes_per_value, group_for
+from ..options import KVSpec
 from .cost import (
     HEAD_IF_STORED,
     Cost,

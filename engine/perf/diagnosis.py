@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from ..kv.sizes import group_for, token_bytes
 from ..metrics import Metrics, Throttle, bytes_per_step, ceiling_tps, rate, share
-from ..options import group_for, token_bytes
 from .hardware import Chip, Source
 from .roofline import (
     Fitted,

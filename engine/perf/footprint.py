@@ -15,6 +15,7 @@ from .. import units
 from ..chunking import Chunking, prompt_peak
 from ..device import DeviceKind
 from ..errors import MemoryLimitError, ModelError
+from ..kv.sizes import STEP
 from ..model.config import read_config
 from ..model.skeleton import skeleton_model
 from ..options import KVSpec
@@ -40,7 +41,7 @@ from .cost import (
 from .hardware import Chip, attention_device, detect
 from .mitigation import LEAST_CHUNK, OFFERS, override, refusal
 from .model_work import work_of
-from .peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
+from .peak_memory import ModelShape, Order, predict_peak, shape_of
 from .workload import Workload
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from ..kv.attention_kernel import (
     MaskKind,
     kernel_of,
 )
-from ..options import group_for, token_bytes
+from ..kv.sizes import ROTATED_KEY_BITS, group_for, grown, rounded, token_bytes
 from .cost import active_share, first_of, text_config
 from .model_work import chosen_entries
 
@@ -279,9 +279,6 @@ def _number(text: Mapping[str, Any], *keys: str) -> int:
     return found if isinstance(found, int) else 0
 
 
-STEP, GROWTH = 256, 16
-"""How caches grow: in multiples of STEP slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
-
 MOST_PARTS = 16
 """Parts of a call whose keys exist at once. Seen on a CPU, where MLX launches some ten kernels ahead: 13 of 17."""
 
@@ -293,9 +290,6 @@ NUMPY_SCORES, NUMPY_SCORES_PACKED = 1 << 14, 1 << 17
 
 PACKED_TOKENS, PACKED_TOKENS_GPU = 8, 1
 """New tokens up to which packed data is multiplied as it lies, on a plain CPU and elsewhere (engine/kv/cache.py)."""
-
-ROTATED_KEY_BITS = 4
-"""Keys of this many bits or fewer are rotated (engine/kv/codec.py)."""
 
 SINK_SCORES = 3
 """Arrays of scores where MLX's own products put sinks beside them: the scores, both together, and the part without sinks."""
@@ -350,16 +344,6 @@ def predict_peak(
     calls = _high_calls(slots, held, new, chunk, reply, limits)
     peaks = (_call_peak(shape, before, call, prompt_cache) for before, call in calls)
     return max(peaks, key=lambda peak: peak.total, default=idle)
-
-
-def rounded(slots: int) -> int:
-    """Return the slots made for ``slots`` tokens at once."""
-    return -(-slots // STEP) * STEP
-
-
-def grown(slots: int, stop: int) -> int:
-    """Return the slots of caches that had ``slots``, once ``stop`` tokens are held."""
-    return slots if stop <= slots else rounded(max(stop, slots + slots // GROWTH))
 
 
 def _high_calls(  # noqa: PLR0917

@@ -30,8 +30,8 @@ from tokamac.engine.generation import Generation
 from tokamac.engine.kv import attention, install_seam, plan_caches
 from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.cache import PACKED_TOKENS_CPU, PACKED_TOKENS_GPU
-from tokamac.engine.kv.codec import ROTATED_KEY_BITS
 from tokamac.engine.kv.layout import Slots
+from tokamac.engine.kv.sizes import grown, rounded
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation
@@ -42,7 +42,7 @@ from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.footprint import Footprint, weigh, work_of_config
 from tokamac.engine.perf.hardware import lookup, table
 from tokamac.engine.perf.mitigation import MitigationStep, offers, refusal, relieving, steps
-from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, Peak, grown, predict_peak, rounded, shape_of
+from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, Peak, predict_peak, shape_of
 from tokamac.engine.perf.roofline import fitted
 from tokamac.engine.perf.workload import Workload
 from tokamac.engine.prompt_cache.cache import LEAST_MEMORY
@@ -199,7 +199,6 @@ def test_what_is_kept_beside_is_added():
 def test_the_constants_are_those_of_the_caches_and_of_numpy():
     assert (peak_memory.NUMPY_SCORES, peak_memory.NUMPY_SCORES_PACKED) == (attention.WORTH, attention.WORTH_PACKED)
     assert (peak_memory.PACKED_TOKENS, peak_memory.PACKED_TOKENS_GPU) == (PACKED_TOKENS_CPU, PACKED_TOKENS_GPU)
-    assert peak_memory.ROTATED_KEY_BITS == ROTATED_KEY_BITS
 
 
 @hypothesis_given(st.lists(st.integers(1, 3000), min_size=1, max_size=8))
