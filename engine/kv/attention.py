@@ -24,21 +24,19 @@ import numpy.typing as npt
 
 from ..architectures import MODEL_MODULES
 from ..device import device_kind
-from .attention_kernel import AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
+from .attention_kernel import (
+    NUMPY_SCORES,
+    NUMPY_SCORES_PACKED,
+    AttentionCall,
+    AttentionDevice,
+    MaskKind,
+    Number,
+    has_fused_kernel,
+)
 from .codec import Codec, Encoded
 from .layout import Mask
 
 NAME = "scaled_dot_product_attention"
-
-WORTH = 1 << 14
-"""Queries times keys from which NumPy attends, although its arguments must be evaluated first. Measured on two x86 cores with a
-model of 6 layers, 4 heads on 2, D 64: time to the first token of 16 new tokens after 2,000 was 74 ms without NumPy and 27 with it,
-of 64 after 2,000 258 and 41, of 256 alone 174 and 60; of 2 after 2,000 it was the same."""
-
-WORTH_PACKED = 1 << 17
-"""The same where keys or values are packed. Two kernels round differently in the last digit, and that may move a later layer's key
-to the next step of its scale: how a prompt was cut would show in its logits. Above, there is no choice: MLX takes ten times as
-long."""
 
 Recorder = Callable[[mx.array, mx.array, Any], None]
 """Called with the keys, the values and the cache of each attention call."""
@@ -294,7 +292,9 @@ def _mixed(weights: mx.array, values: Sequence[Encoded], codec: Codec) -> mx.arr
 
 def prefers_numpy(queries: mx.array, keys: mx.array, *, packed: bool = False) -> bool:
     """Whether NumPy should attend: queries (B, H·R, N, D) and keys (B, H, T, D) of float32, many of them, and no GPU."""
-    many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= (WORTH_PACKED if packed else WORTH)
+    many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= (
+        NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
+    )
     return many and queries.dtype == keys.dtype == mx.float32 and device_kind() == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Which kernel MLX answers an attention call with: arithmetic on shapes, no MLX here.
+"""Which kernel answers an attention call: arithmetic on shapes, no MLX here.
 
 ``mx.fast.scaled_dot_product_attention`` either runs a fused kernel, which never writes the scores down, or falls back to two
 products and a softmax, which do: (heads, queries, keys) at once. What decides are the shapes, the mask, the type and the
@@ -9,6 +9,8 @@ use_fallback`` and ``eval_gpu``. They were read in the machine code of the shipp
 mlx-cuda-13), for the public source of 22 August 2026 (846d176) is older than that release: it has neither ``blocked`` nor a fused
 kernel for head size 512. Run under an emulator, ``use_fallback`` of both macOS libraries agreed with this module on 30,000 random
 calls. The conditions change with MLX's version: a test fails when another one is installed.
+
+Beside them stand the calls that are not MLX's to answer: NumPy's, and those that multiply packed keys and values.
 
 Not followed: environment variables that change the routing (``MLX_SDPA_*``), and training.
 """
@@ -36,6 +38,16 @@ BLOCK_BYTES = 1 << 28
 """Gathered rows, or scores, that a layer which chooses among entries computes at once, at most."""
 BLOCK_QUERIES = 256
 """Queries in a tile of ``blocked``."""
+
+NUMPY_SCORES = 1 << 14
+"""Queries times keys from which NumPy attends, although its arguments must be evaluated first. Measured on two x86 cores with a
+model of 6 layers, 4 heads on 2, D 64: time to the first token of 16 new tokens after 2,000 was 74 ms without NumPy and 27 with it,
+of 64 after 2,000 258 and 41, of 256 alone 174 and 60; of 2 after 2,000 it was the same."""
+
+NUMPY_SCORES_PACKED = 1 << 17
+"""The same where keys or values are packed. Two kernels round differently in the last digit, and that may move a later layer's key
+to the next step of its scale: how a prompt was cut would show in its logits. Above, there is no choice: MLX takes ten times as
+long."""
 
 _FULL_SIZES = frozenset({64, 72, 80, 96, 128, 192, 256})
 _VECTOR_SIZES = frozenset({64, 96, 128, 192, 256, 512})
@@ -183,3 +195,14 @@ def _cudnn(call: AttentionCall) -> bool:
 
 def _cuda_vector(call: AttentionCall) -> bool:
     return call.size == call.value_size in _CUDA_VECTOR_SIZES and call.queries < 4 and not call.has_array
+
+
+def multiplies_packed(tokens: int, device: DeviceKind) -> bool:
+    """Whether a call of this many tokens multiplies packed keys and values rather than decode them for the fused kernel.
+
+    Measured on a 2-core x86 CPU (MLX 0.32.4, float32, 8 heads on 4, D 64; in ms, packed / decoded): at depth 512 and 4,096 with
+    8 bits 1 token 0.5 / 1.2 and 2.5 / 5.3; with 4 bits 0.5 / 1.3 and 2.8 / 9.2; 8 tokens at 4,096 20 / 23 and 21 / 23; 32 tokens
+    equal. So depth does not matter there, and up to 8 tokens packed wins. On a GPU it was not measured by us: one token, as mlx-lm
+    does, and the fused kernel, which never writes the scores down, for more.
+    """
+    return tokens <= (8 if device == "cpu" else 1)

@@ -21,6 +21,7 @@ import mlx.core as mx
 
 from ..device import device_kind
 from .attention import AttendingCache, Scoring, fused, stepwise
+from .attention_kernel import multiplies_packed
 from .codec import Codec, Encoded, Plain
 from .compressed import CompressedCache
 from .layout import Growing, Layout, Mask, Ring, ShiftedSpan, Slots, Span
@@ -28,25 +29,11 @@ from .probe import leaves
 from .rotary import Pinned, Rotation
 from .sizes import SHORT_STEP, STEP
 
-PACKED_TOKENS_CPU = 8
-PACKED_TOKENS_GPU = 1
-
 SPARE_DECODED = 4
 """On Metal, all slots are decoded if the unused ones are at most a quarter of those in use, and the result is cut: MLX's kernel
 would copy words, scales and biases that were cut (mlx/backend/metal/quantized.cpp, ``ensure_row_contiguous``), 28 % of the decoded
 bytes at 4 bits. A store grows by a sixteenth, so this is the usual case. On a CPU cutting first was faster: 8 heads, D 128, 4,000
 of 4,096 slots, 4 bits 7.8 ms against 8.5."""
-
-
-def multiplies_packed(tokens: int) -> bool:
-    """Whether a call of this many tokens multiplies packed keys and values rather than decode them for the fused kernel.
-
-    Measured on a 2-core x86 CPU (MLX 0.32.4, float32, 8 heads on 4, D 64; in ms, packed / decoded): at depth 512 and 4,096 with
-    8 bits 1 token 0.5 / 1.2 and 2.5 / 5.3; with 4 bits 0.5 / 1.3 and 2.8 / 9.2; 8 tokens at 4,096 20 / 23 and 21 / 23; 32 tokens
-    equal. So depth does not matter there, and up to 8 tokens packed wins. On a GPU it was not measured by us: one token, as mlx-lm
-    does, and the fused kernel, which never writes the scores down, for more.
-    """
-    return tokens <= (PACKED_TOKENS_CPU if device_kind() == "cpu" else PACKED_TOKENS_GPU)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +142,7 @@ class Cache(AttendingCache):
         self._high = max(self._high, self._offset)
         self._parts = self._move_pinned(start, after=fits)
         by_parts = self._packable or bool(self._prefix)
-        self._in_slots = fits and by_parts and multiplies_packed(count) and not self._parts
+        self._in_slots = fits and by_parts and multiplies_packed(count, device_kind()) and not self._parts
         self._rotated = self._rotatable and not self._in_slots
         if self._in_slots:
             fetched = keys, values

@@ -37,10 +37,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..kv.attention_kernel import (
     BLOCK_BYTES,
     BLOCK_QUERIES,
+    NUMPY_SCORES,
+    NUMPY_SCORES_PACKED,
     AttentionCall,
     AttentionDevice,
     MaskKind,
     kernel_of,
+    multiplies_packed,
 )
 from ..kv.sizes import ROTATED_KEY_BITS, group_for, grown, rounded, token_bytes
 from .cost import active_share, first_of, text_config
@@ -285,12 +288,6 @@ MOST_PARTS = 16
 LAYERS_AHEAD = 2
 """Layers whose arrays exist at once where work is launched ahead. Seen in half precision on a plain CPU: 1.5 to 2."""
 
-NUMPY_SCORES, NUMPY_SCORES_PACKED = 1 << 14, 1 << 17
-"""Queries times keys from which NumPy attends (engine/kv/attention.py); below, MLX writes the scores of all heads down."""
-
-PACKED_TOKENS, PACKED_TOKENS_GPU = 8, 1
-"""New tokens up to which packed data is multiplied as it lies, on a plain CPU and elsewhere (engine/kv/cache.py)."""
-
 SINK_SCORES = 3
 """Arrays of scores where MLX's own products put sinks beside them: the scores, both together, and the part without sinks."""
 
@@ -476,8 +473,7 @@ def _queries(shape: ModelShape, layer: LayerCache) -> int:
 
 def _multiplies_packed(shape: ModelShape, layer: LayerCache, call: ModelCall) -> bool:
     """Whether a call multiplies packed keys and values as they lie; alone, or with a ring that it fits into."""
-    most = PACKED_TOKENS if shape.device.kind == "cpu" else PACKED_TOKENS_GPU
-    return (layer.key_bits, layer.value_bits) != (16, 16) and call.new <= most
+    return (layer.key_bits, layer.value_bits) != (16, 16) and multiplies_packed(call.new, shape.device.kind)
 
 
 def _unpacked(shape: ModelShape, layer: LayerCache, call: ModelCall) -> tuple[int, int]:

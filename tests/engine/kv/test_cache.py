@@ -550,7 +550,9 @@ def test_cuts_do_not_change_logits(llama: Any, spec: KVSpec) -> None:
 def test_the_default_is_bit_for_bit_mlx_lms_own_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
-    monkeypatch.setattr(attention, "WORTH", 1 << 62)  # the same kernel on both sides: what differs is the caches'
+    monkeypatch.setattr(
+        attention, "NUMPY_SCORES", 1 << 62
+    )  # the same kernel on both sides: what differs is the caches'
     ids, cuts = tokens(300), [130, 1, 1, 1, 100]
     caches, theirs = plan_caches(llama, LLAMA, KVSpec()).make(), make_prompt_cache(llama)
     assert largest_difference(feed(llama, caches, ids, cuts), feed(llama, theirs, ids, cuts)) == 0

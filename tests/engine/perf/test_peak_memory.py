@@ -29,7 +29,6 @@ from tokamac.engine.events import Finished
 from tokamac.engine.generation import Generation
 from tokamac.engine.kv import attention, install_seam, plan_caches
 from tokamac.engine.kv.attention_kernel import AttentionDevice
-from tokamac.engine.kv.cache import PACKED_TOKENS_CPU, PACKED_TOKENS_GPU
 from tokamac.engine.kv.layout import Slots
 from tokamac.engine.kv.sizes import grown, rounded
 from tokamac.engine.model.loader import load_model
@@ -194,11 +193,6 @@ def test_a_window_bounds_what_is_held():
 def test_what_is_kept_beside_is_added():
     alone, beside = (predict_peak(SHAPE, held=0, new=99, chunk=99, prompt_cache=size) for size in (0, 12_345))
     assert beside.total == alone.total + 12_345
-
-
-def test_the_constants_are_those_of_the_caches_and_of_numpy():
-    assert (peak_memory.NUMPY_SCORES, peak_memory.NUMPY_SCORES_PACKED) == (attention.WORTH, attention.WORTH_PACKED)
-    assert (peak_memory.PACKED_TOKENS, peak_memory.PACKED_TOKENS_GPU) == (PACKED_TOKENS_CPU, PACKED_TOKENS_GPU)
 
 
 @hypothesis_given(st.lists(st.integers(1, 3000), min_size=1, max_size=8))
