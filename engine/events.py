@@ -240,6 +240,17 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelNote:
+    """What the user should know of a loaded model, in a clause.
+
+    about: what was asked for beside it, or what else of it; "alone": that its replies are made one after another.
+    """
+
+    text: str
+    about: Literal["model", "adapter", "draft", "heads", "alone"] = "model"
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Send a message."""
 

@@ -20,7 +20,7 @@ from .distributed.mirror import Mirror, SharedModel, SharedOperations, SharedPla
 from .distributed.split import NodeShare
 from .distributed.team import Team, check_same, token_bytes_of, versions
 from .errors import MemoryLimitError, OptionError, TokamacError
-from .events import LoadProgress
+from .events import LoadProgress, ModelNote
 from .generation import Generation
 from .hub import download
 from .kv import CachePlan, install_seam, plan_caches
@@ -128,7 +128,7 @@ class _Guessing:
     draft: LoadedDraft | None
     heads: tuple[LoadedHeads, ...]
     heads_bytes: int
-    notes: tuple[str, ...]
+    notes: tuple[ModelNote, ...]
     own_shape: ModelShape
     shape: ModelShape
 
@@ -289,7 +289,7 @@ class _Loading:
 
     def _load_guessing(self, found: _Found, read: _Read, planned: _Planned) -> _Guessing:
         device, chip = self._device, self._chip
-        draft, on_draft = None, tuple[str, ...]()
+        draft, on_draft = None, tuple[ModelNote, ...]()
         if found.draft is not None:
             draft, on_draft = load_draft(
                 found.draft,
@@ -339,7 +339,7 @@ class _Loading:
             thinking_modes=tokenizer.thinking_modes,
             takes_tools=tokenizer.takes_tools,
             template_names=tokenizer.template_names,
-            notes=self._notes(found, read, planned, guessing, why),
+            model_notes=tuple(self._notes(found, read, planned, guessing, why)),
             memory_notes=found.costs,
             adapter=None if request.adapter is None else str(request.adapter),
             adapter_digest=None if found.added is None else found.added.digest,
@@ -352,32 +352,32 @@ class _Loading:
 
     def _notes(
         self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: _Reasons
-    ) -> tuple[str, ...]:
-        """Return what the user should know of it."""
-        share, config = self._share, read.loaded.config
-        capacity = planned.kv.capacity(planned.longest)
-        return (
-            *(() if share is None else (share.note,)),
-            *(
-                ("its heads for further tokens are not used: several nodes hold it",)
-                if share and found.own_heads
-                else ()
-            ),
-            *(
-                ("computed prompts are kept in memory alone: several nodes hold them",)
-                if share and self._request.prompt_cache
-                else ()
-            ),
-            *(("text only: what this model could see or hear is left out",) if leaves_out_senses(config) else ()),
-            *(() if found.added is None else (found.added.note(read.changes),)),
-            *guessing.notes,
-            *((f"replies are made one after another: {why.alone}",) if why.alone else ()),
-            *((LAYER_BY_LAYER.format(why.by_layers),) if why.by_layers else ()),
+    ) -> Iterator[ModelNote]:
+        """Yield what the user should know of it."""
+        config, capacity = read.loaded.config, planned.kv.capacity(planned.longest)
+        if self._share is not None:
+            yield ModelNote(self._share.note)
+            if found.own_heads:
+                yield ModelNote("its heads for further tokens are not used: several nodes hold it")
+            if self._request.prompt_cache:
+                yield ModelNote("computed prompts are kept in memory alone: several nodes hold them")
+        if leaves_out_senses(config):
+            yield ModelNote("text only: what this model could see or hear is left out")
+        if found.added is not None:
+            yield ModelNote(found.added.note(read.changes), "adapter")
+        yield from guessing.notes
+        if why.alone:
+            yield ModelNote(f"replies are made one after another: {why.alone}", "alone")
+        if why.by_layers:
+            yield ModelNote(LAYER_BY_LAYER.format(why.by_layers))
+        asked = self._request.memory
+        others = (
             *_rotation_notes(config, short=planned.short_factors),
             *_position_notes(planned.kv, planned.positions),
             *planned.plan.notes,
-            *context_notes(guessing.shape, capacity, chunking=planned.chunking, asked=self._request.memory),
+            *context_notes(guessing.shape, capacity, chunking=planned.chunking, asked=asked),
         )
+        yield from map(ModelNote, others)
 
     def _runtime(self, read: _Read, planned: _Planned, guessing: _Guessing, spec: ModelSpec) -> Runtime:
         share, team, loaded = self._share, self._team, read.loaded

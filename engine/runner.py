@@ -23,7 +23,7 @@ from .errors import (
     TemplateError,
     computing,
 )
-from .events import Message, PrefillProgress, Price
+from .events import Message, ModelNote, PrefillProgress, Price
 from .files import FLUSH_S
 from .generation import Generation, PrefillChunker, read_prompt
 from .kv.divergence import Trial, TrialProgress
@@ -165,7 +165,7 @@ class ModelSpec:
 
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
-    recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    recommended: the sampling values its makers suggest. model_notes: what the user should know of it.
     advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
@@ -190,7 +190,7 @@ class ModelSpec:
     vocabulary_size: int
     thinks: bool
     recommended: Sampling
-    notes: tuple[str, ...] = ()
+    model_notes: tuple[ModelNote, ...] = ()
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
@@ -204,6 +204,11 @@ class ModelSpec:
     template_names: tuple[str, ...] = ()
     takes_tools: bool = False
     rounding: RoundingCost | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of it, in clauses."""
+        return tuple(note.text for note in self.model_notes)
 
 
 class Runner:

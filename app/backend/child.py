@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from tokamac.engine.errors import EngineClosedError, OptionError, TokamacError, panic_error
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, Price, TextChunk, ToolCallDelta
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelNote, Price, TextChunk, ToolCallDelta
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions
@@ -130,7 +130,7 @@ def _model_info(engine: "Engine", *notes: str) -> ModelInfo:
         path=str(spec.path),
         later_system=tokenizer.has_chat_template and tokenizer.takes_later_system(),
         recommended=Sampling().resolved(spec.recommended),
-        notes=(*notes, *spec.notes),
+        model_notes=(*map(ModelNote, notes), *spec.model_notes),
         rounded="" if spec.rounding is None else str(spec.rounding),
     )
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, get_args
 
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
+from tokamac.engine.events import Event, Live, LoadProgress, Message, ModelNote, Price
 from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Nodes, Sampling, TemplateOptions, Thinking, ToolSpec
 from tokamac.engine.passes.log import PassLog
 from tokamac.engine.passes.tokens import PromptText, StepTokens
@@ -442,7 +442,7 @@ class ModelInfo:
 
     device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
     room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
-    recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
+    recommended: what its makers suggest, else the defaults. model_notes: what the user should know of it.
     advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
@@ -466,7 +466,7 @@ class ModelInfo:
     capacity: int | None = None
     rolls: bool = False
     recommended: Sampling = field(default_factory=Sampling)
-    notes: tuple[str, ...] = ()
+    model_notes: tuple[ModelNote, ...] = ()
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()

@@ -260,8 +260,7 @@ class EngineConnection:
         self.loading = None
         self.enter(EnginePhase.IDLE)
         chosen = self.load.kv not in (KVSpec(), CHAT_KV)
-        beside = f"adapter {event.info.adapter}: ", f"draft model {event.info.draft}: ", "its own heads "
-        notes = [note for note in event.info.notes if chosen or note.startswith(beside)]
+        notes = [note.text for note in event.info.model_notes if chosen or note.about in ("adapter", "draft", "heads")]
         costs = [Notice(sentence(note), "warning") for note in event.info.memory_notes]
         return [*costs, *(Notice(note) for note in notes)]
 

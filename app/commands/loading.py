@@ -26,11 +26,6 @@ COMPILING = "compiling kernels for this processor: some seconds, once"
 MEASURING = "measuring what rounding would cost this model, once"
 """Told where loading waits for that."""
 
-ONE_BY_ONE = "replies are made one after another"
-"""Begins what an engine notes of a model whose class takes one sequence at a time."""
-BESIDE = ("adapter ", "draft model ")
-"""Begin what it notes of what was asked for beside the model."""
-
 
 def load(
     model: str,
@@ -89,10 +84,10 @@ def load(
             bar.clear()
     for remark in engine.spec.memory_notes:
         note(f"note: {remark}")
-    told = (*BESIDE, ONE_BY_ONE) if parallel > 1 else BESIDE
-    for remark in engine.spec.notes:  # what was asked for is not done otherwise in silence
-        if kv != KVSpec() or nodes is not None or remark.startswith(told):
-            note(f"note: {remark}")
+    told = ("adapter", "draft", *(("alone",) if parallel > 1 else ()))
+    for each in engine.spec.model_notes:  # what was asked for is not done otherwise in silence
+        if kv != KVSpec() or nodes is not None or each.about in told:
+            note(f"note: {each.text}")
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine

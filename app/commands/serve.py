@@ -286,7 +286,7 @@ def _serve(options: argparse.Namespace, listening: socket.socket, wanted: "Serve
         note(sanitise_line(line))
 
     def ready(model: "ServedModel") -> None:
-        for remark in (*model.info.memory_notes, *model.info.notes):
+        for remark in (*model.info.memory_notes, *(each.text for each in model.info.model_notes)):
             say(f"note: {remark}")
         if wanted.offer.several:
             others = "any other that is downloaded" if wanted.offer.any_downloaded else ", ".join(wanted.offer.allowed)

@@ -10,6 +10,7 @@ import mlx.core as mx
 from .. import units
 from ..device import DeviceKind
 from ..errors import MemoryLimitError, OptionError
+from ..events import ModelNote
 from ..kv import plan_caches
 from ..kv.plan import CachePlan
 from ..model.config import context_length, read_config
@@ -92,7 +93,7 @@ def load_draft(
     limit: MemoryLimit,
     progress: Callable[[int, int], None],
     compiling: Callable[[], None],
-) -> tuple[LoadedDraft, tuple[str, ...]]:
+) -> tuple[LoadedDraft, tuple[ModelNote, ...]]:
     """Return the draft model, and what the user should know of it. Raises ModelError.
 
     kv: of the other model, whose bits its caches take where they can; a window is no use to it, since it begins anew when its
@@ -122,7 +123,7 @@ def load_draft(
     )
     draft = LoadedDraft(found.name, model, work, latency, cost.weight_bytes, plan.bytes_per_token)
     size = f"{units.size(cost.weight_bytes)}, {units.size(plan.bytes_per_token)} a token"
-    return draft, (f"draft model {found.name}: {size}", *kept)
+    return draft, (ModelNote(f"draft model {found.name}: {size}", "draft"), *map(ModelNote, kept))
 
 
 def with_draft(shape: ModelShape, draft: LoadedDraft, config: dict[str, Any], device: DeviceKind) -> ModelShape:

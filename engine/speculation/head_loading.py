@@ -1,6 +1,6 @@
 """Loads a model's own heads for further tokens, where it has any that can be used; where not, says why."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 from .. import units
 from ..device import DeviceKind
 from ..errors import ModelError, OptionError
+from ..events import ModelNote
 from ..kv import plan_caches
 from ..kv.plan import CachePlan
 from ..kv.rewind import most_taken_back
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
     from ..model.extra_heads import MedusaHeads
 
 NOT_USED = "its own heads for further tokens ({}) are not used: {}"
-GUESSING = "its own heads guess ahead: "
-
-
-def notes_on(heads: Sequence[StoredHeads]) -> Iterator[str]:
-    """Yield why heads are not used, a sentence each."""
-    for each in heads:
-        if each.trouble:
-            yield NOT_USED.format(each.named, each.trouble)
 
 
 def load_heads(
@@ -46,14 +39,14 @@ def load_heads(
     reading: Callable[[int], float],
     limit: MemoryLimit,
     progress: Callable[[int, int], None],
-) -> tuple[tuple[LoadedHeads, ...], tuple[str, ...]]:
+) -> tuple[tuple[LoadedHeads, ...], tuple[ModelNote, ...]]:
     """Return the heads that can be used, ready to guess, and what the user should know of each. Opens the model's door to them.
 
     kv: of the model, whose bits their caches take where they can. reading: steps that a pass over so many rows takes. limit: of
     what arrays may take.
     """
     loaded: list[LoadedHeads] = []
-    notes: list[str] = []
+    notes = [NOT_USED.format(stored.named, stored.trouble) for stored in found if stored.trouble]
     for stored in found:
         if stored.trouble:
             continue
@@ -63,10 +56,10 @@ def load_heads(
             notes.append(NOT_USED.format(stored.named, error.message))
             continue
         loaded.append(heads)
-        notes.append(f"{GUESSING}{stored.named}, {units.size(heads.weight_bytes + heads.kv_bytes)}")
+        notes.append(f"its own heads guess ahead: {stored.named}, {units.size(heads.weight_bytes + heads.kv_bytes)}")
     if loaded:
         open_door(model.module)
-    return tuple(loaded), (*notes_on(found), *notes)
+    return tuple(loaded), tuple(ModelNote(note, "heads") for note in notes)
 
 
 def _load(  # noqa: PLR0917

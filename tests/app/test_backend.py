@@ -816,7 +816,7 @@ def test_a_reply_that_is_held_rests_goes_on_and_can_be_cancelled(talk: Callable[
 def notes_of(request: Load) -> tuple[str, ...]:
     engine, info = load_engine(request, lambda _: None)
     engine.close()
-    return info.notes
+    return tuple(note.text for note in info.model_notes)
 
 
 def test_a_stored_group_size_gives_way_with_a_note(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_chats_engine_tells_that_a_node_is_gone_and_starts_again(tmp_path: P
     load = Load(str(model), nodes=Nodes(2))
     with engine(tmp_path) as (process, events):
         process.send(load)
-        assert any("nodes hold the model" in note for note in awaited(events, Loaded).info.notes)
+        assert any("nodes hold the model" in note.text for note in awaited(events, Loaded).info.model_notes)
         process.send(Generate(1, prompt, LONG))
         replied(events, TextChunk)
         (follower,) = children(process.pid)

@@ -316,8 +316,8 @@ class SettingsScreen(Dialog[Sheet]):
                 if group.title:
                     yield Label(group.title, classes="part")
                 if group.part == "kv" and self._info is not None:
-                    for note in self._info.notes:
-                        yield Static(f"Here: {sanitise_line(note)}", classes="cannot", markup=False)
+                    for note in self._info.model_notes:
+                        yield Static(f"Here: {sanitise_line(note.text)}", classes="cannot", markup=False)
                 for field in group.fields:
                     hint = hints[field.name] if group.part in ("sampling", "settings") else ""
                     yield SettingRow(field, self._form.defaults[field.name], self._before[field.name], hint)

@@ -43,7 +43,7 @@ from tokamac.app.chat.steps import (
     TurnBegun,
 )
 from tokamac.app.store.values import Attachment
-from tokamac.engine.events import Finished, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import Finished, LoadProgress, Message, ModelNote, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -574,11 +574,23 @@ def test_garbage_is_told(ready: Session) -> None:
 
 
 def test_what_the_caches_could_not_honour_is_told_to_who_asked(ready: Session) -> None:
-    remarked = Loaded(ModelInfo("guide", notes=("groups of 32, not 64",)))
+    remarked = Loaded(ModelInfo("guide", model_notes=(ModelNote("groups of 32, not 64"),)))
     ready.choose(Load("guide", KVSpec(8, 8)))
     assert Notice("groups of 32, not 64") in ready.on_event(remarked)
     ready.choose(Load("guide"))
     assert kinds(ready.on_event(remarked)) == []
+
+
+def test_what_was_asked_for_beside_the_model_is_told_to_everybody(ready: Session) -> None:
+    notes = (
+        ModelNote("groups of 32, not 64"),
+        ModelNote("one", "adapter"),
+        ModelNote("two", "draft"),
+        ModelNote("three", "heads"),
+    )
+    ready.choose(Load("other"))
+    told = ready.on_event(Loaded(ModelInfo("other", model_notes=(*notes, ModelNote("four", "alone")))))
+    assert told == [Notice("one"), Notice("two"), Notice("three")]
 
 
 def test_an_unchecked_model_is_doubted_with_every_reply(clock: Clock) -> None:
