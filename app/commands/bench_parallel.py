@@ -23,17 +23,30 @@ from tokamac.engine.perf.roofline import Prediction
 from .. import units
 from ..output import note, picked, table
 from ..sanitise import sanitise_line
-from ..units import UNKNOWN, percent, seconds
+from ..units import percent, seconds
 from . import peer
-from .bench_report import Spread, medians, pair_ratios, span, spread
+from .bench_report import (
+    Shown,
+    Spread,
+    medians,
+    medians_text,
+    peer_json,
+    ratio_text,
+    ratios,
+    runs_text,
+    spread,
+    spreads,
+    spreads_json,
+    with_range,
+)
 from .bench_runs import prompt_ids
 from .peer import PeerBatch
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
 
-SHOWN = {"together_tps": units.rate, "each_tps": units.rate, "overall_tps": units.rate, "ttft_s": seconds}
-"""What is compared with a peer, by the names of the fields, and how each is written."""
+SHOWN: Shown = {"together_tps": units.rate, "each_tps": units.rate, "ttft_s": seconds, "overall_tps": units.rate}
+"""What is compared with a peer, by the names of the fields."""
 
 
 class BatchPeer(Protocol):
@@ -173,16 +186,11 @@ def _line(each: MeasuredWidth, number: int, beside: BatchPeer | None) -> str:
 # The report ---------------------------------------------------------------------------------------------------------------------
 
 
-def spreads(runs: Sequence[SharedRun]) -> dict[str, Spread | None]:
-    """Return the spread of each of the ``SHOWN`` fields."""
-    return {name: spread(getattr(run, name) for run in runs) for name in SHOWN}
-
-
 def times_one(each: MeasuredWidth, measured: Sequence[MeasuredWidth]) -> float | None:
     """Return how many times the tokens a second of one reply alone all replies together make; None where one was not measured."""
     alone = next((other for other in measured if other.parallel == 1), None)
-    one = None if alone is None else spreads(alone.runs)["together_tps"]
-    own = spreads(each.runs)["together_tps"]
+    one = None if alone is None else _together(alone)
+    own = _together(each)
     return share(None if own is None else own.median, None if one is None else one.median)
 
 
@@ -202,34 +210,22 @@ def _width_json(each: MeasuredWidth, measured: Sequence[MeasuredWidth], peer_ver
         "width": each.parallel,
         "runs": runs,
         "median": middle,
-        "spread": {name: _json(found) for name, found in spreads(each.runs).items()},
+        "spread": spreads_json(spreads(each.runs, SHOWN)),
         "times_one": times_one(each, measured),
         **limits,
         "share_of_ceiling": share(middle["together_tps"], limits["ceiling_tps"]),
         "share_of_expected": share(middle["together_tps"], limits["expected_tps"]),
-        "peer": None if peer_version is None else _peer_json(each, peer_version),
+        "peer": None if peer_version is None else peer_json(peer_version, each.runs, each.peer_runs, SHOWN),
     }
 
 
-def _peer_json(each: MeasuredWidth, version: str) -> dict[str, Any]:
-    runs = [asdict(run) for run in each.peer_runs]
-    ratios = {name: _json(_ratio(each, name)) for name in SHOWN}
-    return {"name": peer.NAME, "version": version, "median": medians(runs), "ratio": ratios, "runs": runs}
-
-
-def _json(found: Spread | None) -> dict[str, float] | None:
-    return None if found is None else found.to_json()
-
-
-def _ratio(each: MeasuredWidth, name: str) -> Spread | None:
-    """Return ours ÷ the peer's, run by run."""
-    return pair_ratios([getattr(run, name) for run in each.runs], [getattr(run, name) for run in each.peer_runs])
+def _together(each: MeasuredWidth) -> Spread | None:
+    return spread(run.together_tps for run in each.runs)
 
 
 def text(model: str, wanted: Replies, measured: Sequence[MeasuredWidth], peer_version: str | None) -> str:
     """Return the report for people."""
-    count = len(measured[0].runs)
-    runs = "one run, so no spread is known" if count == 1 else f"medians of {count} runs (smallest–largest)"
+    runs = runs_text(len(measured[0].runs))
     title = f"{sanitise_line(model)}: {wanted.length:,} prompt tokens and {wanted.new:,} new ones each; {runs}"
     parts = [title, _own_table(measured), TOLD, *remarks(measured)]
     if peer_version is not None:
@@ -240,7 +236,7 @@ def text(model: str, wanted: Replies, measured: Sequence[MeasuredWidth], peer_ve
 
 def remarks(measured: Sequence[MeasuredWidth]) -> list[str]:
     """Return a sentence where a width was never reached."""
-    apart = [str(each.parallel) for each in measured if spreads(each.runs)["together_tps"] is None]
+    apart = [str(each.parallel) for each in measured if _together(each) is None]
     if not apart:
         return []
     return [
@@ -258,18 +254,16 @@ def _own_table(measured: Sequence[MeasuredWidth]) -> str:
     head = ["at once", "together", "× one", "each", "TTFT", "overall", "expected", "of it", "ceiling"]
     rows = []
     for each in measured:
-        found, limits = spreads(each.runs), each.prediction
-        together = found["together_tps"]
+        together, limits = _together(each), each.prediction
         expected = None if limits is None else limits.expected_tps
         ceiling = None if limits is None else limits.ceiling_tps
         reached = share(None if together is None else together.median, expected)
-        factor = times_one(each, measured)
         rows.append(
             [
                 f"{each.parallel}",
-                _with_range(together, "together_tps"),
-                UNKNOWN if factor is None else f"{factor:.2f}",
-                *(_middle(found[name], name) for name in ("each_tps", "ttft_s", "overall_tps")),
+                with_range(units.rate, together),
+                ratio_text(times_one(each, measured)),
+                *medians_text(each.runs, SHOWN)[1:],
                 units.rate(expected),
                 percent(reached),
                 units.rate(ceiling),
@@ -282,30 +276,7 @@ def _peer_table(measured: Sequence[MeasuredWidth], title: str) -> str:
     head = [title, "together", "each", "TTFT", "overall", "together ratio", "overall ratio"]
     rows = []
     for each in measured:
-        found = spreads(each.peer_runs)
-        rows.append(
-            [
-                each.label,
-                *(_middle(found[name], name) for name in ("together_tps", "each_tps", "ttft_s", "overall_tps")),
-                *(_ratio_text(_ratio(each, name)) for name in ("together_tps", "overall_tps")),
-            ]
-        )
+        found = ratios(each.runs, each.peer_runs, SHOWN)
+        both = (with_range(ratio_text, found[name]) for name in ("together_tps", "overall_tps"))
+        rows.append([each.label, *medians_text(each.peer_runs, SHOWN), *both])
     return table([head, *rows], right=range(1, len(head)))
-
-
-def _middle(found: Spread | None, name: str) -> str:
-    return SHOWN[name](None if found is None else found.median)
-
-
-def _with_range(found: Spread | None, name: str) -> str:
-    if found is None or found.low == found.high:
-        return _middle(found, name)
-    return f"{_middle(found, name)} ({span(SHOWN[name], found.low, found.high)})"
-
-
-def _ratio_text(found: Spread | None) -> str:
-    if found is None:
-        return UNKNOWN
-    return (
-        f"{found.median:.2f}" if found.low == found.high else f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f})"
-    )

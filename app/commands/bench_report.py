@@ -9,7 +9,7 @@ import math
 import secrets
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.files import expanded, is_dir, to_disk
-from tokamac.engine.metrics import Metrics, share
+from tokamac.engine.metrics import share
 
 from ..output import picked, table
 from ..sanitise import sanitise_line
@@ -72,8 +72,11 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return middle
 
 
-SHOWN: dict[str, Callable[[float | None], str]] = {"ttft_s": seconds, "prefill_tps": rate, "decode_tps": rate}
-"""What is compared with a peer, by the names of both sides' fields, and how each is written."""
+Shown = Mapping[str, Callable[[float | None], str]]
+"""Names of fields of runs, and how each is written."""
+
+SHOWN: Shown = {"ttft_s": seconds, "prefill_tps": rate, "decode_tps": rate}
+"""What is compared with a peer, by the names of both sides' fields."""
 
 
 def to_json(measured: Sequence[MeasuredPoint], peer_version: str | None) -> dict[str, Any]:
@@ -118,10 +121,26 @@ def warnings(measured: Sequence[MeasuredPoint]) -> list[str]:
     ]
 
 
-def spreads(runs: Iterable[Metrics] | Iterable[peer.PeerRun]) -> dict[str, Spread | None]:
-    """Return the spread of each of the ``SHOWN`` fields."""
-    every = list(runs)
-    return {name: spread(getattr(run, name) for run in every) for name in SHOWN}
+def spreads(runs: Sequence[object], shown: Shown = SHOWN) -> dict[str, Spread | None]:
+    """Return the spread of each of the ``shown`` fields."""
+    return {name: spread(getattr(run, name) for run in runs) for name in shown}
+
+
+def ratios(ours: Sequence[object], theirs: Sequence[object], shown: Shown = SHOWN) -> dict[str, Spread | None]:
+    """Return ours ÷ the peer's, round by round, of each of the ``shown`` fields."""
+    return {name: pair_ratios(*([getattr(run, name) for run in runs] for runs in (ours, theirs))) for name in shown}
+
+
+def spreads_json(found: Mapping[str, Spread | None]) -> dict[str, Any]:
+    """Return spreads as the JSON has them."""
+    return {name: None if each is None else each.to_json() for name, each in found.items()}
+
+
+def peer_json(version: str, ours: Sequence[object], theirs: Sequence[Any], shown: Shown = SHOWN) -> dict[str, Any]:
+    """Return what the JSON has of a peer's runs."""
+    runs = [asdict(run) for run in theirs]
+    ratio = spreads_json(ratios(ours, theirs, shown))
+    return {"name": peer.NAME, "version": version, "median": medians(runs), "ratio": ratio, "runs": runs}
 
 
 def _point_json(each: MeasuredPoint, peer_version: str | None) -> dict[str, Any]:
@@ -132,7 +151,7 @@ def _point_json(each: MeasuredPoint, peer_version: str | None) -> dict[str, Any]
         "depth": each.point.tokens if each.point.as_depth else None,
         "runs": runs,
         "median": middle,
-        "spread": {name: _json(found) for name, found in spreads(each.runs).items()},
+        "spread": spreads_json(spreads(each.runs)),
         **picked(each.limits, "ceiling_tps", "expected_tps"),
         "share_of_ceiling": share(middle["decode_tps"], each.limits.ceiling_tps),
         "share_of_expected": share(middle["decode_tps"], each.limits.expected_tps),
@@ -141,27 +160,15 @@ def _point_json(each: MeasuredPoint, peer_version: str | None) -> dict[str, Any]
 
 
 def _peer_json(each: MeasuredPoint, version: str) -> dict[str, Any]:
-    runs = [asdict(run) for run in each.peer_runs]
-    middle = medians(runs)
-    ratios = {name: _json(_ratio(each, name)) for name in SHOWN}
-    median = {name: middle[name] for name in SHOWN}
-    return {"name": peer.NAME, "version": version, "median": median, "ratio": ratios, "runs": runs}
-
-
-def _json(found: Spread | None) -> dict[str, float] | None:
-    return None if found is None else found.to_json()
-
-
-def _ratio(each: MeasuredPoint, name: str) -> Spread | None:
-    """Return ours ÷ the peer's, round by round."""
-    return pair_ratios([getattr(run, name) for run in each.runs], [getattr(run, name) for run in each.peer_runs])
+    found = peer_json(version, each.runs, each.peer_runs)
+    return {**found, "median": {name: found["median"][name] for name in SHOWN}}
 
 
 def _alone(model: str, each: MeasuredPoint) -> str:
     middle = medians([asdict(run) for run in each.runs])
     decode, gaps = middle["decode_tps"], middle["itl_ms"] or {}
     shown = [f"{name} {milliseconds(gaps.get(name))}" for name in ("p50", "p95", "p99")]
-    ranges = [_with_range(SHOWN[name], found) for name, found in spreads(each.runs).items()]
+    ranges = [with_range(SHOWN[name], found) for name, found in spreads(each.runs).items()]
     rows = [
         *map(list, zip(("TTFT", "prefill", "decode"), ranges, strict=True)),
         ["ceiling", _reached(decode, each.limits.ceiling_tps)],
@@ -170,7 +177,7 @@ def _alone(model: str, each: MeasuredPoint) -> str:
         ["memory", f"KV {size(middle['kv_bytes'])}, peak {size(middle['peak_memory_bytes'])}"],
     ]
     prompt, new = count(middle["prompt_tokens"]), count(middle["generated_tokens"])
-    return f"{sanitise_line(model)}: {prompt} prompt tokens, {new} new; {_runs(each)}\n{table(rows)}"
+    return f"{sanitise_line(model)}: {prompt} prompt tokens, {new} new; {runs_text(len(each.runs))}\n{table(rows)}"
 
 
 def _reached(decode: float | None, limit: float | None) -> str:
@@ -186,8 +193,8 @@ def _sweep(model: str, measured: Sequence[MeasuredPoint]) -> str:
         reached = share(None if decode is None else decode.median, limits.ceiling_tps)
         apart = UNKNOWN if decode is None else span(rate, decode.low, decode.high)
         allowed = [rate(limits.ceiling_tps), rate(limits.expected_tps), _percent(reached)]
-        rows.append([each.point.label, *_medians_text(each.runs), apart, *allowed])
-    title = f"{sanitise_line(model)}: {new} new tokens each; {_runs(measured[0])}"
+        rows.append([each.point.label, *medians_text(each.runs), apart, *allowed])
+    title = f"{sanitise_line(model)}: {new} new tokens each; {runs_text(len(measured[0].runs))}"
     return f"{title}\n\n{table([head, *rows], right=range(1, len(head)))}"
 
 
@@ -196,19 +203,20 @@ def _beside(measured: Sequence[MeasuredPoint], title: str) -> str:
     head = [title, "TTFT", "prefill", "decode", "TTFT ratio", "prefill ratio", "decode ratio"]
     rows = []
     for each in measured:
-        ratios = [_with_range(_ratio_text, _ratio(each, name)) for name in SHOWN]
-        rows.append([each.point.label, *_medians_text(each.peer_runs), *ratios])
+        found = ratios(each.runs, each.peer_runs).values()
+        rows.append(
+            [each.point.label, *medians_text(each.peer_runs), *(with_range(ratio_text, ratio) for ratio in found)]
+        )
     told = "ratios are ours ÷ its, of pairs of runs taken in turn on the same prompt"
     return f"{table([head, *rows], right=range(1, len(head)))}\n{told}"
 
 
-def _runs(each: MeasuredPoint) -> str:
-    if len(each.runs) == 1:
-        return "one run, so no spread is known"
-    return f"medians of {len(each.runs)} runs (smallest–largest)"
+def runs_text(count: int) -> str:
+    """Return of how many runs the figures are."""
+    return "one run, so no spread is known" if count == 1 else f"medians of {count} runs (smallest–largest)"
 
 
-def _with_range(shown: Callable[[float | None], str], found: Spread | None) -> str:
+def with_range(shown: Callable[[float | None], str], found: Spread | None) -> str:
     """Return a median and, where the runs differ, the range they lie in."""
     if found is None:
         return UNKNOWN
@@ -216,8 +224,9 @@ def _with_range(shown: Callable[[float | None], str], found: Spread | None) -> s
     return middle if found.low == found.high else f"{middle} ({span(shown, found.low, found.high)})"
 
 
-def _medians_text(runs: Iterable[Metrics] | Iterable[peer.PeerRun]) -> list[str]:
-    return [SHOWN[name](None if found is None else found.median) for name, found in spreads(runs).items()]
+def medians_text(runs: Sequence[object], shown: Shown = SHOWN) -> list[str]:
+    """Return the median of each of the ``shown`` fields."""
+    return [shown[name](None if found is None else found.median) for name, found in spreads(runs, shown).items()]
 
 
 def span(shown: Callable[[float | None], str], low: float, high: float) -> str:
@@ -228,7 +237,8 @@ def span(shown: Callable[[float | None], str], low: float, high: float) -> str:
     return f"{' '.join(first)}–{' '.join(last)}"
 
 
-def _ratio_text(value: float | None) -> str:
+def ratio_text(value: float | None) -> str:
+    """Return how many times one figure another is."""
     return UNKNOWN if value is None else f"{value:.2f}"
 
 
