@@ -12,7 +12,6 @@ log-probabilities are held, and the reference is computed once. Then each settin
 """
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,7 +24,17 @@ from . import units
 from .errors import ContextError, MemoryLimitError, OptionError
 from .generation import Generation
 from .kv import CachePlan, plan_caches
-from .kv.divergence import KVDivergence, Speed, Tally, Trial, TrialProgress, differences, fit_depths
+from .kv.divergence import (
+    KVDivergence,
+    Speed,
+    Tally,
+    Trial,
+    TrialProgress,
+    differences,
+    exponential,
+    fit_depths,
+    mean_with_error,
+)
 from .metrics import decode_rate
 from .model.head import asking_for_logits
 from .options import KVBits, KVSpec, Sampling
@@ -188,15 +197,9 @@ def _surprises(runtime: Runtime, ids: list[int], first: int, keep: int | None) -
 
 
 def _summed(surprises: list[float], number: int, window: int, stride: int) -> Perplexity:
-    count = len(surprises)
-    mean = math.fsum(surprises) / count if count else math.nan
-    if not math.isfinite(mean) or mean > 700:
-        return Perplexity(None, None, None, count, number, window, stride)
-    value, error = math.exp(mean), None
-    if count > 1:
-        variance = math.fsum((each - mean) ** 2 for each in surprises) / (count - 1)
-        error = value * math.sqrt(variance / count)
-    return Perplexity(value, error, mean, count, number, window, stride)
+    mean, error = mean_with_error(surprises)
+    value, value_error = exponential(mean, error)
+    return Perplexity(value, value_error, None if value is None else mean, len(surprises), number, window, stride)
 
 
 @dataclass(slots=True)

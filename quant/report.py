@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import TooLargeError, read_bytes
-from tokamac.engine.kv.divergence import differences
+from tokamac.engine.kv.divergence import differences, exponential, mean_with_error
 from tokamac.engine.perf.cost import PARTS, PartName, Tensor, part_of
 
 from .options import CALIBRATED
@@ -136,11 +136,11 @@ class TokenComparison:
         """Return the means over all positions."""
         differences = [b - a for a, b in zip(self.reference_surprises, self.surprises, strict=True)]
         return Quality(
-            *_mean(self.kl),
+            *mean_with_error(self.kl),
             sum(self.same) / len(self.same) if self.numbers else None,
-            *_exponential(*_mean(self.reference_surprises)),
-            *_exponential(*_mean(self.surprises)),
-            *_exponential(*_mean(differences)),
+            *exponential(*mean_with_error(self.reference_surprises)),
+            *exponential(*mean_with_error(self.surprises)),
+            *exponential(*mean_with_error(differences)),
             len(self.kl),
         )
 
@@ -192,24 +192,6 @@ def concerns(quality: Quality, bits_per_weight: float) -> tuple[str, ...]:
             f" {math.exp(typical):.3g} times: expect clearly worse answers, and convert with more bits."
         )
     return tuple(found)
-
-
-def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and its standard error; None for what is not finite or not known."""
-    if not values or not all(math.isfinite(value) for value in values):
-        return None, None
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
-
-
-def _exponential(mean: float | None, error: float | None) -> tuple[float | None, float | None]:
-    """Return exp(mean) and its standard error, to first order; None where it is more than a float holds."""
-    if mean is None or mean > 700:
-        return None, None
-    return math.exp(mean), None if error is None else math.exp(mean) * error
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,24 @@ def differences(reference: "mx.array", other: "mx.array") -> tuple["mx.array", "
     return kl, mx.argmax(reference, axis=-1) == mx.argmax(other, axis=-1)
 
 
+def mean_with_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the mean and its standard error; None for what is not finite or not known."""
+    if not values or not all(math.isfinite(value) for value in values):
+        return None, None
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def exponential(mean: float | None, error: float | None) -> tuple[float | None, float | None]:
+    """Return exp(mean) and its standard error, to first order; None where it is more than a float holds."""
+    if mean is None or mean > 700:
+        return None, None
+    return math.exp(mean), None if error is None else math.exp(mean) * error
+
+
 def fit_depths(depths: Iterable[int], room: int | None) -> tuple[int, ...]:
     """Return the depths in order, each once, none beyond ``room`` tokens (None: unbounded): what is deeper is measured there."""
     return tuple(sorted({max(1, depth if room is None else min(depth, room)) for depth in depths}))
