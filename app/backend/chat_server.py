@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from .command_process import Ended, LineError, LineProcess, decode_line
+from .command_process import Ended, LineProcess, Refused, decode_line
 from .sharing import chat_socket
 
 PORT = 11435
@@ -30,17 +30,9 @@ class Serving:
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class ServingRefused:
-    """It failed: why, and what to do."""
+ServeLine = Serving | Refused
 
-    error: str
-    hint: str
-
-
-ServeLine = Serving | ServingRefused
-
-_SERVE_KINDS: dict[object, type[ServeLine]] = {"serving": Serving, "error": ServingRefused}
+_SERVE_KINDS: dict[object, type[ServeLine]] = {"serving": Serving, "error": Refused}
 
 
 def serve_command() -> list[str]:
@@ -48,12 +40,9 @@ def serve_command() -> list[str]:
     return [sys.executable, "-m", "tokamac.app.cli", "serve"]
 
 
-def serve_line(line: bytes) -> ServeLine:
-    """Return what a line of ``serve --json`` says; a ServingRefused where it says nothing."""
-    try:
-        return decode_line(_SERVE_KINDS, line, "the server")
-    except LineError as error:
-        return ServingRefused(error.message, "")
+def decode_serving(line: bytes) -> ServeLine:
+    """Return what a line of ``serve --json`` says."""
+    return decode_line(_SERVE_KINDS, line, "the server")
 
 
 class ServerPhase(Enum):
@@ -108,7 +97,7 @@ class ServerJob:
                 if self.phase is ServerPhase.STARTING:
                     self.phase = ServerPhase.ON
                 self.url, self.replies, self.waiting = url, replies, waiting
-            case ServingRefused(error, hint):
+            case Refused(error, hint):
                 self.problem = " ".join(f"{error}. {hint}".split())
 
     def ended(self, end: Ended) -> None:
@@ -136,7 +125,7 @@ class ChatServer:
         told: Callable[[str], None],
     ) -> None:
         self._spawn, self._changed, self._told = spawn, changed, told
-        self._process = LineProcess(serve_command(), serve_line)
+        self._process = LineProcess(serve_command(), decode_serving)
         self.job = ServerJob()
 
     def begin(self, port: int) -> None:

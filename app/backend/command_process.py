@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tokamac.engine.errors import TokamacError
-
 from ..sanitise import sanitise_line
 from ..strict_json import ShapeError, build
 
@@ -121,12 +119,19 @@ def how_ended(status: int) -> str:
     return f"was {killed_by(-status)}" if status < 0 else f"ended with status {status}"
 
 
-class LineError(TokamacError):
-    """A line that is none of these."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """It failed, or was not begun: why, and what to do."""
+
+    error: str
+    hint: str
 
 
-def decode_line(kinds: Mapping[object, type[Line]], line: bytes, whose: str) -> Line:
-    """Return what a line says, by its field ``event``; ``whose`` line it is stands in the error. Raises LineError."""
+def decode_line(kinds: Mapping[object, type[Line]], line: bytes, whose: str) -> Line | Refused:
+    """Return what a line says, by its field ``event``; where it says nothing, a Refused: what follows may still be understood.
+
+    whose: line it is, for the error.
+    """
     try:
         value = json.loads(line)
         if not isinstance(value, dict) or value.get("event") not in kinds:
@@ -134,5 +139,5 @@ def decode_line(kinds: Mapping[object, type[Line]], line: bytes, whose: str) -> 
         event = value.pop("event")
         found: Line = build(kinds[event], value, str(event))
     except (ValueError, RecursionError, TypeError) as error:
-        raise LineError(f"a line of {whose} is not understood: {error}") from error
+        return Refused(f"a line of {whose} is not understood: {error}", "")
     return found

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .command_process import LineError, LineProcess, decode_line
+from .command_process import LineProcess, Refused, decode_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,6 @@ class ConvertedLine:
     quality: QualityLine | None
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """It failed, or was not begun."""
-
-    error: str
-    hint: str
-
-
 ConversionLine = Planned | TensorWritten | StageLine | Expected | ConvertedLine | Refused
 
 _CONVERSION_KINDS: dict[object, type[ConversionLine]] = {
@@ -146,8 +138,8 @@ _CONVERSION_KINDS: dict[object, type[ConversionLine]] = {
 }
 
 
-def decode(line: bytes) -> ConversionLine:
-    """Return what a line of ``convert --json`` says. Raises LineError."""
+def decode_conversion(line: bytes) -> ConversionLine:
+    """Return what a line of ``convert --json`` says."""
     return decode_line(_CONVERSION_KINDS, line, "the conversion")
 
 
@@ -157,14 +149,7 @@ def converter_command() -> list[str]:
 
 
 class Converter(LineProcess[ConversionLine]):
-    """Runs a conversion. A line that is not understood is handed over as a Refused: what follows may still be."""
+    """Runs a conversion."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        super().__init__(command, _understood)
-
-
-def _understood(line: bytes) -> ConversionLine:
-    try:
-        return decode(line)
-    except LineError as error:
-        return Refused(error.message, "")
+        super().__init__(command, decode_conversion)

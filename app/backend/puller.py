@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .command_process import LineError, LineProcess, decode_line
+from .command_process import LineProcess, Refused, decode_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,6 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class PullRefused:
-    """It failed: why, and what to do."""
-
-    error: str
-    hint: str
-
-
-@dataclass(frozen=True, slots=True)
 class HubModelLine:
     """A model that a search of the hub found (engine/hub/search.py); told again once its config has come. None is unknown."""
 
@@ -62,7 +54,7 @@ class Searched:
     models: tuple[HubModelLine, ...]
 
 
-PullLine = PullProgress | Pulled | Removed | PullRefused | HubModelLine | Searched
+PullLine = PullProgress | Pulled | Removed | Refused | HubModelLine | Searched
 
 _PULL_KINDS: dict[object, type[PullLine]] = {
     "progress": PullProgress,
@@ -70,7 +62,7 @@ _PULL_KINDS: dict[object, type[PullLine]] = {
     "removed": Removed,
     "found": HubModelLine,
     "searched": Searched,
-    "error": PullRefused,
+    "error": Refused,
 }
 
 
@@ -94,16 +86,13 @@ def remove_arguments(model: str, *, unfinished: bool) -> list[str]:
     return [*(["--unfinished"] if unfinished else []), "--json", "--", "remove", model]
 
 
+def decode_pull(line: bytes) -> PullLine:
+    """Return what a line of ``models --json`` says."""
+    return decode_line(_PULL_KINDS, line, "the download")
+
+
 class Puller(LineProcess[PullLine]):
-    """Runs a download or a removal. A line that is not understood is handed over as a PullRefused."""
+    """Runs a download, a removal or a search."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        super().__init__(command, understood)
-
-
-def understood(line: bytes) -> PullLine:
-    """Return what a line of ``models --json`` says; a PullRefused where it says nothing."""
-    try:
-        return decode_line(_PULL_KINDS, line, "the download")
-    except LineError as error:
-        return PullRefused(error.message, "")
+        super().__init__(command, decode_pull)

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Any, Generic, Protocol, TypeVar
 
 from .. import INTERRUPTED
-from ..backend.command_process import Ended
+from ..backend.command_process import Ended, Refused
 from ..backend.converter import (
     ConversionLine,
     ConvertedLine,
@@ -20,7 +20,6 @@ from ..backend.converter import (
     PartLine,
     Planned,
     QualityLine,
-    Refused,
     StageLine,
     TensorWritten,
 )

@@ -19,7 +19,8 @@ from tokamac.engine import metrics as rates
 from tokamac.engine.hub.download import ADVICE
 
 from .. import INTERRUPTED
-from ..backend.puller import Puller, PullLine, PullProgress, PullRefused, Removed, pull_arguments, remove_arguments
+from ..backend.command_process import Refused
+from ..backend.puller import Puller, PullLine, PullProgress, Removed, pull_arguments, remove_arguments
 
 AGAIN = "Press Enter on it in the list to retry."
 
@@ -200,7 +201,7 @@ class Downloads:
         match line:
             case PullProgress(done, total):
                 self._measure(model, done, total)
-            case PullRefused(error, hint):
+            case Refused(error, hint):
                 self._set(model, problem=_why(error, hint))
             case _:
                 pass
@@ -224,7 +225,7 @@ class Downloads:
         def take(line: PullLine) -> None:
             nonlocal freed
             match line:
-                case PullRefused(error, hint):
+                case Refused(error, hint):
                     refused.append(_why(error, hint))
                 case Removed(_, freed_bytes):
                     freed = freed_bytes

@@ -21,7 +21,7 @@ from tokamac.engine.options import KVSpec
 
 from .. import INTERRUPTED, WRONG_USAGE
 from ..backend.client import BackendEvent, EngineProcess
-from ..backend.command_process import Ended, LineProcess, killed_by
+from ..backend.command_process import Ended, LineProcess, Refused, killed_by
 from ..backend.converter import ConversionLine, Converter, StageLine, converter_command
 from ..backend.protocol import LookedAt, ReplyEvent
 from ..backend.puller import (
@@ -30,7 +30,6 @@ from ..backend.puller import (
     Puller,
     PullLine,
     PullProgress,
-    PullRefused,
     models_command,
     pull_arguments,
     search_arguments,
@@ -247,7 +246,7 @@ class _Download:
                     self._console.note(f"downloading {self._model}: {size(done)}{of}")
             case Pulled(bytes=nbytes):
                 self._said = f"{self._model} is downloaded, {size(nbytes)}. /model {self._model} loads it."
-            case PullRefused(error, hint):
+            case Refused(error, hint):
                 self._said = f"{self._model} was not downloaded: {error}. {hint}".strip()
             case _:
                 pass
@@ -271,7 +270,7 @@ def models(repl: "Repl", written: str) -> None:
             match line:
                 case HubModelLine():
                     found[line.id] = line
-                case PullRefused(error, hint):
+                case Refused(error, hint):
                     problem.append(f"{error}. {hint}".strip())
                 case _:
                     pass

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine import metrics as rates
 from tokamac.engine.hub.download import last_speed
 
+from ..backend.command_process import Refused
 from ..backend.converter import converter_command
 from ..backend.protocol import Loaded, WhatIf
 from ..backend.puller import (
     HubModelLine,
     Puller,
     PullLine,
-    PullRefused,
     Removed,
     models_command,
     remove_arguments,
@@ -108,7 +108,7 @@ class HubSearch:
                 case HubModelLine():
                     self._models[line.id] = line
                     self._changed()
-                case PullRefused(error):
+                case Refused(error):
                     self._state = sanitise_line(error)
                 case _:
                     self._state = "" if self._models else "nothing found for these words that runs here"
@@ -265,7 +265,7 @@ class ModelLibrary:
             match line:
                 case Removed(_, freed_bytes):
                     said = f"{short_name(model)} is removed; {size(freed_bytes)} freed."
-                case PullRefused(error, hint):
+                case Refused(error, hint):
                     said = f"{error}. {hint}"
                 case _:
                     pass

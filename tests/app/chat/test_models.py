@@ -18,8 +18,9 @@ from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
 from tokamac.app.backend.advice import model_line
+from tokamac.app.backend.command_process import Refused
 from tokamac.app.backend.protocol import Figures, Group, Load, ModelLine, WhatIf
-from tokamac.app.backend.puller import HubModelLine, Pulled, PullProgress, PullRefused, Removed, understood
+from tokamac.app.backend.puller import HubModelLine, Pulled, PullProgress, Removed, decode_pull
 from tokamac.app.chat import commands
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
@@ -800,7 +801,7 @@ async def test_the_rate_is_that_of_the_last_seconds_and_the_rest_follows(bench: 
 
 @given(st.binary(max_size=60) | st.dictionaries(st.text(max_size=8), st.none() | st.integers()).map(json.dumps))
 def test_no_line_of_the_child_breaks_the_reader(line: Any) -> None:
-    assert isinstance(understood(line), PullProgress | Pulled | Removed | PullRefused)
+    assert isinstance(decode_pull(line), PullProgress | Pulled | Removed | Refused)
 
 
 # A download that fails, in the words of the screen: the whole id, what has arrived, and how to try again there.

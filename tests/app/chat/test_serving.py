@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.scripted_engine import SCRIPTED
-from tokamac.app.backend.chat_server import ChatServer, ServerJob, ServerPhase, Serving, ServingRefused, serve_line
-from tokamac.app.backend.command_process import Ended
+from tokamac.app.backend.chat_server import ChatServer, ServerJob, ServerPhase, Serving, decode_serving
+from tokamac.app.backend.command_process import Ended, Refused
 from tokamac.app.backend.protocol import Load, Loaded
 from tokamac.app.backend.sharing import ChatEngine, chat_socket
 
@@ -41,7 +41,7 @@ def test_it_starts_answers_and_stops() -> None:
 def test_why_it_ended_is_one_line() -> None:
     job = ServerJob()
     job.begin()
-    job.take(ServingRefused("port 1 is in use", "Take\nanother."))
+    job.take(Refused("port 1 is in use", "Take\nanother."))
     job.ended(Ended(1, "tokamac: port 1 is in use"))
     assert (job.on, job.problem) == (False, "port 1 is in use. Take another.")
     job.begin()
@@ -49,7 +49,7 @@ def test_why_it_ended_is_one_line() -> None:
     assert job.problem == "The server ended: exit status -9"
     job.stop()
     assert not job.on
-    assert isinstance(serve_line(b"nonsense"), ServingRefused)
+    assert isinstance(decode_serving(b"nonsense"), Refused)
 
 
 @pytest.fixture(autouse=True)

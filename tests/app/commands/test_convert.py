@@ -16,7 +16,8 @@ import pytest
 
 from tests.app.commands.conftest import Run
 from tests.tiny import make_tiny
-from tokamac.app.backend.converter import ConvertedLine, Expected, Planned, Refused, StageLine, TensorWritten, decode
+from tokamac.app.backend.command_process import Refused
+from tokamac.app.backend.converter import ConvertedLine, Expected, Planned, StageLine, TensorWritten, decode_conversion
 from tokamac.app.commands import convert
 from tokamac.app.commands.convert import ConversionProgress, DiskSpace, Estimate, plan_text
 from tokamac.app.commands.kv_quality import SETTINGS, sentence, shipped_text
@@ -42,7 +43,7 @@ def asked(*words: str) -> dict[str, Any]:
 
 
 def lines(text: str) -> list[Any]:
-    return [decode(line.encode()) for line in text.splitlines()]
+    return [decode_conversion(line.encode()) for line in text.splitlines()]
 
 
 # Flags --------------------------------------------------------------------------------------------------------------------

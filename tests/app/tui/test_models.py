@@ -21,17 +21,16 @@ from tests.app.chat.test_models import cached
 from tests.engine.hub.hub_server import Hub, safetensors, serve
 from tests.tiny import make_tiny
 from tokamac.app.backend.advice import answers
-from tokamac.app.backend.command_process import Ended, LineError
+from tokamac.app.backend.command_process import Ended, Refused
 from tokamac.app.backend.converter import (
     ConvertedLine,
     Converter,
     Expected,
     Planned,
     QualityLine,
-    Refused,
     StageLine,
     converter_command,
-    decode,
+    decode_conversion,
 )
 from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question
 from tokamac.app.chat.attachments import Draft
@@ -613,14 +612,13 @@ def test_the_bits_offered_are_those_that_convert_takes() -> None:
 
 
 def test_lines_are_read_strictly() -> None:
-    assert isinstance(decode(json.dumps(PLAN).encode()), Planned)
-    assert isinstance(decode(json.dumps(DONE).encode()), ConvertedLine)
+    assert isinstance(decode_conversion(json.dumps(PLAN).encode()), Planned)
+    assert isinstance(decode_conversion(json.dumps(DONE).encode()), ConvertedLine)
     for wrong in (
         b"", b"[]", b"null", b"{}", b'{"event":"unknown"}', b'{"event":["plan"]}', b'{"event":"error","error":1,"hint":""}',
         json.dumps({**DONE, "seconds": "long"}).encode(), json.dumps({**PLAN, "more": 1}).encode(), b"\xff", b"[" * 100_000,
     ):  # fmt: skip
-        with pytest.raises(LineError):
-            decode(wrong)
+        assert isinstance(decode_conversion(wrong), Refused)
 
 
 def test_what_the_quality_of_a_conversion_says_is_what_is_read() -> None:
@@ -629,7 +627,7 @@ def test_what_the_quality_of_a_conversion_says_is_what_is_read() -> None:
 
     measured = Measured(0.5, 0.01, 0.9, 9.0, 0.1, 9.9, 0.1, 1.1, 0.01, 255)
     for outcome in (Outcome(4.5), Outcome(4.5, 0.08, measured, (0.1, None)), Outcome(4.5, unable="no tokenizer")):
-        found = decode(json.dumps({**DONE, "quality": outcome.to_json()}).encode())
+        found = decode_conversion(json.dumps({**DONE, "quality": outcome.to_json()}).encode())
         assert isinstance(found, ConvertedLine)
         assert isinstance(found.quality, QualityLine)
         assert found.quality.concerns == outcome.concerns
@@ -679,9 +677,9 @@ def test_however_it_ends_there_is_a_result_or_a_reason(status: int, plans: bool,
     at = a_job([0.0])
     at.begin(dry_run=not results)
     if plans:
-        at.take(decode(json.dumps(PLAN).encode()))
+        at.take(decode_conversion(json.dumps(PLAN).encode()))
     if results:
-        at.take(decode(json.dumps(DONE).encode()))
+        at.take(decode_conversion(json.dumps(DONE).encode()))
     if stops:
         at.stop()
     at.ended(Ended(status, ""))
@@ -690,12 +688,12 @@ def test_however_it_ends_there_is_a_result_or_a_reason(status: int, plans: bool,
 
 
 def test_unknown_prints_as_unknown() -> None:
-    plan = decode(json.dumps({**PLAN, "seconds": None}).encode())
-    done = decode(json.dumps({**DONE, "quality": None}).encode())
+    plan = decode_conversion(json.dumps({**PLAN, "seconds": None}).encode())
+    done = decode_conversion(json.dumps({**DONE, "quality": None}).encode())
     assert isinstance(plan, Planned)
     assert isinstance(done, ConvertedLine)
     assert "unknown" in plan_text(plan)
-    small = decode(
+    small = decode_conversion(
         json.dumps({**PLAN, "quality_seconds": 80.0, "disk": {**PLAN["disk"], "free": 100_000, "fits": False}}).encode()
     )
     assert isinstance(small, Planned)

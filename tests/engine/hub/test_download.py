@@ -15,7 +15,8 @@ import pytest
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn, until
 from tests.engine.hub.hub_server import CLIENT, NEWER, Hub, safetensors
-from tokamac.app.backend.puller import Pulled, PullProgress, PullRefused, Removed, understood
+from tokamac.app.backend.command_process import Refused
+from tokamac.app.backend.puller import Pulled, PullProgress, Removed, decode_pull
 from tokamac.assets import asset_path
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.hub import download
@@ -540,7 +541,7 @@ def interrupt_at(hub: Hub, environment: dict[str, str], nbytes: int) -> None:
 
 def test_progress_never_falls_and_ends_with_all_of_it_and_the_folder(hub: Hub, environment: dict[str, str]) -> None:
     status, written = lines(environment, "pull", "org/tiny")
-    *steps, last = map(understood, written)
+    *steps, last = map(decode_pull, written)
     assert (status, isinstance(last, Pulled)) == (0, True)
     assert isinstance(last, Pulled)
     assert Path(last.path, "config.json").read_bytes() == hub.files["config.json"]
@@ -555,7 +556,7 @@ def test_after_a_kill_the_first_line_counts_what_has_arrived(hub: Hub, environme
     arrived = sum(path.stat().st_size for path in Path(environment["HF_HOME"]).rglob("*.incomplete"))
     assert arrived > 0
     status, written = lines(environment, "pull", "org/tiny")
-    first = understood(written[0])
+    first = decode_pull(written[0])
     assert status == 0
     assert isinstance(first, PullProgress)
     assert first.done >= arrived
@@ -564,7 +565,7 @@ def test_after_a_kill_the_first_line_counts_what_has_arrived(hub: Hub, environme
 def test_files_that_are_alike_are_counted_once(hub: Hub, environment: dict[str, str]) -> None:
     hub.files["special_tokens_map.json"] = hub.files["added_tokens.json"] = b'{"eos_token": "</s>"}'
     _, written = lines(environment, "pull", "org/tiny")
-    last = understood(written[-2])
+    last = decode_pull(written[-2])
     assert isinstance(last, PullProgress)
     assert last.done == last.total
 
@@ -574,7 +575,7 @@ def test_what_is_unfinished_is_removed_and_what_is_whole_stays(hub: Hub, environ
     (part,) = listed(environment)
     assert (part["id"], part["whole"], part["fits"]) == ("org/tiny", False, None)
     status, (line,) = lines(environment, "remove", "org/tiny", "--unfinished")
-    removed = understood(line)
+    removed = decode_pull(line)
     assert (status, isinstance(removed, Removed)) == (0, True)
     assert listed(environment) == []
     lines(environment, "pull", "org/tiny")
@@ -582,24 +583,24 @@ def test_what_is_unfinished_is_removed_and_what_is_whole_stays(hub: Hub, environ
     assert whole["whole"]
     blobs = Path(environment["HF_HOME"], "hub", "models--org--tiny", "blobs")
     (blobs / "newer.incomplete").write_bytes(b"0" * 700)
-    assert understood(lines(environment, "remove", "org/tiny", "--unfinished")[1][0]) == Removed("org/tiny", 700)
+    assert decode_pull(lines(environment, "remove", "org/tiny", "--unfinished")[1][0]) == Removed("org/tiny", 700)
     assert listed(environment)[0]["whole"]
 
 
 def test_where_nothing_has_arrived_there_is_nothing_to_discard(environment: dict[str, str]) -> None:
     status, written = lines(environment, "remove", "org/none", "--unfinished")
-    assert (status, [understood(line) for line in written]) == (0, [Removed("org/none", 0)])
+    assert (status, [decode_pull(line) for line in written]) == (0, [Removed("org/none", 0)])
     status, written = lines(environment, "remove", "org/none")
     assert status == 1
-    assert isinstance(understood(written[-1]), PullRefused)
+    assert isinstance(decode_pull(written[-1]), Refused)
 
 
 def test_a_refusal_is_the_last_line(hub: Hub, environment: dict[str, str]) -> None:
     hub.gated = True
     status, written = lines(environment, "pull", "org/tiny")
-    refused = understood(written[-1])
+    refused = decode_pull(written[-1])
     assert status == 1
-    assert isinstance(refused, PullRefused)
+    assert isinstance(refused, Refused)
     assert "HF_TOKEN" in refused.hint
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.hub.hub_server import Hub, serve
 from tokamac.app import cli
-from tokamac.app.backend.puller import HubModelLine, Searched, understood
+from tokamac.app.backend.puller import HubModelLine, Searched, decode_pull
 from tokamac.engine.hub.search import good_for
 
 
@@ -63,7 +63,7 @@ def search(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_mlx_models_come_first_and_what_can_not_run_is_left_out(search: Any, tmp_path: Path) -> None:
     status, out, _ = search("qwen3", "--json")
     assert status == 0
-    lines = [understood(line.encode()) for line in out.splitlines()]
+    lines = [decode_pull(line.encode()) for line in out.splitlines()]
     *each, last = lines
     assert isinstance(last, Searched)
     assert [model.id for model in last.models][:3] == [
