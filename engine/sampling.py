@@ -375,6 +375,14 @@ class Sampler:
         self._last = mx.array([token], mx.uint32)
         return token
 
+    def take_likeliest_rows(self, logits: np.ndarray) -> tuple[list[int], list[SamplerState]]:
+        """Choose a token of each row on the host, where it ``takes_likeliest``: (N, V) → N. Also returns the states after each."""
+        tokens, states = [], []
+        for row in logits:
+            tokens.append(self.take_likeliest(row))
+            states.append(self._state())
+        return tokens, states
+
     def choose_rows(
         self, logits: mx.array, allowed: Sequence[np.ndarray] | None = None
     ) -> tuple[mx.array, list[SamplerState]]:

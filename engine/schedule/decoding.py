@@ -314,7 +314,7 @@ class Decoder:
             return []
         rows = len(lane.behind) + 1 + len(draft.tokens)
         try:
-            tokens = verify(self._model, lane, draft.tokens, self._operations)
+            tokens = verify(self._model, lane, draft.tokens, self._operations, on_host=not self._ahead)
         except TokamacError as error:
             lane.ended = True
             return [Decoded(lane, failure=error)]
@@ -329,13 +329,13 @@ class Decoder:
         if not lanes:
             return
         logits = self._pass(lanes)
-        here = None
+        on_host = None
         if not self._ahead and any(lane.takes_likeliest for lane in lanes):
-            here = np.asarray(logits.astype(mx.float32))[:, -1]
+            on_host = np.asarray(logits.astype(mx.float32))[:, -1]
         wanted: list[mx.array] = []
         for row, lane in enumerate(lanes):
-            if here is not None and lane.takes_likeliest:
-                lane.take_likeliest(here[row])
+            if on_host is not None and lane.takes_likeliest:
+                lane.take_likeliest(on_host[row])
             else:
                 wanted += lane.computed(logits[row : row + 1, -1, :])
             if lane.known is not None:

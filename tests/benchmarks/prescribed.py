@@ -14,12 +14,19 @@ class Prescribed(Sampler):
 
     def __init__(self, text: Sequence[int], *given: Any) -> None:
         super().__init__(*given)
-        self._text = mx.array(list(text), mx.uint32)
+        self._ids = list(text)
+        self._text = mx.array(self._ids, mx.uint32)
 
     def __call__(self, logits: mx.array, allowed: np.ndarray | None = None) -> mx.array:
         """Return the next token of the text, (1,)."""
         place = min(self._made, len(self._text) - 1)
         return super().__call__(logits, allowed) * 0 + self._text[place : place + 1]
+
+    def take_likeliest(self, logits: np.ndarray) -> int:
+        """Return the next token of the text."""
+        place = min(self._made, len(self._text) - 1)
+        super().take_likeliest(logits)
+        return self._ids[place]
 
     def choose_rows(
         self, logits: mx.array, allowed: Sequence[np.ndarray] | None = None

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -46,6 +47,37 @@ def kept(filtered: mx.array) -> set[int]:
 def probabilities(logits: list[float]) -> np.ndarray:
     exponentials = np.exp(np.array(logits) - max(logits))
     return exponentials / exponentials.sum()
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=4, max_size=9), min_size=1, max_size=5), st.integers(0, 3))
+@settings(deadline=None)
+def test_the_host_chooses_what_mlx_does_where_only_the_largest_logit_counts(rows: list[list[int]], least: int) -> None:
+    """Of several that are largest, the first."""
+    width = min(map(len, rows))
+    logits = np.array([row[:width] for row in rows], np.float32)
+    own = Sampling(temperature=0, min_tokens=least)
+    here, there = (Sampler(own, [1, 2], TokenSets(ends=frozenset({0}))) for _ in range(2))
+    for row in range(least):  # an end may be the largest, and not be chosen
+        assert not here.takes_likeliest
+        assert here(mx.array(logits[:1])).item() == there(mx.array(logits[:1])).item() != 0, row
+    assert here.takes_likeliest
+    chosen, states = there.choose_rows(mx.array(logits))
+    tokens, own_states = here.take_likeliest_rows(logits)
+    assert tokens == chosen.tolist() == [int(np.flatnonzero(row == row.max())[0]) for row in logits]
+    assert [state.made for state in own_states] == [state.made for state in states]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.5}, {"logprobs": 2}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"min_tokens": 1},
+        {"dry_multiplier": 0.8}, {"logit_bias": ((3, 5.0),)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_where_more_counts_than_the_largest_logit_the_host_does_not_choose(more: dict[str, Any]) -> None:
+    assert Sampler(Sampling(temperature=0), [1, 2]).takes_likeliest
+    assert not Sampler(Sampling(**{"temperature": 0, **more}), [1, 2]).takes_likeliest
 
 
 @given(LOGITS, st.integers(1, 30))
