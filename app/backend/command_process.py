@@ -22,8 +22,8 @@ LONGEST_LINE = 16 * 2**20
 GRACE_S = 10.0
 """How long an interrupted process may finish what it is at."""
 
-REAP_S = 2.0
-"""How long the end of a process that was killed is waited for."""
+REAP_S, REAP_STEP_S = 2.0, 0.005
+"""How long the end of a process that was killed is waited for, and between two looks."""
 
 Line = TypeVar("Line")
 
@@ -77,9 +77,8 @@ class LineProcess(Generic[Line]):
             if stopping is not None:
                 stopping.cancel()
             self._process = None
-            transport.close()  # kills a process that runs; at once, since a second cancellation would skip what is awaited
-            with suppress(TimeoutError):  # so that the loop, which may close next, has seen its end
-                await asyncio.wait_for(process.wait(), REAP_S)
+            transport.close()  # kills a process that runs
+            await _see_end(process)
 
     async def interrupt(self, grace_s: float = GRACE_S) -> None:
         """Ask the process to stop, as Ctrl-C would, also one that is only about to start; end it if it does not."""
@@ -98,6 +97,18 @@ class LineProcess(Generic[Line]):
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):  # it ended on its own meanwhile
                 self._process.kill()
+
+
+async def _see_end(process: Process) -> None:
+    """Let the loop, which may close next, see the end of a process that was killed; also where that cancels this once more."""
+    end_s, cancelled = asyncio.get_running_loop().time() + REAP_S, False
+    while process.returncode is None and asyncio.get_running_loop().time() < end_s:
+        try:
+            await asyncio.sleep(REAP_STEP_S)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 async def _last_line(stream: asyncio.StreamReader) -> str:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -499,6 +500,28 @@ def test_a_stray_print_goes_to_the_log(tmp_path: Path) -> None:
     )
     assert b"stray" in run.stderr
     assert all(line.startswith(b'{"type"') for line in run.stdout.splitlines())
+
+
+def test_who_is_cancelled_twice_has_seen_the_end_of_the_process_that_it_ran() -> None:
+    """As a loop cancels what is left when it closes, which may be cancelled already."""
+
+    async def run() -> tuple[int, int | None]:
+        command, told = LineProcess(["sh", "-c", "echo; exec sleep 60"], lambda line: line), asyncio.Event()
+        running = asyncio.create_task(command.run([], lambda _: told.set()))
+        await asyncio.wait_for(told.wait(), PATIENCE_S)
+        process = command._process
+        assert process is not None
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return process.pid, process.returncode
+
+    pid, status = asyncio.run(run())
+    assert status == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_holds_the_pipes() -> None:

@@ -620,7 +620,8 @@ def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other
     """Once memory is short neither ends before its time, and neither has another text than alone."""
     long = Sampling(temperature=0, max_tokens=200)
     prompts = [PROMPT[:200], [260 - token for token in PROMPT[:200]]]
-    with Engine.load(folder, prompt_cache=kept, parallel=2) as engine:
+    # MLX rounds a pass of several tokens otherwise than one, and when guesses are verified is a matter of time.
+    with Engine.load(folder, prompt_cache=kept, parallel=2, speculation=None) as engine:
         engine.tokenizer.eos_ids = frozenset()
         single = [finished(list(engine.generate(prompt, long, kv_bits=bits))) for prompt in prompts]
         engine._runner._store.clear()

@@ -101,7 +101,7 @@ def test_regenerate_costs_one_token_and_an_edit_what_follows_it(talk: Chat) -> N
 
 
 class Known:
-    """A pace of a thousandth of a second a token."""
+    """A latency of a thousandth of a second a token."""
 
     def decode_s(self, work: object, context: int, batch: int = 1) -> float:
         return 0.001
@@ -113,10 +113,10 @@ class Known:
 def test_seconds_are_unknown_then_estimated_then_measured(tiny: Path) -> None:
     with Engine.load(tiny, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         chat, machine = engine.chat(), engine._runner.runtime.machine
-        engine.between(lambda: setattr(machine, "pace", None))
+        engine.between(lambda: setattr(machine, "latency", None))
         price = chat.price(Send(TEXT))
         assert (price.seconds, price.estimated) == (None, False)
-        engine.between(lambda: setattr(machine, "pace", Known()))
+        engine.between(lambda: setattr(machine, "latency", Known()))
         price = chat.price(Send(TEXT))
         assert price.estimated
         assert price.seconds == pytest.approx(0.001 * price.tokens)

@@ -657,7 +657,7 @@ def test_what_is_computed_for_the_background_is_no_time_of_anothers_step(
         engine.tokenizer.eos_ids = frozenset()
         behind = engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=1500), background=True)
         until(lambda: isinstance(next(behind), TextChunk))
-        before = engine.generate(PROMPTS[1], Sampling(temperature=0, max_tokens=300))
+        before = engine.generate(PROMPTS[1], Sampling(temperature=0, max_tokens=1500))
         until(lambda: isinstance(next(before), TextChunk))
         reader = threading.Thread(target=lambda: [*behind], daemon=True)  # until now it waits for one
         reader.start()
