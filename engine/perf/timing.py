@@ -20,6 +20,7 @@ meanwhile, and their threads are on cores that MLX wants. So a layer's parts are
 handover.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
     from ..kv.cache import Cache
     from ..kv.plan import CachePlan, LayerPlan
     from ..model.cpu.stepping import Steps
+    from ..schedule.schedule import ReplyEvents
     from ..text.tokenizer import Tokenizer
 
 FILE = "parts.json"
 
-RECIPE = 10
+RECIPE = 11
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
@@ -272,21 +274,68 @@ def time_sampling(vocabulary: int) -> float:
 
 
 def time_token(vocabulary: int, tokenizer: "Tokenizer | None") -> float:
-    """Time what the engine does for a token beside a pass of the model: choose it, bring it to the host, count it, and write it."""
-    from ..options import Sampling
-    from ..sampling import Sampler
-    from ..schedule.decoding import Lane, decode_alone
-    from ..text.stream import ReplyText
+    """Time what the engine does for a token beside a pass of the model: a turn of a schedule whose one reply computes nothing."""
+    from ..schedule.decoding import Decoder
+    from ..schedule.schedule import Schedule, Seat
+    from ..schedule.stream import EventStream
 
-    lane = Lane([], [], 0, Sampler(Sampling(temperature=0), [0]), None)
     (*_, letter) = (0,) if tokenizer is None else tokenizer.encode("a") or (0,)
     logits = (mx.arange(vocabulary) == letter).astype(_float_type()).reshape(1, 1, vocabulary)
     mx.eval(logits)
-    tokens = decode_alone(lambda *_, **__: logits, lane, ahead=False)
-    if tokenizer is None:
-        return typical_s(lambda: next(tokens))
-    text = ReplyText(tokenizer)
-    return typical_s(lambda: list(text.add(next(tokens))))
+    schedule, stream = Schedule(lambda _: None), EventStream()
+    schedule.decode = Decoder(lambda *_, **__: logits, ahead=False).step
+    schedule.add(Seat(lambda _: _TimedReply(tokenizer), stream, background=False))
+    reader = threading.Thread(target=lambda: [*stream.read()], name="tokamac-timed-reader", daemon=True)
+    reader.start()
+    try:
+        return typical_s(schedule.turn)
+    finally:
+        stream.abandon()
+        while schedule.turn():
+            pass
+        reader.join()
+
+
+class _TimedReply:
+    """A reply without an end, which says the same letter again and again, with what ReplyTask does for each token."""
+
+    def __init__(self, tokenizer: "Tokenizer | None") -> None:
+        from ..schedule.policy import Pace
+
+        self.pace = Pace()
+        self._tokenizer = tokenizer
+
+    def events(self) -> "ReplyEvents":
+        """Yield the lane, and text where there is a tokenizer."""
+        from ..metrics import ProcessWatch, Recorder
+        from ..options import Sampling
+        from ..sampling import Sampler
+        from ..schedule.decoding import Lane
+        from ..text.stream import ReplyText, TokenSources
+
+        recorder = Recorder()
+        watch = ProcessWatch(recorder.mark, computes=True)
+        lane = Lane([], [], 0, Sampler(Sampling(temperature=0), [0]), None, launched=recorder.launched)
+        said = None if self._tokenizer is None else (ReplyText(self._tokenizer), TokenSources(self._tokenizer))
+        while True:
+            if (token := (yield lane)) is None:
+                continue
+            watch.look()
+            recorder.token(several=False)
+            recorder.ids.append(token)
+            if said is not None:
+                text, came_from = said
+                came_from.add(token)
+                yield from watch.handed(came_from.mark(text.add(token)))
+
+    def rest(self) -> None:
+        """Nothing to do: its caches are none."""
+
+    def drop(self) -> None:
+        """Nothing to do."""
+
+    def live(self) -> None:
+        """Nothing is measured."""
 
 
 def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) -> float:
