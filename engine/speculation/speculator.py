@@ -29,10 +29,10 @@ ASKS_AGAIN, ASKS_SELDOM = 8, 64
 time that it is no worse still, twice as many, and at most so many."""
 GUESSES = LONG + 1
 """Tokens asked of a drafter: one may be under way."""
-LOOKING = 0.0025
+LOOKING = 0.00125
 """Of a plain step, which looking for guesses may take a token, where none came true lately. It costs twice what a clock says of it:
 what it reads takes the place of what the next step would find in the processor's caches."""
-MOST_RESTED = 32
+MOST_RESTED = 64
 """Plain steps between two looks at most: so many tokens of what repeats may be written before they are noticed."""
 RESTS_AFTER, AT_FIRST = 12, 3
 """Tokens without a guess that came true, and of a reply before any did, until not every one is looked after."""
