@@ -74,10 +74,10 @@ def alone(function: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether ``function``, which is ``compiled``, was so before on this machine, and is kept."""
+def is_missing(function: Callable[..., Any]) -> bool:
+    """Whether ``function``, which is ``compiled``, could be kept on this machine, and is not yet."""
     try:
-        return any(_folder_of(function).glob(f"*{function.__qualname__}*.nbi"))
+        return not any(_folder_of(function).glob(f"*{function.__qualname__}*.nbi"))
     except (RuntimeError, OSError):
         return False
 

@@ -16,7 +16,7 @@ from numba import types
 
 from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, attending, exponential, writing
 from .attention_tiles import dot
-from .compiling import alone, compiled, inner, is_kept, run_beside
+from .compiling import alone, compiled, inner, is_missing, run_beside
 from .pool import call, run
 from .products import ROWS_AT_ONCE, floats_at, several, words_at
 from .tiles import LANES
@@ -214,8 +214,8 @@ def prepare(*, from_end: bool = False) -> None:
 
 
 def prepare_beside() -> None:
-    """Have another process begin with that meanwhile, if it was not compiled."""
-    if not is_kept(run_step.py_func):  # type: ignore[attr-defined]
+    """Have another process begin with that meanwhile, if it was not compiled, and what it makes is kept."""
+    if is_missing(run_step.py_func):  # type: ignore[attr-defined]
         run_beside(f"from {__name__} import prepare\nprepare(from_end=True)")
 
 

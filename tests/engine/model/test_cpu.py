@@ -157,6 +157,18 @@ print(len(others), len(made))
         assert done.stdout == "{} {}\n".format(*expected), done.stderr
 
 
+def test_where_nothing_can_be_kept_no_other_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: object) -> Path:
+        raise RuntimeError("no locator available")
+
+    def never_compiled(arguments: int, first: int, last: int) -> None:
+        """Nothing."""
+
+    assert compiling.is_missing(never_compiled)
+    monkeypatch.setattr(compiling, "_folder_of", refused)
+    assert not compiling.is_missing(products._several)
+
+
 def test_nothing_is_read_that_was_let_go_of() -> None:
     """What is free is overwritten there (MALLOC_PERTURB_)."""
     code = """
