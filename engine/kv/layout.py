@@ -291,14 +291,13 @@ class Slots:
         return tuple([array[..., :count, :] for array in arrays])  # a list: this runs in every step of every layer
 
     def claim(self, used: int, slot: Callable[[], int]) -> Encoded:
-        """Return the arrays, lazy, once nobody else holds them and ``used`` slots are there; () where ``in_place`` knows them so.
+        """Return the arrays, lazy, once nobody else holds them; () where ``in_place`` knows them so, or has to make room in them.
 
-        slot: tells the first that the caller will write itself. For stores that hold something. What MLX writes in place is held by
-        nobody else; so something is written there first, unless nobody asked for the arrays since.
+        Room is made in one store after another: only one is there twice then. slot: tells the first that the caller will write
+        itself. For stores that hold something. What MLX writes in place is held by nobody else; so something is written there
+        first, unless nobody asked for the arrays since.
         """
-        if used > self.capacity:
-            self._grow(self._arrays, used)
-        if self._addresses:
+        if self._addresses or used > self.capacity:
             return ()
         if self._addresses is None:
             at = slot()
@@ -308,8 +307,10 @@ class Slots:
         return self._arrays
 
     def in_place(self, used: int, slot: Callable[[], int]) -> tuple[int, ...]:
-        """Return the addresses of what was claimed, evaluated: on a CPU."""
-        if used > self.capacity or not self._addresses:
+        """Return the addresses of what was claimed, evaluated, with ``used`` slots: on a CPU."""
+        if used > self.capacity:
+            self._grow(self._arrays, used)
+        if not self._addresses:
             arrays = self.claim(used, slot)
             mx.eval(arrays)
             self._addresses = tuple(np.asarray(array).ctypes.data for array in arrays)

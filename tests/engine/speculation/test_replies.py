@@ -346,7 +346,7 @@ def dear_machine(text: Sequence[int], begin: int, drafter: Drafter) -> tuple[Mac
 def test_where_looking_takes_long_it_is_done_seldom_and_what_it_costs_is_bounded() -> None:
     prose, dear = dear_machine(range(2000), 10, Lookup())
     prose.run()
-    looks = AT_FIRST + 1990 / 20  # a twentieth of a step, a four-hundredth of twenty
+    looks = AT_FIRST + 1990 / 40  # a twentieth of a step, an eight-hundredth of forty
     assert dear.asked == pytest.approx(looks, rel=0.05)
     assert prose.seconds - 1990 <= 2 * LOOKING * 1990
     assert prose.speculator.done().rests == NOTHING_ALIKE
