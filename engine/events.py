@@ -207,7 +207,10 @@ class Failed:
     error: TokamacError
 
 
-Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | ToolCallDelta | ToolCall | Finished
+Piece = TextChunk | ToolCallDelta
+"""What a reply says while it is written: text of its own, or of a call's arguments."""
+
+Event = Truncated | MemoryPressure | PrefillProgress | Piece | ToolCall | Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,9 +371,7 @@ class Sampler:
         """Choose the next token on the host, at once, where it ``takes_likeliest``. logits (V,) in float32."""
         self._vocabulary = len(logits)
         self._made += 1
-        token = int(logits.argmax())
-        self._last = mx.array([token], mx.uint32)
-        return token
+        return int(logits.argmax())
 
     def take_likeliest_rows(self, logits: np.ndarray) -> tuple[list[int], list[SamplerState]]:
         """Choose a token of each row on the host, where it ``takes_likeliest``: (N, V) → N. Also returns the states after each."""

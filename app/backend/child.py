@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from tokamac.engine.errors import EngineClosedError, OptionError, TokamacError, panic_error
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelNote, Price, TextChunk, ToolCallDelta
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    LoadProgress,
+    Message,
+    ModelNote,
+    Piece,
+    Price,
+    TextChunk,
+)
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions
@@ -430,7 +439,7 @@ class Child:
             if isinstance(event, TextChunk) and event.guessed and not request.shows_guesses:
                 told = replace(event, guessed=())
             client.outbox.put(ReplyEvent(request.id, told))
-            if isinstance(event, TextChunk | ToolCallDelta) and not begun:
+            if isinstance(event, Piece) and not begun:
                 begun = True
                 client.outbox.flush()  # whose first text it is waits for nobody's next
         return end

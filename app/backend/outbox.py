@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from tokamac.engine.events import TextChunk, ToolCallDelta
+from tokamac.engine.events import Piece, TextChunk, ToolCallDelta
 
 from .protocol import EngineMessage, Heartbeat, ReplyEvent, encode
 
@@ -20,9 +20,6 @@ FLUSH_BESIDE_S: dict[str, float] = {"cpu": 0.2}
 """Where the model computes on the same cores as the screen, which each wake takes a millisecond of."""
 STATS_S = 0.4
 HEARTBEAT_S = 1.0
-
-Piece = TextChunk | ToolCallDelta
-"""What is told in batches: text, of the reply or of a call's arguments."""
 
 
 class Outbox:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall, ToolCallDelta
+from tokamac.engine.events import Event, Finished, Message, Piece, PrefillProgress, TextChunk, ToolCall, ToolCallDelta
 from tokamac.engine.options import Thinking, ToolSpec
 
 from .errors import RequestError, unsupported
@@ -97,7 +97,7 @@ class MessageExchange(Exchange):
 
     def told(self, reply: ServedReply, event: Event) -> Iterator[bytes]:
         """See ``Exchange``."""
-        if not self._has_begun and isinstance(event, PrefillProgress | TextChunk | ToolCallDelta | Finished):
+        if not self._has_begun and isinstance(event, PrefillProgress | Piece | Finished):
             self._has_begun = True
             head = self._head([], self._usage(reply, 0))
             yield sse(

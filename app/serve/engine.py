@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, TextChunk, ToolCall, ToolCallDelta
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, Piece, ToolCall
 from tokamac.engine.options import TemplateOptions
 
 from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineLink, EngineProcess
@@ -386,7 +386,7 @@ class ServedEngine:
 
     def _take(self, opened: OpenRequest, id: int, said: Event) -> None:
         number = opened.replies[id]
-        if isinstance(said, TextChunk | ToolCallDelta | ToolCall | Finished):
+        if isinstance(said, Piece | ToolCall | Finished):
             # It has read its prompt: the others find that in the prompt cache.
             self._generate(opened, number + 1, opened.unasked.pop(number, ()))
         if isinstance(said, Finished):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import TokamacError
-from ..events import Event, Failed, Finished, TextChunk, ToolCallDelta
+from ..events import Event, Failed, Finished, Piece
 from .stream import EventStream
 
 AT_ONCE = 2
@@ -99,7 +99,7 @@ class ManyReplies:
             self._end(reply)
             return
         for event in batch:
-            if isinstance(event, TextChunk | ToolCallDelta | Finished):
+            if isinstance(event, Piece | Finished):
                 self._has_read(reply)
             yield reply.prompt, reply.sample, event
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol, cast
 
 from ..errors import computing_error
-from ..events import Event, Live, PrefillProgress, TextChunk, ToolCallDelta
+from ..events import Event, Live, Piece, PrefillProgress
 from ..metrics import PromptBeside
 from .policy import Act, Demand, Pace, Policy
 from .stream import EventStream
@@ -302,7 +302,7 @@ class Schedule:
                     seat.lane, seat.passed = made, None
                     return
                 stream.put(cast(Event, made))
-                if isinstance(made, TextChunk | ToolCallDelta) and stream.is_ahead:
+                if isinstance(made, Piece) and stream.is_ahead:
                     self._rest(seat, making)
                     return
                 if isinstance(made, PrefillProgress):

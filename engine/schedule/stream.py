@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ..errors import EngineClosedError, TokamacError
-from ..events import Event, Live, TextChunk, ToolCallDelta
+from ..events import Event, Live, Piece
 
 LOOK_AHEAD = 128
 """Batches of events a reply may be ahead of its reader; then it rests until the reader has caught up with half of them."""
@@ -92,7 +92,7 @@ class EventStream:
     def put(self, event: Event) -> None:
         """Hand over an event: text with what follows within ``HAND_OVER_S`` of earlier text, all else at once."""
         self._waiting.append(event)
-        if isinstance(event, TextChunk | ToolCallDelta):
+        if isinstance(event, Piece):
             now = self._clock()
             if now - self._handed_s < HAND_OVER_S:
                 return

@@ -4,7 +4,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..events import Alternative, TextChunk, TextKind, TokenLogprob, ToolCall, ToolCallDelta
+from ..events import Alternative, Piece, TextChunk, TextKind, TokenLogprob, ToolCall, ToolCallDelta
 from .continuation import PartialReply
 from .tokenizer import LONGEST_PENDING, Tokenizer
 from .tools import BARE, CALLED_FUNCTION, CallReader, OpenCall, may_be_bare
@@ -18,7 +18,7 @@ CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"
 
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
-ReplyPart = TextChunk | ToolCallDelta | ToolCall
+ReplyPart = Piece | ToolCall
 """What a reply's tokens make."""
 
 
