@@ -1,12 +1,13 @@
 """Tiles whose rows of x are rounded to whole numbers: weights are multiplied as bytes, four products to a lane.
 
 The numbers of a group of x become whole ones from -127 to 127 with one scale. Packed weights are whole numbers without a sign
-already, so a group's sum is exact, and only then multiplied by both scales. What a weight's bias adds is the bias times the sum of
-the group's x. So an output has the same bits whatever tile it was computed in, as in tiles.py.
+already, so a group's sum is exact, and only then multiplied by the product of both scales. What a weight's bias adds is the bias
+times the sum of the group's x. So an output has the same bits whatever tile it was computed in, as in tiles.py.
 
     chunk of a row of W    64 bytes of weights of 2, 4 or 8 bits; 64 weights of other widths
-    rounded row of x       for each chunk: bytes in the order in which its weights unpack, then the scale of each of sixteen lanes
-                           at the end: the sum of each group (float32), padded with zeros to sixteens
+    turn                   sixteen groups: some whole chunks
+    rounded row of x       for each chunk: bytes in the order in which its weights unpack
+                           for each turn: the scales of its groups, then their sums (float32, zeros behind the last)
 
 The instruction is AVX-512's ``vpdpbusd``. AVX2 has ``vpmaddubsw``, which adds two products in 16 bits, enough for weights of 4;
 ``vpmaddwd`` adds these in pairs. The whole numbers are the same. With 8 bits that would be no faster than exact rows are. Elsewhere
@@ -54,9 +55,13 @@ MOST = 127.0
 TINY = 2.0**-126
 """Groups whose scale would be smaller than the smallest normal number are zeros."""
 
-LONG, AHEAD = 320, 1024
-"""Of how many bytes a row of W is for few rows of x (AWAITING) to go through it alone, and how many bytes before they are read they
-are asked for: memory is read fastest in the order in which it lies. Shorter rows are of models that a cache holds."""
+LONG, AHEAD, SCALES_AHEAD = 320, 4096, 128
+"""Of how many bytes a row of W is for few rows of x (AWAITING) to go through it alone, and how many bytes before they are read its
+weights, and its scales, are asked for: memory is read fastest in the order in which it lies. Shorter rows are of models that a
+cache holds."""
+
+TURN_BYTES = 2 * 4 * LANES
+"""Of what a rounded row says of the groups of a turn."""
 
 STORED_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 """Of a scale or a bias."""
@@ -69,8 +74,8 @@ def can_round(format: WeightFormat) -> bool:
 
 @compiled
 def padded(groups: int) -> int:
-    """Return how many numbers a row of scales holds with the zeros after it: eight may be read from any of them on."""
-    return LANES * ((groups + LANES // 2 - 1) // LANES + 1)
+    """Return how many numbers a row of scales holds with the zeros after it: whole turns."""
+    return LANES * ((groups + LANES - 1) // LANES)
 
 
 def vectors_of(format: WeightFormat) -> int:
@@ -81,7 +86,7 @@ def vectors_of(format: WeightFormat) -> int:
 def rounded_bytes(format: WeightFormat, columns: int, group_size: int) -> int:
     """Return the bytes of a rounded row."""
     count = vectors_of(format)
-    return -(-columns // (VECTOR * count)) * VECTOR * (count + 1) + -(-columns // group_size // LANES) * LANES * 4
+    return -(-columns // (VECTOR * count)) * VECTOR * count + -(-columns // group_size // LANES) * TURN_BYTES
 
 
 def _chunk_bytes(format: WeightFormat) -> int:
@@ -152,15 +157,26 @@ class _ByteWriter(TileWriter):
             return build.fpext(build.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
         return build.bitcast(build.shl(build.zext(halves, WORDS), self.words([16] * LANES)), FLOATS)
 
-    def scales_of_lanes(self, address: Any, stored: int, left: Any, groups: Any) -> Any:
-        """Return the scale of each lane's group, below eight, of those at an address, of which a row has ``left``."""
+    def table(self) -> Any:
+        """Return an address of sixteen numbers; eight can be read from each of them on."""
+        return cgutils.alloca_once(self.builder, ir.ArrayType(FLOATS, 2 if PADS else 1))
+
+    def fill(self, table: Any, numbers: Any) -> None:
+        """Write sixteen numbers to a table."""
+        self.builder.store(numbers, self.builder.bitcast(table, FLOATS.as_pointer()))
+
+    def of_lanes(self, table: Any, first: Any, groups: Any) -> Any:
+        """Return the number of each lane's group, which is ``groups``, below eight, after the ``first``."""
+        build = self.builder
         if not PADS:
-            return self.look_up(self.stored(address, stored, left), groups)
+            numbers = build.load(build.bitcast(table, FLOATS.as_pointer()))
+            return self.look_up(numbers, build.add(groups, self.all_alike(build.trunc(first, I32))))
         eight = ir.VectorType(F32, LANES // 2)
         kind = ir.FunctionType(eight, [eight, ir.VectorType(I32, LANES // 2)])
         called = cgutils.get_or_insert_function(self.module, kind, "llvm.x86.avx2.permps")
-        scales = self.load(address, eight)
-        return self._joined([self.builder.call(called, [scales, self._half(groups, half)]) for half in range(2)])
+        place = build.mul(build.and_(first, I64(LANES - 1)), I64(4))
+        numbers = self.load(self.at(build.ptrtoint(table, I64), place), eight)
+        return self._joined([build.call(called, [numbers, self._half(groups, half)]) for half in range(2)])
 
     def products(self, weights: list[Any], xs: list[Any]) -> Any:
         """Return sixteen sums, each of four products of every pair of vectors."""
@@ -205,8 +221,8 @@ def _write_byte_tile(builder: Any, format: WeightFormat, stored: int, size: tupl
     outs, rows = size
     given = dict(zip(ARGUMENTS, arguments, strict=True))
     groups = given["groups"]
-    turns = builder.lshr(builder.add(groups, I64(3 * LANES // 2 - 1)), I64(4))  # of ``padded``
-    numbers = builder.mul(turns, I64(LANES)) if PADS else groups
+    turns = builder.lshr(builder.add(groups, I64(LANES - 1)), I64(4))
+    numbers = builder.mul(turns, I64(LANES)) if PADS else groups  # as ``padded``
     scale_row = builder.mul(numbers, I64(STORED_BYTES[stored]))
     write = _ByteWriter(builder, format)
 
@@ -231,59 +247,79 @@ def _write_byte_sums(
 ) -> None:
     outs, rows = size
     builder, format, count = write.builder, write.format, vectors_of(write.format)
-    sums = write.zeros(outs, rows)
+    sums, awaits = write.zeros(outs, rows), outs == 1 and rows <= AWAITING
     weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
     x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
     scales, biases = (
         [write.at(given[name], builder.mul(scale_row, I64(out))) for out in range(outs)]
         for name in ("scales", "biases")
     )
-    # A lane sums 4 · count weights, all of one group; the groups of a chunk are looked up in the scales from its first one on.
+    # A lane sums 4 · count weights, all of one group.
     log = builder.add(builder.cttz(given["blocks"], ir.Constant(ir.IntType(1), 0)), I64(4))
     lanes = ir.Constant(WORDS, [4 * count * lane for lane in range(LANES)])
     lane_group = builder.lshr(lanes, write.all_alike(builder.trunc(log, I32)))
-    packed = builder.mul(given["groups"], builder.mul(given["blocks"], I64(format.block_bytes)))
-    chunk_bytes, record = _chunk_bytes(format), VECTOR * (count + 1)
+    groups = given["groups"]
+    packed = builder.mul(groups, builder.mul(given["blocks"], I64(format.block_bytes)))
+    chunk_bytes, record = _chunk_bytes(format), VECTOR * count
     chunks, left = builder.udiv(packed, I64(chunk_bytes)), builder.urem(packed, I64(chunk_bytes))
+    whole = builder.icmp_unsigned("!=", left, I64(0))
+    turns_at = builder.mul(builder.add(chunks, builder.zext(whole, I64)), I64(record))
+    # Scales of a turn are multiplied once, or, where registers can't hold all products, those of each chunk.
+    each_once = outs * rows <= outs + rows
+    both = [[write.table() for _ in range(rows)] for _ in range(outs)] if each_once else []
+    of_outs, of_rows = ([] if each_once else [write.table() for _ in range(side)] for side in size)
 
     def chunk(index: Any, left: Any | None) -> None:
-        place = builder.mul(index, I64(chunk_bytes))
-        first = builder.lshr(builder.mul(index, I64(VECTOR * count)), log)
-        scales_at = builder.mul(first, I64(STORED_BYTES[stored]))
-        x_at = builder.mul(index, I64(record))
+        place, x_at = builder.mul(index, I64(chunk_bytes)), builder.mul(index, I64(record))
+        first = builder.lshr(x_at, log)  # a weight is a byte there
         xs = [
-            [write.load(write.at(write.at(row, x_at), VECTOR * part), WORDS) for part in range(count)]
-            + [write.load(write.at(write.at(row, x_at), VECTOR * count), FLOATS)]
-            for row in x_rows
+            [write.load(write.at(write.at(row, x_at), VECTOR * part), WORDS) for part in range(count)] for row in x_rows
         ]
+        x_scales = [write.of_lanes(table, first, lane_group) for table in of_rows]
         for out in range(outs):
             weights_at = write.at(weight_rows[out], place)
             weights = write.chunk(weights_at, left)
-            if outs == 1 and rows <= AWAITING and left is None:
+            if awaits and left is None:
                 write.prefetch(write.at(weights_at, AHEAD))
-            left_groups = builder.sub(given["groups"], first)
-            scale = write.scales_of_lanes(write.at(scales[out], scales_at), stored, left_groups, lane_group)
+            own = None if each_once else write.of_lanes(of_outs[out], first, lane_group)
             for row in range(rows):
-                found = write.products(weights, xs[row][:count])
-                scaled = builder.fmul(builder.sitofp(found, FLOATS), xs[row][count])
-                builder.store(write.multiply_add(scaled, scale, builder.load(sums[out][row])), sums[out][row])
+                found = builder.sitofp(write.products(weights, xs[row]), FLOATS)
+                scale = (
+                    write.of_lanes(both[out][row], first, lane_group)
+                    if own is None
+                    else builder.fmul(own, x_scales[row])
+                )
+                builder.store(write.multiply_add(found, scale, builder.load(sums[out][row])), sums[out][row])
 
-    with cgutils.for_range(builder, chunks, intp=I64) as loop:
-        chunk(loop.index, None)
-    whole = builder.icmp_unsigned("!=", left, I64(0))
+    turns = builder.lshr(builder.add(groups, I64(LANES - 1)), I64(4))
+    with cgutils.for_range(builder, turns, intp=I64) as turn:
+        first = builder.mul(turn.index, I64(LANES))
+        x_at = builder.add(turns_at, builder.mul(turn.index, I64(TURN_BYTES)))
+        there, at = builder.sub(groups, first), builder.mul(first, I64(STORED_BYTES[stored]))
+        of_x = [
+            [write.load(write.at(write.at(row, x_at), 4 * LANES * part), FLOATS) for part in range(2)] for row in x_rows
+        ]
+        for table, (x_scale, _) in zip(of_rows, of_x, strict=False):
+            write.fill(table, x_scale)
+        for out in range(outs):
+            if awaits:
+                for address in (scales[out], biases[out]):
+                    write.prefetch(write.at(write.at(address, at), SCALES_AHEAD))
+            scale, bias = (write.stored(write.at(numbers[out], at), stored, there) for numbers in (scales, biases))
+            if not each_once:
+                write.fill(of_outs[out], scale)
+            for row, (x_scale, total) in enumerate(of_x):
+                if each_once:
+                    write.fill(both[out][row], builder.fmul(scale, x_scale))
+                builder.store(write.multiply_add(bias, total, builder.load(sums[out][row])), sums[out][row])
+        begin, end = (
+            builder.udiv(builder.shl(each, log), I64(record)) for each in (first, builder.add(first, I64(LANES)))
+        )
+        end = builder.select(builder.icmp_unsigned("<", end, chunks), end, chunks)
+        with cgutils.for_range_slice(builder, begin, end, I64(1), intp=I64, inc=True) as (index, _):
+            chunk(index, None)
     with cgutils.if_unlikely(builder, whole):
         chunk(chunks, left)
-    sums_at = builder.mul(builder.add(chunks, builder.zext(whole, I64)), I64(record))
-    turns = builder.lshr(builder.add(given["groups"], I64(LANES - 1)), I64(4))
-    with cgutils.for_range(builder, turns, intp=I64) as loop:
-        first = builder.mul(loop.index, I64(LANES))
-        place = builder.add(sums_at, builder.mul(first, I64(4)))
-        totals = [write.load(write.at(row, place), FLOATS) for row in x_rows]
-        at = builder.mul(first, I64(STORED_BYTES[stored]))
-        for out in range(outs):
-            bias = write.stored(write.at(biases[out], at), stored, builder.sub(given["groups"], first))
-            for row in range(rows):
-                builder.store(write.multiply_add(bias, totals[row], builder.load(sums[out][row])), sums[out][row])
     write.write_sums(sums, given)
 
 
@@ -295,10 +331,10 @@ def _write_rounded_row(write: _ByteWriter, x: Any, groups: Any, blocks: Any, out
     )
     most, total = cgutils.alloca_once(build, FLOATS), cgutils.alloca_once(build, WORDS)
     zero = ir.Constant(FLOATS, [0.0] * LANES)
-    in_chunk, record = I64(4 * count), VECTOR * (count + 1)  # sixteens, bytes
+    in_chunk, record = I64(4 * count), VECTOR * count  # sixteens, bytes
     step = LANES // count  # bytes of a sixteen in each vector
     chunks = build.udiv(build.add(build.mul(groups, blocks), I64(4 * count - 1)), in_chunk)
-    totals = write.at(out, build.mul(chunks, I64(record)))
+    turns = write.at(out, build.mul(chunks, I64(record)))
 
     def put(values: Any, address: Any) -> None:
         build.store(values, build.inttoptr(address, values.type.as_pointer()), align=1)
@@ -331,9 +367,14 @@ def _write_rounded_row(write: _ByteWriter, x: Any, groups: Any, blocks: Any, out
             for vector in range(count):
                 chosen = ir.Constant(ir.VectorType(I32, step), [*range(vector, LANES, count)])
                 put(build.shuffle_vector(small, small, chosen), write.at(place, VECTOR * vector))
-            put(write.all_alike(scale, step // 4), write.at(place, VECTOR * count))
         sum = build.sitofp(write.reduce(build.load(total), build.add), F32)
-        put(build.fmul(sum, scale), write.at(totals, build.mul(group.index, I64(4))))
+        turn, in_turn = (
+            build.mul(by(group.index, I64(LANES)), I64(size))
+            for by, size in ((build.udiv, TURN_BYTES), (build.urem, 4))
+        )
+        place = write.at(write.at(turns, turn), in_turn)
+        put(scale, place)
+        put(build.fmul(sum, scale), write.at(place, 4 * LANES))
 
 
 @intrinsic(prefer_literal=True)

@@ -87,11 +87,11 @@ class TileWriter:
         return self.builder.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
 
     def prefetch(self, address: Any) -> None:
-        """Ask for the cache line at an address, which need not be the program's own."""
+        """Ask for the cache line at an address, which need not be the program's own. It is read once: no cache shall keep it."""
         pointer = self.builder.inttoptr(address, I8.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
         called = cgutils.get_or_insert_function(self.module, kind, "llvm.prefetch.p0")
-        self.builder.call(called, [pointer, I32(0), I32(3), I32(1)])  # to read, into all caches, of data
+        self.builder.call(called, [pointer, I32(0), I32(0), I32(1)])  # to read, once, of data
 
     def all_alike(self, value: Any, count: int = LANES) -> Any:
         """Return a vector of one value."""
