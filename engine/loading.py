@@ -154,10 +154,12 @@ class _Loading:
         found = self._find()
         read = self._read_weights(found)
         planned = self._plan(read)
-        guessing = self._load_guessing(found, read, planned)
         alone = self._why_alone(read, planned)
         piece, by_layers = compute_by_steps(read.loaded, planned.plan, self._compiling)
-        planned = replace(planned, chunking=replace(planned.chunking, piece=piece))
+        planned = replace(
+            planned, chunking=replace(planned.chunking, piece=piece), shape=replace(planned.shape, piece=piece)
+        )
+        guessing = self._load_guessing(found, read, planned)
         spec = self._spec(found, read, planned, guessing, _Reasons(alone, by_layers))
         runtime = self._runtime(read, planned, guessing, spec)
         capacity, machine = planned.kv.capacity(planned.longest), planned.machine

@@ -243,7 +243,8 @@ def normalise(config: Config) -> Config:
     for key, value in () if nested else ABSENT.get(str(copy.get("model_type")), {}).items():
         if copy.get(key) is None:
             copy[key] = value
-    _heads(copy)  # again: what follows from heads that the file does not give
+    _heads(copy)  # again: what follows from heads that the file does not give, under each of its names
+    _names(copy)
     return copy
 
 

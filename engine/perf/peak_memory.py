@@ -24,6 +24,9 @@ Attention's scores, heads × N × T numbers, are written down unless MLX runs a 
 two products (soft caps, packed decoding) hold them once, and as float32 for sinks. On CUDA a mask that is an array is written out
 for all heads, from two arrays of that size. Attention that is the model's own is taken as not fused.
 
+Where a CPU's kernels compute (engine/model/cpu/stepping.py), keys and values are written and read where they lie: MLX has caches
+that grow, one store after another, and logits.
+
 Where work is launched ahead (see ``Order``), all arrays of one layer or two exist at once; scores once. That was measured on
 a CPU: in float32 with scores written down it gives 0.9 to 1.15 of what MLX counts, in half precision 10 to 30 % too much beside
 the weights. On Metal and CUDA none of this was run. Models with layers of another kind (recurrent, latent) are taken by their
@@ -151,7 +154,8 @@ class ModelShape:
     weights: bytes of all weights, in the form they are held. queries: of all heads of a layer. mlp: of the widest dense
     feed-forward layer, or of the shared experts. expert_mlp: of one expert, ``experts_used`` of which compute a token.
     value_bytes: of an activation. device: what attends, and so which kernels there are. force_fused: prefill asks for a fused
-    kernel wherever there is one, also where MLX takes another path because it is quicker.
+    kernel wherever there is one, also where MLX takes another path because it is quicker. piece: tokens of a prompt that a CPU's
+    kernels read at once; None: its class computes, as is taken of a model that is not loaded.
     """
 
     weights: int
@@ -168,6 +172,7 @@ class ModelShape:
     device: AttentionDevice
     layers: tuple[LayerCache, ...]
     force_fused: bool = False
+    piece: int | None = None
 
     def packed(self, key_bits: int, value_bits: int) -> "ModelShape":
         """Return the same model with keys and values of these bits, where they can be packed."""
@@ -335,6 +340,12 @@ def predict_peak(
     prompts kept beside.
     """
     slots = rounded(held) if slots is None else slots
+    if shape.piece is not None:
+        piece = min(chunk, shape.piece)
+        if any(_overflows(layer, ModelCall(piece, held + new)) for layer in shape.layers):
+            shape = replace(shape, piece=None)  # its class computes what is left of a chunk
+        else:
+            chunk = piece
     kv = sum(_cache_bytes(layer, _slots(layer, slots, held)) for layer in shape.layers)
     idle = Peak(shape.weights, kv, 0, prompt_cache)
     limits = {layer.limit for layer in shape.layers if layer.ours}
@@ -392,6 +403,9 @@ def _call_peak(shape: ModelShape, slots: int, call: ModelCall, prompt_cache: int
     The highest point is in the last layer: all caches but its own have grown by then. Each kind of layer is taken for it.
     """
     kv = sum(_cache_bytes(layer, _slots(layer, slots, call.held)) for layer in shape.layers)
+    if shape.piece is not None:
+        growing = max((_growth_in_place(layer, slots, call) for layer in set(shape.layers)), default=0)
+        return Peak(shape.weights, kv, growing + (3 * 4 * shape.vocabulary if call.decodes else 0), prompt_cache)
     working = max((_layer(shape, layer, slots, call) for layer in set(shape.layers)), default=0)
     feed_forward = call.new * shape.value_bytes * (4 * shape.hidden + _widths(shape))
     working = max(working, feed_forward) + (3 * 4 * shape.vocabulary if call.decodes else 0)
@@ -464,6 +478,13 @@ class _Growth:
             written * layer.key_bytes,
             also * layer.value_token_bytes,
         )
+
+
+def _growth_in_place(layer: LayerCache, slots: int, call: ModelCall) -> int:
+    """Return the bytes beside the grown caches while a layer's keys grow, or its values: those as they were, and the room added."""
+    after = _slots(layer, slots, call.held)
+    more = after - min(slots, after)
+    return max(after * layer.key_bytes - more * layer.value_token_bytes, after * layer.value_token_bytes) if more else 0
 
 
 def _queries(shape: ModelShape, layer: LayerCache) -> int:

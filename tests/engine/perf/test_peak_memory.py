@@ -171,6 +171,23 @@ def test_packed_keys_and_values_are_unpacked_by_hand():
     )  # of kv they have grown already
 
 
+def test_a_store_grows_in_place_by_hand():
+    """4 bits, a piece of 64 after 7,936 tokens: 8,448 slots, of keys first, beside 7,936 of both, and 512 to be added."""
+    narrow = replace(SHAPE.packed(4, 4), piece=64)
+    found = predict_peak(narrow, held=7936, new=512, chunk=512, slots=7936)
+    a_token = 128 // 2 + 2 * 2 * 4
+    assert found.kv == 6 * 2 * 8448 * a_token
+    assert found.working == 8448 * a_token  # values, whose keys have grown already
+    assert predict_peak(narrow, held=7936, new=512, chunk=512, slots=8448).working == 0
+
+
+def test_a_window_too_small_for_a_piece_is_computed_by_the_class():
+    windowed = SHAPE.windowed(512, 32)
+    for new in (500, 5000):
+        by_kernels = predict_peak(replace(windowed, piece=64), held=0, new=new, chunk=256)
+        assert (by_kernels == predict_peak(windowed, held=0, new=new, chunk=256)) == (new == 5000)
+
+
 def test_a_mixture_sorts_a_copy_for_every_expert_used():
     mixture = replace(SHAPE, mlp=0, experts=8, experts_used=2, expert_mlp=512)
     found = predict_peak(mixture, held=0, new=256, chunk=256)
@@ -206,7 +223,7 @@ def test_predicted_room_is_the_room_that_caches_make(counts: list[int]):
 
 
 SHAPES = st.builds(
-    lambda order, device, bits, layers, window, experts: replace(
+    lambda order, device, bits, layers, window, experts, piece: replace(
         (SHAPE if window is None else SHAPE.windowed(window, 64)).packed(*bits),
         order=order,
         device=device,
@@ -214,6 +231,7 @@ SHAPES = st.builds(
         experts=8 if experts else 0,
         experts_used=experts,
         expert_mlp=512,
+        piece=piece,
     ),
     st.sampled_from(["at once", "ahead"]),
     st.sampled_from([CPU, METAL, AttentionDevice("cuda")]),
@@ -221,6 +239,7 @@ SHAPES = st.builds(
     st.integers(1, 6),
     st.sampled_from([None, 300, 1024]),
     st.integers(0, 4),
+    st.sampled_from([None, 32, 100]),
 )
 
 
@@ -296,16 +315,32 @@ def test_a_shape_from_a_config():
 @pytest.mark.usefixtures("settled_memory")
 def test_the_peak_of_a_real_prefill(tmp_path, kv):
     """MLX's count on this machine: of bytes, not a time. Work is launched a little ahead, so it varies by a few per cent."""
-    folder = write_model(
-        tmp_path, max_position_embeddings=4096, hidden_size=128, intermediate_size=384, vocab_size=2048
-    )
-    others = mx.get_active_memory()  # what other tests of this process hold counts in MLX's peak
+    predicted, real = peak_of_a_prefill(tmp_path, kv, None)
+    assert predicted == pytest.approx(real, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [KVSpec(), KVSpec(key_bits=8, value_bits=4, group_size=32), KVSpec(window=512, keep=0)],
+    ids=["16-bit", "8,4", "window of 512"],
+)
+@pytest.mark.usefixtures("settled_memory")
+def test_the_peak_of_a_real_prefill_by_kernels(tmp_path, kv):
+    predicted, real = peak_of_a_prefill(tmp_path, kv, 4)
+    assert predicted == pytest.approx(real, rel=0.05)
+
+
+def peak_of_a_prefill(path: Path, kv: KVSpec, bits: int | None) -> tuple[int, int]:
+    """Return what is predicted of a prompt of 3,000 tokens, and MLX's count, without what other tests of this process hold."""
+    wide = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048}
+    folder = write_model(path, bits=bits, max_position_embeddings=4096, **wide)
+    others = mx.get_active_memory()
     with Engine.load(folder, kv=kv, prompt_cache=None) as engine:
         *_, last = engine.generate([7] * 3000, Sampling(temperature=0, max_tokens=2))
     assert isinstance(last, Finished)
     assert last.predicted_peak_bytes is not None
     assert last.metrics.peak_memory_bytes is not None
-    assert last.predicted_peak_bytes == pytest.approx(last.metrics.peak_memory_bytes - others, rel=0.15)
+    return last.predicted_peak_bytes, last.metrics.peak_memory_bytes - others
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
