@@ -98,14 +98,14 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
 
     A group size is stored for all models: where this one can't have it, the default is used, and a note says so.
     """
-    from tokamac.engine import Engine
+    from tokamac.engine import Engine, GrammarError
 
     cache = PromptCacheSpec() if request.prompt_cache else None
 
     def load(kv: KVSpec) -> "Engine":
         if not kv.rolls:
             kv = replace(kv, keep=KVSpec().keep)  # a chat names it for the day when something rolls
-        return Engine.load(
+        engine = Engine.load(
             request.model,
             kv=kv,
             prompt_cache=cache,
@@ -118,6 +118,10 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             nodes=request.nodes,
             progress=progress,
         )
+        if request.forms:
+            with suppress(GrammarError):  # which the reply that asks for a form gets
+                engine.tokenizer.prepare_forms()
+        return engine
 
     try:
         engine = load(request.kv)

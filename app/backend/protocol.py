@@ -205,7 +205,7 @@ class Load:
     adapter: a folder or a Hugging Face id of what is added to it. parallel: replies at once at most. speculation: whether tokens
     are guessed, and several verified at once; draft: a smaller model that guesses. cpu_exact: a CPU rounds nothing.
     text_every_s: how long text of a reply may wait for more of it; None is as suits a screen. nodes: the processes that hold the
-    model together; None is the engine's alone.
+    model together; None is the engine's alone. forms: whether what holds replies to a form is made now, while no other reply runs.
     """
 
     model: str
@@ -220,6 +220,7 @@ class Load:
     cpu_exact: bool = False
     text_every_s: float | None = None
     nodes: Nodes | None = None
+    forms: bool = False
 
     def of(self, model: str, adapter: str | None, draft: str | None) -> "Load":
         """Return the request for another model with the same settings; for the same one, this.
@@ -237,7 +238,7 @@ class Load:
     @property
     def _computing(self) -> "Load":
         kv = self.kv if self.kv.rolls else replace(self.kv, keep=KVSpec().keep)
-        return replace(self, kv=kv, memory=None, parallel=PARALLEL, text_every_s=None)
+        return replace(self, kv=kv, memory=None, parallel=PARALLEL, text_every_s=None, forms=False)
 
 
 @dataclass(frozen=True, slots=True)

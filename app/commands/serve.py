@@ -238,6 +238,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         cpu_exact=is_cpu_exact(options),
         text_every_s=TEXT_EVERY_S,
         nodes=nodes,
+        forms=True,
     )
     known = known_settings()
 

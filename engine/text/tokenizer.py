@@ -357,15 +357,14 @@ class Tokenizer:
             return None
         if schema is not None and must_call:
             raise OptionError("a reply can't be held to a JSON schema and to a call", "Ask for one of them.")
-        from .grammar import GrammarConstraint, GrammarTokens, ReplyForm
+        from .grammar import GrammarConstraint, ReplyForm
 
         names = [each.name for each in self._tools]
         if unknown := [name for name in must_call if name not in names]:
             raise OptionError(
                 f"there is no tool {unknown[0]!r:.140} to call", f"There are: {', '.join(names) or 'none'}."
             )
-        if not self._grammar_tokens:
-            self._grammar_tokens.append(GrammarTokens(self._hf, self.eos_ids, self._name))
+        self.prepare_forms()
         form = ReplyForm(
             schema,
             tuple(each for each in self._tools if each.name in must_call or not must_call),
@@ -377,6 +376,16 @@ class Tokenizer:
             headed=begun is not None and bool(begun.content),
         )
         return GrammarConstraint(self._grammar_tokens[0], form, begun.content if begun is not None else "")
+
+    def prepare_forms(self) -> None:
+        """Make what ``constraint`` needs of the vocabulary, if it was not: for a large one a second, in which nothing else runs.
+
+        Raises GrammarError where replies can't be held to a form.
+        """
+        from .grammar import GrammarTokens
+
+        if not self._grammar_tokens:
+            self._grammar_tokens.append(GrammarTokens(self._hf, self.eos_ids, self._name))
 
     @property
     def _call_shape(self) -> "CallShape | None":

@@ -100,6 +100,7 @@ from tokamac.engine.perf.diagnosis import Concern, Diagnosis, Remedy, RemedyName
 from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.perf.workload import Attention, KVUse
 from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
+from tokamac.engine.text import grammar
 
 # The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's.
 
@@ -1380,3 +1381,24 @@ def test_a_shell_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SHELL", str(tmp_path / "nosuch"))
     with pytest.raises(shell.ShellError, match="could not be started"):
         run_shell("true", tmp_path)
+
+
+def test_what_holds_replies_to_a_form_is_made_at_load_for_one_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance reads a vocabulary without letting anything else run, which the replies of others would wait for."""
+    request = Load("guide", prompt_cache=False, forms=True)
+    engine, _ = load_engine(request, lambda _: None)
+    monkeypatch.setattr(grammar, "GrammarTokens", None)  # makes no more of them
+    with engine:
+        held = Sampling(temperature=0, max_tokens=30, json_schema='{"const": "yes"}')
+        *_, end = engine.generate([Message("user", "Hello")], held)
+        assert end.text == '"yes"'
+        plain, _ = load_engine(dataclasses.replace(request, forms=False), lambda _: None)
+        with plain, pytest.raises(TypeError):
+            list(plain.generate([Message("user", "Hello")], held))
+    assert request.same_engine(dataclasses.replace(request, forms=False))
+
+
+def test_one_who_serves_loads_a_model_whose_replies_no_form_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    engine, _ = load_engine(Load("guide", prompt_cache=False, forms=True), lambda _: None)
+    engine.close()
