@@ -264,10 +264,7 @@ def _write_byte_sums(
     chunks, left = builder.udiv(packed, I64(chunk_bytes)), builder.urem(packed, I64(chunk_bytes))
     whole = builder.icmp_unsigned("!=", left, I64(0))
     turns_at = builder.mul(builder.add(chunks, builder.zext(whole, I64)), I64(record))
-    # Scales of a turn are multiplied once, or, where registers can't hold all products, those of each chunk.
-    each_once = outs * rows <= outs + rows
-    both = [[write.table() for _ in range(rows)] for _ in range(outs)] if each_once else []
-    of_outs, of_rows = ([] if each_once else [write.table() for _ in range(side)] for side in size)
+    turn_scales = _TurnScales(write, outs, rows)
 
     def chunk(index: Any, left: Any | None) -> None:
         place, x_at = builder.mul(index, I64(chunk_bytes)), builder.mul(index, I64(record))
@@ -275,43 +272,33 @@ def _write_byte_sums(
         xs = [
             [write.load(write.at(write.at(row, x_at), VECTOR * part), WORDS) for part in range(count)] for row in x_rows
         ]
-        x_scales = [write.of_lanes(table, first, lane_group) for table in of_rows]
+        factors = turn_scales.of_chunk(first, lane_group)
         for out in range(outs):
             weights_at = write.at(weight_rows[out], place)
             weights = write.chunk(weights_at, left)
             if awaits and left is None:
                 write.prefetch(write.at(weights_at, AHEAD))
-            own = None if each_once else write.of_lanes(of_outs[out], first, lane_group)
             for row in range(rows):
                 found = builder.sitofp(write.products(weights, xs[row]), FLOATS)
-                scale = (
-                    write.of_lanes(both[out][row], first, lane_group)
-                    if own is None
-                    else builder.fmul(own, x_scales[row])
-                )
-                builder.store(write.multiply_add(found, scale, builder.load(sums[out][row])), sums[out][row])
+                factor = factors[out][row]
+                builder.store(write.multiply_add(found, factor, builder.load(sums[out][row])), sums[out][row])
 
     turns = builder.lshr(builder.add(groups, I64(LANES - 1)), I64(4))
     with cgutils.for_range(builder, turns, intp=I64) as turn:
         first = builder.mul(turn.index, I64(LANES))
         x_at = builder.add(turns_at, builder.mul(turn.index, I64(TURN_BYTES)))
         there, at = builder.sub(groups, first), builder.mul(first, I64(STORED_BYTES[stored]))
-        of_x = [
-            [write.load(write.at(write.at(row, x_at), 4 * LANES * part), FLOATS) for part in range(2)] for row in x_rows
-        ]
-        for table, (x_scale, _) in zip(of_rows, of_x, strict=False):
-            write.fill(table, x_scale)
+        x_scales, totals = (
+            [write.load(write.at(write.at(row, x_at), 4 * LANES * part), FLOATS) for row in x_rows] for part in range(2)
+        )
+        if awaits:
+            for address in (*scales, *biases):
+                write.prefetch(write.at(write.at(address, at), SCALES_AHEAD))
+        turn_scales.begin([write.stored(write.at(each, at), stored, there) for each in scales], x_scales)
         for out in range(outs):
-            if awaits:
-                for address in (scales[out], biases[out]):
-                    write.prefetch(write.at(write.at(address, at), SCALES_AHEAD))
-            scale, bias = (write.stored(write.at(numbers[out], at), stored, there) for numbers in (scales, biases))
-            if not each_once:
-                write.fill(of_outs[out], scale)
-            for row, (x_scale, total) in enumerate(of_x):
-                if each_once:
-                    write.fill(both[out][row], builder.fmul(scale, x_scale))
-                builder.store(write.multiply_add(bias, total, builder.load(sums[out][row])), sums[out][row])
+            bias = write.stored(write.at(biases[out], at), stored, there)
+            for row in range(rows):
+                builder.store(write.multiply_add(bias, totals[row], builder.load(sums[out][row])), sums[out][row])
         begin, end = (
             builder.udiv(builder.shl(each, log), I64(record)) for each in (first, builder.add(first, I64(LANES)))
         )
@@ -321,6 +308,33 @@ def _write_byte_sums(
     with cgutils.if_unlikely(builder, whole):
         chunk(chunks, left)
     write.write_sums(sums, given)
+
+
+class _TurnScales:
+    """What sums of a turn's groups are multiplied by: the scale of a row of W times that of a row of x.
+
+    The products are made once, or, where registers can't hold them all, for each chunk.
+    """
+
+    def __init__(self, write: _ByteWriter, outs: int, rows: int) -> None:
+        self._write, self._rows, self._once = write, rows, outs * rows <= outs + rows
+        self._tables = [write.table() for _ in range(outs * rows if self._once else outs + rows)]
+
+    def begin(self, scales: list[Any], x_scales: list[Any]) -> None:
+        """Take the scales of a turn's groups, of each row of W and of x."""
+        build = self._write.builder
+        products = [build.fmul(scale, of_x) for scale in scales for of_x in x_scales] if self._once else []
+        for table, numbers in zip(self._tables, products or [*scales, *x_scales], strict=True):
+            self._write.fill(table, numbers)
+
+    def of_chunk(self, first: Any, lane_group: Any) -> list[list[Any]]:
+        """Return the factors of each lane, by row of W, then of x; its group is ``lane_group`` after the ``first``."""
+        found = [self._write.of_lanes(table, first, lane_group) for table in self._tables]
+        rows = self._rows
+        if self._once:
+            return [found[at : at + rows] for at in range(0, len(found), rows)]
+        scales, x_scales = found[:-rows], found[-rows:]
+        return [[self._write.builder.fmul(scale, of_x) for of_x in x_scales] for scale in scales]
 
 
 def _write_rounded_row(write: _ByteWriter, x: Any, groups: Any, blocks: Any, out: Any) -> None:
