@@ -132,6 +132,7 @@ CUT_CALL = ToolCall("read_file", '{"path": "no', "scripted4", problem="it breaks
 SCENARIOS = {
     "calls-and-breaks-off": Scenario(calls=(CALLS[1], CUT_CALL), gap_s=0.04, prefill_step_s=0.0),
     "calls": Scenario(calls=CALLS, gap_s=0.0, prefill_step_s=0.0),
+    "calls-slowly": Scenario(calls=CALLS, gap_s=0.4, prefill_step_s=0.0),
     "calls-at-length": Scenario(calls=(LONG_CALL,), gap_s=0.0, prefill_step_s=0.0),
     "calls-a-server": Scenario(calls=(ToolCall("slow_send", "{}", "scripted3"),), gap_s=0.0, prefill_step_s=0.0),
     "calls-for-ever": Scenario(calls=CALLS[1:], calls_again=True, gap_s=0.0, prefill_step_s=0.0),

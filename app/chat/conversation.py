@@ -12,7 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokamac.engine.events import Event, Finished, Live, Message, PrefillProgress, TextKind, ToolCall, Truncated
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    Live,
+    Message,
+    PrefillProgress,
+    TextChunk,
+    TextKind,
+    ToolCall,
+    ToolCallDelta,
+    Truncated,
+)
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.passes.log import PassLog
@@ -363,7 +374,8 @@ class ReplySettings:
 class ReplyProgress:
     """How the running reply of a conversation is doing, or how the last one did.
 
-    left_out: tokens that its prompt went without. recalled: it was made earlier, and this is what was stored with it.
+    left_out: tokens that its prompt went without. recalled: it was made earlier, and this is what was stored with it. called: the
+    tool whose call it is writing; "" while it writes none.
     """
 
     prefill: PrefillProgress | None = None
@@ -373,6 +385,7 @@ class ReplyProgress:
     outliers: tuple[Outlier, ...] = ()
     left_out: int = 0
     recalled: bool = False
+    called: str = ""
 
     def take(self, event: Event | Live) -> None:
         """Take what an event tells of it."""
@@ -383,7 +396,12 @@ class ReplyProgress:
                 self.live, self.metrics, self.outliers = event, event.metrics, event.outliers
             case Truncated():
                 self.left_out = event.tokens
+            case ToolCallDelta(name):
+                self.called = name
+            case TextChunk() | ToolCall():
+                self.called = ""
             case Finished():
+                self.called = ""
                 self.metrics, self.outliers, self.diagnosis = event.metrics, event.outliers, event.diagnosis
             case _:
                 pass

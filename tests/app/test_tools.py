@@ -764,6 +764,19 @@ async def test_a_chat_opened_again_while_its_call_runs_shows_each_message_once(
         assert [each.key for each in running.transcript.messages] == [1, 2, 3, 4, 5]
 
 
+async def test_a_call_that_is_being_written_is_told(chat: Callable[..., Any]) -> None:
+    """Its arguments may take the model a minute, and nothing of them is the answer's text."""
+    async with chat("calls-slowly") as running:
+        await running.ready()
+        running.app.chat.do("tools", "on read_file calculate")
+        await running.send("And?")
+        await running.until(lambda: "writing a call of read_file ·" in running.screen_text(), "the first call")
+        await running.until(lambda: "writing a call of calculate ·" in running.screen_text(), "the second")
+        await choose(running)
+        assert "writing" not in running.screen_text()
+        assert running.session.conversation.progress.called == ""
+
+
 async def test_a_model_that_calls_for_ever_is_ended(chat: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text('[tools]\nallowed = ["calculate"]\ncalls = 2\n')
     async with chat("calls-for-ever") as running:

@@ -145,7 +145,9 @@ def _doing(session: Session, now: float, width: int) -> Content:
             hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
             if several := session.at_once:
                 return Content.styled(f"writing {several}{hint}", FAINT)
-            return Content.styled(f"writing{tokens}{speed}{hint}", FAINT)
+            called = session.conversation.progress.called
+            call = f" a call of {excerpt(called)} ·" if called else ""
+            return Content.styled(f"writing{call}{tokens}{speed}{hint}", FAINT)
         case EnginePhase.TOOLS:
             return _calling(session)
         case EnginePhase.STOPPING:
