@@ -193,6 +193,7 @@ def check_tools(tools: Sequence[ToolSpec], info: ModelInfo) -> None:
     if tools and not info.takes_tools:
         why = f"tools: {info.name} can't call any; its chat template has no place for them"
         raise RequestError(why, "Leave them out, or serve another model.", param="tools", code="unsupported_field")
+    checked("tools", lambda: TemplateOptions(tools=tuple(tools)))
 
 
 @dataclass(frozen=True, slots=True)

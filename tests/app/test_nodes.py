@@ -1,13 +1,18 @@
-"""The chat's engine on two processes: when one of them goes, it says so, ends, and can be started again."""
+"""What a user starts on two processes: the chat's engine, a server, and commands; when one of them goes, it says so and ends."""
 
+import json
 import os
 import queue
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.app.serve.serving import serving, user
 from tests.engine.distributed.test_nodes import children, is_there
 from tests.engine.helpers import until
 from tests.tiny import make_tiny
@@ -17,6 +22,7 @@ from tokamac.engine.events import Finished, Message, TextChunk
 from tokamac.engine.options import Nodes, Sampling
 
 T = TypeVar("T")
+CHAT = "/v1/chat/completions"
 LONG = Sampling(temperature=0, max_tokens=400)
 
 
@@ -65,3 +71,68 @@ def test_the_chats_engine_tells_that_a_node_is_gone_and_starts_again(tmp_path: P
         (follower,) = children(process.pid)
         process.kill()
         until(lambda: not is_there(follower))
+
+
+def test_what_two_nodes_serve_is_what_one_does(tmp_path: Path) -> None:
+    """Several at once, a continued prompt, guesses of a draft model, and one who leaves; then both processes end."""
+    model = make_tiny(tmp_path / "model")
+    bodies = [{"messages": user(text), "temperature": 0, "max_tokens": 24, "n": 2} for text in ("Hello", "a b c " * 40)]
+    answers = []
+    for nodes in (None, Nodes(2)):
+        with serving(str(model), tmp_path / "log", nodes=nodes, draft=str(model)) as served:
+            assert served.model is not None
+            notes = [note.text for note in served.model.info.model_notes]
+            assert any("2 nodes hold the model" in note for note in notes) == (nodes is not None), notes
+            with ThreadPoolExecutor(2) as threads:
+                told = [*threads.map(lambda body: served.ask(CHAT, body), bodies)]
+            told.append(served.ask(CHAT, bodies[1]))
+            assert [status for status, _ in told] == [200] * 3
+            left = served.connection()
+            left.request("POST", CHAT, json.dumps({**bodies[0], "max_tokens": 400, "stream": True}))
+            assert left.getresponse().read(5) == b"data:"
+            left.close()
+            told.append(served.ask(CHAT, bodies[0]))
+            answers.append([[choice["message"]["content"] for choice in each["choices"]] for _, each in told])
+            if nodes is not None:
+                (follower,) = followers_of(os.getpid())
+    assert answers[0] == answers[1]
+    until(lambda: not is_there(follower))
+
+
+def test_bench_runs_on_two_nodes(tmp_path: Path) -> None:
+    told = subprocess.run(
+        cli("bench", "--prompt", "64", "--max-tokens", "8", "--runs", "1", folder=tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "2 nodes hold the model" in told.stderr
+    assert "64 prompt tokens, 8 new" in told.stdout
+
+
+def test_the_plain_chat_runs_on_two_nodes(tmp_path: Path) -> None:
+    command = cli("chat", "--plain", "--max-tokens", "5", folder=tmp_path)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(b"Hello\n")
+        running.stdin.flush()
+        assert running.stdout.read(1)
+        (follower,) = followers_of(running.pid)
+        running.communicate(b"/quit\n", timeout=60)
+    assert running.returncode == 0
+    until(lambda: not is_there(follower))
+
+
+def cli(*command: str, folder: Path) -> list[str]:
+    """Return a command with a tiny model that two nodes hold."""
+    model = str(make_tiny(folder / "model"))
+    return [sys.executable, "-m", "tokamac.app.cli", *command, model, "--unchecked", "--nodes", "2"]
+
+
+def followers_of(pid: int) -> list[int]:
+    """Return the followers that the children of a process have started."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [each for child in found.split() for each in children(int(child))]

@@ -16,6 +16,7 @@ from tokamac.app.serve.engine import TEXT_EVERY_S
 from tokamac.app.serve.model_pool import Offer
 from tokamac.app.serve.request import ServedModel
 from tokamac.app.serve.server import ServerOptions, listen, serve
+from tokamac.engine.options import Nodes
 
 HOST = "127.0.0.1"
 PATIENCE_S = 180.0
@@ -73,14 +74,19 @@ def serving(
     memory: int | None = None,
     aliases: tuple[str, ...] = (),
     allowed: tuple[str, ...] = (),
+    nodes: Nodes | None = None,
+    draft: str | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """Serve ``model`` while entered. parallel, memory: of Load. aliases, allowed: of Offer. options: of ServerOptions."""
+    """Serve ``model`` while entered.
+
+    parallel, memory, nodes, draft: of Load. aliases, allowed: of Offer. options: of ServerOptions.
+    """
     listening = listen(HOST, 0)
     served = Served(listening.getsockname()[1])
     begun, stops = threading.Event(), []
     failed: list[BaseException] = []
-    load = Load(model, parallel=parallel, memory=memory, text_every_s=TEXT_EVERY_S)
+    load = Load(model, parallel=parallel, memory=memory, draft=draft, text_every_s=TEXT_EVERY_S, nodes=nodes)
     wanted = ServerOptions(Offer(load, model, aliases, allowed), log=log, **options)
 
     async def run() -> None:

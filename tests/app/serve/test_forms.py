@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import anthropic
+import hypothesis
 import openai
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tests.app.serve.serving import Served, serving, user
+from tests.app.serve.serving import Served, events, serving, user
 from tests.engine.helpers import write_model
 from tests.engine.text.test_tools import QWEN
 from tokamac.app.serve import request
@@ -211,3 +214,82 @@ def test_without_the_extra_the_answer_says_what_to_install(served: Served, monke
         status, told = served.ask(CHAT, {"messages": user("Hi"), **given})
         assert (status, told["error"]["param"]) == (400, param)
         assert "pip install 'tokamac[schema]'" in told["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "tools"), [(CHAT, NESTED), (RESPONSES, FLAT), (MESSAGES, TOOLS)])
+def test_two_tools_of_one_name_are_refused_by_the_field_that_has_them(served: Served, path: str, tools: Any) -> None:
+    said = {"input": "Go"} if path == RESPONSES else {"messages": user("Go"), "max_tokens": 9}
+    status, told = served.ask(path, {**said, "tools": [*tools, tools[0]]})
+    assert status == 400
+    assert told["error"]["message"] == "there are two tools called move. Give each a name of its own."
+    assert path == MESSAGES or told["error"]["param"] == "tools"
+
+
+ANY_SCHEMA = st.recursive(
+    st.sampled_from(
+        [True, {}, {"type": "string"}, {"type": "integer", "minimum": 3}, {"enum": ["a", 1, None]}, {"const": "é"}]
+    )
+    | st.builds(
+        lambda pattern: {"type": "string", "pattern": pattern}, st.sampled_from(["a+", "(", "^[a-z]{2}$", "\\d"])
+    )
+    | st.sampled_from([{"$ref": "#/nowhere"}, {"type": 3}, {"type": "object", "properties": []}, None, 3]),
+    lambda inner: (
+        st.builds(lambda each: {"type": "array", "items": each}, inner)
+        | st.builds(
+            lambda each, most: {"type": "object", "properties": each, "required": [*each][:most]},
+            st.dictionaries(st.text(max_size=4), inner, max_size=3),
+            st.integers(0, 3),
+        )
+        | st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner)
+    ),
+    max_leaves=4,
+)
+ANY_PARAMETERS = ANY_SCHEMA | st.builds(
+    lambda inner: {"type": "object", "properties": inner, "additionalProperties": False},
+    st.dictionaries(st.text(max_size=4), ANY_SCHEMA, max_size=3),
+)
+ANY_NAME = st.sampled_from(["f", "f", "look_up", "g", "F" * 64, "a b"])
+ANY_FUNCTION = st.fixed_dictionaries(
+    {"name": ANY_NAME}, optional={"description": st.text(max_size=9), "parameters": ANY_PARAMETERS}
+)
+ANY_TOOL = {
+    CHAT: st.builds(lambda function: {"type": "function", "function": function}, ANY_FUNCTION),
+    RESPONSES: st.builds(lambda function: {"type": "function", **function}, ANY_FUNCTION),
+    MESSAGES: st.builds(lambda name, schema: {"name": name, "input_schema": schema}, ANY_NAME, ANY_PARAMETERS),
+}
+ANY_CHOICE = {
+    CHAT: st.sampled_from(["auto", "none", "required", "f", {"type": "function", "function": {"name": "f"}}]),
+    RESPONSES: st.sampled_from(["auto", "none", "required", {"type": "function", "name": "f"}]),
+    MESSAGES: st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}]),
+}
+
+
+@pytest.mark.parametrize("path", ANY_TOOL)
+def test_no_tool_and_no_schema_is_more_than_the_server_bears(served: Served, path: str) -> None:
+    said = (
+        {"input": "Hello", "max_output_tokens": 16}
+        if path == RESPONSES
+        else {"messages": user("Hello"), "max_tokens": 9}
+    )
+
+    @settings(max_examples=40)
+    @hypothesis.given(
+        st.lists(ANY_TOOL[path], max_size=3), ANY_CHOICE[path] | st.none(), ANY_SCHEMA, st.booleans(), st.booleans()
+    )
+    def tried(tools: list[Any], choice: Any, schema: Any, held: bool, stream: bool) -> None:
+        body = {**said, "tools": tools, "tool_choice": choice, "stream": stream}
+        if held and path == CHAT:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        status, told = served.ask(path, {name: value for name, value in body.items() if value is not None})
+        assert status in (200, 400), (status, told)
+        if status == 400:
+            assert told["error"]["message"]
+        elif stream:
+            name, last = events(told)[-1]
+            assert last == "[DONE]" or name in ("response.completed", "response.incomplete", "message_stop"), (
+                name,
+                last,
+            )
+
+    tried()
+    assert served.health()["status"] == "ok"
