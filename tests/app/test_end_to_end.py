@@ -80,7 +80,8 @@ def ask(tmux: Tmux, home: Home, question: str) -> None:
 
 def ended(home: Home, question: str) -> bool:
     kept = home.messages()
-    return len(kept) > 1 and kept[-2].text == question and kept[-1].state != "partial"
+    asked = len(kept) > 1 and kept[-2].text.endswith(question)  # an Escape that came late may stand before it
+    return asked and kept[-1].state != "partial"
 
 
 def stop_one(tmux: Tmux, home: Home) -> None:

@@ -44,10 +44,14 @@ from .tiles import (
     TileWriter,
     WeightFormat,
     parts_of_tile,
+    write_tile,
 )
 
 PADS = not ADDS_PRODUCTS
 """Whether a tile's scales and biases are float32, rows of ``padded`` numbers: where nothing reads a part of a vector."""
+
+EXACT = -1
+"""In place of how scales are: rows of x are not rounded, and scales are float32."""
 
 VECTOR = 64
 BYTES = ir.VectorType(I8, VECTOR)
@@ -404,13 +408,19 @@ def round_row(typingctx, form, x, groups, blocks, out):  # type: ignore[no-untyp
 
 
 @intrinsic(prefer_literal=True)
-def byte_tile(typingctx, form, stored, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa  # fmt: skip
-    """Compute a tile of rounded rows of x. stored: how scales and biases are, here; see PADS."""
-    format, how = FORMATS[form.literal_value], stored.literal_value
+def tile(typingctx, form, rounded, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa  # fmt: skip
+    """Compute a tile; the first four are literals.
+
+    form: a place in FORMATS. rounded: how scales are, where rows of x are rounded (see PADS), or EXACT. The rest are ARGUMENTS.
+    """
+    format, stored = FORMATS[form.literal_value], rounded.literal_value
     size = outs.literal_value, rows.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        _write_byte_tile(builder, format, how, size, values[4:])
+        if stored == EXACT:
+            write_tile(builder, format, size, values[4:])
+        else:
+            _write_byte_tile(builder, format, stored, size, values[4:])
         return context.get_dummy_value()
 
-    return types.void(form, stored, outs, rows, *[types.intp] * len(ARGUMENTS)), generate
+    return types.void(form, rounded, outs, rows, *[types.intp] * len(ARGUMENTS)), generate

@@ -17,10 +17,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from .byte_tiles import PADS, byte_tile, can_round, padded, round_row, rounded_bytes
+from .byte_tiles import EXACT, PADS, can_round, padded, round_row, rounded_bytes, tile
 from .compiling import compile_kernel, inner
 from .pool import POOL, call, run
-from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat, tile
+from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat
 
 OUTS = 4
 """Rows of W in a tile, and in a piece of work."""
@@ -133,117 +133,68 @@ Kernel = Callable[[int, int, int], None]
 """See compiling.KERNEL."""
 
 
-def _exact_kernel(form: int) -> Kernel:
-    """Return what multiplies all rows of x with the rows of W from OUTS · first to before OUTS · last."""
+def _kernel(form: int, rounded: int) -> Kernel:
+    """Return what multiplies all rows of x with the rows of W from OUTS · first to before OUTS · last.
+
+    rounded: how scales are stored, where rows of x are rounded; EXACT: they are not.
+    """
+    pads, may_widen = PADS and rounded != EXACT, PADS or rounded == EXACT
+    there = FLOAT32 if may_widen else rounded  # in tiles
+    in_tiles = EXACT if rounded == EXACT else there
 
     def kernel(arguments: int, first: int, last: int) -> None:
         given = words_at(arguments, 13)
         groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
         begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
-        scales, biases, skip = given[SCALES], given[BIASES], begin
-        wide = np.empty((2, 1 if given[STORED] == FLOAT32 else (stop - begin) * groups), np.float32)
-        if given[STORED] != FLOAT32:
-            count_here = (stop - begin) * groups
-            at: Any = np.intp(wide.ctypes.data)
-            _widen(given[STORED], scales, begin * groups, count_here, at)
-            scales = at
-            if biases != 0:
-                biases = at + 4 * count_here
-                _widen(given[STORED], given[BIASES], begin * groups, count_here, biases)
-            else:
-                biases = scales
-            skip = 0
-        elif biases == 0:
+        numbers = padded(groups) if pads else groups
+        scale_row = numbers * (4 if there == FLOAT32 else 2)
+        scales, biases, skip = given[SCALES], given[BIASES], 0
+        if may_widen:
+            widens = pads or given[STORED] != there
+            wide = np.zeros((2, (stop - begin) * numbers if widens else 1), np.float32)
+            if widens:
+                into: Any = np.intp(wide.ctypes.data)
+                behind = into + (stop - begin) * scale_row
+                for out in range(stop - begin):
+                    _widen(given[STORED], scales, (begin + out) * groups, groups, into + out * scale_row)
+                    if biases != 0:
+                        _widen(given[STORED], biases, (begin + out) * groups, groups, behind + out * scale_row)
+                scales, biases, skip = into, behind if biases != 0 else 0, begin
+        if biases == 0:
             biases = scales
         row = 0
         while row < count:
             rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
             x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
             for out in range(begin, stop, OUTS):
-                weights = given[WEIGHTS] + out * given[ROW_BYTES]
-                at = 4 * groups * (out - begin + skip)
-                if stop - out < OUTS:
-                    for one in range(out, stop):
-                        weights = given[WEIGHTS] + one * given[ROW_BYTES]
-                        at = 4 * groups * (one - begin + skip)
-                        for each in range(rows):
-                            tile(
-                                form, 1, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                                x + each * given[X_BYTES], given[X_BYTES], y + each * given[Y_BYTES] + 4 * one, given[Y_BYTES],
-                            )  # fmt: skip
-                elif rows == 4:
-                    tile(
-                        form, 4, 4, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                    )  # fmt: skip
-                elif rows == 2:
-                    tile(
-                        form, 4, 2, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                    )  # fmt: skip
-                else:
-                    tile(
-                        form, 4, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                    )  # fmt: skip
-            row += rows
-        wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address
-
-    return kernel
-
-
-def _rounded_kernel(form: int, stored: int) -> Kernel:
-    """Return what multiplies as an exact kernel does, where the rows of x are rounded. stored: how scales are."""
-    there = FLOAT32 if PADS else stored  # in tiles
-
-    def kernel(arguments: int, first: int, last: int) -> None:
-        given = words_at(arguments, 13)
-        groups, blocks, count = given[GROUPS], given[BLOCKS], given[COUNT]
-        begin, stop = OUTS * first, min(OUTS * last, given[WIDTH])
-        all_scales, all_biases, skip = given[SCALES], given[BIASES], 0
-        scale_row = groups * (4 if there == FLOAT32 else 2)
-        wide = np.zeros((2, stop - begin, padded(groups)) if PADS else (2, 1, 1), np.float32)
-        if PADS:
-            into: Any = np.intp(wide.ctypes.data)
-            skip, scale_row = begin, 4 * padded(groups)
-            behind = (stop - begin) * scale_row
-            for out in range(stop - begin):
-                _widen(stored, given[SCALES], (begin + out) * groups, groups, into + out * scale_row)
-                _widen(stored, given[BIASES], (begin + out) * groups, groups, into + behind + out * scale_row)
-            all_scales, all_biases = into, into + behind
-        row = 0
-        while row < count:
-            rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
-            x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
-            for out in range(begin, stop, OUTS):
                 weights, at = given[WEIGHTS] + out * given[ROW_BYTES], (out - skip) * scale_row
-                scales, biases = all_scales + at, all_biases + at
                 if stop - out < OUTS:
                     for one in range(stop - out):
-                        at = one * scale_row
+                        at_one = at + one * scale_row
                         for each in range(rows):
-                            byte_tile(
-                                form, there, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at, biases + at,
-                                groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
+                            tile(
+                                form, in_tiles, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at_one,
+                                biases + at_one, groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
                                 y + each * given[Y_BYTES] + 4 * (out + one), given[Y_BYTES],
                             )  # fmt: skip
                 elif rows == 4:
-                    byte_tile(
-                        form, there, 4, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    tile(
+                        form, in_tiles, 4, 4, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
                         x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
                     )  # fmt: skip
                 elif rows == 2:
-                    byte_tile(
-                        form, there, 4, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    tile(
+                        form, in_tiles, 4, 2, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
                         x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
                     )  # fmt: skip
                 else:
-                    byte_tile(
-                        form, there, 4, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    tile(
+                        form, in_tiles, 4, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
                         x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
                     )  # fmt: skip
             row += rows
-        wide[0, 0, 0] = 0  # as above
+        if may_widen:
+            wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address
 
     return kernel
 
@@ -289,15 +240,9 @@ def several() -> int:
 
 
 @cache
-def kernel_of(format: WeightFormat, rounded: int | None = None) -> int:
-    """Return the address of the kernel for a format, compiled now if it was not.
-
-    rounded: for rounded rows of x, how the scales are stored; None: for exact ones.
-    """
-    form = FORMATS.index(format)
-    if rounded is None:
-        return compile_kernel(_exact_kernel(form))
-    return compile_kernel(_rounded_kernel(form, rounded))
+def kernel_of(format: WeightFormat, rounded: int = EXACT) -> int:
+    """Return the address of the kernel for a format, compiled now if it was not. rounded: see ``_kernel``."""
+    return compile_kernel(_kernel(FORMATS.index(format), rounded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +323,7 @@ class PackedMatrix:
     @property
     def kernel(self) -> int:
         """The kernel's address, compiled now if it was not."""
-        return kernel_of(self.format, self.stored if self.rounds else None)
+        return kernel_of(self.format, self.stored if self.rounds else EXACT)
 
     @property
     def preparation(self) -> Preparation | None:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .features import FEATURES
 
@@ -221,7 +219,9 @@ ARGUMENTS = ("weights", "row_bytes", "scales", "biases", "groups", "blocks", "x"
 and y; the bytes from one row to the next; how many times sixteen weights a group has."""
 
 
-def _write_tile(builder: Any, format: WeightFormat, outs: int, rows: int, arguments: Any) -> None:
+def write_tile(builder: Any, format: WeightFormat, size: tuple[int, int], arguments: Any) -> None:
+    """Write a tile's instructions. size: rows of W, and of x. arguments: the values of ARGUMENTS."""
+    outs, rows = size
     given = dict(zip(ARGUMENTS, arguments, strict=True))
     side = min(outs, SIDE)
     for part in parts_of_tile(builder, given, outs, side, builder.mul(given["groups"], I64(4))):
@@ -267,15 +267,3 @@ def _write_sums(write: TileWriter, outs: int, rows: int, given: dict[str, Any]) 
                 for row in range(rows):
                     builder.store(write.multiply_add(weights, xs[row], builder.load(sums[out][row])), sums[out][row])
     write.write_sums(sums, given)
-
-
-@intrinsic(prefer_literal=True)
-def tile(typingctx, form, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa
-    """Compute a tile. form: a place in FORMATS; form, outs and rows are literals; the rest are ARGUMENTS."""
-    chosen = FORMATS[form.literal_value], outs.literal_value, rows.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        _write_tile(builder, *chosen, values[3:])
-        return context.get_dummy_value()
-
-    return types.void(form, outs, rows, *[types.intp] * len(ARGUMENTS)), generate
