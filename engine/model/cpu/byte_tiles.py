@@ -43,8 +43,8 @@ from .tiles import (
     WORDS,
     TileWriter,
     WeightFormat,
-    parts_of_tile,
-    write_tile,
+    each_tile,
+    write_tiles,
 )
 
 PADS = not ADDS_PRODUCTS
@@ -60,7 +60,7 @@ TINY = 2.0**-126
 """Groups whose scale would be smaller than the smallest normal number are zeros."""
 
 LONG, AHEAD, SCALES_AHEAD = 320, 4096, 128
-"""Of how many bytes a row of W is for few rows of x (AWAITING) to go through it alone, and how many bytes before they are read its
+"""Of how many bytes a row of W is for the first rows of x to go through it alone, and how many bytes before they are read its
 weights, and its scales, are asked for: memory is read fastest in the order in which it lies. Shorter rows are of models that a
 cache holds."""
 
@@ -221,37 +221,25 @@ class _ByteWriter(TileWriter):
         return self.builder.select(self.builder.and_(takes_b, self.builder.fcmp_ordered("ord", a, a)), b, a)
 
 
-def _write_byte_tile(builder: Any, format: WeightFormat, stored: int, size: tuple[int, int], arguments: Any) -> None:
-    outs, rows = size
-    given = dict(zip(ARGUMENTS, arguments, strict=True))
+def _write_byte_tiles(builder: Any, format: WeightFormat, stored: int, rows: int, given: dict[str, Any]) -> None:
     groups = given["groups"]
     turns = builder.lshr(builder.add(groups, I64(LANES - 1)), I64(4))
     numbers = builder.mul(turns, I64(LANES)) if PADS else groups  # as ``padded``
     scale_row = builder.mul(numbers, I64(STORED_BYTES[stored]))
-    write = _ByteWriter(builder, format)
-
-    def sums(side: int) -> None:
-        for part in parts_of_tile(builder, given, outs, side, scale_row):
-            _write_byte_sums(write, stored, (side, rows), part, scale_row)
-
-    side = min(outs, SIDE)
-    if side == 1 or rows > AWAITING:
-        sums(side)
-        return
     long = builder.icmp_unsigned(">=", given["row_bytes"], I64(LONG))
-    with builder.if_else(long) as (then, otherwise):
-        with then:
-            sums(1)
-        with otherwise:
-            sums(side)
+    awaited = builder.and_(long, builder.trunc(given["fresh"], ir.IntType(1)))
+    whole = builder.select(awaited, I64(0), builder.udiv(given["outs"], I64(SIDE)))
+    for side, tile in each_tile(builder, given, whole, scale_row):
+        awaits = side == 1 and (SIDE > 1 or rows <= AWAITING)
+        _write_byte_sums(_ByteWriter(builder, format), stored, (side, rows), tile, scale_row, awaits=awaits)
 
 
 def _write_byte_sums(
-    write: _ByteWriter, stored: int, size: tuple[int, int], given: dict[str, Any], scale_row: Any
+    write: _ByteWriter, stored: int, size: tuple[int, int], given: dict[str, Any], scale_row: Any, *, awaits: bool
 ) -> None:
     outs, rows = size
     builder, format, count = write.builder, write.format, vectors_of(write.format)
-    sums, awaits = write.zeros(outs, rows), outs == 1 and rows <= AWAITING
+    sums = write.zeros(outs, rows)
     weight_rows = [write.at(given["weights"], builder.mul(given["row_bytes"], I64(out))) for out in range(outs)]
     x_rows = [write.at(given["x"], builder.mul(given["x_bytes"], I64(row))) for row in range(rows)]
     scales, biases = (
@@ -408,19 +396,28 @@ def round_row(typingctx, form, x, groups, blocks, out):  # type: ignore[no-untyp
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, form, rounded, outs, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes):  # type: ignore[no-untyped-def]  # noqa  # fmt: skip
-    """Compute a tile; the first four are literals.
+def tiles(typingctx, form, rounded, rows, weights, row_bytes, scales, biases, groups, blocks, x, x_bytes, y, y_bytes, outs, fresh):  # type: ignore[no-untyped-def]  # noqa  # fmt: skip
+    """Multiply rows of W with some rows of x; the first three arguments are literals.
 
     form: a place in FORMATS. rounded: how scales are, where rows of x are rounded (see PADS), or EXACT. The rest are ARGUMENTS.
+
+    That is a function of its own for each number of rows of x: what one prepares, LLVM would else prepare for all of them.
     """
-    format, stored = FORMATS[form.literal_value], rounded.literal_value
-    size = outs.literal_value, rows.literal_value
+    format, stored, count = FORMATS[form.literal_value], rounded.literal_value, rows.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(ARGUMENTS))
+        function = ir.Function(builder.module, kind, builder.module.get_unique_name(f"tiles_of_{count}"))
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block())
+        given = dict(zip(ARGUMENTS, function.args, strict=True))
         if stored == EXACT:
-            write_tile(builder, format, size, values[4:])
+            write_tiles(inside, format, count, given)
         else:
-            _write_byte_tile(builder, format, stored, size, values[4:])
+            _write_byte_tiles(inside, format, stored, count, given)
+        inside.ret_void()
+        builder.call(function, values[3:])
         return context.get_dummy_value()
 
-    return types.void(form, rounded, outs, rows, *[types.intp] * len(ARGUMENTS)), generate
+    return types.void(form, rounded, rows, *[types.intp] * len(ARGUMENTS)), generate

@@ -17,13 +17,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from .byte_tiles import EXACT, PADS, can_round, padded, round_row, rounded_bytes, tile
+from .byte_tiles import EXACT, PADS, can_round, padded, round_row, rounded_bytes, tiles
 from .compiling import compile_kernel, inner
 from .pool import POOL, call, run
 from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightFormat
 
 OUTS = 4
-"""Rows of W in a tile, and in a piece of work."""
+"""Rows of W in a piece of work."""
 
 ROWS = 4
 """Rows of x in a tile at most."""
@@ -162,36 +162,26 @@ def _kernel(form: int, rounded: int) -> Kernel:
                 scales, biases, skip = into, behind if biases != 0 else 0, begin
         if biases == 0:
             biases = scales
-        row = 0
+        weights, at = given[WEIGHTS] + begin * given[ROW_BYTES], (begin - skip) * scale_row
+        scales, biases, outs, row = scales + at, biases + at, stop - begin, 0
         while row < count:
             rows = 4 if count - row >= 4 else (2 if count - row >= 2 else 1)
-            x, y = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES]
-            for out in range(begin, stop, OUTS):
-                weights, at = given[WEIGHTS] + out * given[ROW_BYTES], (out - skip) * scale_row
-                if stop - out < OUTS:
-                    for one in range(stop - out):
-                        at_one = at + one * scale_row
-                        for each in range(rows):
-                            tile(
-                                form, in_tiles, 1, 1, weights + one * given[ROW_BYTES], given[ROW_BYTES], scales + at_one,
-                                biases + at_one, groups, blocks, x + each * given[X_BYTES], given[X_BYTES],
-                                y + each * given[Y_BYTES] + 4 * (out + one), given[Y_BYTES],
-                            )  # fmt: skip
-                elif rows == 4:
-                    tile(
-                        form, in_tiles, 4, 4, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                    )  # fmt: skip
-                elif rows == 2:
-                    tile(
-                        form, in_tiles, 4, 2, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                    )  # fmt: skip
-                else:
-                    tile(
-                        form, in_tiles, 4, 1, weights, given[ROW_BYTES], scales + at, biases + at, groups, blocks,
-                        x, given[X_BYTES], y + 4 * out, given[Y_BYTES],
-                    )  # fmt: skip
+            x, y, fresh = given[X] + row * given[X_BYTES], given[Y] + row * given[Y_BYTES] + 4 * begin, int(row == 0)
+            if rows == 4:
+                tiles(
+                    form, in_tiles, 4, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    x, given[X_BYTES], y, given[Y_BYTES], outs, fresh,
+                )  # fmt: skip
+            elif rows == 2:
+                tiles(
+                    form, in_tiles, 2, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    x, given[X_BYTES], y, given[Y_BYTES], outs, fresh,
+                )  # fmt: skip
+            else:
+                tiles(
+                    form, in_tiles, 1, weights, given[ROW_BYTES], scales, biases, groups, blocks,
+                    x, given[X_BYTES], y, given[Y_BYTES], outs, fresh,
+                )  # fmt: skip
             row += rows
         if may_widen:
             wide[0, 0] = 0  # numba lets go of an array after it was last named, whoever still has its address

@@ -1,6 +1,6 @@
 """The innermost loop of a product: some rows of x times some rows of W, packed as they lie in MLX's layout, in vector instructions.
 
-A tile is OUTS rows of W times some rows of x. Sixteen weights at a time are unpacked to float32 in registers, exactly as
+A tile is SIDE rows of W, or one, times some rows of x. Sixteen weights at a time are unpacked to float32 in registers, exactly as
 ``mx.dequantize`` would (q · scale + bias), and multiplied with as many values of each row of x. Each output has one vector of
 sixteen sums, from the first weight to the last, which is then added up in one order. So an output has the same bits whatever tile
 it was computed in: alone, in a batch, in a piece of a prompt, by any thread.
@@ -61,7 +61,7 @@ FUSES = platform.machine() not in ("x86_64", "AMD64") or "fma" in FEATURES
 """Whether a product and a sum are one instruction; without it LLVM would call a function for every number."""
 
 SIDE = 4 if LOOKS_UP else 1
-"""How many of a tile's rows of W are computed at once. AVX-512's registers hold the sums of four times four; AVX2's are half as
+"""Rows of W that are computed at once. AVX-512's registers hold the sums of four times four; AVX2's are half as
 many and half as wide, NEON's a quarter as wide: what they can't hold goes through memory, which takes twice the time."""
 
 AWAITING = 2
@@ -214,28 +214,34 @@ class TileWriter:
         return build.fmul(number, ir.Constant(FLOATS, [2.0**126] * LANES))
 
 
-ARGUMENTS = ("weights", "row_bytes", "scales", "biases", "groups", "blocks", "x", "x_bytes", "y", "y_bytes")
-"""Of a tile, all intp: addresses of its first row's weights, scales and biases (float32, ``groups`` a row), of its first rows of x
-and y; the bytes from one row to the next; how many times sixteen weights a group has."""
+ARGUMENTS = (
+    *("weights", "row_bytes", "scales", "biases", "groups", "blocks", "x", "x_bytes", "y", "y_bytes", "outs", "fresh"),
+)
+"""Of tiles, all intp: addresses of the first row's weights, scales and biases (float32, ``groups`` a row), of the first rows of x
+and y; the bytes from one row to the next; how many times sixteen weights a group has; rows of W; whether these are the first rows
+of x, for which W comes from memory."""
 
 
-def write_tile(builder: Any, format: WeightFormat, size: tuple[int, int], arguments: Any) -> None:
-    """Write a tile's instructions. size: rows of W, and of x. arguments: the values of ARGUMENTS."""
-    outs, rows = size
-    given = dict(zip(ARGUMENTS, arguments, strict=True))
-    side = min(outs, SIDE)
-    for part in parts_of_tile(builder, given, outs, side, builder.mul(given["groups"], I64(4))):
-        _write_sums(TileWriter(builder, format), side, rows, part)
+def write_tiles(builder: Any, format: WeightFormat, rows: int, given: dict[str, Any]) -> None:
+    """Write instructions for all tiles with so many rows of x. given: the values of ARGUMENTS, by name."""
+    whole, scale_row = builder.udiv(given["outs"], I64(SIDE)), builder.mul(given["groups"], I64(4))
+    for side, tile in each_tile(builder, given, whole, scale_row):
+        _write_sums(TileWriter(builder, format), side, rows, tile)
 
 
-def parts_of_tile(
-    builder: Any, given: dict[str, Any], outs: int, side: int, scale_row: Any
-) -> Iterator[dict[str, Any]]:
-    """Yield, once, the arguments of ``side`` rows of W, inside a loop over all rows of a tile. scale_row: of scales, in bytes."""
+def each_tile(builder: Any, given: dict[str, Any], whole: Any, scale_row: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield a tile's rows of W, and its arguments, in a loop over ``whole`` tiles of SIDE rows, and in one over those left.
+
+    scale_row: bytes of a row's scales.
+    """
     steps = {"weights": given["row_bytes"], "scales": scale_row, "biases": scale_row, "y": I64(4)}
-    with cgutils.for_range(builder, I64(outs // side), intp=I64) as part:
-        first = builder.mul(part.index, I64(side))
-        yield {**given, **{name: builder.add(given[name], builder.mul(first, step)) for name, step in steps.items()}}
+    begin = builder.mul(whole, I64(SIDE))
+    loops = (SIDE, I64(0), whole), (1, begin, builder.sub(given["outs"], begin))
+    for side, before, count in loops if SIDE > 1 else ((1, I64(0), given["outs"]),):
+        with cgutils.for_range(builder, count, intp=I64) as tile:
+            first = builder.add(before, builder.mul(tile.index, I64(side)))
+            moved = {name: builder.add(given[name], builder.mul(first, step)) for name, step in steps.items()}
+            yield side, {**given, **moved}
 
 
 def _write_sums(write: TileWriter, outs: int, rows: int, given: dict[str, Any]) -> None:
