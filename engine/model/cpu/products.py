@@ -25,9 +25,6 @@ from .tiles import BFLOAT16, E8M0, FLOAT16, FLOAT32, FORMATS, LANES, WeightForma
 OUTS = 4
 """Rows of W in a piece of work."""
 
-ROWS = 4
-"""Rows of x in a tile at most."""
-
 LEAST_WORK = 1 << 16
 """Products in what a thread takes at once, at least: some microseconds."""
 
