@@ -61,8 +61,8 @@ FUSES = platform.machine() not in ("x86_64", "AMD64") or "fma" in FEATURES
 """Whether a product and a sum are one instruction; without it LLVM would call a function for every number."""
 
 SIDE = 4 if LOOKS_UP else 1
-"""Rows of W that are computed at once. AVX-512's registers hold the sums of four times four; AVX2's are half as
-many and half as wide, NEON's a quarter as wide: what they can't hold goes through memory, which takes twice the time."""
+"""Rows of W that are computed at once. AVX-512's registers hold the sums of four times four; AVX2's are half as many and half as
+wide, NEON's a quarter as wide: what they can't hold goes through memory, which takes twice the time."""
 
 AWAITING = 2
 """Up to so many rows of x wait for W rather than it for them: what comes next of it is asked for meanwhile."""
@@ -215,8 +215,8 @@ class TileWriter:
 
 
 ARGUMENTS = (
-    *("weights", "row_bytes", "scales", "biases", "groups", "blocks", "x", "x_bytes", "y", "y_bytes", "outs", "fresh"),
-)
+    "weights", "row_bytes", "scales", "biases", "groups", "blocks", "x", "x_bytes", "y", "y_bytes", "outs", "fresh",
+)  # fmt: skip
 """Of tiles, all intp: addresses of the first row's weights, scales and biases (float32, ``groups`` a row), of the first rows of x
 and y; the bytes from one row to the next; how many times sixteen weights a group has; rows of W; whether these are the first rows
 of x, for which W comes from memory."""
