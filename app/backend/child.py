@@ -23,16 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from tokamac.engine.errors import EngineClosedError, OptionError, TokamacError, panic_error
-from tokamac.engine.events import (
-    Event,
-    Finished,
-    LoadProgress,
-    Message,
-    ModelNote,
-    Piece,
-    Price,
-    TextChunk,
-)
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelNote, Piece, Price, TextChunk
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions
@@ -98,7 +89,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
 
     A group size is stored for all models: where this one can't have it, the default is used, and a note says so.
     """
-    from tokamac.engine import Engine, GrammarError
+    from tokamac.engine import Engine
 
     cache = PromptCacheSpec() if request.prompt_cache else None
 
@@ -119,7 +110,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             progress=progress,
         )
         if request.forms:
-            with suppress(GrammarError):  # which the reply that asks for a form gets
+            with suppress(TokamacError):  # which the reply that asks for a form gets
                 engine.tokenizer.prepare_forms()
         return engine
 

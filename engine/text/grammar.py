@@ -177,7 +177,14 @@ class GrammarTokens:
                 backend = copy(backend)  # takes as long as all else
                 backend.no_padding()
                 backend.no_truncation()
-            self._known = llg.LLTokenizer(backend.to_str(), eos_token=self.eos_ids or None)
+            try:
+                self._known = llg.LLTokenizer(backend.to_str(), eos_token=self.eos_ids or None)
+            except ValueError as error:
+                why = " ".join(str(error).split())
+                raise GrammarError(
+                    f"{name} has a tokenizer that llguidance can't read, so its replies can't be held to a form: {why:.200}",
+                    "Use another model.",
+                ) from None
         self._llg = llg
         marks = {text: token for text, token in hf_tokenizer.get_added_vocab().items() if self._is_mark(token)}
         self._marks = marks

@@ -73,7 +73,7 @@ from tokamac.app.backend.protocol import (
     encode,
 )
 from tokamac.app.backend.sharing import GuestOutbox
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import GrammarError, OptionError
 from tokamac.engine.events import (
     Alternative,
     Event,
@@ -1398,7 +1398,22 @@ def test_what_holds_replies_to_a_form_is_made_at_load_for_one_who_serves(monkeyp
     assert request.same_engine(dataclasses.replace(request, forms=False))
 
 
-def test_one_who_serves_loads_a_model_whose_replies_no_form_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    engine, _ = load_engine(Load("guide", prompt_cache=False, forms=True), lambda _: None)
-    engine.close()
+class Unread:
+    """What llguidance says of a tokenizer that it can't read."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ValueError("error loading tokenizer:\nunsupported")
+
+
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [(None, "needs llguidance"), (types.SimpleNamespace(LLTokenizer=Unread), "tokenizer: unsupported")],
+)
+def test_one_who_serves_loads_a_model_whose_replies_no_form_can_hold(
+    monkeypatch: pytest.MonkeyPatch, library: object, said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", library)
+    engine, info = load_engine(Load("guide", prompt_cache=False, forms=True), lambda _: None)
+    with engine, pytest.raises(GrammarError, match=said):
+        engine.generate([Message("user", "Hello")], Sampling(json_schema="{}")).send(None)
+    assert info.name == "guide"

@@ -78,10 +78,10 @@ def ask(tmux: Tmux, home: Home, question: str) -> None:
     tmux.until(lambda: ended(home, question), f"a reply to {question!r}")
 
 
-def ended(home: Home, question: str) -> bool:
+def ended(home: Home, *questions: str) -> bool:
+    """Whether the last question is one of these, and has its whole reply."""
     kept = home.messages()
-    asked = len(kept) > 1 and kept[-2].text.endswith(question)  # an Escape that came late may stand before it
-    return asked and kept[-1].state != "partial"
+    return len(kept) > 1 and kept[-2].text in questions and kept[-1].state != "partial"
 
 
 def stop_one(tmux: Tmux, home: Home) -> None:
@@ -91,7 +91,8 @@ def stop_one(tmux: Tmux, home: Home) -> None:
         tmux.write(question)
         tmux.shows(f"({attempt})")
         tmux.press("Enter", "Escape")
-        tmux.until(lambda question=question: ended(home, question), "the end of the reply")
+        # An Escape after the end, read at once with the next letter, is to Textual a ^ and that letter.
+        tmux.until(lambda question=question: ended(home, question, f"^{question}"), "the end of the reply")
         if home.messages()[-1].state == "stopped":
             return
     pytest.fail(f"none of {ATTEMPTS} replies was stopped")

@@ -223,8 +223,7 @@ class _ByteWriter(TileWriter):
 
 def _write_byte_tiles(builder: Any, format: WeightFormat, stored: int, rows: int, given: dict[str, Any]) -> None:
     groups = given["groups"]
-    turns = builder.lshr(builder.add(groups, I64(LANES - 1)), I64(4))
-    numbers = builder.mul(turns, I64(LANES)) if PADS else groups  # as ``padded``
+    numbers = builder.mul(_turns(builder, groups), I64(LANES)) if PADS else groups  # as ``padded``
     scale_row = builder.mul(numbers, I64(STORED_BYTES[stored]))
     long = builder.icmp_unsigned(">=", given["row_bytes"], I64(LONG))
     awaited = builder.and_(long, builder.trunc(given["fresh"], ir.IntType(1)))
@@ -232,6 +231,10 @@ def _write_byte_tiles(builder: Any, format: WeightFormat, stored: int, rows: int
     for side, tile in each_tile(builder, given, whole, scale_row):
         awaits = side == 1 and (SIDE > 1 or rows <= AWAITING)
         _write_byte_sums(_ByteWriter(builder, format), stored, (side, rows), tile, scale_row, awaits=awaits)
+
+
+def _turns(builder: Any, groups: Any) -> Any:
+    return builder.udiv(builder.add(groups, I64(LANES - 1)), I64(LANES))
 
 
 def _write_byte_sums(
@@ -275,8 +278,7 @@ def _write_byte_sums(
                 factor = factors[out][row]
                 builder.store(write.multiply_add(found, factor, builder.load(sums[out][row])), sums[out][row])
 
-    turns = builder.lshr(builder.add(groups, I64(LANES - 1)), I64(4))
-    with cgutils.for_range(builder, turns, intp=I64) as turn:
+    with cgutils.for_range(builder, _turns(builder, groups), intp=I64) as turn:
         first = builder.mul(turn.index, I64(LANES))
         x_at = builder.add(turns_at, builder.mul(turn.index, I64(TURN_BYTES)))
         there, at = builder.sub(groups, first), builder.mul(first, I64(STORED_BYTES[stored]))
