@@ -13,13 +13,42 @@ FILES := $(shell find app engine quant assets -type f ! -name '*.pyc' ! -name .D
 USE := $(VENV)/installed-$(BACKEND)-$(FILES)
 DEV := $(VENV)/installed-dev-$(BACKEND)-$(FILES)
 
-.PHONY: chat test floors lint format bench peers guide golden roofline wheel clean
+# Tests that load no model, draw no screen and start hardly a process: for between two edits, within a minute.
+FAST := $(addprefix tests/, test_house.py test_layering.py test_docs.py engine/text engine/test_options.py \
+	engine/test_sampling.py engine/test_units.py engine/test_files.py engine/test_metrics.py engine/model/test_config.py \
+	engine/kv/test_attention.py engine/schedule/test_policy.py engine/schedule/test_capacity.py \
+	engine/speculation/test_ledger.py engine/speculation/test_lookup.py engine/perf/test_roofline.py \
+	app/chat/test_session.py app/chat/test_figures.py app/chat/test_versions.py app/chat/test_attachments.py \
+	app/store/test_store.py app/test_latex.py)
+
+.PHONY: chat test test-fast test-all test-real test-clients clients house models floors lint format bench bench-real soak peers guide golden golden-real roofline wheel clean
 
 chat: $(USE)
 	@$(BIN)/tokamac chat $(MODEL)
 
 test: $(DEV)
 	$(BIN)/python -m pytest
+
+models: $(DEV)  # real models into a cache outside the repository; MODELS=all: those that only `make bench-real` measures, too
+	@$(BIN)/python -m tests.real.fetch $(MODELS)
+
+test-real: $(DEV)  # some two minutes
+	$(BIN)/python -m pytest -m real -n 0 -rs --durations=10 tests/real
+
+clients: $(DEV)  # real clients of the server into a cache outside the repository; npm for those in JavaScript
+	@$(BIN)/python -m tests.clients.install
+
+test-clients: $(DEV)  # each has a turn with a script behind the server; says which are absent
+	$(BIN)/python -m pytest -m clients -n 0 -rs tests/clients
+
+test-fast: $(DEV)
+	$(BIN)/python -m pytest $(FAST)
+
+house: $(DEV)  # what tests/house.toml bounds
+	$(BIN)/python -m pytest -n 0 -rP tests/test_house.py
+
+test-all: $(DEV)  # every model family, where each run walks a few of each kind
+	$(BIN)/python -m pytest -m 'not real and not clients'
 
 floors: $(DEV)  # all tests, with each dependency at the oldest version that pyproject.toml allows
 	$(BIN)/pip install --quiet uv
@@ -39,10 +68,18 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 bench: $(DEV)
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.bench
+
+bench-real: MODELS = all
+bench-real: models  # conversions and long runs on real models: hours
+	$(BIN)/python -m tests.bench --real
+
+soak: MINUTES = 120
+soak: $(DEV)  # mixed clients on a server for so long; ten minutes of it are in `make test-all`
+	TOKAMAC_SOAK_MIN=$(MINUTES) $(BIN)/python -m tests.bench --only soak_serve
 
 peers: $(DEV)  # llama.cpp for the benchmarks, built for this processor: some minutes
-	$(BIN)/pip install --quiet 'gguf>=0.17' 'llama-cpp-python>=0.3.36'
+	$(BIN)/pip install --quiet 'llama-cpp-python>=0.3.36'
 
 guide: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0 safetensors
@@ -51,6 +88,10 @@ guide: $(DEV)
 golden: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/python -m tests.golden.make
+
+golden-real: models
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/python -m tests.real.golden
 
 roofline: $(DEV)
 	$(BIN)/pip install --quiet 'scipy>=1.17'

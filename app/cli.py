@@ -1,42 +1,56 @@
-"""The command line: finds the command, runs it, and turns however it ended into an exit status.
+"""Command line: finds and runs the command, and maps its end to an exit status."""
 
-    0 done · 1 failed (one line on stderr: what, and what to do next) · 2 wrong usage · 130 interrupted · 141 stdout was closed
-
-A command is a module in tokamac.app.commands with ``parser()`` and ``run(parser, options) -> int``, imported when it is asked for.
-``--version`` and ``--help`` import no more than this file, the statuses and the topics.
-"""
+#     0 done · 1 failed (one line on stderr: what, and what to do next) · 2 wrong usage · 130 interrupted · 141 stdout was
+#     closed
+#
+# A command is a module in tokamac.app.commands with ``parser()`` and ``run(parser, options) -> int``, imported on demand;
+# ``--version`` and ``--help`` import only this file, the statuses and the topics.
 
 import gc
 import io
 import os
+import stat
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import takewhile
 
 from . import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
 
 HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
+RUN = "run"
+SWITCHES = (
+    "-c",
+    "--continue",
+    "--json",
+    "-v",
+    "-vv",
+    "--allow-tools",
+)  # flags of ask without a value: a question may follow
 
 COMMANDS = {
-    "chat": "the full-screen chat (what `tokamac` alone opens)",
-    "ask": "one answer, streamed to stdout",
-    "convert": "make a quantized MLX model folder from a Hugging Face one",
-    "inspect": "sizes, memory, the ceiling and the expected speed, here or on another machine",
-    "quality": "how far a model's answers are from another's: KL, top-1, perplexity, layer by layer",
-    "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
-    "serve": "answer programs over HTTP, with the interfaces of OpenAI and Anthropic",
-    "models": "what is on disk; download, remove, search, suggest",
-    "cache": "the prompt cache on disk: show, clear, check, export, import",
-    "chats": "conversations that are kept: list, search, show, export, import, delete, restore, repair",
-    "doctor": "check this installation and machine, for a bug report",
-    "completion": "complete commands, flags, models and topics in bash, zsh or fish",
+    "chat": "open the chat (what `tokamac` alone does)",
+    "ask": "answer once, on stdout",
+    "convert": "quantize a model",
+    "inspect": "show a model's sizes, memory and expected speed, here or on another machine",
+    "quality": "compare two models: KL, top-1, perplexity, layer by layer",
+    "bench": "measure time to first token, prefill and decode, beside the limit",
+    "serve": "serve OpenAI's and Anthropic's HTTP APIs",
+    "launch": "start Claude Code, Codex, opencode or pi on a local model",
+    "models": "list, download, remove, search and suggest models",
+    "cache": "manage the prompt cache on disk",
+    "chats": "list, search, show, export, import, delete and restore saved chats",
+    "backup": "write all chats and the settings to one file",
+    "restore": "add what a backup has and is missing here",
+    "doctor": "check this installation and machine",
+    "completion": "set up completion in bash, zsh or fish",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` (without the program's name) asks for; return the exit status."""
+    """Run the command in ``argv`` (without the program's name); return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
     try:
@@ -60,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """Run as a program."""
     status = main()
     # CPython notes a KeyboardInterrupt that leaves the code of an `exec`, and most imports make a dataclass, which is one. Though
     # it was caught, `python -m` would then end by the signal instead of with our status. The next `exec` forgets it.
@@ -77,24 +90,58 @@ def _run(arguments: list[str]) -> int:
             return _refuse(f"{first} takes no other arguments. See `tokamac --help`.")
         print(f"tokamac {_version()}")
         return 0
+    if first in COMMANDS:
+        return _do(first, rest)
+    if first == RUN:
+        return _chat_or_ask(rest)
     if not first or first.startswith("-"):
-        return _do("chat", arguments, named=False)
-    if first not in COMMANDS:
-        from .parser import no_command
+        asks = _has_question(arguments) or (_is_piped() and "--plain" not in arguments)
+        return _do("ask" if asks else "chat", arguments, named=False)
+    from .parser import meant_command, no_command
 
-        return _refuse(no_command(first, COMMANDS))
-    return _do(first, rest)
+    meant = meant_command(first, COMMANDS)
+    if meant is None and (_has_question(arguments[:1]) or _is_piped()):
+        return _do("ask", arguments, named=False)
+    return _refuse(no_command(first, meant))
+
+
+def _chat_or_ask(arguments: list[str]) -> int:
+    """Ollama's ``run``: ``chat``; with a prompt after MODEL or piped in, ``ask``."""
+    model, *rest = arguments or [""]
+    prompt = list(takewhile(lambda word: not word.startswith("-"), rest))
+    if model and not model.startswith("-") and (prompt or (_is_piped() and "--plain" not in rest)):
+        asked = [" ".join(prompt)] if prompt else []
+        return _do("ask", [*asked, "--model", model, *rest[len(prompt) :]])
+    return _do("chat", arguments)
+
+
+def _has_question(arguments: Sequence[str]) -> bool:
+    before = ""
+    for word in arguments:
+        of_flag = word.startswith("-") or (before.startswith("-") and before not in SWITCHES)
+        if len(word.split()) > 1 and not of_flag:
+            return True
+        before = word
+    return False
+
+
+def _is_piped() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # none, closed, or no file of the system's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _explain(words: list[str]) -> int:
-    """Print the help on a command or a topic, or both where they share a name; without words, what there is help on."""
+    """Print help on a command or topic (both if they share a name), or the list."""
     from . import help as texts
 
     topics = texts.topics()
     if not words or words[0] in HELP:
         print(_help(topics))
         return 0
-    name, rest = words[0], words[1:]
+    name, rest = "chat" if words[0] == RUN else words[0], words[1:]
     if name not in COMMANDS and name not in topics:
         meant = texts.nearest_topic(name, [*COMMANDS, *topics])
         question = f"; did you mean tokamac help {meant}?" if meant else "."
@@ -108,7 +155,7 @@ def _explain(words: list[str]) -> int:
 
 
 def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
-    """Run the command. named: it was written, and is not only what ``tokamac`` alone does."""
+    """Run the command. named: False if it is only the default of plain ``tokamac``."""
     from tokamac.engine.files import raise_open_files
 
     raise_open_files()
@@ -123,7 +170,7 @@ def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
 
 
 def _refuse(problem: str) -> int:
-    from .output import note
+    from .text.terminal import note
 
     note(f"tokamac: {problem}")
     return WRONG_USAGE
@@ -144,12 +191,15 @@ commands (tokamac COMMAND --help has the flags):
 topics (tokamac help TOPIC):
 {explained}
 
-MODEL is a folder, a Hugging Face id (org/name), or guide, the embedded model.
+`tokamac "a question"` is ask, and so is anything with a pipe before it; `run` is chat.
+MODEL is a folder, a GGUF file, a Hugging Face id (org/name), a short name (qwen3:8b), or guide, the embedded model.
 
 examples:
   tokamac
-  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit
-  git diff | tokamac ask "Review this"
+  tokamac run qwen3:4b
+  tokamac "Why is decode memory-bound?"
+  git diff | tokamac "Review this"
+  tokamac -c "And in one sentence?"
   tokamac --version"""
 
 
@@ -163,7 +213,7 @@ def _version() -> str:
 
 
 def _failed(error: Exception, *, json_wanted: bool) -> int:
-    """Say in one line what failed and what to do; return the exit status."""
+    """Print the error and hint on one line; return the exit status."""
     if os.environ.get("TOKAMAC_DEBUG"):
         import traceback
 
@@ -172,7 +222,7 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
     from tokamac.engine.errors import TokamacError, access_hint, engine_error
     from tokamac.engine.perf.memory import LEAST, space_left, too_little
 
-    from .output import json_line, note
+    from .text.terminal import json_line, note
 
     if not isinstance(error, TokamacError) and (left := space_left()) is not None and left < LEAST // 4:
         error = too_little(left)  # whatever it was that could not be loaded or started
@@ -199,7 +249,7 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
 
 
 def _prepare_streams() -> None:
-    """Make stdout and stderr exist, and write what their encoding lacks as ``?`` rather than fail."""
+    """Ensure stdout and stderr exist and replace unencodable characters by ``?``."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  # for the rest of the process
     if sys.stderr is None:
@@ -210,7 +260,7 @@ def _prepare_streams() -> None:
 
 
 def _flush(status: int) -> int:
-    """Write what is left; what can't be written must not complain again when the interpreter ends."""
+    """Flush; prevents a second error from unwritable output at interpreter exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,9 +1,8 @@
-"""Near misses of the embedded guide: beside its refusal, the two questions nearest to the one it declines.
+"""Near misses of the embedded guide: adds the two nearest questions to its refusal."""
 
-The guide declines what it does not recognise, also questions of its own field. A small index of words (``guide_questions.json``,
-made from its corpus by ``tests.guide.near_questions``) finds what it can answer. Every question named there is one that it
-answers rightly. What is foreign stays a refusal: most of what a question says must be known to the index.
-"""
+# The guide also refuses unrecognized questions of its own field. A word index (``guide_questions.json``, made from its
+# corpus by ``tests.guide.near_questions``) names only questions that it answers correctly. Foreign questions stay
+# refused: most of a question's words must be in the index.
 
 import json
 import math
@@ -16,9 +15,9 @@ from typing import Any, Final
 from tokamac.assets import asset_path
 from tokamac.engine.events import Event, Finished, Message, TextChunk
 
-REFUSAL: Final = "I am `guide`, the small model inside Tokamac, and I only know"
-"""How the guide begins to decline."""
+REFUSAL: Final = "I am `guide`, the small model inside Tokamac, and I only know"  # how the guide begins to decline
 OFFER: Final = "\n\nNear to that, I can answer: "
+# Words that do not tell what a question is about.
 LITTLE: Final = frozenset(
     re.findall(
         r"\w+",
@@ -28,15 +27,13 @@ LITTLE: Final = frozenset(
         "you your",
     )
 )
-"""Words that do not tell what a question is about."""
 ENDINGS: Final = ("ations", "ation", "ings", "ing", "ies", "ers", "er", "ed", "es", "ly", "s", "y", "e")
+# By weight: how much of what a question says must be known to the index, and how much of it the nearest question must
+# share. MODEL_CARD.md counts how often that is wrong.
 KNOWN, NEAR = 0.7, 0.2
-"""By weight: how much of what a question says must be known to the index, and how much of it the nearest question must share.
-MODEL_CARD.md counts how often that is wrong."""
 
 
 def stems(text: str) -> tuple[str, ...]:
-    """Return the telling words of a text, each once, without the endings that only grammar asks for."""
     words = re.findall(r"[a-z0-9]+(?:[+-][a-z0-9]+)*", text.lower().replace("'", ""))
     return tuple(dict.fromkeys(_stem(word) for word in words if word not in LITTLE))
 
@@ -49,7 +46,7 @@ def _stem(word: str) -> str:
 
 
 def near_questions(question: str, count: int = 2) -> tuple[str, ...]:
-    """Return the questions nearest to one that was declined, the nearest first; none where it is foreign."""
+    """Return the nearest answerable questions, best first; none for a foreign one."""
     titles, words = _index()
     rarest = math.log(len(titles) + 1)
     scores: dict[int, float] = {}
@@ -69,20 +66,19 @@ def near_questions(question: str, count: int = 2) -> tuple[str, ...]:
 
 @cache
 def _index() -> tuple[list[str], dict[str, dict[str, int]]]:
-    """Return the questions, and for each word the numbers of those it belongs to, with the share of wordings (%) that have it."""
+    """Return the questions, and per word {question index: % of its wordings with the word}."""
     read: dict[str, Any] = json.loads(asset_path("guide_questions.json").read_text(encoding="utf-8"))
     return read["questions"], read["words"]
 
 
 def offer(question: str, reply: str) -> str:
-    """Return what to add to a reply of the guide; "" where it answers, or where nothing is near."""
+    """Return the addition to a refusal; "" if the guide answered or nothing is near."""
     near = near_questions(question) if reply.lstrip().startswith(REFUSAL) else ()
     keys = "" if "F1" in reply else " F1 lists every key."
     return OFFER + " Or: ".join(near) + keys if near else ""
 
 
 def with_offers(events: Iterator[Event], messages: Sequence[Message]) -> Iterator[Event]:
-    """Yield the events of a reply of the guide; where it declines a question near to others, they are named at its end."""
     asked = messages[-1].content if messages else ""
     for event in events:
         if isinstance(event, Finished) and event.reason == "stop" and (more := offer(asked, event.text)):
@@ -93,7 +89,6 @@ def with_offers(events: Iterator[Event], messages: Sequence[Message]) -> Iterato
 
 
 def without_offers(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as the guide wrote them, so that what was computed of them is found again."""
     return [
         replace(each, content=each.content.partition(OFFER)[0])
         if each.role == "assistant" and each.content.lstrip().startswith(REFUSAL)

@@ -1,14 +1,13 @@
-"""Flags that several commands share, and what they come to: Sampling, TemplateOptions, KVSpec, PromptCacheSpec.
+"""Flags shared by commands, and their options: Sampling, TemplateOptions, KVSpec, PromptCacheSpec."""
 
-A bad value is wrong usage (exit 2) and names its flag. A flag that would have no effect is refused, not dropped.
-"""
+# Bad values and flags without effect are usage errors (exit 2) that name the flag.
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.files import expanded, is_dir
 from tokamac.engine.hub.names import EMBEDDED, nearest
 from tokamac.engine.options import (
@@ -31,17 +30,18 @@ from tokamac.engine.options import (
 )
 
 from . import settings
-from .output import note
-from .profiles import Profile
+from .settings import Profile
+from .text.terminal import note
 
 T = TypeVar("T")
 
 AUTO = "auto"
+NO_ADAPTER = NO_DRAFT = "none"  # takes the adapter, or the draft model, away that the settings have for a model
 SPECULATION = (AUTO, "off")
 
 
 class Flag(NamedTuple):
-    """A flag that sets an option of the engine's. repeated: it may be given several times, and its values become one."""
+    """A flag for an engine option. repeated: several occurrences are combined."""
 
     field: str
     kind: Callable[[str], Any]
@@ -51,7 +51,7 @@ class Flag(NamedTuple):
 
 
 def kv_bits(text: str) -> KVBits:
-    """Return (bits of keys, bits of values) from ``8`` or ``8,4``."""
+    """Parse (key bits, value bits) from ``8`` or ``8,4``."""
     try:
         bits = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -63,7 +63,6 @@ def kv_bits(text: str) -> KVBits:
 
 
 def kv_keep(text: str) -> int | Literal["system"]:
-    """Return a number of tokens, or "system"."""
     if text == "system":
         return "system"
     if not text.isdecimal():
@@ -72,7 +71,7 @@ def kv_keep(text: str) -> int | Literal["system"]:
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """Return (token id, bias) from ``15=-100``."""
+    """Parse (token id, bias) from ``15=-100``."""
     token, _, bias = text.partition("=")
     try:
         return int(token), float(bias)
@@ -80,20 +79,24 @@ def token_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a token id with a bias (for example 15=-100)") from None
 
 
+def on_or_off(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is neither on nor off")
+    return text == "on"
+
+
 def names(text: str) -> tuple[str, ...]:
-    """Return names from ``a,b``."""
+    """Parse ``a,b``."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def positive(text: str) -> int:
-    """Return a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def gigabytes(text: str) -> float:
-    """Return a size of memory above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -104,7 +107,6 @@ def gigabytes(text: str) -> float:
 
 
 def alternatives(text: str) -> int:
-    """Return a number of alternatives."""
     try:
         return int(text)
     except ValueError:
@@ -113,58 +115,63 @@ def alternatives(text: str) -> int:
 
 _SAMPLING = {
     "--max-tokens": Flag(
-        "max_tokens", int, "N", "tokens to generate at most (in bench 128, else as many as the context holds)"
+        "max_tokens", int, "N", "stop after N tokens (default: until only the next turn has room; in bench 128)"
     ),
-    "--temp": Flag("temperature", float, "T", "temperature; 0 takes the likeliest (the model's own)"),
-    "--top-p": Flag("top_p", float, "P", "keep the likeliest tokens that make up this share (the model's own)"),
-    "--top-k": Flag("top_k", int, "K", "keep the K likeliest tokens; 0 is off (the model's own)"),
-    "--min-p": Flag("min_p", float, "P", "drop tokens below this share of the likeliest one (the model's own)"),
+    "--temp": Flag("temperature", float, "T", "temperature; 0 always takes the likeliest token (default: the model's own)"),
+    "--top-p": Flag("top_p", float, "P", "sample from the likeliest tokens that add up to P (default: the model's own)"),
+    "--top-k": Flag("top_k", int, "K", "sample from the K likeliest tokens; 0 is off (default: the model's own)"),
+    "--min-p": Flag(
+        "min_p", float, "P", "drop tokens below P times the likeliest one (default: the model's own, else 0.05)"
+    ),
     "--repetition-penalty": Flag(
-        "repetition_penalty", float, "R", "above 1, recent tokens become less likely; 1 is off (the model's own)"
+        "repetition_penalty", float, "R", "penalty on recent tokens; 1 is off (default: the model's own, else 1.1)"
     ),
-    "--seed": Flag("seed", int, "N", "same seed, same text on the same device (another each time)"),
-    "--stop": Flag("stop", str, "TEXT", "end before this text; may be repeated", True),
+    "--loop-check": Flag(
+        "loop_check", on_or_off, "on|off", "stop a reply that repeats itself (default: on; in bench off)"
+    ),
+    "--seed": Flag("seed", int, "N", "the same seed gives the same text on the same device (default: random)"),
+    "--stop": Flag("stop", str, "TEXT", "stop before this text; repeatable", True),
     "--stop-token-id": Flag(
-        "stop_token_ids", int, "ID", "end at this token, as at the model's own end; may be repeated", True
+        "stop_token_ids", int, "ID", "stop at this token, as at the model's own end token; repeatable", True
     ),
-    "--min-tokens": Flag("min_tokens", int, "N", "do not end before N tokens (0)"),
+    "--min-tokens": Flag("min_tokens", int, "N", "write at least N tokens (default: 0)"),
     "--logit-bias": Flag(
         "logit_bias", token_bias, "ID=BIAS",
-        "add BIAS, -100 to 100, to the logit of this token, before all else; may be repeated", True,
+        "add BIAS (-100 to 100) to this token's logit before all else; repeatable", True,
     ),
     "--presence-penalty": Flag(
-        "presence_penalty", float, "P", "taken from the logits of tokens that the reply holds already, -2 to 2 (0)"
+        "presence_penalty", float, "P", "penalty on tokens that are in the reply already, -2 to 2 (default: 0)"
     ),
     "--frequency-penalty": Flag(
-        "frequency_penalty", float, "P", "the same, once for each time they occur, -2 to 2 (0)"
+        "frequency_penalty", float, "P", "the same, for each time they occur, -2 to 2 (default: 0)"
     ),
     "--xtc-probability": Flag(
         "xtc_probability", float, "P",
-        "how often the likeliest tokens are excluded, all but the least likely of those at or above the threshold (0)",
+        "chance of excluding all tokens above the threshold but the least likely one (default: 0)",
     ),
-    "--xtc-threshold": Flag("xtc_threshold", float, "P", "the probability that counts as likely there (0.1)"),
+    "--xtc-threshold": Flag("xtc_threshold", float, "P", "threshold of --xtc-probability (default: 0.1)"),
     "--dry-multiplier": Flag(
-        "dry_multiplier", float, "M", "penalty on tokens that continue a repeated sequence; 0 is off, 0.8 usual (0)"
+        "dry_multiplier", float, "M", "penalty on tokens that continue a repetition, usually 0.8; 0 is off (default: 0)"
     ),
-    "--dry-base": Flag("dry_base", float, "B", "by what it grows with each repeated token (1.75)"),
-    "--dry-allowed-length": Flag("dry_allowed_length", int, "N", "repeated tokens before the penalty begins (2)"),
+    "--dry-base": Flag("dry_base", float, "B", "growth of that penalty with each repeated token (default: 1.75)"),
+    "--dry-allowed-length": Flag("dry_allowed_length", int, "N", "repeated tokens without a penalty (default: 2)"),
     "--dry-sequence-breaker": Flag(
         "dry_sequence_breakers", str, "TEXT",
-        'no sequence reaches across TEXT; may be repeated, and replaces the usual ones: newline : " *', True,
+        'end repetitions at TEXT; repeatable, replaces the defaults: newline : " *', True,
     ),
     "--sampler-order": Flag(
-        "order", names, "STAGE,STAGE…", f"the stages in the order they apply, each once ({','.join(STAGES)})"
+        "order", names, "STAGE,STAGE…", f"order of the sampling stages (default: {','.join(STAGES)})"
     ),
 }  # fmt: skip
+# Flags, and the field of Sampling that each sets.
 SAMPLING_FLAGS = {flag: each.field for flag, each in _SAMPLING.items()}
-"""Flags, and the field of Sampling that each sets."""
+# Flags that only say how something is done, and the one that turns it on.
 IDLE_WITHOUT = {
     "--xtc-threshold": "--xtc-probability",
     "--dry-base": "--dry-multiplier",
     "--dry-allowed-length": "--dry-multiplier",
     "--dry-sequence-breaker": "--dry-multiplier",
 }
-"""Flags that only say how something is done, and the one that turns it on."""
 TEMPLATE_FLAGS = {
     "--thinking": "thinking",
     "--thinking-budget": "thinking_budget",
@@ -172,69 +179,52 @@ TEMPLATE_FLAGS = {
 }
 
 
-def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m MODEL``."""
-    named = "a folder, a Hugging Face id, or guide (the one picked last, at first guide)"
-    parser.add_argument("-m", "--model", metavar="MODEL", help=named)
+MODEL = "a folder, a Hugging Face ID, a short name such as qwen3:8b, or guide"
 
 
-def add_memory_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--memory``."""
-    limit = "what the model may take, in place of the system's limit, also beyond it (memory_gb of the settings)"
-    parser.add_argument("--memory", type=gigabytes, metavar="GB", help=limit)
+def model_name(written: str) -> str:
+    """Argument type: resolve a model name, announcing short names' meaning on stderr."""
+    from .models.local import is_short, resolve  # the help of a command needs none of it
+
+    if not is_short(written):
+        return written
+    try:
+        model = resolve(written)
+    except ModelNotFoundError as error:
+        raise argparse.ArgumentTypeError(error.one_line().rstrip(".")) from None
+    if model != written:
+        note(f"note: {written} is {model}")
+    return model
 
 
-def add_parallel_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--parallel``."""
-    parser.add_argument(
-        "--parallel",
-        type=replies_at_once,
-        metavar="N",
-        help=f"replies that are made at once, at most (parallel of the settings, at first {PARALLEL})",
-    )
+def draft_name(written: str) -> str:
+    """Argument type: resolve a draft model."""
+    return written if written.strip() in ("", NO_DRAFT) else model_name(written)
 
 
 def add_speculation_flags(
-    parser: argparse.ArgumentParser, default: str = "speculation of the settings, at first auto"
+    parser: argparse.ArgumentParser, default: str = "speculation in the settings, at first auto"
 ) -> None:
-    """Add ``--speculation`` and ``--draft``. default: what holds without the first, in words."""
-    what = f"guess tokens from text that is there, and verify several at once: the reply is the same ({default})"
+    """Add ``--speculation`` and ``--draft``. default: of the first, in words."""
+    what = f"speculative decoding: the same text, in fewer passes (default: {default})"
     parser.add_argument("--speculation", choices=SPECULATION, help=what)
-    parser.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help="a smaller model with the same tokenizer that guesses, too, where it gains time (what the settings have for the "
-        f"model); {NO_DRAFT} is without",
-    )
+    add_flags(parser, "--draft")
 
 
 def add_nodes_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which processes hold the model together."""
     group = parser.add_argument_group("one model on several machines (tokamac help nodes)")
-    which = group.add_mutually_exclusive_group()
-    which.add_argument(
-        "--nodes", type=nodes_count, metavar="N", help="N processes of this machine hold the model together"
-    )
-    which.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        help="the machines that hold it, as mlx.distributed_config writes them, this one first",
-    )
-    group.add_argument("--backend", choices=NODE_BACKENDS, help="how they speak (what the hostfile says, else ring)")
-    group.add_argument(
-        "--split", choices=SPLITS, help="give each a part of every layer (tensor, the default), or some of the layers"
-    )
+    add_flags(group.add_mutually_exclusive_group(), "--nodes", "--hostfile")
+    add_flags(group, "--backend", "--split")
 
 
 def nodes_count(text: str) -> int:
-    """Return a number of processes that hold a model together."""
     if not text.isdecimal() or len(text) > 2 or not 2 <= int(text) <= MOST_NODES:
         raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of nodes, 2 to {MOST_NODES}")
     return int(text)
 
 
 def nodes_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Nodes | None:
-    """Return which processes hold the model together; None is this one alone. Ends with a usage error at an idle flag."""
+    """Return the nodes; None is this process alone. Exits with a usage error at a flag without effect."""
     if options.nodes is None and options.hostfile is None:
         for flag, given in (("--backend", options.backend), ("--split", options.split)):
             if given is not None:
@@ -242,7 +232,7 @@ def nodes_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         return None
     hostfile = None if options.hostfile is None else str(expanded(options.hostfile).absolute())
     if options.adapter is not None and given_adapter(options.adapter):
-        parser.error("--adapter: an adapter can't be added to a model that several nodes hold")
+        parser.error("--adapter: a model on several nodes takes no adapter")
     try:
         return Nodes(options.nodes, hostfile, options.backend, options.split or "tensor")
     except OptionError as error:
@@ -250,13 +240,13 @@ def nodes_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
 
 
 def check_speculation_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with a usage error where a draft model is to guess while nothing is."""
+    """Exit with a usage error for a draft model with speculation off."""
     if options.speculation == "off" and given_draft(options.draft or ""):
         parser.error("--draft has no effect with --speculation off")
 
 
 def speculation_of(options: argparse.Namespace, model: str, default: bool | None = None) -> Speculation | None:
-    """Return what guesses tokens for ``model``: by the flags, else by ``default`` or the settings; None is nothing."""
+    """Return speculation for ``model`` by flags, else ``default`` or settings; None is off."""
     known = known_settings()
     draft = given_draft(options.draft) if options.draft is not None else known.drafts.get(model)
     on = known.speculation if default is None else default
@@ -266,25 +256,24 @@ def speculation_of(options: argparse.Namespace, model: str, default: bool | None
 
 
 def given_draft(written: str) -> str:
-    """Return the draft model that somebody wrote, a folder in full; "" is none."""
+    """Resolve a draft model, folders to absolute paths; "" is none."""
     return named if (named := written.strip()) in EMBEDDED else given_adapter(written)
 
 
 def replies_at_once(text: str) -> int:
-    """Return a number of replies."""
     most = settings.MOST_PARALLEL
     if not text.isdecimal() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of replies at once, 1 to {most}")
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of parallel replies, 1 to {most}")
     return int(text)
 
 
 def widths(text: str) -> tuple[int, ...]:
-    """Return numbers of replies at once, each once."""
+    """Parse unique widths (parallel replies)."""
     return tuple(dict.fromkeys(replies_at_once(part.strip()) for part in text.split(",")))
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """Return shares of guesses that come true, from 0 to 1 or in %, each once."""
+    """Parse unique acceptance rates, 0 to 1 or in %."""
     return tuple(dict.fromkeys(_share(part.strip()) for part in text.split(",")))
 
 
@@ -294,69 +283,39 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, such as 0.7 or 70%")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an acceptance rate from 0 to 1, such as 0.7 or 70%")
     return value
 
 
 def parallel_of(options: argparse.Namespace) -> int:
-    """Return how many replies are made at once at most: by the flag, else by the settings."""
     if options.parallel is not None:
         return int(options.parallel)
     return known_settings().parallel
 
 
 def memory_limit(options: argparse.Namespace) -> int | None:
-    """Return the bytes that MLX's arrays may take: by the flag, else by the settings; None is the system's limit."""
+    """Return MLX's byte limit by flag or settings; None: the system's limit."""
     return limit_of_settings() if options.memory is None else round(options.memory * 1e9)
 
 
 def limit_of_settings() -> int | None:
-    """Return the bytes that MLX's arrays may take by the settings; None is the system's limit."""
+    """Return MLX's byte limit by settings; None: the system's limit."""
     return known_settings().memory_bytes
 
 
-def add_cpu_exact_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cpu-exact``."""
-    does = "on a CPU, never round what packed weights are multiplied with to 8 bits (cpu_exact of the settings, at first off)"
-    parser.add_argument("--cpu-exact", action="store_true", help=does)
-
-
 def is_cpu_exact(options: argparse.Namespace | None = None) -> bool:
-    """Return whether a CPU may round nothing, by the flag or the settings."""
     return getattr(options, "cpu_exact", False) or known_settings().cpu_exact
 
 
-def add_unchecked_flag(
-    parser: argparse.ArgumentParser,
-    does: str = "load a model although something in its config would be computed otherwise; every reply says what",
-) -> None:
-    """Add ``--unchecked``."""
-    parser.add_argument("--unchecked", action="store_true", help=does)
-
-
-NO_ADAPTER = NO_DRAFT = "none"
-"""Takes the adapter, or the draft model, away that the settings have for a model."""
-
-
-def add_adapter_flag(parser: argparse.ArgumentParser, *, of_settings: bool = True) -> None:
-    """Add ``--adapter``. of_settings: without it, what the settings have for the model is taken."""
-    default = f"(what the settings have for the model); {NO_ADAPTER} is without" if of_settings else "(none)"
-    parser.add_argument(
-        "--adapter",
-        metavar="DIR|ID",
-        help=f"a LoRA or DoRA adapter, of mlx-lm or PEFT: a folder or a Hugging Face id {default}",
-    )
-
-
 def adapter_of(options: argparse.Namespace, model: str) -> str | None:
-    """Return what is to be added to ``model``: by the flag, else by the settings; None is nothing."""
+    """Return the model's adapter by flag or settings; None is none."""
     if options.adapter is not None:
         return given_adapter(options.adapter) or None
     return known_settings().adapters.get(model)
 
 
 def given_adapter(written: str) -> str:
-    """Return the adapter that somebody wrote, a folder in full, so that it is found from anywhere; "" is none."""
+    """Resolve an adapter, folders to absolute paths; "" is none."""
     name = written.strip()
     if not name or name.lower() == NO_ADAPTER:
         return ""
@@ -365,16 +324,16 @@ def given_adapter(written: str) -> str:
 
 
 def add_profile_flag(parser: argparse.ArgumentParser, without: str) -> None:
-    """Add ``--profile``; without: what it is where the flag is left out."""
+    """Add ``--profile``. without: its default, in words."""
     parser.add_argument(
         "--profile",
         metavar="NAME",
-        help=f"a model, settings and a system prompt, as /profile save keeps them; flags beside it win ({without})",
+        help=f"saved model, settings and system prompt (/profile save); other flags override it (default: {without})",
     )
 
 
 def given_profile(parser: argparse.ArgumentParser, name: str, known: Mapping[str, Profile]) -> Profile:
-    """Return the profile of this name; end with exit status 2 where there is none."""
+    """Return the named profile; exits with status 2 if unknown."""
     if name not in known:
         near = nearest(name, known)
         meant = f"did you mean {near}?" if near else f"there are: {', '.join(known)}" if known else NO_PROFILES
@@ -386,7 +345,7 @@ NO_PROFILES = "/profile save NAME in the chat makes one"
 
 
 def over(parser: argparse.ArgumentParser, profile: Profile, base: T) -> T:
-    """Return ``base`` with what the profile says of it; end with exit status 2 where that is not valid."""
+    """Apply a profile to ``base``; exits with status 2 if invalid."""
     try:
         return profile.over(base)
     except OptionError as error:
@@ -394,7 +353,6 @@ def over(parser: argparse.ArgumentParser, profile: Profile, base: T) -> T:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how tokens are chosen."""
     group = parser.add_argument_group("generation")
     for flag, each in _SAMPLING.items():
         action = "append" if each.repeated else "store"
@@ -402,63 +360,29 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what the chat template is told."""
     group = parser.add_argument_group("thinking and chat template")
-    group.add_argument(
-        "--thinking",
-        choices=THINKING,
-        help="whether the model thinks before it answers, or how much (as its chat template has it)",
-    )
-    group.add_argument(
-        "--thinking-budget", type=int, metavar="N", help="end thinking after N tokens; the answer follows (no end)"
-    )
-    group.add_argument(
-        "--template-option",
-        action="append",
-        metavar="KEY=VALUE",
-        help="anything else that the chat template reads, a JSON value; may be repeated",
-    )
+    add_flags(group, "--thinking", "--thinking-budget", "--template-option")
 
 
 def add_reply_flags(parser: argparse.ArgumentParser, *, cache: bool = True) -> None:
-    """Add every flag of a command that loads a model and makes replies; cache: whether they may be read from the prompt cache."""
-    add_adapter_flag(parser)
-    add_unchecked_flag(parser)
-    add_cpu_exact_flag(parser)
+    """Add all flags of a command that generates replies. cache: include the prompt cache's."""
+    add_flags(parser, "--adapter", "--unchecked", "--cpu-exact")
     add_sampling_flags(parser)
     add_template_flags(parser)
     add_kv_flags(parser, cache=cache)
-    add_memory_flag(parser)
+    add_flags(parser, "--memory")
 
 
 def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: bool = True) -> None:
-    """Add the flags that say how keys and values are kept; ``cache`` and ``full`` leave out those a command has not."""
-    group = parser.add_argument_group("keys and values")
-    bits = "|".join(map(str, KV_BITS))
-    group.add_argument("--kv-bits", type=kv_bits, metavar="BITS", help=f"{bits}, or K,V such as 8,4; 16 is unpacked")
-    group.add_argument(
-        "--kv-window",
-        type=int,
-        metavar="N",
-        help="hold N tokens at most: the first ones (--kv-keep) and the newest (rotating)",
-    )
-    group.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, help="values that share a scale (64)")
-    group.add_argument(
-        "--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4; a chat: system)"
-    )
-    if full:
-        group.add_argument(
-            "--on-full",
-            choices=ON_FULL,
-            help="when the context is full: the oldest tokens are dropped, the reply stops (the default without a window), "
-            "a prompt's middle is left out, or the cut reply is an error",
-        )
+    """Add KV flags; ``cache`` and ``full`` exclude those a command lacks."""
+    group = parser.add_argument_group("KV cache")
+    add_flags(group, "--kv-bits", "--kv-window", "--kv-group-size", "--kv-keep", *(["--on-full"] if full else []))
     if cache:
-        group.add_argument("--no-prompt-cache", action="store_true", help="compute every prompt afresh")
+        add_flags(group, "--no-prompt-cache")
 
 
 def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace, base: Sampling | None = None) -> Sampling:
-    """Return ``base`` with the flags that were given; end with exit status 2 at a bad one."""
+    """Apply the flags to ``base``; exits with status 2 at a bad one."""
     result = base or Sampling()
     for flag, each in _SAMPLING.items():
         if (value := getattr(options, each.field)) is not None:
@@ -469,21 +393,8 @@ def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace, base:
     return result
 
 
-def add_logprobs_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--logprobs``."""
-    parser.add_argument(
-        "--logprobs",
-        nargs="?",
-        const=0,
-        type=alternatives,
-        metavar="N",
-        help="with --json: each text event has its tokens, with their log-probabilities by the model itself and those of the "
-        "N likeliest in their place (0)",
-    )
-
-
 def with_logprobs(parser: argparse.ArgumentParser, options: argparse.Namespace, base: Sampling) -> Sampling:
-    """Return ``base`` with ``--logprobs``, if it was given; end with exit status 2 at a bad or idle one."""
+    """Apply ``--logprobs``; exits with status 2 if bad or without effect."""
     if options.logprobs is None:
         return base
     if not options.json and options.each is None:
@@ -492,17 +403,10 @@ def with_logprobs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
     return changed
 
 
-def add_schema_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--schema``."""
-    parser.add_argument(
-        "--schema", metavar="FILE", help="a JSON Schema that the answer follows; needs pip install 'tokamac[schema]'"
-    )
-
-
 def with_schema(
     parser: argparse.ArgumentParser, options: argparse.Namespace, base: Sampling, read: Callable[[str], str]
 ) -> Sampling:
-    """Return ``base`` with what ``--schema`` names, if it was given; end with exit status 2 at what is none."""
+    """Apply ``--schema``; exits with status 2 if invalid."""
     if options.schema is None:
         return base
     changed: Sampling = _changed(parser, "--schema", base, {"json_schema": read(options.schema)})
@@ -512,7 +416,7 @@ def with_schema(
 def template_options(
     parser: argparse.ArgumentParser, options: argparse.Namespace, base: TemplateOptions | None = None
 ) -> TemplateOptions:
-    """Return ``base`` with the flags that were given; end with exit status 2 at a bad or idle one."""
+    """Apply the flags to ``base``; exits with status 2 if bad or without effect."""
     result = base or TemplateOptions()
     if options.thinking == "off" and options.thinking_budget is not None:
         parser.error("--thinking-budget has no effect with --thinking off")
@@ -526,7 +430,7 @@ def template_options(
 
 
 def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: KVSpec | None = None) -> KVSpec:
-    """Return ``base`` with the flags that were given; end with exit status 2 at a bad or idle one."""
+    """Apply the flags to ``base``; exits with status 2 if bad or without effect."""
     result = base or KVSpec()
     given: Mapping[str, Any] = vars(options)
     if (bits := given.get("kv_bits")) is not None:
@@ -548,17 +452,16 @@ def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: 
 
 
 def prompt_cache(options: argparse.Namespace) -> PromptCacheSpec | None:
-    """Return how computed prompts are reused; None is not at all."""
+    """Return the prompt cache spec; None is off."""
     return None if options.no_prompt_cache else PromptCacheSpec()
 
 
 def any_given(options: argparse.Namespace, names: tuple[str, ...]) -> bool:
-    """Whether any of these flags was given."""
     return any(getattr(options, name, None) is not None for name in names)
 
 
 def known_settings() -> settings.Settings:
-    """Return the settings; say on stderr where this moved a damaged file aside."""
+    """Return the settings; reports on stderr if a damaged file was moved aside."""
     read = settings.load(settings.default_path())
     if read.moved:
         warn(read.warnings)
@@ -566,14 +469,13 @@ def known_settings() -> settings.Settings:
 
 
 def default_model() -> str:
-    """Return the model that the user picked last, else the embedded one; say on stderr what of the settings can't be used."""
+    """Return the last chosen model, else the embedded one; reports settings problems on stderr."""
     read = settings.load(settings.default_path())
     warn(read.warnings)
     return read.settings.model
 
 
 def warn(warnings: Iterable[str]) -> None:
-    """Say each on a line of stderr."""
     for warning in warnings:
         note(f"warning: {warning}")
 
@@ -583,3 +485,88 @@ def _changed(parser: argparse.ArgumentParser, flag: str, base: Any, given: Mappi
         return replace(base, **given)
     except OptionError as error:
         parser.error(f"{flag}: {error.one_line().rstrip('.')}")
+
+
+ADAPTER = "LoRA or DoRA adapter of mlx-lm or PEFT: a folder or a Hugging Face ID"
+# Flags that several commands have, as argparse takes them.
+FLAGS: dict[str, dict[str, Any]] = {
+    "-m --model": {"type": model_name, "metavar": "MODEL", "help": f"{MODEL} (default: the model used last)"},
+    "-f --file": {
+        "action": "append", "default": [], "metavar": "FILE", "help": "text file or PDF to put before PROMPT; repeatable",
+    },
+    "--system": {"metavar": "TEXT", "help": "system prompt"},
+    "--memory": {
+        "type": gigabytes, "metavar": "GB",
+        "help": "memory limit for the model, even above the system's (default: memory_gb in the settings)",
+    },
+    "--parallel": {
+        "type": replies_at_once, "metavar": "N",
+        "help": f"write up to N replies in parallel (default: parallel in the settings, at first {PARALLEL})",
+    },
+    "--draft": {
+        "type": draft_name, "metavar": "MODEL",
+        "help": f"draft model for speculative decoding, with the same tokenizer; {NO_DRAFT} for no draft model (default: the "
+        "settings' for this model)",
+    },
+    "--nodes": {"type": nodes_count, "metavar": "N", "help": "split the model over N processes on this machine"},
+    "--hostfile": {
+        "metavar": "FILE", "help": "split it over the machines in a file of mlx.distributed_config, this one first",
+    },
+    "--backend": {"choices": NODE_BACKENDS, "help": "how they communicate (default: as in the hostfile, else ring)"},
+    "--split": {
+        "choices": SPLITS, "help": "a part of every layer each (tensor), or whole layers (pipeline) (default: tensor)",
+    },
+    "--cpu-exact": {
+        "action": "store_true",
+        "help": "CPU only: keep activations in full precision (default: cpu_exact in the settings)",
+    },
+    "--unchecked": {
+        "action": "store_true",
+        "help": "load a model even if part of its config is computed differently here; every reply says what",
+    },
+    "--adapter": {
+        "metavar": "DIR|ID",
+        "help": f"{ADAPTER}; {NO_ADAPTER} for no adapter (default: the settings' for this model)",
+    },
+    "--thinking": {
+        "choices": THINKING,
+        "help": "whether the model thinks before it answers, or how much (default: its chat template's)",
+    },
+    "--thinking-budget": {
+        "type": int, "metavar": "N", "help": "end thinking after N tokens and answer (default: no limit)",
+    },
+    "--template-option": {
+        "action": "append", "metavar": "KEY=VALUE",
+        "help": "set another variable of the chat template, as JSON; repeatable",
+    },
+    "--kv-bits": {
+        "type": kv_bits, "metavar": "BITS",
+        "help": f"bits of keys and values: {'|'.join(map(str, KV_BITS))}, or K,V such as 8,4; 16 is not quantized",
+    },
+    "--kv-window": {
+        "type": int, "metavar": "N", "help": "keep at most N tokens: the first (--kv-keep) and the newest",
+    },
+    "--kv-group-size": {"type": int, "choices": GROUP_SIZES, "help": "values that share a scale (default: 64)"},
+    "--kv-keep": {
+        "type": kv_keep, "metavar": "N|system",
+        "help": "first tokens that are never dropped (default: 4; in a chat: system)",
+    },
+    "--on-full": {
+        "choices": ON_FULL,
+        "help": "when the context is full: drop the oldest tokens, stop (default without a window), leave out the middle of the "
+        "prompt, or fail",
+    },
+    "--no-prompt-cache": {"action": "store_true", "help": "compute every prompt from scratch"},
+    "--logprobs": {
+        "nargs": "?", "const": 0, "type": alternatives, "metavar": "N",
+        "help": "with --json: add the log-probability of each token, and of the N likeliest alternatives (default: 0)",
+    },
+    "--schema": {
+        "metavar": "FILE", "help": "make the answer follow a JSON Schema (needs pip install 'tokamac[schema]')",
+    },
+}  # fmt: skip
+
+
+def add_flags(parser: argparse._ActionsContainer, *flags: str) -> None:
+    for flag in flags:
+        parser.add_argument(*flag.split(), **FLAGS[flag])

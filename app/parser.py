@@ -1,9 +1,9 @@
-"""The argument parser of every command: complaints of one line that name what was meant, and help that fits the terminal.
+"""Argument parser of all commands: one-line errors with suggestions, help as wide as the terminal."""
 
-A command that does one of several things (``tokamac models pull ID``) has help for each of its actions.
-"""
+# Commands with actions (``tokamac models pull ID``) have help per action.
 
 import argparse
+import shlex
 import shutil
 import sys
 import textwrap
@@ -11,16 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from tokamac.engine.errors import shortened
+from tokamac.engine.files import exists, expanded
 from tokamac.engine.hub.names import GUIDE, nearest
 
-from .sanitise import sanitise_line
+from .text.sanitise import sanitise_line
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 HELP_FLAGS = frozenset({"-h", "--help"})
-WIDEST, NARROWEST = 100, 20
-"""Columns that help is written in."""
+WIDEST, NARROWEST = 100, 20  # columns that help is written in
+# What `tokamac help` has on a command.
 TOPICS = {
     "chat": "chat, profiles, keys, kv, context, memory, sampling, settings, thinking",
     "ask": "each, json, profiles, kv, cache, sampling, thinking",
@@ -29,17 +30,19 @@ TOPICS = {
     "quality": "convert",
     "bench": "speed, each, kv",
     "serve": "serve, kv, cache, sampling, thinking, memory",
+    "launch": "serve",
     "models": "models",
     "cache": "cache",
-    "chats": "chat",
+    "chats": "chat, backup",
+    "backup": "backup",
+    "restore": "backup",
     "completion": "completion, environment",
     "doctor": "doctor, environment, exit",
 }
-"""What `tokamac help` has on a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line, with an example under --help. about: what the command does."""
+    """Parser with one-line errors and examples in --help. about: what the command does."""
 
     def __init__(self, command: str, description: str, examples: str) -> None:
         super().__init__(
@@ -54,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         self._also: tuple[str, ...] = ()
 
     def unnamed(self, flags: Iterable[str]) -> None:
-        """Complain as the program itself, since the command was not written. flags: what it alone takes."""
+        """Report errors as the program itself: the command was implied. flags: its own ones."""
         self._speaker = "tokamac"
         self._see = f"`tokamac --help` and {self._see}"
         self._also = tuple(flags)
@@ -62,7 +65,6 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse; end with exit status 2 at what is not understood."""
         options, unknown = self._parse_known(args, namespace)
         if unknown:
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
@@ -76,24 +78,21 @@ class Parser(argparse.ArgumentParser):
         return self.parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
-        """Write, and raise OSError where stdout takes no more: argparse would keep silent, and help cut short end well."""
+        # argparse would ignore the error, and truncated help would exit with 0.
         if message and file is not None and file is sys.stdout:
             file.write(message)
         else:
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        """End with exit status 2."""
         said = shortened(" ".join(sanitise_line(message).split()))
         self.exit(2, f"{self._speaker}: {said}{'' if said.endswith('?') else '.'} See {self._see}.\n")
 
     def format_help(self) -> str:
-        """Return the help, no wider than the terminal."""
         self.description = self.describe()
         return super().format_help()
 
     def describe(self) -> str:
-        """Return what the command does, in lines."""
         return _filled(self.about)
 
 
@@ -103,21 +102,20 @@ def _filled(text: str, indent: int = 0) -> str:
 
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
-    """Return a question to end a complaint with; nothing where nothing known is like what was written."""
+    """Return a "did you mean" suffix, or ""."""
     near = nearest(written, known) if written else None
     return "" if near is None else f"; did you mean {near}?"
 
 
 def help_width() -> int:
-    """Return the columns to write help in: as argparse does, two less than there are."""
+    """Return the help's width: terminal columns minus two, as in argparse."""
     return max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST) - 2)
 
 
 class ActionParser(Parser):
-    """Takes an action first, and flags anywhere: argparse of Python 3.11 finds no positional argument behind a flag.
+    """Parser with a leading action; actions: help by name, the first is the default."""
 
-    actions: what each does, the first of them where none is named.
-    """
+    # argparse of Python 3.11 finds no positional argument behind a flag.
 
     def __init__(self, command: str, description: str, examples: str, actions: Mapping[str, str]) -> None:
         super().__init__(command, description, examples)
@@ -131,21 +129,18 @@ class ActionParser(Parser):
 
     @property
     def actions(self) -> Mapping[str, str]:
-        """The actions, and what each does."""
         return self._does
 
     def takes(self, action: str, name: str) -> bool:
-        """Return whether an action takes the argument of this name."""
         return action in self._takers.get(name, self._does)
 
     def only(self, actions: Collection[str], *names: str) -> None:
-        """Say that the arguments of these names are for these actions alone: the help of the others leaves them out."""
+        """Restrict arguments to these actions; the help of others omits them."""
         self._takers.update(dict.fromkeys(names, actions))
 
     def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse; end with exit status 2 at what is not understood."""
         if args and args[0] in self._does and not HELP_FLAGS.isdisjoint(args):
             self._narrow(args[0])
         return super().parse_args(args, namespace)
@@ -156,7 +151,6 @@ class ActionParser(Parser):
         return self.parse_known_intermixed_args(args, namespace)
 
     def describe(self) -> str:
-        """Return what the command is about, and what each action does."""
         if not self._listed:
             return super().describe()
         indent = max(map(len, self._does)) + 4
@@ -164,7 +158,7 @@ class ActionParser(Parser):
         return "\n".join([super().describe(), "", "actions:", *lines])
 
     def _narrow(self, action: str) -> None:
-        """Leave in the help what goes with ``action``."""
+        """Limit the help to ``action``."""
         for each in self._actions:
             if each.dest == "action" or not self.takes(action, each.dest):
                 each.help = argparse.SUPPRESS
@@ -176,7 +170,7 @@ class ActionParser(Parser):
 
 
 def _one_of(words: Collection[str]) -> Callable[[str], str]:
-    """Return what reads one of ``words``, as the type of an argument: it says which one was probably meant."""
+    """Return an argument type for ``words`` that suggests near ones."""
 
     def read(text: str) -> str:
         if text not in words:
@@ -186,6 +180,7 @@ def _one_of(words: Collection[str]) -> Callable[[str], str]:
     return read
 
 
+# What other programs call what this one has under another name.
 ELSEWHERE = {
     "config": "/settings in the chat",
     "download": "tokamac models pull",
@@ -196,19 +191,23 @@ ELSEWHERE = {
     "quantize": "tokamac convert",
     "remove": "tokamac models remove",
     "rm": "tokamac models remove",
-    "run": "tokamac chat",
     "settings": "/settings in the chat",
     "version": "tokamac --version",
 }
-"""What other programs call what this one has under another name."""
 
 
-def no_command(word: str, commands: Iterable[str]) -> str:
-    """Return, for one line, that ``word`` is no command, and which was probably meant."""
-    meant = ELSEWHERE.get(word) or (f"tokamac chat {word}" if word == GUIDE or "/" in word else None)
-    if meant is None and (near := nearest(word, commands)) is not None:
-        meant = f"tokamac {near}"
+def meant_command(word: str, commands: Iterable[str]) -> str | None:
+    if (known := ELSEWHERE.get(word)) is not None:
+        return known
+    if word == GUIDE or "/" in word or (":" in word and " " not in word):
+        return f"tokamac chat {shlex.quote(word)}" if " " not in word or exists(expanded(word)) else None
+    near = nearest(word, commands) if " " not in word else None
+    return None if near is None else f"tokamac {near}"
+
+
+def no_command(word: str, meant: str | None) -> str:
+    """Return a one-line error for an unknown command. meant: the suggestion."""
     said = f"there is no command {word!r}"
     if meant is None:
-        return f"{said}. See `tokamac --help`; to chat with a model: tokamac chat MODEL"
+        return f"{said}. See `tokamac --help`; to ask: tokamac ask {shlex.quote(word)}; to chat: tokamac chat MODEL"
     return f"{said}; did you mean {meant}? See `tokamac --help`."

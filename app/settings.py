@@ -1,63 +1,224 @@
-"""What the app remembers between runs: one TOML file that a person can read and edit (``tokamac help settings`` shows it).
-
-Nothing in the file is dropped in silence. An unknown key is named and stays, a value that can't be used is named and its default
-taken, and a file that is not TOML is moved aside, not overwritten. A change touches only the values that differ, so comments and
-order survive. It is applied to the file as it is now, since other windows and the user's editor change it too; the lock is on a
-file beside it, because the settings' own file is replaced whole.
-"""
+"""Settings in one TOML file that users can edit (``tokamac help settings`` shows it), profiles among them."""
 
 import fcntl
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import atomic_write, expanded, read_text
+from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions
-from tokamac.engine.perf import measurement_store
+from tokamac.engine.perf import hardware
 
-from .profiles import CHAT_KV, PROFILE_KEYS, Profile, read_profiles
-from .strict_json import ShapeError, build
+from .text.strict_json import ShapeError, build
+
+# A profile is a table of the settings file. Its keys are ``model``, ``system``, ``tools`` and the option
+# names of /settings:
+#
+#     [profiles.coding]
+#     model = "org/name"
+#     temperature = 0.2
+#
+# Options that a profile doesn't name follow the settings, including later changes.
+
 
 T = TypeVar("T")
 
+# How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt.
+CHAT_KV = KVSpec(keep="system")
+DEFAULT = "default"  # in a profile: the default of a setting, whatever [sampling], [template] or [kv] say
+# Options of the engine that no profile has: tools are named apart, a chat shows no log-probabilities and forces no
+# call.
+SHOWN_NOWHERE = ("tools", "must_call", "logprobs")
+
+
+def defaults_of(kind: type[T]) -> T:
+    return cast(T, CHAT_KV) if kind is KVSpec else kind()
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A profile; None and options that it doesn't name follow the settings.
+
+    options: fields of Sampling, TemplateOptions and KVSpec by name, or ``DEFAULT``.
+    """
+
+    model: str | None = None
+    system: str | None = None
+    tools: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        named = {"model": self.model, "system": self.system, "tools": self.tools}
+        return {**{key: value for key, value in named.items() if value is not None}, **self.options}
+
+    def names(self, kind: Hashable) -> bool:
+        return any(each in self.options for each in option_hints(kind))
+
+    def over(self, base: T) -> T:
+        """Return ``base`` updated with the profile's options. Raises OptionError where they are not valid."""
+        kind: Any = type(base)
+        default = defaults_of(kind)
+        named = {
+            name: getattr(default, name) if self.options[name] == DEFAULT else self.options[name]
+            for name in option_hints(kind)
+            if name in self.options
+        }
+        return replace(base, **named) if named else base  # type: ignore[type-var]  # a dataclass, as all OPTIONS are
+
+
+def differing(kept: object, everywhere: object) -> dict[str, Any]:
+    kind: Any = type(kept)
+    default, named = defaults_of(kind), {}
+    for name in option_hints(kind):
+        value, usual = getattr(kept, name), getattr(default, name)
+        if value != usual:
+            named[name] = value
+        elif getattr(everywhere, name) != usual:
+            named[name] = DEFAULT
+    return named
+
+
+LONGEST_NAME = 40
+NO_PROFILE = "none"
+VERBS = ("save", "delete", NO_PROFILE)  # what follows /profile in place of a name
+
+
+def why_no_name(name: str) -> str:
+    if not name or not name.isprintable() or len(name) > LONGEST_NAME:
+        return f"A profile's name has 1 to {LONGEST_NAME} letters."
+    first = name.partition(" ")[0].lower()
+    return f"A profile can't be called {name}: /profile {first} means something else." if first in VERBS else ""
+
+
+@cache
+def option_hints(kind: Hashable) -> Mapping[str, Any]:
+    return {name: hint for name, hint in get_type_hints(cast(type, kind)).items() if name not in SHOWN_NOWHERE}
+
+
+PROFILE_KINDS = (Sampling, TemplateOptions, KVSpec)
+PROFILE_VALUES = {"model": str, "system": str, "tools": tuple[str, ...]}
+# All that a profile can name.
+PROFILE_KEYS = (*PROFILE_VALUES, *(each.name for kind in PROFILE_KINDS for each in fields(kind)))
+
+
+def read_profiles(given: dict[str, Any], text: str, file: str, warnings: list[str]) -> dict[str, Profile]:
+    read = {}
+    for name, table in given.items():
+
+        def wrong(key: str, why: str, name: str = name) -> None:
+            line = _line_of(text, ("profiles", name, key) if key else ("profiles", name))
+            at = file if line is None else f"{file} line {line}"
+            warnings.append(f"{at}: [profiles.{name:.40}] {why.rstrip('.')}; it is kept and not used.")
+
+        if isinstance(table, dict):
+            read[name] = _profile(table, wrong)
+        else:
+            wrong("", f"is {table!r:.40}, which is no table")
+    return read
+
+
+def _profile(given: dict[str, Any], wrong: Callable[[str, str], None]) -> Profile:
+    kinds = {key: kind for kind in PROFILE_KINDS for key in option_hints(kind)}
+    values: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, item in given.items():
+        try:
+            if key in PROFILE_VALUES:
+                values[key] = build(PROFILE_VALUES[key], item, key)
+            elif (kind := kinds.get(key)) is None:
+                meant = nearest(key, [*PROFILE_VALUES, *kinds])
+                wrong(key, f"has no setting {key!r:.40}" + (f" (did you mean {meant}?)" if meant else ""))
+            else:
+                options[key] = DEFAULT if item == DEFAULT else build(option_hints(kind)[key], item, key)
+        except ShapeError as error:
+            wrong(key, str(error))
+    for kind in PROFILE_KINDS:
+        named = {key: value for key, value in options.items() if key in option_hints(kind) and value != DEFAULT}
+        valid = _taken(defaults_of(kind), named, wrong)
+        options = {key: valid.get(key, value) for key, value in options.items() if key in valid or key not in named}
+    return Profile(**values, options=options)
+
+
+def _taken(value: Any, named: dict[str, Any], wrong: Callable[[str, str], None]) -> dict[str, Any]:
+    try:
+        held = replace(value, **named)
+        return {key: getattr(held, key) for key in named}
+    except OptionError:
+        held, taken = value, []
+    for key, item in named.items():
+        try:
+            held = replace(held, **{key: item})
+            taken.append(key)
+        except OptionError as error:
+            wrong(key, f"{key} = {item!r:.40}: {error.one_line()}")
+    return {key: getattr(held, key) for key in taken}
+
+
+def _line_of(text: str, path: tuple[str, ...]) -> int | None:
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        begun = line.strip()
+        if begun.startswith("["):
+            table = _path_of(begun)
+            here = table
+        else:
+            here = (*table, *_path_of(f"{begun.partition('=')[0]} = 0"))
+        if here == path:
+            return number
+    return None
+
+
+def _path_of(toml: str) -> tuple[str, ...]:
+    names: list[str] = []
+    with suppress(tomllib.TOMLDecodeError):
+        at: Any = tomllib.loads(toml)
+        while isinstance(at, dict) and len(at) == 1:
+            (name,) = at
+            names.append(name)
+            at = at[name]
+    return tuple(names)
+
+
+# Nothing is dropped silently: unknown keys are reported and kept, invalid values reported and replaced by
+# defaults, and a file that isn't TOML is moved aside. Only changed values are written, into the file as it is
+# now, so comments, order and others' edits survive. A separate file is locked: the settings file is replaced.
+
+
 FILE = "settings.toml"
 HEADER = "# Settings of tokamac (tokamac help settings). The app changes single values; comments and order stay.\n"
-LARGEST_BYTES = 4 << 20
-"""Of the file: with a library of system prompts it has some kilobytes."""
-MOST_ASIDE = 100
-"""Damaged files that are kept beside it; after that the damaged one stays where it is."""
-PATIENCE_S = 2.0
-"""How long another window may keep the lock; each change takes milliseconds."""
+LARGEST_BYTES = 4 << 20  # of the file: with a library of system prompts it has some kilobytes
+MOST_ASIDE = 100  # damaged files that are kept beside it; after that the damaged one stays where it is
+PATIENCE_S = 2.0  # how long another window may keep the lock; each change takes milliseconds
 DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 
 MOST_MEMORY_GB = 1e6
 MOST_PARALLEL = 256
 MOST_CALLS = 1000
+# Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat.
 TITLES = ("model", "words")
-"""Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
+# Settings that are one value, not a table.
 VALUES = (
     "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel",
     "speculation", "tint_guesses", "cpu_exact", "models_folder", "keep_awake", "titles", "toured",
 )  # fmt: skip
-"""Settings that are one value, not a table."""
-OPTIONS = ("sampling", "template", "kv", "tools")
-"""Tables that are a dataclass."""
-MAPS = ("system_prompts", "adapters", "drafts", "keys", "mcp", "profiles")
-"""Tables whose keys are the user's."""
+OPTIONS = ("sampling", "template", "kv", "tools")  # tables that are a dataclass
+MAPS = ("system_prompts", "adapters", "drafts", "keys", "mcp", "profiles")  # tables whose keys are the user's
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSettings:
-    """What holds for tools in every chat.
+    """Tool settings of every chat. Raises OptionError.
 
-    allowed: the tools that need not ask, ever. folders: what may be read beside the folder a chat was started from. calls: for one
-    prompt, at most. Raises OptionError for a number of calls that is none, and a folder in a home that nobody has.
+    allowed: never ask. folders: readable besides the chat's start folder. calls: limit per prompt.
     """
 
     allowed: tuple[str, ...] = ()
@@ -73,7 +234,7 @@ class ToolSettings:
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """A program that offers tools over its standard input and output. seconds: how long a call, or its start, may take."""
+    """An MCP server on stdio. seconds: timeout of a call, and of the start."""
 
     command: str
     args: tuple[str, ...] = ()
@@ -83,20 +244,12 @@ class McpServer:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chose last.
+    """The user's settings. Raises OptionError for values out of range and unknown home folders.
 
-    profile: the one that new chats begin with; "" is none. profiles: by name.
-    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
-    (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. parallel: replies
-    that an engine makes at once, at most. speculation: whether tokens are guessed, and several verified at once. tint_guesses:
-    whether text that was guessed is tinted in the chat. cpu_exact: whether a CPU rounds nothing that packed weights are multiplied
-    with. keep_awake: whether a Mac may not sleep while a model works.
-    models_folder: where the chat puts models that it converts; empty is ``default_models_folder``. titles: who gives a chat its
-    title, one of ``TITLES``.
-    panel, all_figures: whether the side panel is shown, and with every figure. toured: whether the tour of the first start was
-    shown. system_prompts: texts by name. adapters, drafts: adapters and draft models, by model. keys: of actions by id, as they
-    were written. tools: what they may do. mcp: programs that offer tools.
-    Raises OptionError for values out of range, and for a folder in a home that nobody has.
+    unload_after_min: idle minutes until the model is unloaded; 0: never, None: the chat decides
+    (app/chat/session.py). memory_gb: limit of MLX's arrays in 10^9 bytes; None: the system's. parallel: replies
+    in parallel. tint_guesses: tint draft tokens. cpu_exact: no rounding of what packed weights are multiplied
+    with. titles: one of ``TITLES``. adapters, drafts: by model. keys: by action id, as written.
     """
 
     model: str = "guide"
@@ -143,22 +296,19 @@ class Settings:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What MLX's arrays may take; None is the system's limit."""
         return None if self.memory_gb is None else round(self.memory_gb * 1e9)
 
     def beside(self, model: str) -> tuple[str | None, str | None]:
-        """Return the adapter and the draft model that ``model`` is loaded with; None is none."""
         return self.adapters.get(model), self.drafts.get(model)
 
     @property
     def models_path(self) -> Path:
-        """Where the chat puts models that it converts: an absolute path, there or not."""
         return expanded(self.models_folder).absolute() if self.models_folder else default_models_folder()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and in plain sentences what of the file could not be used. moved: it is gone, so nobody else will find out."""
+    """Settings, and warnings about the file. moved: the file was moved aside, so nobody else can report it."""
 
     settings: Settings
     warnings: tuple[str, ...] = ()
@@ -166,18 +316,15 @@ class LoadedSettings:
 
 
 def gigabytes_of(nbytes: int | None) -> float | None:
-    """Return bytes as ``memory_gb`` has them."""
     return None if nbytes is None else nbytes / 1e9
 
 
 def with_one(known: dict[str, str], model: str, name: str | None) -> dict[str, str]:
-    """Return adapters or draft models by model, with this one for ``model``; None is none."""
     others = {each: its for each, its in known.items() if each != model}
     return others if name is None else {**others, model: name}
 
 
 def with_allowed(settings: Settings, allowed: tuple[str, ...]) -> Settings:
-    """Return the settings with these tools that never ask."""
     return replace(settings, tools=replace(settings.tools, allowed=allowed))
 
 
@@ -185,23 +332,19 @@ def with_allowed(settings: Settings, allowed: tuple[str, ...]) -> Settings:
 
 
 def default_path() -> Path:
-    """Return where the settings are kept."""
     from platformdirs import user_config_path
 
     return user_config_path("tokamac") / FILE
 
 
 def default_models_folder() -> Path:
-    """Return where converted models go: in plain sight in the home folder, or below TOKAMAC_DATA_DIR where that is set.
-
-    They take gigabytes. A hidden data folder would fill the disk unseen, and on a Mac the Finder does not show it.
-    """
+    """Return the folder of converted models, visible in the home folder or below TOKAMAC_DATA_DIR."""
+    # Gigabytes in a hidden data folder would fill the disk unseen; the Finder doesn't show those on a Mac.
     given = os.environ.get("TOKAMAC_DATA_DIR")
     return expanded(given).absolute() / "models" if given else Path.home() / "Models" / "tokamac"
 
 
 def load(path: Path) -> LoadedSettings:
-    """Read the settings; a missing file gives the defaults, and so does one that can't be used."""
     try:
         return read(path)
     except DAMAGED as error:
@@ -212,12 +355,12 @@ def load(path: Path) -> LoadedSettings:
 
 
 def read(path: Path) -> LoadedSettings:
-    """Read the settings; a missing file gives the defaults. Raises OSError, and ``DAMAGED`` for what is no TOML."""
+    """Read the settings; defaults if missing. Raises OSError, and ``DAMAGED`` for invalid TOML."""
     return loads(_text(path), path.name)
 
 
 def loads(text: str, name: str = FILE) -> LoadedSettings:
-    """Read settings from TOML; ``name`` is the file's, for the warnings. Raises TOMLDecodeError."""
+    """Parse TOML settings; ``name`` is the file's, for warnings. Raises TOMLDecodeError."""
     warnings: list[str] = []
     read: dict[str, Any] = {}
     for key, value in tomllib.loads(text).items():
@@ -249,17 +392,17 @@ def _text(path: Path) -> str:
         return ""
 
 
+# What a value is that should be one of these, in words.
 NOT_A: Mapping[object, str] = {
     bool: "neither true nor false",
     int: "no whole number",
     float: "no number",
     str: "no text",
 }
-"""What a value is that should be one of these, in words."""
 
 
 def _value(name: str, value: object) -> Any:
-    """Return the value of a setting. Raises ShapeError, or OptionError for one that is out of range."""
+    """Return a setting's value. Raises ShapeError or, out of range, OptionError."""
     kind = get_type_hints(Settings)[name]
     try:
         built = build(kind, value, name)
@@ -270,7 +413,6 @@ def _value(name: str, value: object) -> Any:
 
 
 def _options(value: T, table: str, given: dict[str, Any], file: str, warnings: list[str]) -> T:
-    """Return ``value`` with what is valid of a [sampling], [template] or [kv] table."""
     hints = get_type_hints(type(value))
     usable = {}
     for key, item in given.items():
@@ -294,7 +436,6 @@ def _options(value: T, table: str, given: dict[str, Any], file: str, warnings: l
 
 
 def _map(table: str, given: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
-    """Return what is valid of a table whose keys are the user's."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         try:
@@ -318,7 +459,6 @@ def _keys(value: object) -> tuple[str, ...]:
 
 
 def _server(value: object) -> McpServer:
-    """Return a table of [mcp]; its env is a table of texts."""
     if not isinstance(value, dict):
         raise ShapeError("no table")
     env = value.get("env", {})
@@ -332,12 +472,11 @@ def _server(value: object) -> McpServer:
     return built
 
 
+# How an entry of a table is read; of the others, each is a text.
 READERS: dict[str, Callable[[object], Any]] = {"keys": _keys, "mcp": _server}
-"""How an entry of a table is read; of the others, each is a text."""
 
 
 def _set_aside(path: Path, error: Exception) -> str:
-    """Move a damaged file out of the way, to a name that is free; return what to say of it."""
     names = (path.with_suffix(f".damaged{number}.toml") for number in ("", *range(2, MOST_ASIDE)))
     aside = next((name for name in names if not (name.exists() or name.is_symlink())), None)
     if aside is None:
@@ -349,11 +488,52 @@ def _set_aside(path: Path, error: Exception) -> str:
     return f"{path} was damaged ({error}); it is now {aside.name}, and a new one takes its place."
 
 
+# To another machine, and from one ---------------------------------------------------------------------------------------------
+
+
+def shareable(path: Path) -> str:
+    """Return the settings as shareable text: without MCP servers, which may hold keys, and tool permissions.
+
+    Raises OSError, and ``DAMAGED`` for invalid TOML.
+    """
+    return _shareable(_text(path))
+
+
+def _shareable(text: str) -> str:
+    return dumps(replace(loads(text).settings, mcp={}, tools=ToolSettings()))
+
+
+def adopt(path: Path, text: str) -> tuple[list[str], list[str]]:
+    """Copy settings missing here from another file; return the copied names and those that differ.
+
+    Raises OSError where nothing could be written, and TOMLDecodeError for invalid TOML.
+    """
+    import tomlkit
+
+    held = load(path)  # moves a damaged one aside
+    here, there = tomllib.loads(_text(path)), tomllib.loads(_shareable(text))
+    taken: list[str] = []
+    kept: list[str] = []
+    for key, value in there.items():
+        inside = key in (*OPTIONS, *MAPS)
+        table, values = (here.setdefault(key, {}), value) if inside else (here, {key: value})
+        for name, its in values.items():
+            said = f"{key}.{name}" if inside else name
+            if name not in table:
+                table[name] = its
+                taken.append(said)
+            elif table[name] != its:
+                kept.append(said)
+    if taken:
+        change(path, held.settings, loads(tomlkit.dumps(here)).settings)
+    return taken, kept
+
+
 # Writing ----------------------------------------------------------------------------------------------------------------------
 
 
 def save(path: Path, settings: Settings) -> None:
-    """Make the file say these settings, whole or not at all. Raises OSError, and ``DAMAGED`` for a file that is no TOML."""
+    """Write the settings atomically. Raises OSError, and ``DAMAGED`` for a file that isn't TOML."""
     from tomlkit.exceptions import TOMLKitError
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -366,10 +546,8 @@ def save(path: Path, settings: Settings) -> None:
 
 
 def dumps(settings: Settings, text: str = "") -> str:
-    """Return ``text``, a settings file, changed so that it says ``settings``. What does not differ stays as it was written.
-
-    What returns to its default is left out, so that a later default reaches everyone. Raises TOMLDecodeError.
-    """
+    """Return the settings file ``text``, edited to hold ``settings``. Raises TOMLDecodeError."""
+    # Values back at their default are removed, so that a later default reaches everyone.
     import tomlkit
 
     was, usual = loads(text).settings, Settings()
@@ -394,7 +572,6 @@ def dumps(settings: Settings, text: str = "") -> str:
 
 
 def _table_in(parent: Any, name: str, *, above: bool = False) -> Any:
-    """Return a table that tomlkit can edit, made where there is none. above: it holds tables alone, and needs no header."""
     import tomlkit
     from tomlkit.items import InlineTable, Table
 
@@ -407,7 +584,6 @@ def _table_in(parent: Any, name: str, *, above: bool = False) -> Any:
 
 
 def _set_profile(profiles: Any, name: str, before: Profile | None, after: Profile | None) -> None:
-    """Make the table of all profiles say this one, key by key; None removes it."""
     if after is None:
         profiles.pop(name, None)
     elif before != after:
@@ -422,7 +598,6 @@ def _entries(table: Any) -> dict[str, Any]:
 
 
 def _set(table: Any, key: str, value: Any, default: Any) -> None:
-    """Make a table of the document say ``value``, where None and the default are left out. A comment in that line stays."""
     import tomlkit
     from tomlkit.container import Container
 
@@ -444,17 +619,16 @@ def _set(table: Any, key: str, value: Any, default: Any) -> None:
 
 
 def _encoded(value: Any) -> Any:
-    """Return a value as TOML has it. A key of an action alone is no list."""
     if isinstance(value, tuple):
         return [_encoded(each) for each in value]
     return value
 
 
 def change(path: Path, held: Settings, wanted: Settings) -> tuple[str, ...]:
-    """Write what differs between ``held`` and ``wanted`` into the file, and leave the rest of it; return what to say of the file.
+    """Write the difference of ``held`` and ``wanted`` into the file; return notices.
 
-    A file that is damaged by now is moved aside, and ``wanted`` written whole. Raises OSError where nothing could be written, and
-    where the damaged file can't be moved: it is not written over.
+    A damaged file is moved aside and ``wanted`` written whole. Raises OSError where nothing could be written, or
+    the damaged file can't be moved.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f".{path.name}.lock")):
@@ -471,7 +645,6 @@ def change(path: Path, held: Settings, wanted: Settings) -> tuple[str, ...]:
 
 
 def merged(now: Settings, held: Settings, wanted: Settings) -> Settings:
-    """Return ``now`` with what differs between ``held`` and ``wanted``: of tables, entry by entry."""
     changes: dict[str, Any] = {}
     for one in fields(Settings):
         was, becomes, current = (getattr(each, one.name) for each in (held, wanted, now))
@@ -501,7 +674,7 @@ def _merged_options(now: T, held: T, wanted: T) -> T:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Keep other windows from changing the settings. Raises OSError where one of them doesn't end in time."""
+    """Hold the settings lock. Raises OSError after a timeout."""
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         until = time.monotonic() + PATIENCE_S
@@ -524,9 +697,8 @@ TOLD_FILE = "told.json"
 
 
 def is_new(text: str) -> bool:
-    """Whether this was never told, and remember that it is now. Where that can't be written, it is told again."""
-    file = measurement_store.store_file(TOLD_FILE)
-    if measurement_store.read(file, text) is not None:
+    file = hardware.store_file(TOLD_FILE)
+    if hardware.read(file, text) is not None:
         return False
-    measurement_store.keep(file, {text: 1.0})
+    hardware.keep(file, {text: 1.0})
     return True

@@ -32,6 +32,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .chat import Chat
+    from .embedding import Embeddings
     from .engine import Engine
     from .events import (
         Action,
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
         Finished,
         Live,
         LoadProgress,
+        LoopFound,
         MemoryPressure,
         Message,
+        ModelSpec,
         PrefillProgress,
         Price,
         Regenerate,
@@ -56,16 +59,14 @@ if TYPE_CHECKING:
         ToolCallDelta,
         Truncated,
     )
-    from .kv.divergence import Trial, TrialProgress
+    from .lab.exchange import Exchanged
+    from .lab.scoring import Perplexity, Trial, TrialProgress
     from .metrics import Gaps, Metrics
     from .options import KVSpec, Nodes, PromptCacheSpec, Sampling, Speculation, TemplateOptions, ToolSpec
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
-    from .prompt_cache.exchange import Exchanged
-    from .runner import ModelSpec
     from .schedule.stream import ReplyStream
-    from .scoring import Perplexity
     from .text.tokenizer import Tokenizer
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "DeviceError",
     "DownloadError",
     "Edit",
+    "Embeddings",
     "Engine",
     "EngineClosedError",
     "Event",
@@ -92,6 +94,7 @@ __all__ = [
     "Limits",
     "Live",
     "LoadProgress",
+    "LoopFound",
     "Memory",
     "MemoryLimitError",
     "MemoryPressure",
@@ -133,23 +136,23 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "14")
 
 _NAMES = {
     "chat": "Chat",
+    "embedding": "Embeddings",
     "engine": "Engine",
-    "events": "Action Alternative Branch Continue Edit Event Failed Finished Live LoadProgress "
-    "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall ToolCallDelta Truncated",
-    "kv.divergence": "Trial TrialProgress",
+    "events": "Action Alternative Branch Continue Edit Event Failed Finished Live LoadProgress LoopFound "
+    "MemoryPressure Message ModelSpec PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall ToolCallDelta "
+    "Truncated",
     "metrics": "Gaps Metrics",
     "options": "KVSpec Nodes PromptCacheSpec Sampling Speculation TemplateOptions ToolSpec",
     "perf.memory": "Memory",
     "perf.roofline": "Limits Prediction",
     "prompt_cache.cache": "Check",
-    "prompt_cache.exchange": "Exchanged",
-    "runner": "ModelSpec",
-    "scoring": "Perplexity",
+    "lab.exchange": "Exchanged",
+    "lab.scoring": "Perplexity Trial TrialProgress",
     "text.tokenizer": "Tokenizer",
     "schedule.stream": "ReplyStream",
 }  # fmt: skip
+# Which module defines a name: the command line needs the errors alone, and MLX is imported where it is used.
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Which module defines a name: the command line needs the errors alone, and MLX is imported where it is used."""
 
 
 def __getattr__(name: str) -> Any:

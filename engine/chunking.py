@@ -1,62 +1,54 @@
-"""How a prompt is cut into chunks.
-
-Chunks depend on model, chip and depth, never on a clock, and a prompt is cut at multiples of the chunk, counted from its first
-token. So it is cut alike on a busy machine and on an idle one, and rounding (of packed keys and values above all: a key at the edge
-between two levels falls to either side) does not depend on the machine's load. Within a chunk, a CPU's kernels are given pieces as
-others wait: a token's bits are the same in any.
-
-    a GPU       large chunks keep it busy, small ones keep memory and the wait for a cancellation low. A dense model loses nothing
-                in chunks of 512. A mixture does: few rows for each expert multiply badly, and each chunk reads all experts. It
-                takes the smallest chunk with which the roofline predicts a prefill of TOLERANCE × that with mlx-lm's 2,048, or less
-    deep down   beyond DEEP tokens 512 at most: one chunk's attention must end before the GPU's watchdog does (mlx-lm#1087)
-    a plain CPU by the model's operations alone: measured speed moves with the machine's load
-"""
+"""How prompts are cut into prefill chunks. Loads no MLX: what a model would take is predicted before it is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .device import DeviceKind
-from .kv.sizes import grown
+from .kv.costs import grown
 from .perf.peak_memory import ModelShape, Peak, predict_peak
-from .perf.roofline import CHUNK, LatencyModel
-from .perf.workload import Workload
+from .perf.roofline import CHUNK, LatencyModel, Workload
 
+# Chunks depend on model, chip and depth, never on a clock, at multiples from the first token: so rounding
+# (above all of packed KV) doesn't depend on load. On a CPU, pieces within a chunk may vary: a token's bits are
+# the same in any.
+#
+#     GPU         dense: 512. Mixtures multiply few rows per expert badly and read all experts per chunk: the smallest
+#                 chunk with predicted prefill within TOLERANCE × that of mlx-lm's 2,048
+#     deep        beyond DEEP tokens 512 at most: attention must end before the GPU's watchdog (mlx-lm#1087)
+#     plain CPU   by the model's operations alone: measured speed varies with load
+
+
+# Prompt tokens computed at once where nothing asks for more or fewer. To keep a GPU busy; not tuned on one here.
 USUAL: dict[DeviceKind, int] = {"metal": 512, "cuda": 2048, "cpu": 256}
-"""Prompt tokens computed at once where nothing asks for more or fewer. To keep a GPU busy; not tuned on one here."""
 
 LARGEST = 4096
-LEAST = 64
-"""Tokens; every chunk reads all weights again, whatever it has of them."""
+LEAST = 64  # tokens; every chunk reads all weights again, whatever it has of them
 
-PROMPT = 8192
-"""Tokens of the prompt by which chunks are compared."""
+PROMPT = 8192  # tokens of the prompt by which chunks are compared
 
-TOLERANCE = 1.1
-"""What a prefill in smaller chunks may take of the time of one in mlx-lm's."""
+TOLERANCE = 1.1  # what a prefill in smaller chunks may take of the time of one in mlx-lm's
 
-ROWS = 64
-"""Rows for each expert that are enough, where no published latency tells."""
+ROWS = 64  # rows for each expert that are enough, where no published latency tells
 
+# What a chunk should take at most: a reply is cancelled between two. A mixture's may take longer, for what it saves.
 DENSE_S, MIXTURE_S = 2.0, 4.0
-"""What a chunk should take at most: a reply is cancelled between two. A mixture's may take longer, for what it saves."""
 
-DEEP = 1 << 16
-"""Tokens held from which chunks are small."""
+DEEP = 1 << 16  # tokens held from which chunks are small
 
+# Tokens held up to which chunks are as at the first; from there on they are chosen anew at each power of two.
 SHALLOW = 4096
-"""Tokens held up to which chunks are as at the first; from there on they are chosen anew at each power of two."""
 
+# Float32 operations a second that a plain CPU is taken to do: two cores of a laptop, roughly. A chunk should take a
+# second.
 CPU_FLOPS = 1e11
-"""Float32 operations a second that a plain CPU is taken to do: two cores of a laptop, roughly. A chunk should take a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """The chunks of a model's prompts on a device.
+    """Prompt chunks of a model on a device.
 
-    latency: as published for the chip, the same in every process; None where there is none. whole: a chunk is computed at once,
-    however long it takes. piece: tokens that are read at once where a token's bits are the same in a piece of any size, so that a
-    chunk may be cut anywhere; None where they are not.
+    latency: published for the chip, or None. whole: never split a chunk for time. piece: tokens per piece if a
+    token's bits don't depend on it, else None. first, first_token_s: values up to SHALLOW tokens.
     """
 
     work: Workload
@@ -64,9 +56,15 @@ class Chunking:
     latency: LatencyModel | None
     whole: bool = False
     piece: int | None = None
+    first: int = field(init=False, compare=False)
+    first_token_s: float | None = field(init=False, compare=False)
 
-    def at(self, depth: int) -> int:
-        """Return the tokens to compute at once after ``depth``: a power of two, never more than at a lesser depth."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", self.tokens_at(0))
+        object.__setattr__(self, "first_token_s", self.token_s(0))
+
+    def tokens_at(self, depth: int) -> int:
+        """Return the chunk after ``depth`` tokens: a power of two, nonincreasing with depth."""
         held = _level(depth)
         if self.device == "cpu":
             return _on_cpu(self.work)
@@ -75,18 +73,16 @@ class Chunking:
         return self._soon(most, min(enough, most), held)
 
     def bands(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (begin, end, chunk) for the stretches of start…stop that are computed in chunks of one size."""
         begin = start
         while begin < stop:
-            chunk, end = self.at(begin), _next_level(begin)
-            while end < stop and self.at(end) == chunk:
+            chunk, end = self.tokens_at(begin), _next_level(begin)
+            while end < stop and self.tokens_at(end) == chunk:
                 end = _next_level(end)
             yield begin, min(end, stop), chunk
             begin = end
 
     def token_s(self, depth: int) -> float | None:
-        """Return the seconds that a token should take after ``depth``, in a chunk; None is unknown."""
-        seconds = None if self.device == "cpu" else self._prefill_s(self.at(depth), depth)
+        seconds = None if self.device == "cpu" else self._prefill_s(self.tokens_at(depth), depth)
         return None if seconds is None else seconds / PROMPT
 
     @property
@@ -94,7 +90,6 @@ class Chunking:
         return USUAL[self.device]
 
     def _enough(self, held: int) -> int:
-        """Return the smallest chunk that costs little of the speed."""
         if self._prefill_s(CHUNK, held) is None:
             return self._enough_rows()
         size = LEAST
@@ -114,7 +109,6 @@ class Chunking:
         return size
 
     def _soon(self, size: int, least: int, held: int) -> int:
-        """Return the size, halved while a chunk takes too long, to ``least`` at most."""
         longest_s = MIXTURE_S if self.work.expert_bytes else DENSE_S
         while size > max(least, LEAST):
             seconds = self._prefill_s(size, held)
@@ -128,7 +122,6 @@ class Chunking:
 
 
 def whole_chunks(chunking: Chunking, tokens: int) -> int:
-    """Return how many of the first ``tokens`` come before the last cut."""
     return next((end - end % chunk for _, end, chunk in reversed([*chunking.bands(0, tokens)])), 0)
 
 
@@ -143,7 +136,7 @@ def prompt_peak(
     reply: int = 0,
     prompt_cache: int = 0,
 ) -> Peak:
-    """Return the peak (see predict_peak) of a prompt that is cut so, into chunks of ``most`` tokens at most."""
+    """Return the peak (see predict_peak) of a prompt in chunks of at most ``most`` tokens."""
     end = held + new
     bands = [*chunking.bands(held, end)] or [(held, held, most)]
     peaks = (
@@ -162,7 +155,6 @@ def prompt_peak(
 
 
 def slots_after(chunking: Chunking, prompt: int, reply: int) -> int:
-    """Return the slots of caches that grow, after a prompt that is cut so and a reply of so many tokens."""
     slots = 0
     for begin, stop, chunk in chunking.bands(0, prompt):
         for start in range(begin, stop, chunk):
@@ -180,7 +172,6 @@ def _on_cpu(work: Workload) -> int:
 
 
 def _level(depth: int) -> int:
-    """Return the depth, rounded down to a power of two; 0 below SHALLOW."""
     return 0 if depth < SHALLOW else 1 << (depth.bit_length() - 1)
 
 

@@ -1,4 +1,4 @@
-"""Which device MLX runs on, and the checks before its first use."""
+"""MLX's device, and checks before its first use."""
 
 import math
 import os
@@ -16,21 +16,17 @@ DeviceKind = Literal["metal", "cuda", "cpu"]
 
 BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
 
+# The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h).
 TF32 = "MLX_ENABLE_TF32"
-"""The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h)."""
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use: by its affinity, and by the quota of the control groups it is in.
-
-    root: where ``proc`` and ``sys`` are.
-    """
+    """Return usable cores, by affinity and cgroup quota. root: of ``proc`` and ``sys``."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([there, *_quotas(root)])
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """Yield the cores that each of Linux's control groups around this process allows; a part of one counts as one."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines()]
     except OSError:
@@ -51,7 +47,6 @@ def _quotas(root: Path) -> Iterator[int]:
 
 
 def installed_backends() -> tuple[str, ...]:
-    """Return the installed distributions that carry an MLX backend."""
     from importlib import metadata
 
     found = []
@@ -63,11 +58,8 @@ def installed_backends() -> tuple[str, ...]:
 
 
 def check_backends(installed: tuple[str, ...], *, platform: str = sys.platform) -> None:
-    """Raise DeviceError unless there is exactly one MLX backend.
-
-    The Linux builds put their library at the same path, so with two of them the one installed last would silently win. macOS has
-    only one, which Homebrew, conda and Nix ship within ``mlx`` itself.
-    """
+    # Linux builds share a library path: of two, the one installed last wins silently. macOS has only one, which
+    # Homebrew, conda and Nix ship within ``mlx`` itself.
     if platform == "darwin":
         return
     if not installed:
@@ -81,10 +73,7 @@ def check_backends(installed: tuple[str, ...], *, platform: str = sys.platform) 
 
 
 def cannot_import(error: ImportError, *, platform: str = sys.platform, unmet: str | None = None) -> DeviceError | None:
-    """Return the error for an MLX that can't be imported; None where the import error is about something else.
-
-    unmet: what this machine lacks, as requirements.py says it; None asks.
-    """
+    """Return the error for an unimportable MLX, None if unrelated. unmet: missing requirement; None: look."""
     if not re.search(r"\bmlx\b|libmlx", f"{error.name or ''} {error}"):
         return None
     lacks = unmet_here() if unmet is None else unmet
@@ -99,7 +88,6 @@ def _reinstall(platform: str) -> str:
 
 
 def device_kind() -> DeviceKind:
-    """Return what MLX computes on. Touches the device."""
     return _device_kind()
 
 
@@ -112,21 +100,17 @@ def _device_kind() -> DeviceKind:  # apart, so that tests can force every import
 
 
 def multiply_in_float32() -> None:
-    """Have this process multiply float32 in full where GPUs would take TF32, unless its environment says otherwise.
-
-    MLX lets CUDA and Apple GPUs from M5 on round factors to 10 bits of mantissa, an error of about one in a thousand. Call this at
-    the start of a program: it concerns the whole process, and does nothing once MLX has multiplied on a GPU.
-    """
+    """Disable TF32 in this process, unless its environment says otherwise. Call before MLX uses a GPU."""
+    # MLX lets CUDA and Apple GPUs from M5 on round factors to 10 bits of mantissa, an error of about 0.1 %.
     os.environ.setdefault(TF32, "0")
 
 
 def may_use_tf32(device: DeviceKind) -> bool:
-    """Return whether MLX rounds the factors of float32 products, where the GPU can."""
     return device != "cpu" and os.environ.get(TF32, "1").strip() != "0"
 
 
 def leave_thread() -> None:
-    """Wait for, and end, what MLX runs on behalf of this thread; else the process aborts at exit."""
+    """End MLX's work for this thread; else the process aborts at exit."""
     if "mlx.core" not in sys.modules:  # never imported, so nothing runs
         return
     import mlx.core as mx
@@ -136,7 +120,7 @@ def leave_thread() -> None:
 
 
 def end_without_mlx() -> None:
-    """End the process at once: one of its threads waits in MLX for what will never come, and MLX would abort at exit."""
+    """Exit immediately: a thread waits in MLX forever, and MLX would abort at exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

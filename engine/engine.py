@@ -1,4 +1,4 @@
-"""The engine: a loaded model on a thread of its own, and everything a program may ask of it."""
+"""The engine: a loaded model on its own thread, and its public API."""
 
 import atexit
 import threading
@@ -10,20 +10,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-from .chat import (
-    Chat,
-    given_bits,
-    given_count,
-    given_ids,
-    given_limit,
-    given_messages,
-    given_prompt,
-    given_question,
-    given_sampling,
-    given_template,
-)
+from .chat import Chat
 from .device import cannot_import, check_backends, installed_backends, leave_thread
 from .errors import EngineClosedError, OptionError, TokamacError
 from .events import (
@@ -34,10 +23,16 @@ from .events import (
     LoadProgress,
     MemoryPressure,
     Message,
+    ModelSpec,
     PrefillProgress,
     Price,
     TextChunk,
     TokenLogprob,
+    given_ids,
+    given_messages,
+    given_prompt,
+    given_question,
+    given_text,
 )
 from .files import expanded
 from .metrics import Recorder
@@ -52,47 +47,50 @@ from .options import (
     Speculation,
     TemplateOptions,
     ToolSpec,
+    given_bits,
+    given_count,
+    given_limit,
+    given_sampling,
+    given_template,
     sample_of,
 )
-from .perf.memory import check_address_space
-from .schedule.many import ManyReplies
-from .schedule.policy import Pace
-from .schedule.schedule import ReplyEvents
-from .schedule.stream import EventStream, ReplyHandle, ReplyStream
+from .perf.memory import check_address_space, snapshot
+from .schedule.schedule import Pace, ReplyEvents
+from .schedule.stream import EventStream, ManyReplies, ReplyHandle, ReplyStream
 from .worker import ReplyScheduler, TextlessReply, Worker
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from .distributed.team import Team
-    from .kv.divergence import Trial, TrialProgress
-    from .passes.log import PassLog
-    from .passes.tokens import PromptText, StepTokens
+    from .embedding import Embeddings
+    from .events import PromptText, StepTokens
+    from .lab.exchange import Exchanged
+    from .lab.passes import PassLog
+    from .lab.scoring import Perplexity, Trial, TrialProgress
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
-    from .prompt_cache.exchange import Exchanged
     from .reply import ReplyTask
-    from .runner import ModelSpec, Runner
-    from .scoring import Perplexity
+    from .runner import Runner
     from .text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
-Prompt = Sequence[int] | Sequence[Message]
+P = ParamSpec("P")
+Prompt = str | Sequence[int] | Sequence[Message]  # token ids, messages, or the text of a user's message
 GivenTool = ToolSpec | Mapping[str, Any]
 
 
 class Engine:
-    """A loaded model. Its methods may be called from any thread; MLX is touched by one thread alone.
+    """A loaded model. Methods are thread-safe; a single thread touches MLX.
 
-    What that thread must do waits for a reply in progress: ``price``, ``logprobs``, ``memory``, ``measure``, ``between``,
-    ``compare_kv``, ``check_cache``, and another reply. Asked for in the loop that reads the reply, all but another reply come
-    after its next event; another reply comes once the first is some way ahead of its reader: then that one rests until it is read
-    on, so nobody waits for a reader who has paused. All else, like ``limits``, ``predict``, ``live`` and ``cancel``, returns at
-    once.
+    ``price``, ``logprobs``, ``memory``, ``measure``, ``between``, ``compare_kv``, ``check_cache`` and further
+    replies wait for a reply in progress. Called in the loop that reads it, they run after its next event; another
+    reply starts once the first is ahead of its reader, then rests until read on, so a paused reader blocks
+    nobody. All else, like ``limits``, ``predict``, ``live``, ``cancel``, returns immediately.
 
-    Use as a context manager, or call ``close``. One that nobody refers to any more closes itself.
+    Use as a context manager, or call ``close``; garbage collection closes, too.
     """
 
     def __init__(self, worker: Worker, runner: "Runner") -> None:
@@ -126,25 +124,26 @@ class Engine:
         nodes: Nodes | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
-        """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
+        """Load a model; computed prompts are kept in memory and **on disk** by default.
 
-        model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide". prompt_cache: by default, prompts of 256
-        tokens and more are written to the user's cache folder, keys and values as well as the tokens themselves, readable by that
-        user alone. ``PromptCacheSpec(disk=False)`` keeps them in memory; None keeps nothing.
+        Args:
+            model: a folder, a GGUF file, a Hugging Face id (downloaded if missing), or "guide".
+            prompt_cache: by default, prompts from 256 tokens are stored in the user's cache folder (tokens, keys and
+                values, readable by the user only). ``PromptCacheSpec(disk=False)``: in memory only; None: not at all.
+            dtype: of unpacked weights; None: the checkpoint's on a GPU, float32 on a CPU. With TF32 (CUDA, Apple from
+                M5), MLX rounds float32 factors to 10 bits unless started with MLX_ENABLE_TF32=0.
+            memory: limit of MLX's arrays in bytes, even above the system's (``Memory.budget``).
+            unchecked: load despite unsupported config fields, listed in ``spec.doubts`` and every ``Finished``.
+            adapter: folder or Hugging Face id of LoRA or DoRA weights (mlx-lm or PEFT).
+            parallel: maximum replies in parallel, background ones apart.
+            speculation: drafts tokens for single replies, without changing the text; None: off.
+            cpu_exact: no rounding of packed products' inputs on a CPU (``spec.rounding``).
+            nodes: processes or machines that share the model. If one is lost, replies raise DeviceError, and this
+                process can't load with nodes again.
+            progress: called from another thread.
 
-        kv: how keys and values are kept. dtype: of what is not packed; None
-        takes the checkpoint's own on a GPU and float32 on a CPU. On a GPU that has TF32 (CUDA, Apple's from M5 on), MLX rounds
-        factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
-        arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
-        beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
-        ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
-        PEFT) that are added to what the model's own weights compute. parallel: replies that are made at once at most; those in the
-        background count apart. speculation: what guesses tokens, of which several are verified at a time while a reply is made
-        alone; the text stays the same; a draft model is loaded beside; None guesses nothing. cpu_exact: on a CPU, nothing that
-        packed weights are multiplied with is rounded, though it would cost the model little (``spec.rounding``). nodes: the
-        processes, here or on other machines, that hold the model together; this one decides. Once one of them is gone, replies
-        raise DeviceError, and this process can load nothing with nodes again. progress is called from another thread.
-        Raises ModelError, DownloadError, OptionError or DeviceError.
+        Raises:
+            ModelError, DownloadError, OptionError, DeviceError.
         """
         _check_load(model, kv, prompt_cache, adapter, speculation, nodes)
         limit = None if memory is None else given_limit(memory)
@@ -192,13 +191,13 @@ class Engine:
             raise
 
     @property
-    def spec(self) -> "ModelSpec":
-        """The shape of the model: layers, parameters, bytes, context length."""
+    def spec(self) -> ModelSpec:
+        """The model's shape: layers, parameters, bytes, context length."""
         return self._runner.spec
 
     @property
     def tokenizer(self) -> "Tokenizer":
-        """Text to ids and back."""
+        """The tokenizer."""
         return self._runner.runtime.tokenizer
 
     def chat(
@@ -209,26 +208,25 @@ class Engine:
         template: TemplateOptions | None = None,
         tools: Iterable[GivenTool] = (),
     ) -> Chat:
-        """Return a conversation, new or continued from ``messages``. template: what the chat template is told in all of it.
+        """Return a conversation, new or continued from ``messages``.
 
-        tools: what the model may call. ``Finished.tool_calls`` are the calls of a reply; ``Chat.send_results`` answers them.
+        tools: functions that the model may call; answer ``Finished.tool_calls`` by ``Chat.send_results``.
         """
         return Chat(self, system, messages, given_template(template, tools))
 
     def ask(
         self,
-        prompt: str | Prompt,
+        prompt: Prompt,
         sampling: Sampling | None = None,
         *,
         system: str | None = None,
         template: TemplateOptions | None = None,
         tools: Iterable[GivenTool] = (),
     ) -> Finished:
-        """Return the whole reply to a text, to messages or to token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
+        """Return the whole reply to a text, messages or token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
 
-        Its ``ids`` and ``logprobs`` are those of all tokens of the reply. system: a system prompt, for a text or messages without
-        one. template, tools: as for ``generate``. ``cancel`` ends it from another thread, with reason "cancelled". Raises what
-        ``generate`` raises.
+        ``ids`` and ``logprobs`` cover all its tokens. system: for prompts without one. ``cancel`` from another thread
+        ends it with reason "cancelled". Raises what ``generate`` raises.
         """
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -251,10 +249,9 @@ class Engine:
         template: TemplateOptions | None = None,
         tools: Iterable[GivenTool] = (),
     ) -> AsyncGenerator[Event, None]:
-        """Yield the events of ``generate`` to a task: ``async for event in engine.generate_async(prompt)``.
+        """``generate`` as an async iterator, like ``async for`` over ``generate`` or ``chat.send``.
 
-        Cancelling the task, or closing the iterator (``aclose``), ends the reply. The same as ``async for`` over ``generate``,
-        ``chat.send`` or another of a chat's replies.
+        Cancelling the task or ``aclose`` ends the reply.
         """
         return aiter(self.generate(prompt, sampling, continues=continues, template=template, tools=tools))
 
@@ -269,20 +266,24 @@ class Engine:
         background: bool = False,
         kv_bits: KVBits | None = None,
     ) -> ReplyStream:
-        """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
+        """Yield a reply's events: PrefillProgress, TextChunk, finally Finished.
 
-        continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
-        all of the reply, and ``max_tokens`` counts what is new. template: what the chat template is told beside the messages, and
-        how long the model may think; what it can't be told, and anything but a budget for token ids, raises OptionError.
-        tools: functions that the model may call, as ToolSpecs or as OpenAI's API writes them. A call's arguments are ToolCallDelta
-        events while they are written, then a ToolCall, and ``Finished`` has all calls; a Message of role "tool" for each gives its
-        result. OptionError where the model takes none.
-        background: nobody waits for it: it takes a tenth of the time at most while others are asked for. kv_bits: of its keys and
-        values, in place of those that the model was loaded with: nothing is taken from the prompt cache then, or kept there.
-        OptionError where loading would raise it for them.
-        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
-        this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
-        Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
+        Stop iterating or close the iterator to cancel, or call its ``cancel`` from any thread; the computed prompt
+        stays cached. ``async for`` works, too.
+
+        Args:
+            continues: continue a cut reply at the end of the messages. TextChunks and ``max_tokens`` concern the new
+                text, Finished the whole.
+            template: chat template options and thinking budget; token ids accept only a budget.
+            tools: ToolSpecs, or OpenAI's format. Calls arrive as ToolCallDelta, then ToolCall, and in ``Finished``;
+                answer each by a Message of role "tool".
+            background: at most a tenth of the time while others wait.
+            kv_bits: replaces the loaded KV bits, without the prompt cache.
+
+        Raises:
+            OptionError: no prompt, or unsupported options, tools or kv_bits. On the first step, like all.
+            ContextError: prompt too long.
+            TemplateError
         """
         handle = ReplyHandle()
         told = template if tools == () else given_template(template, tools)
@@ -295,19 +296,18 @@ class Engine:
 
     def generate_many(
         self,
-        prompts: Iterable[str | Prompt],
+        prompts: Iterable[Prompt],
         sampling: Sampling | None = None,
         *,
         n: int = 1,
         template: TemplateOptions | None = None,
         background: bool = False,
     ) -> Generator[tuple[int, int, "Event | Failed"], None, None]:
-        """Yield (prompt's number, sample's number, event) of ``n`` replies to each prompt, as they come.
+        """Yield (prompt index, sample index, event) of ``n`` replies to each prompt, as they come.
 
-        Prompts are begun in their order, several at once (``Engine.load(parallel=…)``). Every reply ends with one Finished, or one
-        Failed where it alone failed. With a seed, sample i has ``seed + i``; with ``n`` above 1 the prompt is read once, unless
-        there is no prompt cache. prompts: texts, messages or token ids. Stop iterating, or close the iterator, to end all. Raises
-        OptionError.
+        Prompts start in order, in parallel (``Engine.load(parallel=…)``). Each reply ends with a Finished, or a
+        Failed of its own. Sample i uses ``seed + i``; samples share the prefill through the prompt cache. Stop
+        iterating to cancel all. Raises OptionError.
         """
         given = [given_question(prompt, None) for prompt in prompts]
         how, told, samples = given_sampling(sampling), given_template(template), given_count(n, "n", least=1)
@@ -315,12 +315,10 @@ class Engine:
         def ask(stream: EventStream, prompt: int, sample: int) -> None:
             recorder = Recorder()
             recorder.accept()
-            own = sample_of(how, sample)
+            request = self._runner.request(given[prompt], sample_of(how, sample), recorder, template=told)
 
             def answer(stream: EventStream) -> "ReplyTask":
-                return self._runner.reply(
-                    given[prompt], own, recorder, stream.is_cancelled, template=told, background=background
-                )
+                return self._runner.reply(request, stream.is_cancelled, background=background)
 
             self._replies.open_reply(answer, stream, background=background)
 
@@ -341,40 +339,77 @@ class Engine:
         recorder.accept()
         given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
         bits = None if kv_bits is None else given_bits(kv_bits)
+        stream = EventStream()
+        handle.attach(stream)
+        self._replies.expect(stream)
+        try:
+            # On this thread: a long prompt takes seconds to render and encode, and the engine's would make no token meanwhile.
+            request = self._runner.request(given, how, recorder, continues=continues, template=told)
 
-        def answer(stream: EventStream) -> "ReplyTask":
-            return self._runner.reply(
-                given,
-                how,
-                recorder,
-                stream.is_cancelled,
-                continues=continues,
-                template=told,
-                background=background,
-                kv_bits=bits,
-            )
+            def answer(stream: EventStream) -> "ReplyTask":
+                return self._runner.reply(
+                    request, stream.is_cancelled, background=background, kv_bits=bits, keeps_going=stream.keeps_going
+                )
 
-        yield from self._replies.stream(answer, opened=handle.attach, background=background)
+            self._replies.open_reply(answer, stream, background=background)
+            while (batch := stream.next_batch()) is not None:
+                yield from batch
+        finally:
+            stream.abandon()
 
     def cancel(self) -> None:
-        """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""
+        """End running and waiting replies from any thread, with reason "cancelled"."""
         self._replies.cancel()
 
     def live(self) -> Live | None:
-        """Return what is measured of the reply in progress, or None when there is none."""
+        """Return live metrics of the reply in progress, or None."""
         current = self._replies.live
         return current() if current is not None else None
 
     def logprobs(self, tokens: Sequence[int], chunk: int | None = None) -> "mx.array":
-        """Return (n, vocabulary) float32: row i is the model's log-probability of what follows token i.
+        """Return (n, vocabulary) float32: row i has the log-probabilities of what follows token i.
 
-        Computed through the engine's own prefill and KV cache, ``chunk`` tokens at a time (None: the engine chooses). Waits for a
-        reply in progress. Raises OptionError for what are no token ids, ContextError where they do not fit the context, and
-        MemoryLimitError where the rows would not fit the memory.
+        Uses the engine's prefill and KV cache, ``chunk`` tokens at a time (None: automatic). Waits for a reply in
+        progress. Raises OptionError for invalid ids, ContextError or MemoryLimitError for too many.
         """
+        from .lab.scoring import logprobs
+
         ids = given_ids(tokens, "scoring")
         size = None if chunk is None else given_count(chunk, "chunk", least=1)
-        return self._replies.call(lambda: self._runner.logprobs(ids, size))
+        return self.run(logprobs, ids, size)
+
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> "Embeddings":
+        """Return a vector for each text: ``.vectors``, (texts, dimensions) float32, each of length 1.
+
+        States are pooled as the model's sentence-transformers files say, with the dense layers after them. Without such
+        files: the last token's where the tokenizer ends a text with a mark, else the mean.
+
+        Args:
+            prompt: name of one of the model's prompts, put before each text; None: its default, mostly none.
+            dimensions: the first so many (of models trained for it), again of length 1; None: all.
+            truncate: cut a text that is longer than the context.
+
+        Runs beside replies, a chunk of a prompt at a time. Raises OptionError, ContextError, MemoryLimitError, ModelError.
+        """
+        from .embedding import embed
+
+        given = [given_text(text, "a text to embed") for text in ([texts] if isinstance(texts, str) else texts)]
+        if not given:
+            raise OptionError("there is no text to embed", "Give one or more.")
+        size = None if dimensions is None else given_count(dimensions, "dimensions", least=1)
+        found: list[Embeddings] = []
+        for _ in self._computed(embed, given, prompt, size, truncate=truncate, then=found.append):
+            pass
+        if not found:
+            raise EngineClosedError("the embeddings were cancelled", "Ask again.")
+        return found[0]
 
     def look_again(
         self,
@@ -386,25 +421,19 @@ class Engine:
         cached_tokens: int = 0,
         template: TemplateOptions | None = None,
     ) -> Generator["PrefillProgress | MemoryPressure | PromptText | StepTokens", None, None]:
-        """Compute again how likely the tokens of a reply were, and which others were likely in their places.
+        """Recompute the likelihood of a reply's tokens, and their likely alternatives.
 
-        Yields progress, once the prompt's text, and the reply's tokens in order, some at a time. prompt: the messages that it
-        answers. passes: its ``Finished.passes``; without it the tokens are those that its text has now. prompt_tokens,
-        cached_tokens: of its metrics. Costs a pass over the reply, and over the prompt as far as the prompt cache does not hold it;
-        cancelled like ``generate``. Raises what ``generate`` raises for that prompt, and PassLogError.
+        Yields progress, the prompt's text once, and the tokens in order. Costs a pass over the reply and the uncached
+        prompt. passes: ``Finished.passes``; without, the text is tokenized anew. prompt_tokens, cached_tokens: from
+        its metrics. Raises PassLogError, and what ``generate`` raises.
         """
-        from .passes.likely import ReplyQuestion
-        from .passes.walk import ReplyWalk
+        from .lab.likely import ReplyQuestion, look_again
+        from .lab.passes import ReplyWalk
 
         told, walk = given_template(template), ReplyWalk(prompt_tokens or 0, cached_tokens, passes)
         asked = ReplyQuestion(tuple(given_messages(prompt)), reply, walk.timed.ids, prompt_tokens, walk.begins)
         found: deque[PromptText | StepTokens] = deque()
-        events = self._replies.stream(
-            lambda stream: TextlessReply(
-                lambda pace: self._runner.look_again(asked, told, stream.is_cancelled, pace, found.append)
-            )
-        )
-        with closing(events):
+        with closing(self._computed(look_again, asked, told, then=found.append)) as events:
             for event in events:
                 while found:
                     yield found.popleft()
@@ -420,23 +449,22 @@ class Engine:
         stride: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Perplexity":
-        """Return the perplexity of a text of any length, or of token ids, read in windows through the engine's own KV cache.
+        """Return the perplexity of a text or token ids of any length, in windows through the KV cache.
 
         Args:
-            text: a text, each window of which begins with what the tokenizer puts before every text; of ids, if they do.
-            window: tokens read at once; None is 2,048, or the context where that is shorter.
-            stride: tokens from one window's beginning to the next one's; None is half a window. Each token counts once.
-            progress: told tokens read, and all, on this thread.
+            text: each window of a text begins with the tokenizer's prefix; of ids, if they do.
+            window: tokens; None: 2,048, or a shorter context.
+            stride: tokens between windows; None: half a window. Each token counts once.
+            progress: called with tokens read and all, on this thread.
 
-        Each window waits for a reply in progress. Raises OptionError, and ContextError for a window that the context can't hold.
+        Each window waits for a reply in progress. Raises OptionError, or ContextError for a too large window.
         """
-        from .scoring import PerplexityProgress
+        from .lab.scoring import PerplexityProgress, perplexity_of
 
         given = text if isinstance(text, str) else given_ids(text, "perplexity")
         size = None if window is None else given_count(window, "window", least=2)
         step = None if stride is None else given_count(stride, "stride", least=1)
-        steps = self._replies.steps(lambda stopped: self._runner.perplexity(given, size, step, stopped.is_set))
-        with closing(steps):
+        with closing(self._steps(perplexity_of, given, size, step)) as steps:
             for at in steps:
                 if not isinstance(at, PerplexityProgress):
                     return at
@@ -452,57 +480,50 @@ class Engine:
         *,
         depths: Sequence[int] = (128, 1024, 4096),
     ) -> Generator["TrialProgress | Trial", None, None]:
-        """Try KV settings on the loaded weights: ``kv``, with each of ``bits`` (keys, values) and with 16, the reference.
+        """Compare ``kv`` at each of ``bits`` (keys, values) and at 16, the reference, on the loaded weights.
 
-        Yields progress, and a Trial for each setting: bytes, how far it moves the log-probabilities of ``tokens``, decode rates at
-        ``depths``. A depth that the model's context can't hold is reduced. Stop iterating, or close the iterator, to cancel.
-        Each step waits for a reply in progress.
-        Raises OptionError where no cache of the model can be packed, or the window of ``kv`` can't be honoured; ContextError for
-        more tokens than the model's context holds.
+        Yields progress, and a Trial per setting: bytes, change of log-probabilities of ``tokens``, decode rates at
+        ``depths`` (reduced to the context). Steps wait for a reply in progress; stop iterating to cancel. Raises
+        OptionError where the cache can't be packed or windowed so, ContextError for too many tokens.
         """
+        from .lab.scoring import compare
+
         ids = given_ids(tokens, "a comparison")
         if not depths or min(depths) < 1:
             raise OptionError("a comparison needs depths of at least one token", "Check the arguments.")
-        yield from self._replies.steps(
-            lambda stopped: self._runner.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
-        )
+        yield from self._steps(compare, ids, bits=bits, base=kv, depths=depths)
 
     def warm(self, prompt: Prompt, *, template: TemplateOptions | None = None) -> Generator[Event, None, None]:
-        """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
-        given, told = given_prompt(prompt), given_template(template)
-        yield from self._replies.stream(
-            lambda stream: TextlessReply(
-                lambda pace: self._runner.warm(given, stream.is_cancelled, pace, template=told)
-            )
-        )
+        """Prefill into the prompt cache; yields PrefillProgress, cancelled like ``generate``."""
+        from .runner import cacheable, compute_prompt
+
+        request = cacheable(self._runner, given_prompt(prompt), template=given_template(template))
+        yield from self._computed(compute_prompt, request)
 
     def export_prompt(
         self, prompt: Prompt, file: str | Path, *, goes_on: bool = False
     ) -> Generator["Event | Exchanged", None, None]:
-        """Compute a prompt, or take it from the prompt cache, and write its keys and values to ``file``, which must not be there.
+        """Prefill, or read from the prompt cache, and write keys and values to a new ``file``.
 
-        Yields PrefillProgress, at last Exchanged once the file is whole; cancelled like ``generate``. goes_on: of messages, what is
-        certain however the last of them, the user's, goes on. Raises what ``warm`` raises; OptionError where it can't be written.
+        Yields PrefillProgress, finally Exchanged; cancelled like ``generate``. goes_on: only the prefix that holds
+        however the last user message continues. Raises what ``warm`` raises; OptionError where it can't be written.
         """
+        from .lab.exchange import export_prompt
+
         given, path = given_prompt(prompt), expanded(file)
         done: list[Exchanged] = []
-        yield from self._replies.stream(
-            lambda stream: TextlessReply(
-                lambda pace: self._runner.export_prompt(
-                    given, path, stream.is_cancelled, pace, done.append, goes_on=goes_on
-                )
-            )
-        )
+        yield from self._computed(export_prompt, given, path, then=done.append, goes_on=goes_on)
         yield from done
 
     def import_prompt(self, file: str | Path) -> "Exchanged":
-        """Put a computed prompt that ``export_prompt`` wrote into the prompt cache on disk, all of it or nothing.
+        """Import ``export_prompt``'s file into the disk prompt cache, all or nothing.
 
-        It must have been computed by this very model, adapter, KV settings and versions. All of the file is checked first; what
-        its numbers say no check can tell, so take one only from whom you would take a model. Raises TokamacError.
+        Requires the same model, adapter, KV settings and versions. The file is verified, but not its numbers: trust
+        it as you would a model. Raises TokamacError.
         """
-        path = expanded(file)
-        return self._replies.call(lambda: self._runner.import_prompt(path))
+        from .lab.exchange import import_prompt
+
+        return self.run(import_prompt, expanded(file))
 
     def warm_ahead(
         self,
@@ -511,13 +532,14 @@ class Engine:
         template: TemplateOptions | None = None,
         then: Callable[[Price | None], None] = lambda _: None,
     ) -> ReplyHandle:
-        """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
+        """Prefill a conversation whose last user message is still being written, in the background.
 
-        It runs in the background, as a reply may: in a tenth of the time at most while somebody waits for something. It ends once
-        a reply needs its memory, or reads the same, and when what is returned is cancelled; what was computed stays in the prompt
-        cache. then: called at the end, on the engine's thread, with what a reply would take now; None where the computing was ended
-        early, or the conversation can't be sent. Raises OptionError where the last message is not the user's.
+        Uses at most a tenth of the time while others wait. Ends when a reply needs the memory or reads the same, or
+        when the handle is cancelled; results stay cached. then: called on another thread with a reply's price,
+        None if ended early or unsendable. Raises OptionError where the last message is not the user's.
         """
+        from .runner import stable_prompt, warm_stable
+
         given = given_messages(messages)
         if not given or given[-1].role != "user":
             raise OptionError("only a conversation that ends with the user's message can be warmed ahead", "Add one.")
@@ -525,44 +547,64 @@ class Engine:
         stream, handle = EventStream(), ReplyHandle()
         handle.attach(stream)
 
-        def events(pace: Pace) -> ReplyEvents:
-            price = None
+        def prepare() -> None:
             try:
-                price = yield from runner.warm_stable(given, stream.is_cancelled, pace, told)
-            finally:
-                then(price)
+                asked = stable_prompt(runner, given, told)
 
-        self._replies.begin(lambda _: TextlessReply(events), stream, background=True)
+                def events(pace: Pace) -> ReplyEvents:
+                    price = None
+                    try:
+                        price = yield from warm_stable(runner, asked, pace, cancelled=stream.is_cancelled)
+                    finally:
+                        then(price)
+
+                self._replies.begin(lambda _: TextlessReply(events), stream, background=True)
+            except BaseException as error:
+                then(None)
+                if not isinstance(error, TokamacError):  # which is reported when the conversation is sent
+                    raise
+
+        threading.Thread(target=prepare, name="warm", daemon=True).start()
         return handle
 
     def price(self, prompt: Prompt, *, continues: bool = False, template: TemplateOptions | None = None) -> Price:
-        """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.
+        """Return a prompt's cost to first token: tokens to compute, bytes from disk, seconds.
 
-        continues, template: as for ``generate``. Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
+        Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
         """
+        from .runner import price
+
         given, told = given_prompt(prompt), given_template(template)
-        return self._replies.call(lambda: self._runner.price(given, told, continues=continues))
+        return self.run(price, self._runner.request(given, Sampling(), Recorder(), continues=continues, template=told))
+
+    def tokens(
+        self, prompt: str | Sequence[Message], *, continues: bool = False, template: TemplateOptions | None = None
+    ) -> list[int]:
+        """Return a prompt's tokens; those of a text begin as the tokenizer begins texts. Works on this thread; doesn't wait.
+
+        Raises OptionError or TemplateError, and ContextError for a prompt several times as long as the context.
+        """
+        return self._runner.prompting(given_template(template)).tokens(prompt, continues=continues)
 
     def cache_trouble(self) -> str | None:
-        """Return what the user should know of the prompt cache on disk, once something went wrong there. Callable at any time."""
-        return self._runner.cache_trouble()
+        """Return a warning about the disk prompt cache, if any. Callable at any time."""
+        return self._runner.store.trouble
 
     def check_cache(self) -> Generator["Check", None, None]:
-        """Compute what is stored on disk for this model again, and yield how far its logits are from the stored ones'.
+        """Recompute stored prompts and yield how far logits differ. Steps wait for a reply in progress."""
+        from .prompt_cache.cache import check
 
-        Each step waits for a reply in progress.
-        """
-        yield from self._replies.steps(lambda stopped: self._runner.check_cache(stopped.is_set))
+        yield from self._steps(check)
 
     def limits(self, context: int) -> "Limits":
-        """Return what this machine allows for decoding at a context of so many tokens. Arithmetic: waits for nothing."""
+        """Return this machine's decode limits at a context length. Arithmetic; doesn't wait."""
         return self._runner.runtime.limits(given_count(context, "context", least=0))
 
     def predict(self, prompt: int, context: int | None = None, *, cached: int = 0, batch: int = 1) -> "Prediction":
-        """Return both phases of a reply: reading ``prompt`` tokens, ``cached`` of them there already, and decoding at ``context``.
+        """Predict a reply's prefill of ``prompt`` tokens, ``cached`` of them reused, and decode.
 
-        context: tokens in the middle of the reply; None is the prompt's. batch: replies that are decoded together; decode rates
-        are of all of them. Ceilings, expected seconds, which side of the ridge. Arithmetic: waits for nothing.
+        context: tokens at the middle of the reply; None: the prompt's. batch: replies decoded together; rates are
+        totals. Gives ceilings, expected seconds, side of the ridge. Arithmetic; doesn't wait.
         """
         tokens, known = given_count(prompt, "prompt", least=1), given_count(cached, "cached", least=0)
         if known >= tokens:
@@ -574,46 +616,60 @@ class Engine:
         return self._runner.runtime.predict(tokens, at, known, together)
 
     def measure(self) -> None:
-        """Measure this machine's latency with the model now (a few seconds, once), where nothing published knows it.
+        """Measure latency once (a few seconds) where none is published; idle time does so, too.
 
-        Idle time does the same by itself. Until then ``expected_tps`` is None. Waits for a reply in progress.
+        Until then ``expected_tps`` is None. Waits for a reply in progress.
         """
-        self._replies.call(self._runner.measure, alone=True)
+        self._replies.call(self._runner.profiler.finish, alone=True)
 
     def call_when_measured(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called on the engine's thread whenever idle time has told more of the machine; it must return at once."""
-        self._runner.call_when_measured(act)
+        """Call ``act`` on the engine's thread after idle measurements; it must return immediately."""
+        self._runner.profiler.when_measured = act
 
     def call_when_lost(self, act: Callable[[TokamacError], None]) -> None:
-        """Have ``act`` called by some thread, with the reason, once one of the nodes is gone; without nodes it never is."""
+        """Call ``act`` with the reason, on some thread, if a node is lost."""
         if self._team is not None:
             self._team.when_lost.append(act)
 
-    def between(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, run on the engine's thread, which alone may touch MLX, between two requests.
+    def run(self, function: "Callable[Concatenate[Runner, P], T]", *args: P.args, **named: P.kwargs) -> T:
+        """Run ``function(runner, *args)`` on the engine's thread, which owns the model, between requests."""
+        return self._replies.call(lambda: function(self._runner, *args, **named))
 
-        For short work: the next request waits for it. Asked for in the loop that reads a reply, it runs between two of its events.
+    def _computed(self, function: Callable[..., ReplyEvents], *args: Any, **named: Any) -> Generator[Event, None, None]:
+        """Yield the events of ``function(runner, *args, pace, cancelled=…)``, which computes a prompt."""
+        return self._replies.stream(
+            lambda stream: TextlessReply(partial(function, self._runner, *args, cancelled=stream.is_cancelled, **named))
+        )
+
+    def _steps(
+        self, function: Callable[..., Generator[T, None, None]], *args: Any, **named: Any
+    ) -> Generator[T, None, None]:
+        """Yield what ``function(runner, *args, cancelled=…)`` does; each step waits for a reply in progress."""
+        return self._replies.steps(lambda stopped: function(self._runner, *args, cancelled=stopped.is_set, **named))
+
+    def between(self, work: Callable[[], T]) -> T:
+        """Run short ``work`` on the engine's thread, which alone may touch MLX, and return its result.
+
+        Runs between requests, or between two events of a reply if called in its loop.
         """
         return self._replies.call(work)
 
     def memory(self) -> "Memory":
-        """Return what is used now, and what there is, in bytes. Waits for a reply in progress.
+        """Return used and available bytes. Waits for a reply in progress.
 
-        Earlier prompts count as used: they stay in memory for reuse, so that this grows from prompt to prompt until they take
-        ``PromptCacheSpec.memory_bytes``, a tenth of the budget where nothing else was set.
+        Includes cached prompts, which grow up to ``PromptCacheSpec.memory_bytes``, by default a tenth of the budget.
         """
-        return self._replies.call(self._runner.memory)
+        return self.run(lambda runner: snapshot(runner.runtime.memory_limit.nbytes))
 
     def limit_memory(self, memory: int | None) -> None:
-        """Set the bytes that MLX's arrays of this process may take from now on; None: the system's limit.
+        """Limit MLX's arrays of this process, in bytes; None: the system's limit.
 
-        For programs that hold several engines: what is loaded stays, and is not checked again. Replies in progress keep to it from
-        the next time that their caches grow.
+        For several engines: loaded models aren't rechecked; running replies obey from their caches' next growth.
         """
-        self._replies.call(lambda: self._runner.limit_memory(memory))
+        self.run(lambda runner: setattr(runner.runtime.memory_limit, "nbytes", memory))
 
     def close(self) -> None:
-        """End all replies (their readers get EngineClosedError), free the model and stop the thread. Safe to call again."""
+        """End all replies (readers get EngineClosedError), free the model, stop the thread. Repeatable."""
         self._collected.detach()
         self._replies.close(self._runner.close)
         atexit.unregister(self._at_exit)
@@ -635,7 +691,6 @@ class Engine:
 def _load(
     request: LoadRequest, tell: Callable[[LoadProgress], None], team: "Team | None", nodes: Nodes | None
 ) -> "Runner":
-    """Load on the engine's thread, with the team's other nodes where there is one."""
     check_backends(installed_backends())
     check_address_space()
     try:
@@ -645,7 +700,7 @@ def _load(
             raise
         raise explained from error
     if team is not None and nodes is not None:
-        from .distributed.leading import load_together
+        from .distributed.follower import load_together
 
         return load_together(team, nodes.split, request, tell)
     return load(request, tell)
@@ -654,7 +709,7 @@ def _load(
 def _check_load(  # noqa: PLR0917
     model: object, kv: object, prompt_cache: object, adapter: object, speculation: object, nodes: object
 ) -> None:
-    """Raise OptionError for arguments of the wrong kind, before anything is read."""
+    """Raise OptionError for arguments of wrong types, before anything is read."""
     if not isinstance(model, str | Path):
         raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
     if not isinstance(adapter, str | Path | None):

@@ -1,63 +1,39 @@
-"""The one exception tree of the engine, and how MLX's failures become part of it.
+"""The engine's exception tree, rooted at TokamacError, and the translation of MLX's failures into it."""
 
-    TokamacError
-    ├── OptionError          an option is out of range, or can't be honoured for this model
-    │   └── GrammarError            a reply can't be held to the form that it is to have
-    ├── ModelError           something about a model
-    │   ├── ModelNotFoundError      no such folder or repository
-    │   ├── ModelDamagedError       a file is missing, truncated or holds nonsense
-    │   ├── ModelUnsupportedError   whole, but of a kind that can't be run
-    │   └── TemplateError           its chat template fails
-    ├── DownloadError        the hub can't be reached, refuses, or the disk is full
-    ├── ContextError         the prompt does not fit the context
-    ├── MemoryLimitError     a model or a prompt would need more memory than there is
-    ├── DeviceError          MLX has no usable backend here, or the device failed
-    ├── ConversionError      a model can't be converted
-    └── EngineClosedError    the engine was closed
-
-Every error says what failed (``str(error)``) and what to do next (``error.hint``); a traceback shows both.
-
-MLX knows one exception for whatever fails while it computes, RuntimeError, so its text is what tells the cases apart (upstream
-in mlx/backend/metal and mlx/backend/cuda: allocator.cpp, eval.cpp, error.h, utils.cpp). On a GPU a step fails at the next time
-its results are asked for, and MLX then forgets the failure: the next step may succeed. C++'s own failed allocations arrive as
-MemoryError. On a CPU, an array of MLX 0.32.4 that the system has no memory for ends the process; nothing here can help that.
-
-What the caches hold after a failed step is not known: arrays are written in place, and one whose step failed may count as
-computed. So nobody goes on from there. The caches are dropped, and what is tried again is computed anew from the last place that
-the prompt cache has (engine/reply.py).
-"""
+# MLX raises RuntimeError for every failed computation, so the message tells the cases apart (upstream
+# mlx/backend/metal and mlx/backend/cuda: allocator.cpp, eval.cpp, error.h, utils.cpp). On a GPU a step fails
+# when its results are next read, and MLX then forgets the failure. Failed C++ allocations arrive as
+# MemoryError. On a CPU, MLX 0.32.4 ends the process where the system has no memory for an array. Caches are
+# undefined after a failed step (arrays are written in place), so they are dropped, and a retry recomputes
+# from the prompt cache (engine/reply.py).
 
 import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# What opens Desktop, Documents, Downloads and other disks to a program on a Mac, once that was refused there.
 ALLOW = "Allow your terminal to use that folder: System Settings > Privacy & Security > Files and Folders"
-"""What opens Desktop, Documents, Downloads and other disks to a program on a Mac, once that was refused there."""
 
 
 def private(error: OSError) -> bool:
-    """Return whether the privacy settings of macOS refuse a file: they say EPERM, rights of files and folders EACCES."""
+    # macOS's privacy settings refuse a file with EPERM; file and folder permissions give EACCES.
     return error.errno == errno.EPERM and sys.platform == "darwin"
 
 
 def access_hint(error: OSError, otherwise: str) -> str:
-    """Return what to do about a file that can't be used; ``otherwise`` where macOS does not keep it private."""
     return f"{ALLOW}." if private(error) else otherwise
 
 
 def unreadable(path: object, error: OSError) -> "ModelDamagedError":
-    """Return the error for a file of a model that can't be read."""
     return ModelDamagedError(
         f"{path} can't be read: {error.strerror or error}", access_hint(error, "Check the file and its permissions.")
     )
 
 
 def panic_error(error: BaseException) -> "ModelDamagedError | None":
-    """Return the engine's error for a panic of a library written in Rust (tokenizers, safetensors); None for all else.
-
-    Such a panic is a BaseException (https://pyo3.rs, PanicException), so that ``except Exception`` would let it pass.
-    """
+    """Return the engine's error for a panic of a Rust library (tokenizers, safetensors), else None."""
+    # Such a panic is a BaseException (https://pyo3.rs, PanicException): ``except Exception`` lets it pass.
     if type(error).__name__ != "PanicException" or isinstance(error, Exception):
         return None
     return ModelDamagedError(
@@ -68,7 +44,7 @@ def panic_error(error: BaseException) -> "ModelDamagedError | None":
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise the panics of libraries written in Rust inside a with block as ModelDamagedError."""
+    """Raise panics of Rust libraries inside a with block as ModelDamagedError."""
     try:
         yield
     except BaseException as error:
@@ -77,15 +53,12 @@ def panics_as_errors() -> Iterator[None]:
         raise known from error
 
 
+# Characters of a word, and of a message or a hint, that are told whole: paths of usual length, and all sentences of
+# ours.
 LONGEST_WORD, LONGEST_TEXT = 256, 2000
-"""Characters of a word, and of a message or a hint, that are told whole: paths of usual length, and all sentences of ours."""
 
 
 def shortened(text: str) -> str:
-    """Return text with the middle of very long words left out: names that others gave may have thousands of characters.
-
-    What is very long as a whole loses its middle too.
-    """
     if len(text) <= LONGEST_WORD:
         return text
     words = [_cut(word, LONGEST_WORD) for word in text.split(" ")]
@@ -97,12 +70,12 @@ def _cut(text: str, most: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text without what a terminal would obey, and of bearable length: it quotes names and reasons that others wrote."""
+    """Remove terminal control sequences and bound the length: messages quote foreign text."""
     return shortened("".join(char if char.isprintable() else " " for char in text))
 
 
 class TokamacError(Exception):
-    """Base of all errors: ``message`` says what failed, ``hint`` what to do next."""
+    """Base of all errors: ``message`` says what failed, ``hint`` how to fix it."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(_printable(message))
@@ -123,7 +96,7 @@ class OptionError(TokamacError, ValueError):
 
 
 class GrammarError(OptionError):
-    """A reply can't be held to the form that it is to have: a JSON schema, a call of a tool."""
+    """A reply can't be constrained to the requested form: a JSON schema or a tool call."""
 
 
 class ModelError(TokamacError):
@@ -131,15 +104,15 @@ class ModelError(TokamacError):
 
 
 class ModelNotFoundError(ModelError):
-    """No folder and no repository has this name."""
+    """No folder or repository has this name."""
 
 
 class ModelDamagedError(ModelError):
-    """A model's file is missing, truncated or holds values that can't be right."""
+    """A model file is missing, truncated or holds invalid values."""
 
 
 class ModelUnsupportedError(ModelError):
-    """The model is whole, but of a kind that can't be run here."""
+    """The model is intact but of an unsupported kind."""
 
 
 class TemplateError(ModelError):
@@ -147,7 +120,7 @@ class TemplateError(ModelError):
 
 
 class DownloadError(TokamacError):
-    """A download failed; what has arrived is kept and the next attempt goes on from there."""
+    """A download failed; the bytes received are kept, and the next attempt resumes there."""
 
 
 class ContextError(TokamacError):
@@ -155,11 +128,11 @@ class ContextError(TokamacError):
 
 
 class MemoryLimitError(TokamacError):
-    """A model or a prompt needs more memory than there is: said before anything is computed, or once MLX found none."""
+    """A model or a prompt needs more memory than is available, as predicted or as MLX found."""
 
 
 class DeviceError(TokamacError):
-    """MLX has no usable backend here, or the device failed while it computed."""
+    """MLX has no usable backend here, or the device failed during computation."""
 
 
 class ConversionError(TokamacError):
@@ -167,11 +140,10 @@ class ConversionError(TokamacError):
 
 
 class EngineClosedError(TokamacError):
-    """The engine was closed while, or before, it was used."""
+    """The engine is closed."""
 
 
-FAILURES = (RuntimeError, MemoryError)
-"""What MLX raises for trouble with memory or the device."""
+FAILURES = (RuntimeError, MemoryError)  # what MLX raises for trouble with memory or the device
 
 _MEMORY = (
     "insufficient memory",  # [METAL] Command buffer execution failed: Insufficient Memory
@@ -194,7 +166,7 @@ _SHORTER = "Shorten the prompt, pack keys and values (--kv-bits 8), take a small
 
 
 def engine_error(error: BaseException) -> TokamacError | None:
-    """Return the engine's error for what MLX raised, or for a panic in Rust; None for what is no failure that is known."""
+    """Return the engine's error for a known MLX failure or Rust panic, else None."""
     if isinstance(error, TokamacError) or not isinstance(error, FAILURES):
         return panic_error(error)
     said = " ".join(str(error).split())[:200]
@@ -215,7 +187,7 @@ def engine_error(error: BaseException) -> TokamacError | None:
 
 
 def computing_error(error: BaseException) -> TokamacError | None:
-    """Return the engine's error for what was raised while it computed: a failure that is not known is the device's, too."""
+    """Like ``engine_error``, but an unknown failure counts as a DeviceError."""
     known = engine_error(error)
     if known is not None or isinstance(error, TokamacError) or not isinstance(error, FAILURES):
         return known

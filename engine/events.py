@@ -1,36 +1,52 @@
-"""What a reply is made of: messages go in, events come out. Only plain values, so they may cross threads and pipes.
-
-What an action on a conversation would cost, before it is taken.
-"""
+"""Messages, events, actions and prices of a conversation: plain values that may cross threads and pipes."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .device import DeviceKind
 from .errors import OptionError, TokamacError
+from .lab.passes import PassLog
 from .metrics import Metrics, Outlier
-from .passes.log import PassLog
+from .options import Sampling, Thinking, index, type_name
 from .perf.diagnosis import Diagnosis
+from .text.length import LongestPieces
 
 Role = Literal["system", "user", "assistant", "tool"]
 TextKind = Literal["answer", "thinking"]
-FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+FinishReason = Literal["stop", "length", "loop", "cancelled", "tool_calls"]
+CutBy = Literal["max_tokens", "context", "memory"]
 ROLES: tuple[Role, ...] = get_args(Role)
+# As other programs and families call them; whoever else speaks is read as the user.
+OTHER_ROLES: dict[str, Role] = {
+    **dict.fromkeys(("developer", "instructions"), "system"),
+    **dict.fromkeys(("ai", "bot", "chatbot", "gpt", "model"), "assistant"),
+    **dict.fromkeys(("environment", "function", "ipython", "observation", "tool_response", "tool_results"), "tool"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function, as the model wrote it: part of an assistant's message, and an event once it is whole.
+    """A function call written by the model: part of an assistant's message, and an event once complete.
 
-    arguments: a JSON object, as text. id: tells it from the other calls of the conversation. problem: why the call could not be
-    read; ``arguments`` is then what the model wrote, which is text of the reply as well, and what was told of it (ToolCallDelta)
-    is void. Raises OptionError for other arguments.
+    Attributes:
+        id: Unique within the conversation.
+        arguments: A JSON object as text.
+        problem: Why the call could not be parsed; ``arguments`` is then the raw text, which also appears in the
+            reply's text, and earlier ToolCallDelta events are void.
+        mistyped: Arguments whose type is none of the tool's schema: they are as the model wrote them.
+
+    Raises:
+        OptionError: The arguments are not a JSON object.
     """
 
     name: str
     arguments: str = "{}"
     id: str = ""
     problem: str = ""
+    mistyped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.problem:
@@ -53,11 +69,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a call's arguments, while the model writes them.
+    """A piece of a call's arguments, streamed as the model writes them.
 
-    The pieces of a call follow each other, from the first, which tells its name and id, to its ToolCall; none of another call
-    comes between. Joined they are its ``arguments``, as soon as that tells no problem. Formats that can't be told piece by piece
-    have one piece.
+    The pieces of one call are contiguous, and joined they equal ``ToolCall.arguments`` unless it has a problem.
+    Formats that can't be streamed yield one piece.
     """
 
     name: str
@@ -67,10 +82,16 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. ``thinking`` is the reasoning that led to an assistant's ``content``.
+    """One turn of a conversation.
 
-    tool_calls: what an assistant's message calls. Of role "tool", the result of a call: tool_call_id says which, name is the
-    function's. Raises OptionError for a role that there is not, and for what is no text.
+    Attributes:
+        role: One of ROLES; other names for them become theirs, and any other is the user.
+        thinking: The reasoning behind an assistant's ``content``.
+        tool_calls: The calls of an assistant's message.
+        tool_call_id: In a "tool" message, the call it answers; ``name`` is the function's.
+
+    Raises:
+        OptionError: The role or a text is not a string.
     """
 
     role: Role
@@ -82,16 +103,20 @@ class Message:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tool_calls", tuple(self.tool_calls))
-        if self.role not in ROLES:
-            raise OptionError(f"there is no role {self.role!r:.60}", f"Use one of {', '.join(ROLES)}.")
-        for name, text in (("content", self.content), ("thinking", self.thinking)):
+        for name, text in (("role", self.role), ("content", self.content), ("thinking", self.thinking)):
             if not isinstance(text, str):
                 raise OptionError(f"the {name} of a message is a {type(text).__name__}, not a text", "Give a str.")
+        if self.role not in ROLES:
+            object.__setattr__(self, "role", OTHER_ROLES.get(str(self.role).lower(), "user"))
+
+
+def has_calls(messages: Sequence[Message]) -> bool:
+    return any(each.tool_calls or each.role == "tool" for each in messages)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Prompt tokens in the cache so far (``done``, of ``total``); ``cached`` of them were there before."""
+    """Prefill progress: ``done`` of ``total`` prompt tokens are in the cache, ``cached`` of them from before."""
 
     done: int
     total: int
@@ -100,7 +125,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """The prompt did not fit: ``messages`` of its middle were left out whole, ``tokens`` in all."""
+    """The prompt did not fit: ``messages`` were dropped from its middle, ``tokens`` in all."""
 
     messages: int
     tokens: int
@@ -108,14 +133,19 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """Memory was short before a prefill or while decoding, and this was done about it. Bytes; 0 and None where nothing was.
+    """A response to memory pressure before prefill or during decode. Bytes; 0 or None where not applicable.
 
-    pool_bytes: given back by MLX's pool. chunk: tokens computed at once from here on. cache_bytes: of other prompts let go of.
-    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used (None is unknown). from_others: by how much
-    other programs have to give way, which the system sees to. critical: macOS is at critical pressure. fused_bytes: of attention's
-    scores that are not written down, by kernels that take somewhat longer. failed: MLX had no memory for a piece of the prompt,
-    which is computed again. ended: the reply ends here, since more of it would not fit. waits: the prompt begins, or the reply goes
-    on, once other replies have given back what it needs.
+    Attributes:
+        pool_bytes: Released by MLX's pool.
+        cache_bytes: Evicted prompt caches.
+        chunk: Tokens per prefill chunk from here on.
+        predicted_bytes: Expected peak, of ``budget_bytes``.
+        from_others: To be released by other programs.
+        critical: macOS is at critical pressure.
+        fused_bytes: Scores avoided by slower fused kernels.
+        failed: A chunk ran out of memory and is recomputed.
+        ended: The reply ends here.
+        waits: The reply waits for others' memory.
     """
 
     pool_bytes: int
@@ -132,8 +162,21 @@ class MemoryPressure:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopFound:
+    """The reply repeats itself and ends because of it unless it is allowed to continue.
+
+    Attributes:
+        period: Tokens per repetition.
+        ends_at: Reply length in tokens at which it ends; None once the loop has ended.
+    """
+
+    period: int
+    ends_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
-    """A token that was likely in a place, and its natural log-probability there."""
+    """A likely token at a position, with its natural log-probability."""
 
     id: int
     text: str
@@ -142,9 +185,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of the reply, its natural log-probability by the model itself, and the likeliest tokens in its place.
+    """A token of the reply with its natural log-probability before sampling.
 
-    text: of this token alone; U+FFFD where it is a part of a character. top: likeliest first, as many as were asked for.
+    Attributes:
+        text: Of this token alone; U+FFFD for part of a character.
+        top: The likeliest tokens at this position, likeliest first.
     """
 
     id: int
@@ -155,11 +200,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Whole characters of the reply, in order; ``kind`` tells the model's thinking from its answer.
+    """Whole characters of the reply, in order; ``kind`` separates thinking from the answer.
 
-    ids: the tokens that made them, with those before that made no text. logprobs: of the same tokens, where ``Sampling.logprobs``
-    asks for them. Those of all chunks and of Finished are all tokens of the reply, in order.
-    guessed: characters of ``text``, from and to (exclusive), whose tokens were guessed and came true.
+    Attributes:
+        ids: The tokens of this text, and earlier ones that produced none. Those of all chunks and of Finished are
+            all tokens of the reply, in order.
+        logprobs: Of the same tokens, if ``Sampling.logprobs`` requests them.
+        guessed: Character ranges of ``text``, [from, to), that come from accepted draft tokens.
     """
 
     text: str
@@ -169,19 +216,54 @@ class TextChunk:
     guessed: tuple[tuple[int, int], ...] = ()
 
 
+# Why prompt tokens were computed. new: none of them were before. first: nothing was held. changed: the prompt differs from
+# one that was read, and goes on like it. evicted: read before, and no longer held. state: held, but this model's state can
+# be resumed only at some tokens. settings: held for another model, adapter or settings. off: nothing is kept.
+ReadReason = Literal["new", "first", "changed", "evicted", "state", "settings", "off"]
+# What changed, where it is known of programs that they change it. reply: what the model wrote came back otherwise.
+Churn = Literal["date", "attribution", "tool order", "tools", "id", "environment", "thinking", "reply"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What the prompt cache saved of a prompt, and why the rest was read.
+
+    Attributes:
+        held_tokens: Of the earlier prompt and reply that begins most like this prompt; 0 if none.
+        common_tokens: From the beginning, so the position of the first token that differs.
+        again_tokens: Tokens of this prompt that had been read before, and were read again.
+        again_s: Seconds of that, at this reply's prefill rate; None if unknown.
+        part: Where the difference is: "system prompt", "tools", "message 3 (user)", "chat template"; "" if nowhere.
+        before, held, now: The text before the difference, the earlier one and this one; short, and not sanitised.
+    """
+
+    reason: ReadReason
+    held_tokens: int = 0
+    common_tokens: int = 0
+    again_tokens: int = 0
+    again_s: float | None = None
+    part: str = ""
+    churn: Churn | None = None
+    before: str = ""
+    held: str = ""
+    now: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a reply: why it ended, the whole answer, its thinking, and what was measured.
+    """The end of a reply.
 
-    outliers: the gaps between tokens that stand out, longest first. predicted_peak_bytes: what the arithmetic expected of
-    ``metrics.peak_memory_bytes``, for a reply of this length. diagnosis: why it took as long as it did; None where no token came.
-    doubts: what of the model's config was computed otherwise, where it was loaded unchecked: the text may be wrong.
-    stopped_by: the stop text that was met, or the id of the token that ended the reply; None for another reason than "stop".
-    ids, logprobs: as of TextChunk, of the tokens after the last text: the end, a stop text.
-    thinking_ended_at: the budget of tokens that ended the thinking; None where nothing but the model did.
-    tool_calls: what the reply calls, in order. The reason is "tool_calls" where it ends so that they are answered; of a call that
-    could not be read (``ToolCall.problem``) alone it is "stop".
-    passes: what was recorded of its passes; None where there was none.
+    Attributes:
+        outliers: Outlier gaps, longest first.
+        predicted_peak_bytes: For ``metrics.peak_memory_bytes``.
+        diagnosis: Why it took its time; None without tokens.
+        doubts: Settings computed differently (loaded unchecked).
+        stopped_by: Stop text or end token id; None at an end mark of several tokens.
+        ids, logprobs: Of the tokens after the last text.
+        thinking_ended_at: The token budget that ended thinking.
+        tool_calls: In order; reason "tool_calls" if any is parsable, else "stop".
+        cut_by: The limit, for reason "length"; "context" leaves room for the next turn.
+        cache: What the prompt cache saved; None for background replies.
     """
 
     reason: FinishReason
@@ -198,27 +280,27 @@ class Finished:
     thinking_ended_at: int | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     passes: PassLog | None = None
+    cut_by: CutBy | None = None
+    cache: CacheUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of one reply of several that failed; the others go on."""
+    """The end of one of several replies by a failure; the others continue."""
 
     error: TokamacError
 
 
-Piece = TextChunk | ToolCallDelta
-"""What a reply says while it is written: text of its own, or of a call's arguments."""
+Piece = TextChunk | ToolCallDelta  # what a reply says while it is written: text of its own, or of a call's arguments
 
-Event = Truncated | MemoryPressure | PrefillProgress | Piece | ToolCall | Finished
+Event = Truncated | MemoryPressure | PrefillProgress | LoopFound | Piece | ToolCall | Finished
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A snapshot of the reply in progress: its metrics so far and its last gaps between tokens (ms, oldest first).
+    """A snapshot of the running reply: metrics and recent gaps between tokens (ms, oldest first).
 
-    The metrics are of the whole reply; ``bytes_per_step`` and ``achieved_gbs`` are of now: the last step, the last few gaps.
-    outliers: those of the reply so far, longest first.
+    ``bytes_per_step`` is of the last step, ``now_tps`` and ``achieved_gbs`` of the last second.
     """
 
     metrics: Metrics
@@ -227,14 +309,15 @@ class Live:
     bytes_per_step: int | None = None
     achieved_gbs: float | None = None
     outliers: tuple[Outlier, ...] = ()
+    now_tps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``.
+    """Load progress: bytes ``done`` of ``total`` (None: unknown yet) in this ``stage``.
 
-    Of three stages there are no bytes: "warm-up"; "compile", in which a CPU's kernels are compiled, once on a machine; "rounding",
-    in which is measured what rounding costs a model there, once for each.
+    Three stages have no bytes: "warm-up"; "compile", CPU kernels, once per machine; "rounding", which measures the
+    quality cost of rounding, once per model and machine.
     """
 
     stage: Literal["download", "weights", "compile", "rounding", "warm-up"]
@@ -244,13 +327,15 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ModelNote:
-    """What the user should know of a loaded model, in a clause.
+    """A note to the user on a loaded model, as a clause.
 
-    about: what was asked for beside it, or what else of it; "alone": that its replies are made one after another.
+    Attributes:
+        about: The option or aspect it concerns; "alone": replies are not batched; "quality": answers are worse
+            than the source model's.
     """
 
     text: str
-    about: Literal["model", "adapter", "draft", "heads", "alone"] = "model"
+    about: Literal["model", "adapter", "draft", "heads", "alone", "quality"] = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +352,12 @@ class Regenerate:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Go on with the last reply, which was cut."""
+    """Continue the last reply, which was cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replace the text of message ``index``, and answer it again."""
+    """Replace the text of message ``index`` and regenerate its answer."""
 
     index: int
     text: str
@@ -280,7 +365,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Go on from message ``index`` in a chat of its own, with a message that is still to be written."""
+    """Branch into a new chat at message ``index``, with a message still to be written."""
 
     index: int
 
@@ -290,11 +375,14 @@ Action = Send | Regenerate | Continue | Edit | Branch
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a prompt takes until its first token.
+    """Cost of a prompt up to its first token.
 
-    prompt_tokens: all of it. tokens: of them, to be computed. disk_bytes: keys and values to be read from disk. seconds: both
-    together, by what was measured since the model was loaded. estimated: no prompt of a good length was read since then, and the
-    seconds are what the arithmetic expects (``Engine.predict``); they are None until the machine's latency is known, too.
+    Attributes:
+        tokens: Of ``prompt_tokens``, those to compute.
+        disk_bytes: Keys and values to read from disk.
+        seconds: Of both, at speeds measured since the model was loaded.
+        estimated: No sufficiently long prompt was measured, so ``seconds`` come from ``Engine.predict``; None until
+            the machine's latency is known.
     """
 
     prompt_tokens: int
@@ -302,3 +390,216 @@ class Price:
     disk_bytes: int
     seconds: float | None
     estimated: bool = False
+
+
+# What callers give, checked and made plain on their own thread; an array of another library is read item by item.
+
+
+def given_prompt(prompt: object) -> list[Message] | list[int]:
+    """Return Messages or token ids; a text is a user's message. Raises OptionError."""
+    if isinstance(prompt, str):
+        return [Message("user", given_words(prompt))]
+    items = _items(prompt, "a prompt")
+    if not items:
+        raise OptionError("the prompt holds no token and no message", "Give token ids, or Messages.")
+    if isinstance(items[0], Message | dict):
+        return given_messages(items)
+    return _ids(items)
+
+
+def given_question(prompt: object, system: object) -> list[Message] | list[int]:
+    """Return a prompt preceded by a system prompt. Raises OptionError where it can't have one."""
+    given = given_prompt(prompt)
+    if system is None:
+        return given
+    first = given[0]
+    if not isinstance(first, Message):
+        raise OptionError("token ids can't have a system prompt", "Put it into the ids, or give Messages.")
+    if first.role == "system":
+        raise OptionError("the messages begin with a system prompt already", "Leave out system, or that message.")
+    return [Message("system", given_text(system, "the system prompt")), *given_messages(given)]
+
+
+def given_messages(messages: object) -> list[Message]:
+    """Return a conversation as a list. Raises OptionError unless it is a sequence of Messages."""
+    items = _items(messages, "a conversation")
+    for item in items:
+        if isinstance(item, dict):
+            raise OptionError("a message is given as a dict", "Use Message(role, content).")
+        if not isinstance(item, Message):
+            raise OptionError(f"a {type_name(item)} is among the messages", "Give Messages alone, or token ids alone.")
+    return [item for item in items if isinstance(item, Message)]
+
+
+def given_ids(tokens: object, what: str) -> list[int]:
+    """Return one or more token ids as plain ints; ``what`` names the option. Raises OptionError."""
+    items = _items(tokens, "a sequence of token ids")
+    if not items:
+        raise OptionError(f"{what} needs a text, and there is no token", "Give at least one token id.")
+    if isinstance(items[0], Message | dict):
+        raise OptionError(
+            "messages are not token ids", "Use engine.tokenizer.encode(engine.tokenizer.render(messages))."
+        )
+    return _ids(items)
+
+
+def given_text(text: object, what: str) -> str:
+    """Return ``text``. Raises OptionError unless it is a string."""
+    if not isinstance(text, str):
+        raise OptionError(f"{what} is a {type_name(text)}, not a text", "Give a str.")
+    return text
+
+
+def given_words(text: object) -> str:
+    """Return a message's text. Raises OptionError for a non-string or a blank one."""
+    words = given_text(text, "the message")
+    if not words.strip():
+        raise OptionError("the message is empty", "Write something first.")
+    return words
+
+
+def _items(given: object, what: str) -> list[object]:
+    if isinstance(given, str | bytes):
+        raise OptionError(
+            f"a text is not {what}",
+            'Use engine.chat().send(text), [Message("user", text)] or engine.tokenizer.encode(text).',
+        )
+    if isinstance(given, dict | Message) or not isinstance(given, Iterable):
+        raise OptionError(f"a {type_name(given)} is not {what}", "Give a list of token ids, or of Messages.")
+    try:
+        return list(given)
+    except TypeError:  # an array of no dimension says that it can be iterated
+        raise OptionError(f"a single number is not {what}", "Give a list of token ids.") from None
+
+
+def _ids(items: list[object]) -> list[int]:
+    ids = []
+    for item in items:
+        try:
+            ids.append(index(item))
+        except TypeError:
+            raise OptionError(
+                f"{item!r:.60} is no token id", "A prompt is token ids alone, or Messages alone."
+            ) from None
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class StepToken:
+    """A token of a reply with its natural log-probability before sampling.
+
+    thinking, answer: characters so far. settled: no incomplete character or possible mark is pending.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    others: tuple[Alternative, ...]
+    thinking: int
+    answer: int
+    settled: bool
+    marks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    first: int
+    total: int
+    tokens: tuple[StepToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    tokens: int
+    pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialReply:
+    """The beginning of a reply. ids: of the whole prompt, as detokenizing depends on earlier tokens."""
+
+    message: Message
+    ids: tuple[int, ...]
+
+
+def unfinished(messages: Sequence[Message]) -> Message:
+    """Return the final reply, without a cut character. Raises OptionError where there is none or it is empty."""
+    if not messages or messages[-1].role != "assistant":
+        raise OptionError("only a reply can be continued", "Give messages that end with the assistant's.")
+    reply = whole_characters(messages[-1])
+    if not (reply.content or reply.thinking):
+        raise OptionError("this reply has no tokens", "Regenerate it.")
+    return reply
+
+
+def whole_characters(reply: Message) -> Message:
+    if reply.content:
+        return replace(reply, content=reply.content.rstrip("\ufffd"))
+    return replace(reply, thinking=reply.thinking.rstrip("\ufffd"))
+
+
+MOST_ROUNDING_SHARE = 0.1  # what rounding may add, over what the packing costs
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingCost:
+    """Nats per token: the cost of rounding rows, and about that of quantizing the weights."""
+
+    added: float
+    packing: float
+
+    @property
+    def is_small(self) -> bool:
+        return self.added <= MOST_ROUNDING_SHARE * self.packing
+
+    def __str__(self) -> str:
+        share = f"adds KL {self.added:.2g}, packing about {self.packing:.2g}"
+        return f"rounded to 8 bits ({share})" if self.is_small else f"exact (rounding to 8 bits {share})"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A loaded model's facts. Sizes in bytes.
+
+    capacity: tokens of the context; rolls: whether the oldest are evicted. holds_calls: whether arguments of calls
+    can be held to a schema. doubts: config parts computed
+    otherwise. heads_bytes: weights and at most their KV. rounding: cost of rounding rows; None if impossible.
+    longest_pieces: of the vocabulary.
+    """
+
+    name: str
+    path: Path
+    device: DeviceKind
+    architecture: str
+    layers: int
+    parameters: int
+    weight_bytes: int
+    bits_per_weight: float | None
+    context_length: int | None
+    capacity: int | None
+    rolls: bool
+    vocabulary_size: int
+    thinks: bool
+    recommended: Sampling
+    model_notes: tuple[ModelNote, ...] = ()
+    advice: str | None = None
+    memory_notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    adapter: str | None = None
+    adapter_digest: str | None = None
+    draft: str | None = None
+    draft_bytes: int | None = None
+    heads: str | None = None
+    heads_bytes: int | None = None
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
+    takes_tools: bool = False
+    holds_calls: bool = False
+    later_system: bool = False
+    rounding: RoundingCost | None = None
+    longest_pieces: LongestPieces = LongestPieces()  # noqa: RUF009  # frozen
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of it, in clauses."""
+        return tuple(note.text for note in self.model_notes)

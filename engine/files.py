@@ -1,21 +1,13 @@
-"""Files, safely: read only what is regular and bounded, write what survives a power loss, open as many as a model has shards.
-
-Whatever reads a model's folder, a setting, a cache or a file of the user's opens it here. A FIFO that nobody writes to blocks
-forever, and a device may never end: here they are an OSError, whose ``strerror`` says what the path is. What was written must
-reach the disk itself before it is renamed into place, or the file may not be whole after a power loss. And MLX holds every shard of
-a checkpoint open until all its arrays are read; macOS begins with a limit of 256 open files, and large checkpoints have more.
-"""
+"""Reading and writing files within bounds, and sizes as text."""
 
 import ctypes
 import errno
 import fcntl
-import gc
 import os
 import resource
 import stat
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,24 +16,47 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import DeviceError, OptionError
-from .units import sizes
 
+
+def figures(value: float) -> str:
+    """Format with three significant figures, or all integer digits: 0.98, 2.26, 50.4, 1,024."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def size(value: int) -> str:
+    """Return bytes in decimal units: 2.26 GB."""
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if value >= factor:
+            return f"{figures(value / factor)} {unit}"
+    return f"{value} B"
+
+
+def sizes(first: int, second: int) -> tuple[str, str]:
+    if first == second or size(first) != size(second):
+        return size(first), size(second)
+    return f"{first:,} B", f"{second:,} B"
+
+
+# A FIFO can block forever and a device may never end: both are an OSError here. A file must reach the disk
+# before it is renamed, or it may be incomplete after a power loss. MLX keeps every shard open until its
+# arrays are read; macOS starts with a limit of 256 open files, fewer than large checkpoints have shards.
+
+
+# A config or another small JSON file at most: the largest published ones have some hundred kilobytes.
 CONFIG_BYTES = 16 << 20
-"""A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""
-INDEX_BYTES = 128 << 20
-"""The index of a checkpoint's tensors at most: a tensor takes about a hundred bytes."""
-TOKENIZER_BYTES = 512 << 20
-"""A file of a tokenizer at most: the largest published ones have about 35 MB."""
+INDEX_BYTES = 128 << 20  # the index of a checkpoint's tensors at most: a tensor takes about a hundred bytes
+TOKENIZER_BYTES = 512 << 20  # a file of a tokenizer at most: the largest published ones have about 35 MB
+# Of which a folder with a whole model has one.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
-"""Of which a folder with a whole model has one."""
+# An adapter's files: its config, and its weights in mlx-lm's form or in PEFT's.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS = (
     "adapter_config.json",
     "adapters.safetensors",
     "adapter_model.safetensors",
 )
-"""An adapter's files: its config, and its weights in mlx-lm's form or in PEFT's."""
-SLICE_BYTES = 1 << 16
-"""Read at a time of a file that has grown, or whose size the system does not tell (/proc)."""
+SLICE_BYTES = 1 << 16  # read at a time of a file that has grown, or whose size the system does not tell (/proc)
 
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
@@ -50,22 +65,19 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
+# How long closing an engine may take to finish its writes. Whoever waits for one, or ends its process, waits longer.
 FLUSH_S = 3.0
-"""How long closing an engine may take to finish its writes. Whoever waits for one, or ends its process, waits longer."""
 
+# macOS alone has it: its fsync leaves data in the drive's own cache, which may write them in any order.
 FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
-"""macOS alone has it: its fsync leaves data in the drive's own cache, which may write them in any order."""
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
+# The errors of a kernel, a container's filter or a file system that can't exchange names.
 _CANT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
-"""The errors of a kernel, a container's filter or a file system that can't exchange names."""
 
-WANTED = 8192
-"""More than twice the shards of any checkpoint, and less than macOS lets a process have (10,240 or more)."""
+WANTED = 8192  # more than twice the shards of any checkpoint, and less than macOS lets a process have (10,240 or more)
+# How often a conversion may have its source open, and about how many files a process has open otherwise, at most.
 READINGS, OTHERS = 3, 64
-"""How often a conversion may have its source open, and about how many files a process has open otherwise, at most."""
 REMEDY = f"Allow more: ulimit -n {WANTED}; where the system refuses that, an administrator sets the hard limit."
-
-_importing = threading.Lock()
 
 
 class NotRegularError(OSError):
@@ -73,15 +85,11 @@ class NotRegularError(OSError):
 
 
 class TooLargeError(OSError):
-    """A file has more bytes than its purpose allows."""
+    """A file exceeds the size limit for its purpose."""
 
 
 def expanded(path: str | os.PathLike[str], *, strict: bool = False) -> Path:
-    """Return a path with the folder that ``~`` or ``~name`` stands for.
-
-    Where nobody has that name, the path stays as it was written, as in a shell: whoever opens it says that there is no such file.
-    strict: OptionError is raised instead, for what is to be made.
-    """
+    """Expand ``~`` and ``~name``; an unknown name stays as written, or raises OptionError if ``strict``."""
     try:
         return Path(path).expanduser()
     except (RuntimeError, ValueError) as error:  # ValueError: the name holds what no name can
@@ -91,26 +99,41 @@ def expanded(path: str | os.PathLike[str], *, strict: bool = False) -> Path:
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether something has this path; False too where that can't be known. Path's own raises OSError there, up to Python 3.13."""
+    # False too where it can't be known: up to Python 3.13, Path.exists raises OSError there.
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_dir(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder's; False too where that can't be known: its name is too long, its parent can't be read."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a file's; False too where that can't be known."""
+    # False too where it can't be known.
     return os.path.isfile(path)  # noqa: PTH113
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file to read its bytes.
+FileId = tuple[int, int]  # of a file, whatever its name: device and inode
+# Files that SQLite has open in this process, by owner: to close another descriptor of one would drop its locks.
+HELD: dict[int, frozenset[FileId]] = {}
 
-    Raises OSError: NotRegularError for what is neither a file nor a folder, IsADirectoryError, FileNotFoundError and the like.
+
+def file_id(path: str | os.PathLike[str]) -> FileId | None:
+    try:
+        at = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return None
+    return at.st_dev, at.st_ino
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file to read bytes. Raises OSError (NotRegularError for a FIFO, device or socket).
+
+    PermissionError for a database that this process has open.
     """
-    _check(path, os.stat(path))  # noqa: PTH116  # before it is opened: opening some devices does something
+    at = os.stat(path)  # noqa: PTH116  # before it is opened: opening some devices does something
+    _check(path, at)
+    if any((at.st_dev, at.st_ino) in files for files in tuple(HELD.values())):
+        raise PermissionError(errno.EACCES, "it is a database that this program has open", os.fspath(path))
     # Another thing may be in its place by now. Without O_NONBLOCK, opening a FIFO would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -122,7 +145,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return all bytes of a regular file. Raises OSError; TooLargeError where it has more than ``most``."""
+    """Read a regular file. Raises OSError; TooLargeError above ``most`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         _check_size(path, size, most)
@@ -136,15 +159,13 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], most: int = CONFIG_BYTES, encoding: str = "utf-8") -> str:
-    """Return the text of a regular file of at most ``most`` bytes, with newlines. Raises OSError and UnicodeDecodeError."""
+    """Read a regular text file of at most ``most`` bytes. Raises OSError and UnicodeDecodeError."""
     return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_regular(paths: Iterable[Path], most: int) -> None:
-    """Raise OSError for the first existing path that is no regular file of at most ``most`` bytes; folders pass.
-
-    For files that another library is going to open by their names.
-    """
+    """Raise OSError for the first existing path that isn't a regular file of at most ``most`` bytes; folders pass."""
+    # For files that another library opens by name.
     for path in paths:
         try:
             at = path.stat()
@@ -171,10 +192,7 @@ def _check_size(path: str | os.PathLike[str], size: int, most: int) -> None:
 
 @contextmanager
 def atomic_write(path: Path, prefix: str = ".") -> Iterator[BinaryIO]:
-    """Yield a file (mode 0600) that becomes ``path`` at the end of the block: whole and on the disk, or not at all.
-
-    prefix: of its temporary name, in the same folder. Raises OSError.
-    """
+    """Yield a file (mode 0600) that becomes ``path`` whole and on disk, or not at all. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=prefix)  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -189,7 +207,7 @@ def atomic_write(path: Path, prefix: str = ".") -> Iterator[BinaryIO]:
 
 
 def to_disk(handle: int) -> None:
-    """Return when what was written to an open file, and whatever was synced before it, is on the disk. Raises OSError."""
+    """Flush an open file, and everything synced before it, to the disk itself. Raises OSError."""
     if FULL_SYNC is not None:
         with suppress(OSError):  # not every file system knows it: network folders don't, and some drives
             fcntl.fcntl(handle, FULL_SYNC)
@@ -198,12 +216,11 @@ def to_disk(handle: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Hand a file, or the names in a folder, to the disk: on macOS on their way, elsewhere there. Raises OSError."""
+    # On macOS this only queues the data for the disk; elsewhere it is there on return. Raises OSError.
     _sync(path, os.fsync)
 
 
 def path_to_disk(path: Path) -> None:
-    """Do what ``to_disk`` does, for a file or the names in a folder. Raises OSError."""
     _sync(path, to_disk)
 
 
@@ -216,10 +233,7 @@ def _sync(path: Path, sync_handle: Callable[[int], None]) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange what two names on one file system stand for, in one step: at no moment is either missing.
-
-    Returns False, and nothing has changed, where the system or the file system can't. Raises OSError.
-    """
+    """Swap two names on one file system atomically; False (no change) where unsupported. Raises OSError."""
     names = os.fsencode(first), os.fsencode(second)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -238,7 +252,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def raise_open_files(wanted: int = WANTED) -> None:
-    """Raise the soft limit on open files to ``wanted``, as far as the hard one allows; a higher one stays."""
+    """Raise the soft limit on open files to ``wanted``, within the hard limit; never lower it."""
     _raise_limit(wanted, resource.setrlimit)
 
 
@@ -251,10 +265,8 @@ def _raise_limit(wanted: int, setrlimit: Callable[[int, tuple[int, int]], None])
 
 
 def not_opened(error: Exception, folder: Path) -> DeviceError | None:
-    """Return the error for a model that could not be loaded because it has more shards than files may be open.
-
-    MLX says "Failed to open file" whatever the reason was, so None wherever the limit leaves room for the shards.
-    """
+    """Return the error for a model with more shards than the open-file limit, else None."""
+    # MLX says "Failed to open file" whatever the reason.
     if "Failed to open" not in str(error):
         return None
     traceback.clear_frames(error.__traceback__)  # they hold opened files, and looking into the folder takes one too
@@ -265,29 +277,19 @@ def not_opened(error: Exception, folder: Path) -> DeviceError | None:
     return DeviceError(f"this process may have {allowed} files open, and {folder} has {shards} shards", REMEDY)
 
 
-def import_mlx_lm() -> None:
-    """Import mlx-lm, without what that does to the limit on open files.
+@contextmanager
+def keeping_open_files() -> Iterator[None]:
+    """Let code that sets the limit on open files only raise it, as ``raise_open_files`` does."""
+    setrlimit = resource.setrlimit
 
-    ``mlx_lm/utils.py`` sets it to 2,048 and at most 4,096 when it is imported: that fails where the hard limit is lower, and
-    lowers a higher one for the rest of the process. Here the soft limit is raised where it can be, and the hard one stays.
-    """
-    with _importing:
-        if "mlx_lm.utils" in sys.modules:
-            return
-        setrlimit = resource.setrlimit
+    def raised(which: int, limits: tuple[int, int], /) -> None:
+        if which == resource.RLIMIT_NOFILE:
+            _raise_limit(limits[0], setrlimit)
+        else:
+            setrlimit(which, limits)
 
-        def raised(which: int, limits: tuple[int, int], /) -> None:
-            if which == resource.RLIMIT_NOFILE:
-                _raise_limit(limits[0], setrlimit)
-            else:
-                setrlimit(which, limits)
-
-        resource.setrlimit = raised
-        collects = gc.isenabled()
-        gc.disable()  # what a module makes stays: looking through it for garbage, again and again, is an eighth of the time
-        try:
-            import mlx_lm.utils  # noqa: F401
-        finally:
-            resource.setrlimit = setrlimit
-            if collects:
-                gc.enable()
+    resource.setrlimit = raised
+    try:
+        yield
+    finally:
+        resource.setrlimit = setrlimit

@@ -1,4 +1,4 @@
-"""Prefill: a prompt is computed in chunks; where others wait, by layers or tokens. Knows tokens and caches, not text."""
+"""Prefill in chunks; where others wait, split by layers or tokens. Handles tokens and caches, not text."""
 
 import math
 import time
@@ -8,28 +8,25 @@ from typing import Any
 
 import mlx.core as mx
 
-from .chunking import Chunking
+from .chunking import SHALLOW, Chunking
 from .events import PrefillProgress
 from .kv.attention import forcing_fused
-from .kv.attention_kernel import AttentionDevice
-from .kv.rewind import BeforeChunk
+from .kv.costs import AttentionDevice
+from .kv.snapshot import BeforeChunk
 from .metrics import Recorder
-from .schedule.policy import Pace
+from .schedule.schedule import Pace
 
 
 class Generation:
-    """One sequence whose prompt is computed: a model, its caches, and the ids that the caches hold.
+    """One sequence in prefill: a model, its caches, and the ids they hold.
 
     Invariant: whenever control returns to the caller, ``cached_ids`` are exactly the tokens in the caches.
 
     Args:
-        model: called with (1, T) ids and the caches.
-        caches: one a layer.
-        cached_ids: the tokens that the caches hold; extended in place.
-        force_fused: write no attention scores down where MLX has a kernel for that on this device; None asks for none.
-
-    Attributes:
-        chunk: tokens that are being computed at once.
+        model: Called with (1, T) ids and the caches.
+        caches: One per layer.
+        cached_ids: Extended in place.
+        force_fused: Use a fused attention kernel wherever MLX has one for this device; None: MLX decides.
     """
 
     def __init__(
@@ -47,7 +44,7 @@ class Generation:
         self.cached_ids = cached_ids
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
-        """Compute ``ids`` after the cached ones in chunks; yield after each how many are done. Stop iterating to cancel."""
+        """Compute ``ids`` after the cached ones in chunks; yield the count done. Stop iterating to cancel."""
         done, self.chunk = 0, min(chunk, len(ids))
         while done < len(ids):
             part = ids[done : done + chunk]
@@ -64,11 +61,8 @@ class Generation:
     def prefill_in_stages(
         self, ids: list[int], stages: int, stopped: Callable[[], bool]
     ) -> Generator[None, None, bool]:
-        """Compute ``ids`` at once, yielding after every few layers; return whether all were computed.
-
-        The result is the same, bit by bit. Where ``stopped`` said so in between, or the generator was closed, all is as it was
-        before.
-        """
+        """Compute ``ids`` in one chunk, yielding every few layers; return whether it completed."""
+        # Bit-identical to one call. If stopped or closed in between, the caches are as before.
         before, self.chunk = BeforeChunk(self.caches, stages), len(ids)
         with forcing_fused(self._force_fused):
             self._model(mx.array([ids]), cache=self.caches)
@@ -89,10 +83,8 @@ class Generation:
         return True
 
     def prefill_in_pieces(self, ids: list[int], size: int, stopped: Callable[[], bool]) -> Generator[None, None, bool]:
-        """Compute ``ids`` in pieces of ``size``, yielding between them; return whether all were computed.
-
-        For a model whose tokens have the same bits in pieces of any size. What was computed when ``stopped`` said so stays.
-        """
+        """Compute ``ids`` in pieces of ``size``, yielding between them; return whether all were computed."""
+        # For models whose bits don't depend on the piece size; the pieces computed before a stop stay.
         for done in self.prefill(ids, size):
             if done == len(ids):
                 break
@@ -102,28 +94,22 @@ class Generation:
         return True
 
 
-UNKNOWN_STAGES = 16
-"""Of a chunk while others wait for their tokens and its speed is not known."""
+UNKNOWN_STAGES = 16  # of a chunk while others wait for their tokens and its speed is not known
 
-STAGE_S = 1.0
-"""Of computing, after which a prefill asks whether to stop."""
+STAGE_S = 1.0  # of computing, after which a prefill asks whether to stop
 
 
 class PrefillChunker:
-    """Computes prompts in chunks, cut at multiples of the chunk size, counted from the first token (chunking.py).
+    """Prefills prompts in chunks cut at multiples of the chunk size, counted from the first token below.
 
-    Where a chunk takes long, it is computed a few layers at a time, so that a cancellation is heard in between: then what was
-    begun of it is dropped. Time decides that alone, never where a prompt is cut; but where a token's bits are the same in a piece
-    of any size (``Chunking.piece``), it is cut by time, and what was computed stays.
+    A slow chunk is computed a few layers at a time, so that it can be cancelled; its partial work is dropped.
+    Time never decides where a prompt is cut, except where the bits don't depend on piece size
+    (``Chunking.piece``).
 
     Args:
-        chunking: how large a chunk is at which depth.
-        most: tokens of a chunk at most, a power of two: what there is memory for.
-        cached: tokens in the caches at the beginning.
-        pace: how soon others may have a turn; None: after whole chunks.
-
-    Attributes:
-        largest: tokens of the first chunk, which no later one exceeds.
+        most: Tokens per chunk at most, a power of two that fits memory.
+        cached: Tokens in the caches at the beginning.
+        pace: How soon others get a turn; None: after whole chunks.
     """
 
     def __init__(
@@ -140,10 +126,10 @@ class PrefillChunker:
         self._stopped, self._clock = stopped, clock
         self._pace = pace
         self.largest = self._size(cached)
-        self._token_s = chunking.token_s(cached)
+        self._token_s = chunking.first_token_s if cached < SHALLOW else chunking.token_s(cached)
 
     def compute(self, generation: Generation, ids: list[int]) -> Generator[bool, None, None]:
-        """Compute ``ids`` after the cached ones; yield True after each chunk, False within one. Close it to cancel."""
+        """Compute ``ids``; yield True after each chunk, False within one. Close it to cancel."""
         at = 0
         while at < len(ids):
             cached = len(generation.cached_ids)
@@ -176,7 +162,6 @@ class PrefillChunker:
                 return
 
     def _stages(self, tokens: int) -> int:
-        """Return in how many stages to compute a chunk: so that each takes as long as it may, as far as the speed is known."""
         if self._chunking.whole:
             return 1
         within_s = math.inf if self._pace is None else self._pace.within_s
@@ -185,7 +170,7 @@ class PrefillChunker:
         return math.ceil(tokens * self._token_s / min(STAGE_S, within_s))
 
     def _size(self, cached: int) -> int:
-        return min(self._most, self._chunking.at(cached))
+        return min(self._most, self._chunking.first if cached < SHALLOW else self._chunking.tokens_at(cached))
 
 
 def read_prompt(
@@ -197,10 +182,7 @@ def read_prompt(
     total: int,
     cancelled: Callable[[], bool],
 ) -> Generator[PrefillProgress | None, None, None]:
-    """Compute ``ids``, of a prompt of ``total`` tokens, until ``cancelled``; yield progress after each chunk, None within one.
-
-    recorder: has begun the prompt; notes each chunk.
-    """
+    """Prefill ``ids`` until ``cancelled``; yield progress after each chunk, None within one."""
     with closing(chunker.compute(generation, ids)) as chunks:
         for whole in chunks:
             if not whole:

@@ -1,9 +1,6 @@
-"""Put an engine together: find the model, load it, plan its caches, find out what the machine allows, warm up.
+"""Assembles an engine: find, load, plan caches, profile, warm up."""
 
-A GPU makes its libraries and pipelines at their first use, so the first steps are taken before anybody waits for them. On a plain
-CPU nothing is made at the first use that takes noticeable time, so there it is left out.
-"""
-
+# GPUs build pipelines at first use, hence the warm-up; a plain CPU needs none.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,72 +14,65 @@ import mlx.core as mx
 from .chunking import Chunking
 from .device import DeviceKind, device_kind
 from .distributed.mirror import Mirror, SharedModel, SharedOperations, SharedPlan
-from .distributed.split import NodeShare
-from .distributed.team import Team, check_same, token_bytes_of, versions
+from .distributed.team import NodeShare, Team, check_same, token_bytes_of, versions
 from .errors import MemoryLimitError, OptionError, TokamacError
-from .events import LoadProgress, ModelNote
+from .events import LoadProgress, ModelNote, ModelSpec, RoundingCost
+from .files import sizes
 from .generation import Generation
+from .gguf.places import TABLE
 from .hub import download
-from .kv import CachePlan, install_seam, plan_caches
-from .kv.operations import LOCAL, CacheOperations
-from .kv.rows import why_alone
+from .kv.attention import install_seam
+from .kv.cache import why_alone
+from .kv.plan import CachePlan, plan_caches
+from .kv.snapshot import LOCAL, CacheOperations
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from .model.config import context_length, pretraining_length, read_config
-from .model.corrections import use_short_factors
+from .model.config_rules import use_short_factors
 from .model.loader import BUILD_ERRORS, DTYPES, LoadedModel, load_model, position_rows
-from .model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost, rounds_here
-from .model.stored_heads import StoredHeads, find_heads
-from .model.stored_parts import Part
+from .model.safetensors import Part, weight_files
+from .model.weights import StoredHeads, find_heads, text_config
 from .options import KVSpec, LoadRequest, Sampling
 from .perf.bandwidth import with_bandwidth
-from .perf.cost import cost_of_model, text_config
+from .perf.config_cost import leaves_out_senses, work_of
+from .perf.cost import cost_of_model
 from .perf.diagnosis import packed_layers
 from .perf.footprint import context_notes, form_on, order_of, planned_bytes, value_bytes, weigh
-from .perf.hardware import advice, attention_device, detect
-from .perf.measurement_store import machine_key
+from .perf.hardware import advice, attention_device, detect, machine_key
 from .perf.memory import MemoryLimit, wired
-from .perf.model_work import leaves_out_senses, work_of
 from .perf.peak_memory import ModelShape, shape_of
-from .perf.roofline import Fitted, HostLimited, fitted, measure_host
+from .perf.roofline import Fitted, HostLimited, Workload, fitted, measure_host
 from .perf.timing import LatencyProfiler, TimedModel, can_measure
-from .perf.workload import Workload
 from .prompt_cache.cache import open_cache
 from .prompt_cache.folder import default_root, digest
-from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
-from .runtime import MachineSpeed, Runtime
+from .runner import Runner
+from .runtime import IdleProfiler, MachineSpeed, Runtime
 from .sampling import Sampler
 from .schedule.decoding import Lane, decode_alone
-from .speculation.draft_loading import FoundDraft, check_both_fit, find_draft, load_draft, with_draft
-from .speculation.head_drafters import LoadedHeads
-from .speculation.head_loading import load_heads
-from .speculation.shared import LoadedDraft
-from .speculation.small_batches import read_steps
+from .speculation.draft_model import FoundDraft, LoadedDraft, check_both_fit, find_draft, load_draft, with_draft
+from .speculation.head_drafters import LoadedHeads, load_heads
+from .speculation.ledger import read_steps
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
-from .units import sizes
 
 Progress = Callable[[LoadProgress], None]
 
+# Of the warm-up's prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row.
 WARM_UP_TOKENS = 32
-"""Of the warm-up's prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row."""
 
-WARM_UP_STEPS = 2
-"""Tokens that it decodes: the second is launched while the first is on its way."""
+WARM_UP_STEPS = 2  # tokens that it decodes: the second is launched while the first is on its way
 
 
 def load(
     request: LoadRequest, progress: Progress | None = None, *, share: NodeShare | None = None, team: Team | None = None
 ) -> Runner:
-    """Return a Runner for a model. Runs on the engine's thread. Raises TokamacError.
+    """Load a model on the engine's thread. Raises TokamacError.
 
-    share: this process's part of the model; team: the others, which are loading theirs, where this one is rank 0.
+    share: this process's part of the model. team: the other nodes, if this is rank 0.
     """
     return _Loading(request, progress or (lambda _: None), share, team).runner()
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is loaded, before any weight is read. heads: of its ``own_heads``, with why some can't be used. costs: notes."""
-
     folder: Path
     draft: FoundDraft | None
     added: Adapter | None
@@ -93,8 +83,6 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A model whose weights are as they stay. changes: of an adapter."""
-
     loaded: LoadedModel
     tokenizer: Tokenizer
     rounding: RoundingCost | None
@@ -102,14 +90,11 @@ class _Read:
 
     @property
     def rounded(self) -> bool:
-        """Whether a CPU's kernels round rows."""
         return self.rounding is not None and self.rounding.is_small
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """How it will be computed. longest: tokens that it was made for. shape: of the model alone."""
-
     kv: KVSpec
     plan: CachePlan
     positions: int | None
@@ -123,8 +108,6 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Guessing:
-    """What guesses tokens beside it. shape: of the model with all of that; own_shape: without the draft model's caches."""
-
     draft: LoadedDraft | None
     heads: tuple[LoadedHeads, ...]
     heads_bytes: int
@@ -134,22 +117,17 @@ class _Guessing:
 
 
 class _Reasons(NamedTuple):
-    """Why replies are made one after another, and why a CPU computes layer by layer; "" where they are not."""
-
     alone: str
     by_layers: str
 
 
 class _Loading:
-    """One load: each step takes what those before it made."""
-
     def __init__(self, request: LoadRequest, report: Progress, share: NodeShare | None, team: Team | None) -> None:
         self._request, self._report, self._share, self._team = request, report, share, team
         self._name, self._device, self._chip = str(request.model), device_kind(), detect()
         self._limit = MemoryLimit(request.memory)
 
     def runner(self) -> Runner:
-        """Take all steps."""
         request, device, share, team = self._request, self._device, self._share, self._team
         found = self._find()
         read = self._read_weights(found)
@@ -177,6 +155,8 @@ class _Loading:
             machine.latency = HostLimited(kernels, measure_host(read.loaded.module, lambda: planned.plan.make(None)))
         more: dict[str, Any] = {} if found.added is None else {"adapter": found.added.digest}
         if read.rounded:
+            from .cpu import rounds_here
+
             more["rounded"] = rounds_here()
         store = open_cache(
             request.prompt_cache,
@@ -204,7 +184,6 @@ class _Loading:
         )
 
     def _why_alone(self, read: _Read, planned: _Planned) -> str:
-        """Return why replies that were to be made at once are made one after another; "" where they are not."""
         if self._request.parallel == 1:
             return ""
         return why_alone(read.loaded.module, read.loaded.config, lambda: planned.plan.make(0))
@@ -216,7 +195,7 @@ class _Loading:
         self._report(LoadProgress("compile", 0, None))
 
     def _find(self) -> _Found:
-        """Bring what is to be loaded to this machine, and see that it fits. Raises MemoryLimitError, OptionError, ModelError."""
+        """Fetch the files and check the fit. Raises MemoryLimitError, OptionError, ModelError."""
         request, report, device = self._request, self._report, self._device
         folder = download.resolve(request.model, progress=report)
         draft, wanted = None, None if request.speculation is None else request.speculation.draft
@@ -340,6 +319,8 @@ class _Loading:
             doubts=loaded.doubts,
             thinking_modes=tokenizer.thinking_modes,
             takes_tools=tokenizer.takes_tools,
+            holds_calls=tokenizer.holds_calls,
+            later_system=tokenizer.has_chat_template and tokenizer.takes_later_system(),
             template_names=tokenizer.template_names,
             model_notes=tuple(self._notes(found, read, planned, guessing, why)),
             memory_notes=found.costs,
@@ -350,12 +331,12 @@ class _Loading:
             heads=" and ".join(each.named for each in guessing.heads) or None,
             heads_bytes=guessing.heads_bytes or None,
             rounding=read.rounding,
+            longest_pieces=tokenizer.longest_pieces,
         )
 
     def _notes(
         self, found: _Found, read: _Read, planned: _Planned, guessing: _Guessing, why: _Reasons
     ) -> Iterator[ModelNote]:
-        """Yield what the user should know of it."""
         config, capacity = read.loaded.config, planned.kv.capacity(planned.longest)
         if self._share is not None:
             yield ModelNote(self._share.note)
@@ -363,6 +344,10 @@ class _Loading:
                 yield ModelNote("its heads for further tokens are not used: several nodes hold it")
             if self._request.prompt_cache:
                 yield ModelNote("computed prompts are kept in memory alone: several nodes hold them")
+        if (read.loaded.folder / TABLE).is_file():
+            from .gguf.checkpoint import kept_of
+
+            yield ModelNote(f"a GGUF file, run as it is: {' · '.join(map(str, kept_of(read.loaded.folder)))}")
         if leaves_out_senses(config):
             yield ModelNote("text only: what this model could see or hear is left out")
         if found.added is not None:
@@ -418,10 +403,6 @@ class _Loading:
 def _heads_that_fit(
     heads: Sequence[StoredHeads], check: Callable[[int], tuple[str, ...]], device: DeviceKind
 ) -> tuple[tuple[StoredHeads, ...], tuple[str, ...]]:
-    """Return the model's heads, with why they can't be used where they don't fit beside it, and what the check tells without them.
-
-    check: of so many bytes more; raises MemoryLimitError.
-    """
     more = sum(each.held_bytes(floats=device == "cpu") for each in heads if not each.trouble)
     if more:
         with contextlib.suppress(MemoryLimitError):
@@ -432,10 +413,6 @@ def _heads_that_fit(
 
 
 def warm_up(runtime: Runtime, sampling: Sampling) -> None:
-    """Read a few tokens, decode two with this resolved ``sampling``, and drop all of it: no cache, figure or seed knows of it.
-
-    What fails here fails again, and is reported, when a prompt is sent.
-    """
     longest = runtime.room(0)
     tokens = WARM_UP_TOKENS if longest is None else min(WARM_UP_TOKENS, longest - WARM_UP_STEPS)
     if tokens < 1:
@@ -455,7 +432,7 @@ def warm_up(runtime: Runtime, sampling: Sampling) -> None:
 def _divide(
     share: NodeShare, device: DeviceKind, limit: MemoryLimit, module: Any, config: dict[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, Part]]:
-    """Do what ``share.divide`` does. Raises MemoryLimitError where the part does not fit."""
+    """Do ``share.divide``. Raises MemoryLimitError."""
     own, parts = share.divide(module, config)
     held = cost_of_model(module, own, form=form_on(device)).weight_bytes
     budget = limit.budget()
@@ -468,13 +445,12 @@ def _divide(
 
 
 def described(spec: ModelSpec, plan: CachePlan) -> dict[str, Any]:
-    """Return what must be the same on all nodes that hold a model."""
     kinds = sorted({f"{layer.kind} {layer.window} {layer.keep}" for layer in plan.layers})
     return {**versions(), "parameters": spec.parameters, "weight_bytes": spec.weight_bytes, "kinds": kinds}
 
 
 def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: DeviceKind) -> dict[str, Change]:
-    """Put an adapter beside the weights of a loaded model, and return its changes. Raises ModelError."""
+    """Attach an adapter. Raises ModelError."""
     wanted = DTYPES[dtype] if dtype else (DTYPES["float32"] if device == "cpu" else None)
     changes = changes_of(adapter, loaded.module, loaded.config)
     attach(loaded.module, changes, wanted)
@@ -484,22 +460,21 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
 
 LAYER_BY_LAYER = "it is computed by MLX layer by layer: {}"
 
+# Bytes of weights from which three passes over some tokens take a second or more, and a line says so.
 SLOWLY_MEASURED = 500e6
-"""Bytes of weights from which three passes over some tokens take a second or more, and a line says so."""
 
 
 def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadProgress], None]) -> RoundingCost | None:
-    """Have a CPU's kernels round rows if that costs the model little; return what it costs, or None where nothing can be rounded.
-
-    It is measured when the model is first loaded. Where a file can't be read or kept, every load measures it: the same.
-    """
-    from .model.cpu.rounding import TEXT, TOKENS, measure_cost, round_rows
+    """Enable row rounding if its measured quality cost is small; return the cost, or None."""
+    # Measured once per model and machine; on every load if the file can't be kept.
+    from .cpu import cost_key, keep_cost, known_cost
+    from .cpu.layers import TEXT, TOKENS, measure_cost, round_rows
 
     if not round_rows(loaded.module, rounds=False):
         return None
     key, cost = None, None
     with contextlib.suppress(OSError):
-        key = cost_key(loaded.folder, digest(sorted(loaded.folder.glob("*.safetensors")), default_root()))
+        key = cost_key(loaded.folder, digest(weight_files(loaded.folder), default_root()))
         cost = known_cost(key)
     if cost is None:
         if loaded.stored.weight_bytes >= SLOWLY_MEASURED:
@@ -513,15 +488,14 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
 
 
 def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None]) -> tuple[int | None, str]:
-    """Have a CPU's kernels compute steps and pieces of prompts at once, where the model's class allows it.
+    """Let CPU kernels compute whole steps and prompt pieces where the model's class allows.
 
-    Return the tokens of a piece (None: its class reads prompts), and why not, "" where there is no more to say than that weights
-    are not packed. Weights stay as they are. compiling: called where kernels are compiled, and waited for.
+    Return the tokens of a piece (None: its class reads prompts), and why not.
     """
     if not loaded.by_kernels:
         return None, ""
-    from .model.cpu.packed import is_packed
-    from .model.cpu.stepping import PIECE, take_steps
+    from .cpu.layers import is_packed
+    from .cpu.stepping import PIECE, take_steps
 
     if not is_packed(loaded.module):
         return None, ""
@@ -533,12 +507,11 @@ def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[
 
 
 def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyProfiler | None:
-    """What measures the model's speed here where nothing published knows it."""
     if runtime.machine.latency is not None or not can_measure(runtime.plan):
         return None
     key, steps = machine_key(runtime.machine.chip, runtime.device), None
     if by_kernels:
-        from .model.cpu.stepping import steps_of
+        from .cpu.stepping import steps_of
 
         steps = steps_of(runtime.model)
     timed = TimedModel(
@@ -556,12 +529,11 @@ def _profiler(runtime: Runtime, *, by_kernels: bool, rounded: bool) -> LatencyPr
 
 
 def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:
-    """Return the tokens that a model was made for; never more than the ``positions`` that it learned one by one."""
     return min((length for length in (context_length(config), positions) if length is not None), default=None)
 
 
 def rolling(kv: KVSpec, context_length: int | None, positions: int | None = None) -> KVSpec:
-    """Return ``kv`` with a window of the whole context where none is given and the oldest are to roll out. Raises OptionError."""
+    """Return ``kv`` with a window of the context if it rolls without one. Raises OptionError."""
     if positions is not None and kv.on_full == "roll":
         raise OptionError(
             f"this model learned {positions:,} positions one by one, so no token can go past them",
@@ -577,22 +549,18 @@ def rolling(kv: KVSpec, context_length: int | None, positions: int | None = None
 
 
 def keeps_short(config: Mapping[str, Any], kv: KVSpec) -> bool:
-    """Return whether a model with LongRoPE never leaves its pretraining context, so that its short factors are the right ones.
-
-    A window that rolls bounds what is held, not the positions.
-    """
+    """Whether a LongRoPE model never leaves its pretraining context, so uses short factors."""
+    # A rolling window bounds what is held, not the positions.
     pretrained, capacity = pretraining_length(config), kv.capacity(context_length(config))
     return pretrained is not None and capacity is not None and capacity <= pretrained and not kv.rolls
 
 
 def _position_notes(kv: KVSpec, positions: int | None) -> Iterator[str]:
-    """Yield what a window can't do for a model with learned positions."""
     if positions is not None and kv.rolls:
         yield f"this model learned {positions:,} positions one by one: a reply ends there, though its window rolls"
 
 
 def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
-    """Yield what was decided about rotary positions that another program may decide otherwise."""
     pretrained, text = pretraining_length(config), text_config(config)
     if pretrained is not None and not short and (context_length(config) or 0) > pretrained:
         yield (
@@ -602,3 +570,29 @@ def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
     scaling = text.get("rope_scaling") or {}
     if scaling.get("rope_type") == "yarn" and scaling.get("attn_factor"):
         yield f"yarn's attn_factor {scaling['attn_factor']:.3g} is applied, as in vLLM and SGLang; transformers ignores it"
+
+
+SENSIBLE = 1e9  # above any number that a model suggests; JSON holds others, and Python's infinities
+
+
+def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
+    def number(name: str) -> float | None:
+        value = generation_config.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        return float(value) if abs(value) < SENSIBLE else None  # NaN is not less, either
+
+    greedy = generation_config.get("do_sample") is False
+    suggested = Sampling()
+    for change in (
+        {"temperature": 0.0 if greedy else number("temperature")},
+        {"top_p": number("top_p")},
+        {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
+        {"min_p": number("min_p")},
+        {"repetition_penalty": number("repetition_penalty")},
+    ):
+        try:
+            suggested = replace(suggested, **change)
+        except OptionError:
+            continue  # a nonsense suggestion is no suggestion
+    return suggested

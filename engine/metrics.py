@@ -1,21 +1,13 @@
-"""Every rate the product shows is computed here, from time stamps, and nowhere else.
+"""All displayed rates, computed from time stamps (seconds, one monotonic clock, on the host)."""
 
-The words are defined as follows (seconds from one monotonic clock; token stamps are taken where the token reaches the host):
-
-    TTFT          accepted → first token
-    prefill rate  prompt tokens actually computed ÷ seconds spent computing them; cached tokens never count
-    ITL           each gap between consecutive tokens
-    decode rate   (n − 1) ÷ (t_last − t_first); undefined below two tokens
-    total         accepted → last token
-
-What is not known is None, never 0 and never infinity.
-
-A gap is an **outlier** if it is more than twice the median gap and at least 1 ms longer. Twice: a step costs much the same as the
-one before, so one that takes two steps' time was held up, and a reader sees it. 1 ms: below that, timers and scheduling double
-the steps of a small model all the time, and nobody sees it. A cause is named only where it was recorded in that gap and may have
-taken the larger part of the excess over the median; all other outliers have none.
-"""
-
+# TTFT          accepted → first token
+# prefill rate  computed prompt tokens ÷ compute seconds; cached tokens never count
+# ITL           each gap between consecutive tokens
+# decode rate   (n − 1) ÷ (t_last − t_first); undefined below two tokens
+# total         accepted → last token
+# Unknown is None, never 0 or infinity. An outlier gap is over twice the median and at least 1 ms longer
+# (timer noise is below that). A cause is named only if recorded in the gap and able to explain most of the
+# excess.
 import bisect
 import heapq
 import itertools
@@ -23,7 +15,7 @@ import math
 import resource
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,8 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 T = TypeVar("T")
 Clock = Callable[[], float]
 
-RECENT_GAPS = 16
-"""Gaps that are "now": the last quarter of a second at 60 tok/s, steady to the eye and quick to follow."""
+SHOWN_S, SHOWN_TOKENS = 1.0, 20  # a rate over less tells more of the clock and of one slow step than of the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +39,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """Tokens that one drafter guessed, and those of them that were right. source: lookup, branches, draft, mtp or medusa."""
+    """One drafter's draft tokens and accepted ones. source: lookup, branches, draft, mtp or medusa."""
 
     source: str
     drafted: int
@@ -57,12 +48,15 @@ class DraftCount:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What one reply cost. Times in seconds, rates in tokens a second, sizes in bytes; None is unknown.
+    """Cost of one reply. Seconds, tokens per second, bytes; None is unknown.
 
-    kv_bytes_per_step: of all replies that a step made a token of. queue_s: accepted → its turn began. batch_width: replies that
-    were decoded together, in the mean of its steps. drafted_tokens, accepted_tokens: guessed ahead, and verified as right; saved_s:
-    what plain steps would have taken longer, below 0 where time was lost; drafts: the tokens by source; None where nothing was
-    drafted. undrafted: why nothing, or little, was; None where it was, or is off.
+    Attributes:
+        kv_bytes_per_step: Of all replies in the batch.
+        queue_s: Accepted to start.
+        batch_width: Mean batch size over the steps.
+        saved_s: Seconds saved by speculation, negative if it lost.
+        drafts: Tokens by source; None without drafts.
+        undrafted: Why little or nothing was drafted; None if it was, or is off.
     """
 
     prompt_tokens: int
@@ -91,8 +85,35 @@ class Metrics:
     drafts: tuple[DraftCount, ...] | None = None
 
     @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last; None below two tokens."""
+        if self.total_s is None or self.ttft_s is None or self.generated_tokens < 2:
+            return None
+        return self.total_s - self.ttft_s
+
+    @property
+    def shown_decode_tps(self) -> float | None:
+        """The decode rate to display; None below one second or twenty tokens."""
+        return self.decode_tps if is_shown(self.generated_tokens, self.decode_s) else None
+
+    @property
+    def shown_prefill_tps(self) -> float | None:
+        """The prefill rate, by the same rule."""
+        return self.prefill_tps if is_shown(self.prefill_tokens, self.prefill_s) else None
+
+    @property
+    def share_of_ceiling(self) -> float | None:
+        """Decode rate ÷ ceiling; None where draft tokens were accepted, since a pass made several."""
+        return None if self.accepted_tokens else share_of_limit(self.shown_decode_tps, self.ceiling_tps)
+
+    @property
+    def share_of_expected(self) -> float | None:
+        """Decode rate ÷ expected rate; None where draft tokens were verified."""
+        return None if self.drafted_tokens else share(self.shown_decode_tps, self.expected_tps)
+
+    @property
     def steps_tps(self) -> float | None:
-        """Passes a second, of which each read the weights once: the decode rate, unless guesses came true."""
+        """Passes per second, each reading the weights once."""
         accepted = self.accepted_tokens or 0
         return self.decode_tps and self.decode_tps * (1 - accepted / self.generated_tokens)
 
@@ -104,11 +125,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """What speculation did for one reply so far.
-
-    drafts: tokens by source. saved_s: seconds less than plain steps would have taken, below 0 where it lost; None where
-    nothing was drafted. rests: why nothing, or little, is drafted; "" where it is.
-    """
+    """Speculation of one reply so far. saved_s: negative if it lost; rests: why little is drafted."""
 
     drafts: tuple[DraftCount, ...] = ()
     saved_s: float | None = None
@@ -116,44 +133,47 @@ class Speculated:
 
     @property
     def drafted(self) -> int:
-        """Tokens that were guessed."""
         return sum(each.drafted for each in self.drafts)
 
     @property
     def accepted(self) -> int:
-        """Those of them that were right."""
         return sum(each.accepted for each in self.drafts)
 
 
 def whole_width(mean: float | None) -> int:
-    """Return how many replies were decoded together, of the mean over the steps; 1 where it is unknown."""
     return 1 if mean is None else max(1, round(mean))
 
 
 def rate(count: float, seconds: float | None) -> float | None:
-    """Return count ÷ seconds, or None where there is nothing to divide."""
     if seconds is None or seconds <= 0 or count <= 0:
         return None
     return count / seconds
 
 
 def share(part: float | None, whole: float | None) -> float | None:
-    """Return part ÷ whole; None where either is unknown, or the whole is nothing."""
     return None if part is None or not whole else part / whole
 
 
+def is_shown(tokens: int | None, seconds: float | None) -> bool:
+    return tokens is not None and seconds is not None and tokens >= SHOWN_TOKENS and seconds >= SHOWN_S
+
+
+def share_of_limit(part: float | None, limit: float | None) -> float | None:
+    found = share(part, limit)
+    return None if found is None or found > 1 else found
+
+
 def decode_rate(token_times: Sequence[float]) -> float | None:
-    """Return (n − 1) ÷ (t_last − t_first) for n token times in seconds; None below two tokens."""
+    """Return (n − 1) ÷ (t_last − t_first); None below two tokens."""
     if len(token_times) < 2:
         return None
     return rate(len(token_times) - 1, token_times[-1] - token_times[0])
 
 
 def shared_rate(token_times: Sequence[Sequence[float]]) -> float | None:
-    """Return the tokens a second of replies that are decoded together, over the time in which all of them are written.
+    """Aggregate rate of batched replies while all are decoding, or None.
 
-    It is from the last reply's first token to the first end of a reply, and counts what comes after its beginning: for one reply
-    the decode rate. token_times: of each reply, in seconds of one clock. None where they never are all written at once.
+    From the last reply's first token to the first end of a reply. token_times: seconds, per reply.
     """
     if not token_times or not all(token_times):
         return None
@@ -162,87 +182,74 @@ def shared_rate(token_times: Sequence[Sequence[float]]) -> float | None:
     return rate(counted, end - begin)
 
 
-def recent_rate(gaps: Sequence[float]) -> float | None:
-    """Return the decode rate of the last few ``gaps`` (ms): what "now" means. None where there is none."""
-    recent = gaps[-RECENT_GAPS:]
-    return rate(len(recent), sum(recent) / 1e3)
+def recent_rate(token_times: Sequence[float]) -> float | None:
+    if len(token_times) <= SHOWN_TOKENS or token_times[-1] - token_times[0] < SHOWN_S:
+        return None
+    begin = bisect.bisect_right(token_times, token_times[-1] - SHOWN_S) - 1
+    return decode_rate(token_times[min(begin, len(token_times) - 1 - SHOWN_TOKENS) :])
 
 
 def gaps_ms(token_times: Sequence[float]) -> tuple[float, ...]:
-    """Return the gaps between consecutive token times, in milliseconds."""
-    return tuple((b - a) * 1e3 for a, b in itertools.pairwise(token_times))
+    return tuple([(b - a) * 1e3 for a, b in itertools.pairwise(token_times)])
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the nearest-rank percentile: the smallest value that at least ``share`` (0…1) of ``ordered`` reach.
-
-    ``ordered`` is sorted and not empty.
-    """
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def gap_percentiles(gaps: Sequence[float]) -> Gaps | None:
-    """Return p50, p95, p99 and the largest of the gaps; None where there is no gap."""
     return percentiles(sorted(gaps))
 
 
 def percentiles(ordered: Sequence[float]) -> Gaps | None:
-    """Return the same of sorted gaps."""
     if not ordered:
         return None
     return Gaps(percentile(ordered, 0.50), percentile(ordered, 0.95), percentile(ordered, 0.99), ordered[-1])
 
 
 def ceiling_tps(bandwidth_gbs: float | None, bytes_per_step: int | None) -> float | None:
-    """Return bandwidth ÷ bytes read per decoded token: the hardware limit. GB are 10^9 bytes."""
     if bandwidth_gbs is None or not bytes_per_step:
         return None
     return bandwidth_gbs * 1e9 / bytes_per_step
 
 
 def bytes_per_step(metrics: Metrics) -> int | None:
-    """Return the bytes that a step in the middle of a reply read: weights, keys and values; None where it is unknown."""
     if metrics.weight_bytes_per_token is None:
         return None
     return metrics.weight_bytes_per_token + (metrics.kv_bytes_per_step or 0)
 
 
 def achieved_gbs(bytes_per_step: int | None, decode_tps: float | None) -> float | None:
-    """Return the bandwidth that a decode rate amounts to, in GB/s."""
     if bytes_per_step is None or decode_tps is None:
         return None
     return bytes_per_step * decode_tps / 1e9
 
 
-Throttle = Literal["thermal", "low power"]
-"""What the system slows the chip down for."""
+Throttle = Literal["thermal", "low power"]  # what the system slows the chip down for
 
+# kv growth: a cache's arrays were full, and copied to larger ones. pool cleared: MLX's unused buffers went back to the
+# system, so the next step had to ask for memory again. swap: pages of this process had to be read from disk (major page
+# faults). slow reader: the engine waited for the screen or program reading the reply. processor taken: where the model
+# computes on the CPU, this process stood still for that long. thermal: the system said during this reply that it slows
+# the chip down. A state: a cause of each of the reply's outliers. low power: Low Power Mode was switched on during this
+# reply. One that was on all along makes all gaps longer, and none stand out. another prompt: a piece of another reply's
+# prompt was computed in between.
 Cause = Literal[
     "kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal", "low power", "another prompt"
 ]
-"""kv growth: a cache's arrays were full, and copied to larger ones.
-pool cleared: MLX's unused buffers went back to the system, so the next step had to ask for memory again.
-swap: pages of this process had to be read from disk (major page faults).
-slow reader: the engine waited for the screen or program reading the reply.
-processor taken: where the model computes on the CPU, this process stood still for that long.
-thermal: the system said during this reply that it slows the chip down. A state: a cause of each of the reply's outliers.
-low power: Low Power Mode was switched on during this reply. One that was on all along makes all gaps longer, and none stand out.
-another prompt: a piece of another reply's prompt was computed in between.
-"""
 
+# What the host does while it launches a step. With decode one step ahead, the device may pay for it only in the gap
+# after.
 LAUNCHED: frozenset[Cause] = frozenset({"kv growth", "pool cleared"})
-"""What the host does while it launches a step. With decode one step ahead, the device may pay for it only in the gap after."""
 
-TIMES, LEAST_MS = 2.0, 1.0
-"""An outlier is longer than this multiple of the median, and than the median by this much."""
+TIMES, LEAST_MS = 2.0, 1.0  # an outlier is longer than this multiple of the median, and than the median by this much
 
-MOST = 5
-"""Outliers reported of a reply: the longest."""
+MOST = 5  # outliers reported of a reply: the longest
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBeside:
-    """Another reply's prompt, of which a piece was computed. tokens: of all of it. background: it gives way, as a title does."""
+    """Another reply's prompt piece computed between steps. background: it yields, e.g. a title."""
 
     tokens: int
     background: bool = False
@@ -250,10 +257,7 @@ class PromptBeside:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A gap that stands out. token: the one that it came before, counted from 1; causes: empty where unknown.
-
-    prompt: the one that "another prompt" among the causes is; of several, the one that took longest.
-    """
+    """An outlier gap before ``token`` (from 1). prompt: the longest, for the cause "another prompt"."""
 
     token: int
     gap_ms: float
@@ -262,17 +266,14 @@ class Outlier:
 
 
 class Gap(NamedTuple):
-    """The milliseconds before a token, which is counted from 1: so the first gap is token 2's."""
+    """Milliseconds before a token counted from 1; the first gap is token 2's."""
 
     ms: float
     token: int
 
 
 class Mark(NamedTuple):
-    """Something that happened before a token, after the one before it. most_ms: what it can have taken, at most.
-
-    prompt: of "another prompt".
-    """
+    """An event before a token. most_ms: its maximum duration."""
 
     token: int
     cause: Cause
@@ -283,11 +284,7 @@ class Mark(NamedTuple):
 def outliers(
     gaps: Sequence[Gap], median_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: Sequence[Throttle] = ()
 ) -> tuple[Outlier, ...]:
-    """Return those of ``gaps`` that are outliers, longest first.
-
-    marks: in the order of their tokens. ahead: steps are launched before the token before them is read.
-    throttled: states that are a cause of each.
-    """
+    """Return outliers, longest first. ahead: steps launch before the previous token is read."""
     bound_ms = max(TIMES * median_ms, median_ms + LEAST_MS)
     found = sorted((gap for gap in gaps if gap.ms > bound_ms), key=lambda gap: (-gap.ms, gap.token))
     return tuple(_explained(gap, gap.ms - median_ms, marks, ahead=ahead, throttled=throttled) for gap in found)
@@ -310,10 +307,7 @@ def _explained(
 
 
 class GapLog:
-    """The gaps of a running reply: their percentiles and the longest, at any time.
-
-    Each gap is sorted in once, so reading after 100,000 tokens costs little more than what was added since. Any thread may read.
-    """
+    """Running gap percentiles and the longest gaps, sorted incrementally. Any thread may read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -322,46 +316,37 @@ class GapLog:
         self._longest: list[Gap] = []
 
     def read(self, token_times: list[float], several: Set[int] = frozenset()) -> tuple[Gaps | None, list[Gap]]:
-        """Add what was appended to ``token_times`` (s), always the same list; return all gaps' percentiles, and the longest.
-
-        several: tokens that came several in a pass, whose gaps are no steps: none of them is among the longest.
-        """
         with self._lock:
             fresh = token_times[max(self._tokens - 1, 0) :]  # a copy: the engine's thread may be appending
             gaps = [Gap(ms, token) for token, ms in enumerate(gaps_ms(fresh), max(self._tokens, 1) + 1)]
             self._tokens = max(self._tokens - 1, 0) + len(fresh)
             steps = [gap for gap in gaps if gap.token not in several] if several else gaps
             self._longest = heapq.nlargest(MOST, itertools.chain(self._longest, steps))
-            self._ordered.extend(gap.ms for gap in gaps)
+            self._ordered.extend([gap.ms for gap in gaps])
             self._ordered.sort()  # a sorted run and a short tail: merged, not sorted again
             return percentiles(self._ordered), self._longest
 
 
+# What a page read from a solid-state drive is taken to cost at most. A slower disk explains less here than it could.
 FAULT_MS = 1.0
-"""What a page read from a solid-state drive is taken to cost at most. A slower disk explains less here than it could."""
 
+# A shorter standstill is not reported: the system knows a thread's time to a tick of its clock, 4 ms at 250 Hz.
 LEAST_IDLE_MS = 8.0
-"""A shorter standstill is not reported: the system knows a thread's time to a tick of its clock, 4 ms at 250 Hz."""
 
-LEAST_WAIT_MS = 0.5
-"""A shorter wait for the reader explains no outlier: these are 1 ms longer than others."""
+LEAST_WAIT_MS = 0.5  # a shorter wait for the reader explains no outlier: these are 1 ms longer than others
 
+# A shorter step was not held up for as long as makes an outlier; so many are not looked into.
 SHORT_S, SHORT_STEPS = 1e-3, 8
-"""A shorter step was not held up for as long as makes an outlier; so many are not looked into."""
 
 _own_usage = partial(resource.getrusage, resource.RUSAGE_SELF)
 
 
 class ProcessWatch:
-    """Tells ``mark`` what held the process up: call ``look`` as each token arrives, before it is stamped.
+    """Tells ``mark`` what held the process up; call ``look`` before each token's stamp."""
 
-    computes: whether the model computes on the CPU, in this process's threads. These are never all idle in a step, so where they
-    computed for less time than has passed, the difference was taken from them. Involuntary context switches are not counted:
-    there were some in 698 of 699 steps, a hundred in a usual one (the guide, 2-core x86 CPU).
-
-    To ask the system takes longer the more threads there are. So it is asked after a step that could have been held up, and after
-    some others, lest what these idled comes to a standstill in sum.
-    """
+    # CPU time below wall time means others used the cores. Involuntary context switches don't count: there were
+    # some in 698 of 699 steps (the guide, 2-core x86 CPU). Asking costs more with more threads, hence only after
+    # slow steps and some others, so that idle time doesn't add up.
 
     def __init__(
         self,
@@ -375,26 +360,23 @@ class ProcessWatch:
         self._computes = computes
         self._usage = usage
         self._clock = clock
-        self._waited_s = self._waited_in_all_s = 0.0  # since the last token, and since the system was asked
+        self.waited_s = self._waited_in_all_s = 0.0  # the latter since the system was asked
         self._at_s = self._last_s = clock()
         self._short = 0  # steps since then
         before = usage()
         self._faults, self._computed_s = before.ru_majflt, before.ru_utime + before.ru_stime
 
     def look(self) -> None:
-        """Note that a token has arrived."""
         at_s = self._clock()
         took_s, self._last_s = at_s - self._last_s, at_s
-        waited_s, self._waited_s = self._waited_s, 0.0
-        if waited_s * 1e3 >= LEAST_WAIT_MS:
-            self._mark("slow reader", waited_s * 1e3)
-        self._waited_in_all_s += waited_s
+        if waited_s := self.waited_s:
+            self.waited_s = 0.0
+            self._waited_in_all_s += waited_s
+            if waited_s * 1e3 >= LEAST_WAIT_MS:
+                self._mark("slow reader", waited_s * 1e3)
         self._short += 1
-        if took_s >= SHORT_S or self._short == SHORT_STEPS:
-            self._ask(at_s)
-
-    def _ask(self, at_s: float) -> None:
-        """Note what the system says of the time since it was asked before."""
+        if took_s < SHORT_S and self._short < SHORT_STEPS:
+            return
         now = self._usage()
         faults, computed_s = now.ru_majflt - self._faults, now.ru_utime + now.ru_stime
         idle_ms = (at_s - self._at_s - self._waited_in_all_s - (computed_s - self._computed_s)) * 1e3
@@ -405,21 +387,9 @@ class ProcessWatch:
         elif self._computes and idle_ms >= LEAST_IDLE_MS:  # who waits for a disk is idle, too
             self._mark("processor taken", idle_ms)
 
-    def handed(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield ``items``, and note how long their reader keeps the engine waiting."""
-        for item in items:
-            given_s = self._clock()
-            yield item
-            self._waited_s += self._clock() - given_s
-
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one decoded token reads: bytes of weights and of keys and values, and the bandwidth it is read with (GB/s).
-
-    expected_tps: tokens a second that good kernels reach at this cost.
-    """
-
     weight_bytes: int | None
     kv_bytes: int | None
     bandwidth_gbs: float | None
@@ -427,7 +397,6 @@ class StepCost:
 
     @property
     def bytes_per_step(self) -> int | None:
-        """All bytes read for one token."""
         if self.weight_bytes is None:
             return None
         return self.weight_bytes + (self.kv_bytes or 0)
@@ -435,12 +404,9 @@ class StepCost:
 
 @dataclass(slots=True)
 class Recorder:
-    """The time stamps (seconds, one monotonic clock) and counts of one reply.
+    """Time stamps (s, monotonic) and counts of one reply.
 
-    marks: what happened between its tokens, in order. ids: of its tokens. others_s: taken by others while the prompt was read.
-    pieces: of the prompt, how many tokens each has, and when it was computed, less what others took until then. passes, rows:
-    steps of which it had a row, and the rows of all of them. several: tokens, counted from 1, that came several in a pass, or
-    after a wait for one.
+    pieces: prompt tokens and time each, without others'. several: tokens (from 1) of shared passes.
     """
 
     clock: Clock = time.perf_counter
@@ -463,21 +429,13 @@ class Recorder:
     _gaps: GapLog = field(default_factory=GapLog)
 
     def accept(self) -> None:
-        """Note that the request has arrived."""
         self.accepted_s = self.clock()
 
     def begin(self) -> None:
-        """Note that the engine has turned to the request."""
         if self.began_s is None:
             self.began_s = self.clock()
 
-    def launched(self, rows: int) -> None:
-        """Note that a step was launched for so many replies, this one among them."""
-        self.passes += 1
-        self.rows += rows
-
     def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Note that the caches are ready, and the rest of the prompt is about to be computed."""
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
         self.prefilled = 0
         self.others_s = 0.0
@@ -485,7 +443,6 @@ class Recorder:
         self.prefill_began_s = self.clock()
 
     def reading(self, events: Generator[T, None, None]) -> Generator[T, None, None]:
-        """Yield what reading the prompt yields: what passes until the next is asked for, others take."""
         with closing(events):
             for event in events:
                 left_s = self.clock()
@@ -493,42 +450,34 @@ class Recorder:
                 self.others_s += self.clock() - left_s
 
     def computed(self, tokens: int) -> None:
-        """Note that ``tokens`` of the prompt are in the caches now, those that were there before not counted."""
         if tokens > self.prefilled:
             self.pieces.append((tokens - self.prefilled, self.clock() - self.others_s))
         self.prefilled = tokens
 
     @property
     def read_s(self) -> float:
-        """Seconds that the pieces of the prompt took, what others took not counted; 0 before the first."""
         return self.pieces[-1][1] - self.prefill_began_s if self.pieces and self.prefill_began_s is not None else 0.0
 
     def token(self, *, several: bool = False) -> None:
-        """Note that a token has reached the host; several: with others of its pass."""
         self.token_times.append(self.clock())
         if several:
             self.several.add(len(self.token_times))
 
     def mark(self, cause: Cause, most_ms: float = math.inf, prompt: PromptBeside | None = None) -> None:
-        """Note something since the last token that may hold the next one up, by ``most_ms`` at most; prompt: which one it was."""
         self.marks.append(Mark(len(self.token_times) + 1, cause, most_ms, prompt))
 
     def end(self) -> None:
-        """Note that the reply is over."""
         self.ended_s = self.clock()
 
     @property
     def batch_width(self) -> float | None:
-        """Replies that were decoded together so far, in the mean of the steps; None before one."""
         return rate(self.rows, self.passes)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the prompt and of the reply so far."""
         return self.prompt_tokens + len(self.token_times)
 
     def outliers(self, *, ahead: bool, throttled: Sequence[Throttle] = ()) -> tuple[Outlier, ...]:
-        """Return the longest gaps that stand out so far, and their known causes; see ``outliers``."""
         gaps, longest = self._gaps.read(self.token_times, self.several)
         if self.several and gaps is not None:
             usual = self.usual_ms
@@ -537,14 +486,12 @@ class Recorder:
 
     @property
     def usual_ms(self) -> float | None:
-        """The median of the gaps that are steps; None without any."""
         gaps = gaps_ms(list(self.token_times))
         found = gap_percentiles([ms for token, ms in enumerate(gaps, 2) if token not in self.several])
         return None if found is None else found.p50
 
     @property
     def drafts(self) -> Speculated:
-        """What speculation did so far."""
         found = [each() for each in self.speculated]
         saved = [each.saved_s for each in found if each.saved_s is not None]
         counts = [count for each in found for count in each.drafts]
@@ -562,7 +509,6 @@ class Recorder:
         )
 
     def metrics(self, cost: StepCost, *, kv_bytes: int | None, peak_memory_bytes: int | None) -> Metrics:
-        """Return what is known so far."""
         times = list(self.token_times)  # a copy: the engine's thread may be appending
         first = times[0] if times else None
         # The first token's step computes the last of the prompt; a reply cancelled before it computed fewer.
@@ -598,3 +544,44 @@ class Recorder:
             drafts=drafts.drafts or None,
         )
         return replace(metrics, achieved_gbs=achieved_gbs(cost.bytes_per_step, metrics.steps_tps))
+
+
+SURE_BYTES = 1 << 18  # reads and writes of fewer bytes say nothing about the disk's speed
+
+
+SURE_TOKENS = 64  # a prefill of fewer tokens says nothing about the device's speed
+
+
+@dataclass(slots=True)
+class Rates:
+    """Measured speeds in tokens/s and bytes/s; None until measured."""
+
+    prefill_tps: float | None = None
+    read_bps: float | None = None
+    write_bps: float | None = None
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        self.prefill_tps = _learn(self.prefill_tps, tokens, seconds, SURE_TOKENS)
+
+    def observe_read(self, count: int, seconds: float) -> None:
+        self.read_bps = _learn(self.read_bps, count, seconds, SURE_BYTES)
+
+    def observe_write(self, count: int, seconds: float) -> None:
+        self.write_bps = _learn(self.write_bps, count, seconds, SURE_BYTES)
+
+    def prefill_s(self, tokens: int) -> float | None:
+        return None if self.prefill_tps is None else tokens / self.prefill_tps
+
+    def read_s(self, count: int) -> float | None:
+        """Seconds to read ``count`` bytes; from the write rate until a read was measured, which is slower."""
+        rate = self.read_bps or self.write_bps
+        return None if rate is None else count / rate
+
+    def is_worth(self, count: int, tokens: int) -> bool:
+        read, prefill = self.read_s(count), self.prefill_s(tokens)
+        return read is None or prefill is None or read < prefill
+
+
+def _learn(known: float | None, count: int, seconds: float, least: int) -> float | None:
+    seen = rate(count, seconds) if count >= least else None
+    return known if seen is None else seen if known is None else (known + seen) / 2

@@ -1,14 +1,11 @@
-"""What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too.
-
-Numbers of any library become plain ones.
-"""
+"""Immutable, validated options. No MLX: screen and command line use these too."""
 
 import json
 import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -24,27 +21,25 @@ KV_BITS = (16, 8, 6, 5, 4, 3, 2)
 GROUP_SIZES = (32, 64, 128)
 
 Stage = Literal["penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
-"""What changes the logits before a token is drawn, in the default order."""
-MOST_LOGPROBS = 100
-"""Alternatives reported with each token, at most."""
+STAGES: tuple[Stage, ...] = get_args(Stage)  # what changes the logits before a token is drawn, in the default order
+MOST_LOGPROBS = 100  # alternatives reported with each token, at most
+# Replies at once by default: more share the time for reading the weights, and each takes memory for its keys and
+# values.
 PARALLEL = 8
-"""Replies at once by default: more share the time for reading the weights, and each takes memory for its keys and values."""
 
+# A name that a template may read. Names with a leading underscore are Jinja's and Python's own.
 KEYWORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
-"""A name that a template may read. Names with a leading underscore are Jinja's and Python's own."""
-WORD = re.compile(r"[A-Za-z_/][\w./-]*")
-"""A text that needs no quotes as the value of a keyword."""
+WORD = re.compile(r"[A-Za-z_/][\w./-]*")  # a text that needs no quotes as the value of a keyword
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 EMPTY_SCHEMA = '{"type": "object", "properties": {}}'
 _SCHEMA_HINT = 'Use {"type": "object", "properties": {…}}.'
+# Keywords that the conversation itself sets.
 GIVEN = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
-"""Keywords that the conversation itself sets."""
 _KEYWORDS_HINT = 'Use KEY=VALUE with a JSON value, such as enable_thinking=false or style="brief".'
 
 
 def whole(value: Any, what: str) -> int:
-    """Return an integer of any library as an int. Raises OptionError for anything else; a bool counts as none."""
+    """Convert any library's integer. Raises OptionError, for bools too."""
     try:
         return index(value)
     except TypeError:
@@ -52,14 +47,14 @@ def whole(value: Any, what: str) -> int:
 
 
 def index(value: Any) -> int:
-    """Return an integer of any library as an int; raise TypeError for anything else, bools included."""
+    """Convert any library's integer. Raises TypeError, for bools too."""
     if isinstance(value, bool):
         raise TypeError("a bool is not a number here")
     return operator.index(value)
 
 
 def real(value: Any, what: str) -> float:
-    """Return a real number of any library as an int or a float. Raises OptionError for anything else; a bool counts as none."""
+    """Convert any library's real number. Raises OptionError, for bools too."""
     if type(value) in {int, float}:
         return value  # type: ignore[no-any-return]
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -67,29 +62,32 @@ def real(value: Any, what: str) -> float:
     return float(value)
 
 
+def type_name(value: object) -> str:
+    return type(value).__name__
+
+
 def _require(ok: bool, message: str, hint: str) -> None:
     if not ok:
         raise OptionError(message, hint)
 
 
-def _set(options: object, name: str, value: object) -> None:
-    """Set a field of frozen options while they are made."""
-    object.__setattr__(options, name, value)
+_set = object.__setattr__  # sets a field of frozen options while they are made
 
 
 def _set_numbers(
     options: object, fields: Iterable[tuple[str, str, Callable[[Any, str], float], float, float, str]]
 ) -> None:
-    """Make fields plain numbers and check their ranges; None passes. Raises OptionError."""
+    """Normalise numeric fields and check ranges; None passes. Raises OptionError."""
     for name, what, convert, least, most, hint in fields:
         if (value := getattr(options, name)) is not None:
-            value = convert(value, what)
-            _set(options, name, value)
-            _require(least <= value <= most, f"{what} {value} is out of range", hint)
+            if type(value) is not int and (type(value) is not float or convert is not real):
+                value = convert(value, what)
+                _set(options, name, value)
+            if not least <= value <= most:
+                raise OptionError(f"{what} {value} is out of range", hint)
 
 
 def _items(given: object) -> tuple[Any, ...]:
-    """Return several things as a tuple, and one thing, a text among them, as a tuple of it."""
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
 
 
@@ -109,11 +107,32 @@ def _token_ids(given: object) -> tuple[int, ...]:
     return ids
 
 
-def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    """Return a logit bias as pairs of a token id and what is added to its logit, by id."""
+class _Biases(tuple[tuple[int, float], ...]):
+    """Checked biases: they are copied, with their options, some ten times on the way of a request."""
+
+    __slots__ = ()
+
+
+def _plain_biases(pairs: tuple[Any, ...]) -> _Biases | None:
+    """Return ids with numbers, checked all at once, for there may be very many; None where one is odd."""
+    if set(map(type, pairs)) != {tuple} or set(map(len, pairs)) != {2}:
+        return None
+    ids, biases = zip(*pairs, strict=True)
+    if set(map(type, ids)) != {int} or not set(map(type, biases)) <= {int, float} or len(set(ids)) < len(ids):
+        return None
+    in_range = min(ids) >= 0 and min(biases) >= -100 and max(biases) <= 100 and math.isfinite(sum(biases))
+    return _Biases(sorted(zip(ids, map(float, biases), strict=True))) if in_range else None
+
+
+def _biases(given: object) -> _Biases:
+    if isinstance(given, _Biases):
+        return given
+    items = _items(given.items() if isinstance(given, Mapping) else given)
+    if (plain := _plain_biases(items)) is not None:
+        return plain
     hint = "Use {token_id: bias}, with a bias from -100 to 100."
     pairs = []
-    for each in _items(given.items() if isinstance(given, Mapping) else given):
+    for each in items:
         pair = _items(each)
         _require(len(pair) == 2, f"logit bias {each!r:.60} is not a token id with a bias", hint)
         token, bias = whole(pair[0], "token id"), float(real(pair[1], "logit bias"))
@@ -121,11 +140,10 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
         _require(-100 <= bias <= 100, f"logit bias {bias:g} of token {token} is out of range", hint)
         pairs.append((token, bias))
     _require(len({token for token, _ in pairs}) == len(pairs), "a token has two logit biases", hint)
-    return tuple(sorted(pairs))
+    return _Biases(sorted(pairs))
 
 
 def _schema(given: object) -> str | None:
-    """Return a JSON Schema as JSON text."""
     if given is None:
         return None
     try:
@@ -148,9 +166,9 @@ def _order(given: object) -> tuple[Stage, ...]:
     return names
 
 
-SEEDS = 2**63
-"""Seeds are numbers below this."""
+SEEDS = 2**63  # seeds are numbers below this
 
+# Number fields of Sampling: name, what it is called, type, least and greatest value, and what to do about another.
 _SAMPLING_NUMBERS = (
     ("temperature", "temperature", real, 0, 10, "Use 0 to 10."),
     ("top_p", "top-p", real, math.nextafter(0, 1), 1, "Use above 0 and up to 1."),
@@ -167,38 +185,39 @@ _SAMPLING_NUMBERS = (
     ("dry_multiplier", "DRY multiplier", real, 0, 100, "Use 0 (off) to 100; 0.8 is usual."),
     ("dry_base", "DRY base", real, 1, 10, "Use 1 to 10; 1.75 is usual."),
     ("dry_allowed_length", "DRY allowed length", whole, 1, 1000, "Use 1 to 1000; 2 is usual."),
+    ("loop_grace", "loop grace", whole, 0, math.inf, "Use 0 or more tokens."),
     ("logprobs", "number of log-probabilities", whole, 0, MOST_LOGPROBS, f"Use 0 to {MOST_LOGPROBS}."),
 )
-"""Number fields of Sampling: name, what it is called, type, least and greatest value, and what to do about another."""
+
+
+DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NAMED_BY_NOBODY = {"min_p": 0.05, "repetition_penalty": 1.1}  # else small models often repeat themselves for ever
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen.
 
-    temperature: 0 takes the likeliest token (greedy); above 0, logits are divided by it.
-    top_p, top_k, min_p: cut the unlikely tail; 1.0, 0 and 0.0 turn them off.
-    repetition_penalty: 1.0 is off; above 1, tokens of the last 64 become less likely.
-    None for these takes what the model's generation_config.json recommends, else 0.7, 1.0, 0, 0.0 and 1.0.
-    seed: the same seed on the same device gives the same text; None draws a fresh one.
-    max_tokens: generated tokens at most; None fills the context.
-    stop: texts that end the reply; they are never shown.
-    stop_token_ids: tokens that end the reply, beside the model's own; they are not shown either.
-    min_tokens: this many are generated before anything ends the reply but the user and the context: until then the tokens that
-    end it can't be drawn, and stop texts are text.
-    logit_bias: what is added to the logits of single tokens before all else, {token_id: bias}, -100 to 100; kept as pairs.
-    presence_penalty, frequency_penalty: taken from the logit of every token that was generated for this reply already, once, and
-    once for each time it was (as in OpenAI's interface); 0.0 is off.
-    xtc_probability, xtc_threshold: how often the likeliest tokens are excluded, all but the least likely of those at or above the
-    threshold; 0.0 is off.
-    dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: a token that would continue a repeated sequence of n
-    tokens, n ≥ allowed length, loses multiplier × base^(n − allowed length); no sequence reaches across a breaker, nor across a
-    mark of the chat template. 0.0 is off.
-    order: the stages in the order they apply, each once. Those that are off do nothing. "penalties" are the first three above.
-    logprobs: with each token its log-probability and those of this many likeliest ones (0: its own alone), by the model itself,
-    before all of the above; None is none.
-    json_schema: the JSON Schema that the answer follows, an object, as JSON text; a dict may be given, too. Tokens that would leave
-    it can't be drawn. What is thought before the answer is free. Needs ``llguidance`` (the extra ``schema``). None: any text.
+    Args:
+        temperature: 0 is greedy. None, here and in the next four: the model's generation_config.json, else 0.7,
+            1.0, 0, 0.0, 1.0; without any recommendation min_p 0.05 and repetition_penalty 1.1 unless greedy.
+        top_p, top_k, min_p: Cut the unlikely tail; 1.0, 0 and 0.0 are off.
+        repetition_penalty: Over the last 64 tokens; 1.0 is off.
+        seed: Same seed and device, same text; None is random.
+        max_tokens: None leaves an eighth of the context, 512 to 4,096 tokens, at most half, for the next turn.
+        stop: Texts that end the reply, not shown.
+        stop_token_ids: Likewise, beside the model's own.
+        min_tokens: Until then end tokens can't be drawn, and stop texts are plain text.
+        logit_bias: {token_id: bias}, -100 to 100, applied first.
+        presence_penalty, frequency_penalty: Subtracted once, or per occurrence, for generated tokens (as OpenAI's).
+        xtc_probability, xtc_threshold: Chance to exclude all but the least likely token at or above the threshold.
+        dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: Continuing a repeat of n ≥ allowed
+            tokens costs multiplier × base^(n − allowed length); repeats don't cross breakers or template marks.
+        order: Stages in order, each once; "penalties" are the first three above.
+        logprobs: Number of top log-probabilities per token, before sampling; 0: its own; None: none.
+        json_schema: Schema of the answer (thinking is free), JSON text or dict; needs the extra ``schema``.
+        loop_check: End a reply that repeats itself, with reason "loop".
+        loop_grace: Tokens until then; ``ReplyStream.keep_going`` continues it.
     """
 
     temperature: float | None = None
@@ -223,6 +242,8 @@ class Sampling:
     order: tuple[Stage, ...] = STAGES
     logprobs: int | None = None
     json_schema: str | None = None
+    loop_check: bool = True
+    loop_grace: int = 0
 
     if (
         TYPE_CHECKING
@@ -252,6 +273,8 @@ class Sampling:
             order: Iterable[str] = ("penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"),
             logprobs: int | None = None,
             json_schema: str | Mapping[str, object] | None = None,
+            loop_check: bool = True,
+            loop_grace: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -263,6 +286,7 @@ class Sampling:
         _set(self, "order", _order(self.order))
         _set_numbers(self, _SAMPLING_NUMBERS)
         _set(self, "json_schema", _schema(self.json_schema))
+        _require(isinstance(self.loop_check, bool), "loop check is neither True nor False", "Use one of them.")
         _require(
             not self.min_tokens or self.json_schema is None,
             f"min tokens {self.min_tokens} may keep an answer from ending where its JSON schema ends it",
@@ -281,46 +305,48 @@ class Sampling:
 
     @property
     def xtc_before_temperature(self) -> bool:
-        """Whether XTC judges the probabilities before they are divided by the temperature."""
+        """Whether XTC runs before temperature."""
         return self.order.index("xtc") < self.order.index("temperature")
 
+    @property
+    def names_any(self) -> bool:
+        """Whether it names a value of those that a model may recommend."""
+        return any(getattr(self, name) is not None for name in DEFAULTS)
+
     def resolved(self, recommended: "Sampling") -> "Sampling":
-        """Return this with what is None taken from ``recommended``, a model's own values, and then from the defaults."""
-        defaults = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        """Fill None from ``recommended``, then from the defaults."""
+        nobody = self.temperature != 0 and not recommended.names_any
+        defaults = DEFAULTS | (NAMED_BY_NOBODY if nobody else {})
         changes: dict[str, Any] = {}
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 suggested = getattr(recommended, name)
                 changes[name] = default if suggested is None else suggested
-        return replace(self, **changes)
+        return replace(self, **changes) if changes else self
 
 
 def sample_of(sampling: Sampling, number: int) -> Sampling:
-    """Return how one of several replies to a prompt is drawn: with seed + ``number``, from 0 on after the largest one."""
+    """Return the sampling of reply ``number`` of several: seed + ``number``, wrapping to 0."""
     seed = sampling.seed
     return sampling if seed is None else replace(sampling, seed=(seed + number) % SEEDS)
 
 
-KVBits = tuple[int, int]
-"""Of keys and of values."""
+KVBits = tuple[int, int]  # of keys and of values
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """How keys and values are stored.
+    """KV cache storage.
 
-    key_bits, value_bits: 16 keeps the model's own type; fewer packs groups of ``group_size`` along the head dimension.
-    group_size: the default gives way to 32, with a note, where 64 does not divide the head dimension; 128 is refused there.
-    window: at most this many tokens are kept, the ``keep`` first ones for ever (they count inside the window);
-    None keeps all. ``keep="system"`` pins the whole system prompt, and 4 tokens where there is none.
-
-    The token at position p sees position q ≤ p where q < keep or q > p − (window − keep). While a window rolls, the ``keep`` first
-    are numbered along with it, so that none is further back than the window is long; the plan's notes name models without.
-
-    on_full: what happens when the context is full; it holds ``window`` tokens, or as many as the model was made for.
-        roll: the oldest tokens go out of sight, but for the ``keep`` first. stop: the reply ends there ("length"); a prompt that
-        does not fit is refused. truncate-middle: as stop, but the middle of a prompt that does not fit is left out.
-        error: as stop, and a reply that was cut off by it fails after its text. None: roll with a window, else stop.
+    Args:
+        key_bits, value_bits: 16 is the model's type; fewer packs groups of ``group_size`` along the head dimension.
+        group_size: Falls back to 32, with a note, where 64 doesn't divide the head dimension; 128 is refused.
+        window: Tokens kept at most, with the first ``keep``; None keeps all.
+        keep: Pinned tokens, renumbered as the window rolls; "system": the system prompt, else 4. Position p sees
+            q ≤ p where q < keep or q > p − (window − keep).
+        on_full: At ``window`` or the model's context: "roll" drops the oldest; "stop" ends the reply ("length")
+            and refuses long prompts; "truncate-middle" cuts those; "error" fails after the text. None: "roll"
+            with a window, else "stop".
     """
 
     key_bits: int = 16
@@ -370,10 +396,7 @@ class KVSpec:
         return self.when_full == "roll"
 
     def capacity(self, context_length: int | None) -> int | None:
-        """Return how many tokens are held at once with a model made for ``context_length``; None is unbounded.
-
-        A window that rolls may be longer than that; nothing else may.
-        """
+        """Return the tokens held at most, None unbounded. Only a rolling window may exceed ``context_length``."""
         if self.window is None or self.rolls or context_length is None:
             return context_length if self.window is None else self.window
         return min(self.window, context_length)
@@ -386,12 +409,12 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptCacheSpec:
-    """Reuse of computed prefixes, by default also **on disk**, in the user's cache folder. Sizes in bytes; None takes a default.
+    """Reuse of computed prefixes, in memory and **on disk**. Sizes in bytes; None is the default.
 
-    memory_bytes: the live conversation and all others that are kept; a tenth of the memory budget.
-    disk: whether prefixes of 256 tokens and more are stored on disk, for the next start. folder: where, a Path or its text; the
-    user's cache folder.
-    disk_bytes, daily_write_bytes: all of them at most, for all models, and what may be written in a day.
+    Args:
+        memory_bytes: Kept conversations, the live one included; default a tenth of the budget.
+        disk: Store prefixes of 256 or more tokens in ``folder`` (default: the user's cache folder).
+        disk_bytes, daily_write_bytes: Over all models.
     """
 
     memory_bytes: int | None = None
@@ -423,11 +446,13 @@ class PromptCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What guesses tokens ahead of the model, which then verifies several in one pass; the text stays the same.
+    """Speculative decoding: drafts verified in one pass; the text stays the same.
 
-    lookup: the conversation, where it repeats itself. branches: other versions of it: replies made again, prompts that were
-    edited. draft: a smaller model with the same tokenizer: a folder, a Hugging Face id, or "guide"; it is loaded beside. heads: the
-    checkpoint's own heads for several tokens, where they are supported; without any, it changes nothing.
+    Args:
+        lookup: From repetitions in the conversation.
+        branches: From its other versions: regenerated replies, edited prompts.
+        draft: A smaller model with the same tokenizer: a folder, an id, or "guide".
+        heads: The checkpoint's own multi-token heads, if any.
     """
 
     lookup: bool = True
@@ -449,10 +474,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What is loaded, and how, as ``Engine.load`` was told; checked by it.
+    """Validated arguments of ``Engine.load``.
 
-    model, adapter: a folder or a Hugging Face id. memory: bytes that arrays may take; None is the system's limit. parallel: replies
-    at once at most. cpu_exact: a CPU's kernels never round rows.
+    memory: bytes for arrays; None is the system's limit. parallel: batch limit. cpu_exact: never round rows.
     """
 
     model: str | Path
@@ -476,11 +500,13 @@ MOST_NODES = 64
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The processes that hold one model together, on this machine or on several.
+    """The processes that jointly hold one model.
 
-    count: processes on this machine; hostfile: the machines, as ``mlx.distributed_config`` writes them, this one first: one of the
-    two. backend: how they speak; None is what the hostfile says, else ring. split: "tensor" gives each a part of every layer,
-    "pipeline" some of the layers.
+    Args:
+        count: Processes on this machine; or
+        hostfile: Machines, in ``mlx.distributed_config``'s format, this one first.
+        backend: None: the hostfile's, else ring.
+        split: "tensor" splits every layer, "pipeline" the list of layers.
     """
 
     count: int | None = None
@@ -507,18 +533,27 @@ class Nodes:
 class ToolSpec:
     """A function that a model may call.
 
-    parameters: the JSON Schema of its arguments, an object, as JSON text; a dict may be given, too. Raises OptionError for a name
-    that no model's format can hold, and for what is no schema of an object.
+    Args:
+        parameters: JSON Schema of its arguments, JSON text or dict.
+        strict: Hold the arguments to the schema whenever it is called; needs the extra ``schema``.
+
+    Raises:
+        OptionError: An impossible name, or not an object schema.
     """
 
     name: str
     description: str = ""
     parameters: str = EMPTY_SCHEMA
+    strict: bool = False
 
     if TYPE_CHECKING:  # what callers may write: parameters as a dict, too
 
         def __init__(
-            self, name: str, description: str = "", parameters: str | Mapping[str, object] = EMPTY_SCHEMA
+            self,
+            name: str,
+            description: str = "",
+            parameters: str | Mapping[str, object] = EMPTY_SCHEMA,
+            strict: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -537,21 +572,21 @@ class ToolSpec:
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """The definition as chat templates and OpenAI's API write it."""
+        """The definition in OpenAI's form."""
         function = {"name": self.name, "description": self.description, "parameters": json.loads(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """Options of a model's chat template beside the messages, and how long the model may think.
+    """Chat template options and thinking limits.
 
-    thinking: whether the model thinks before it answers, or how much; None leaves that to the template. How a template takes it is
-    found from the template; a mode that it does not know is an OptionError.
-    thinking_budget: tokens after which thinking is ended, by the model's own mark; the answer follows. None: no limit.
-    keywords: anything else that the template reads, as ``KEY=VALUE`` texts with a JSON value, or as a dict.
-    tools: functions that the model may call. must_call: names of those of which it has to call one at least, and writes nothing
-    else but its thinking; () leaves it to the model. Needs ``llguidance`` (the extra ``schema``).
+    Args:
+        thinking: Whether or how much to think, as the template supports (else OptionError); None: its default.
+        thinking_budget: Tokens until thinking is closed with the model's mark.
+        keywords: Template variables as ``KEY=JSON`` texts or a dict.
+        tools: Callable functions.
+        must_call: Names of which one must be called, without other text; needs the extra ``schema``.
     """
 
     thinking: Thinking | None = None
@@ -602,7 +637,7 @@ class TemplateOptions:
 
 
 def _keywords(given: object) -> tuple[str, ...]:
-    """Return keywords as ``KEY=JSON`` texts. Raises OptionError."""
+    """Return ``KEY=JSON`` texts. Raises OptionError."""
     if isinstance(given, Mapping):
         named = [(name, _as_json(name, value)) for name, value in given.items()]
     else:
@@ -642,5 +677,68 @@ def _as_json(name: object, value: object) -> str:
         ) from None
 
 
-NOTHING_TOLD = TemplateOptions()
-"""A chat template as it is, and no end to the thinking but the model's."""
+NOTHING_TOLD = TemplateOptions()  # a chat template as it is, and no end to the thinking but the model's
+
+
+def given_count(value: object, what: str, *, least: int) -> int:
+    """Return an int ≥ ``least``. Raises OptionError."""
+    try:
+        count = index(value)
+    except TypeError:
+        raise OptionError(f"{what} is {value!r:.60}, which is not a whole number", "Give an int.") from None
+    if count < least:
+        raise OptionError(f"{what} is {count}, which is too small", f"Use {least} or more.")
+    return count
+
+
+def given_bits(value: object) -> KVBits:
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise OptionError(f"KV bits of {value!r:.60} are not two numbers", "Give those of keys and of values: (8, 4).")
+    spec = KVSpec(key_bits=value[0], value_bits=value[1])
+    return spec.key_bits, spec.value_bits
+
+
+def given_limit(value: object) -> int:
+    """Return a memory limit in bytes. Raises OptionError."""
+    try:
+        nbytes = index(value)
+    except TypeError:
+        raise OptionError(
+            f"a memory limit of {value!r:.60} is not a whole number of bytes", "Give an int: 14_000_000_000."
+        ) from None
+    if nbytes < 1:
+        raise OptionError(f"a memory limit of {nbytes} bytes is too small", "Give the bytes that arrays may take.")
+    return nbytes
+
+
+def given_sampling(sampling: object) -> Sampling:
+    """Return the Sampling or its default. Raises OptionError."""
+    if sampling is None:
+        return Sampling()
+    if not isinstance(sampling, Sampling):
+        raise OptionError(f"sampling is a {type_name(sampling)}", "Use Sampling(temperature=0), for example.")
+    return sampling
+
+
+def given_template(template: object, tools: object = ()) -> TemplateOptions:
+    """Return template options with ``tools``. Raises OptionError."""
+    if template is None:
+        template = NOTHING_TOLD
+    if not isinstance(template, TemplateOptions):
+        raise OptionError(f"template is a {type_name(template)}", 'Use TemplateOptions(thinking="off"), for example.')
+    given = given_tools(tools)
+    return replace(template, tools=given) if given else template
+
+
+def given_tools(tools: object) -> tuple[ToolSpec, ...]:
+    """Return ToolSpecs, also from OpenAI's dicts. Raises OptionError."""
+    if isinstance(tools, str | bytes | dict | ToolSpec) or not isinstance(tools, Iterable):
+        raise OptionError(f"tools is a {type_name(tools)}", "Give a list of ToolSpec(name, description, parameters).")
+    return tuple(each if isinstance(each, ToolSpec) else _tool_of(each) for each in tools)
+
+
+def _tool_of(given: object) -> ToolSpec:
+    function = given.get("function", given) if isinstance(given, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise OptionError(f"{given!r:.80} defines no tool", "Use ToolSpec(name, description, parameters).")
+    return ToolSpec(function["name"], function.get("description") or "", function.get("parameters") or EMPTY_SCHEMA)

@@ -1,4 +1,4 @@
-"""One reply, from token ids to events: make room, prefill, decode, text. Runs on the MLX thread."""
+"""One reply, from token ids to events: admission, prefill, decode, text. Runs on the MLX thread."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -7,46 +7,53 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import kv
 from .errors import FAILURES, ContextError, DeviceError, MemoryLimitError, computing_error
-from .events import Finished, FinishReason, Live, PrefillProgress, Truncated
+from .events import (
+    CacheUse,
+    CutBy,
+    Event,
+    Finished,
+    FinishReason,
+    Live,
+    Message,
+    PartialReply,
+    PrefillProgress,
+    Truncated,
+)
 from .generation import Generation, PrefillChunker, read_prompt
+from .kv.cache import nbytes as kv_bytes
+from .lab.passes import PassLog, cost_of, log_of
 from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate, whole_width
-from .options import Sampling
-from .passes.cost import cost_of
-from .passes.log import PassLog, log_of
-from .perf import macos
+from .options import Sampling, ToolSpec
+from .perf import hardware
 from .perf.diagnosis import Diagnosis, diagnose
-from .perf.macos import ThrottleWatch
-from .perf.mitigation import LEAST_CHUNK
+from .perf.footprint import LEAST_CHUNK
+from .perf.hardware import UNTOLD, ThrottleWatch
 from .prompt_cache.memory import CacheLease, CacheStore
+from .prompt_cache.misses import ReadPrompt, explain, remember
 from .runtime import Runtime
 from .sampling import Sampler, Score, TokenSets
 from .schedule.admission import GrowthBudget, PrefillBudget, RoomTakenError, admitted, make_room
 from .schedule.decoding import Lane
-from .schedule.policy import Pace
-from .schedule.schedule import WAITS, ReplyEvents, SharedFailureError
-from .speculation.shared import SharedSpeculation
-from .text.continuation import PartialReply
+from .schedule.schedule import WAITS, Pace, ReplyEvents, SharedFailureError
+from .speculation.speculator import SharedSpeculation
+from .text.calls import CallReader
 from .text.grammar import GrammarConstraint
-from .text.stream import ReplyText, ThinkingBudget, TokenSources
+from .text.stream import LoopWatch, ReplyText, ThinkingBudget
 from .text.tokenizer import Tokenizer
-from .text.tools import CallReader
 
 LIVE_GAPS = 64
+NEXT_TURN, MOST_NEXT_TURN = 512, 4096  # tokens kept free: a question and an answer; enough for a file of code
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
 _LETS_THE_MIDDLE_GO = _LETS_GO.removeprefix("roll or ")
 
 
 @dataclass(slots=True)
 class Request:
-    """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache.
+    """A request to continue ``ids``; ``keep`` tokens are pinned in a rotating cache.
 
-    partial: the reply at the end of ``ids``, where one is continued.
-    checkpoints: positions in ``ids`` to which later requests may want to go back, ascending.
-    thinking_budget: tokens after which thinking is ended.
-    calls: reads the calls of tools in the reply; None where it may call none. background: gives way to others.
-    constraint: holds the reply to a form; None where it may be anything.
+    checkpoints: ascending positions that later requests may branch from. thinking_budget: tokens.
+    own_caches: makes private caches of other KV bits. messages, tools: what was rendered, none for token ids.
     """
 
     ids: list[int]
@@ -61,15 +68,81 @@ class Request:
     calls: CallReader | None = None
     background: bool = False
     constraint: GrammarConstraint | None = None
+    own_caches: Callable[[int | None], list[Any]] | None = None
+    messages: Sequence[Message] = ()
+    tools: tuple[ToolSpec, ...] = ()
 
     @property
     def earlier_thinking(self) -> str:
-        """The thinking so far of a reply that is continued while it thinks."""
         return "" if self.partial is None or not self.in_thinking else self.partial.message.thinking
 
 
+Watches = tuple[ProcessWatch, ThrottleWatch | None]  # of the process, and of the chip where a system tells how it is
+
+
+class Writing:
+    """Turns a reply's tokens into events."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        request: Request,
+        lane: Lane,
+        text: ReplyText,
+        thinking: ThinkingBudget,
+        growth: GrowthBudget,
+        ends: frozenset[int],
+        watches: Watches,
+        loops: LoopWatch | None,
+    ) -> None:
+        self.lane: Lane = lane
+        self.reason: FinishReason | None = None
+        self.ended_by: tuple[int, Score | None] | None = None
+        self._recorder, self._constraint = request.recorder, request.constraint
+        self._text, self._ends, self._growth = text, ends, growth
+        self._thinking = None if request.thinking_budget is None else thinking
+        self._scored = request.sampling.logprobs is not None
+        self._watch, self._throttled = watches
+        self._loops = loops
+
+    def feed(self, token: int, put: Callable[[Event], None]) -> bool:
+        recorder, lane = self._recorder, self.lane
+        self._watch.look()
+        recorder.token_times.append(recorder.clock())
+        if lane.came_with_others:
+            recorder.several.add(len(recorder.token_times))
+        recorder.ids.append(token)
+        if self._throttled is not None:
+            self._throttled.look()
+        score = lane.sampler.take_score() if self._scored else None
+        if token in self._ends:
+            self.reason, self.ended_by = "stop", (token, score)
+            return True
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        if parts := self._text.add(token, score, guessed=lane.guessed):
+            began_s = recorder.clock()
+            for part in parts:
+                put(part)
+            self._watch.waited_s += recorder.clock() - began_s
+        if self._text.stopped or (self._constraint is not None and self._constraint.is_over):
+            self.reason = "stop"
+            return True
+        if self._loops is not None:
+            if (loop := self._loops.add(token)) is not None:
+                put(loop)
+            if self._loops.ends_reply:
+                self.reason = "loop"
+                return True
+        if self._thinking is not None:
+            lane.force(self._thinking.ending())
+        return lane.ended or bool(self._growth.pressure)
+
+    def waited(self, seconds: float) -> None:
+        self._watch.waited_s += seconds
+
+
 class ReplyTask:
-    """A request being answered. pace: how long a piece of its prompt may take. speculation: of all replies; None drafts nothing."""
+    """A request being answered. speculation: shared by all replies; None drafts nothing."""
 
     def __init__(
         self,
@@ -78,9 +151,12 @@ class ReplyTask:
         request: Request,
         cancelled: Callable[[], bool],
         speculation: SharedSpeculation | None = None,
+        *,
+        keeps_going: Callable[[], bool] = lambda: False,
     ) -> None:
         self._runtime = runtime
         self._speculation = speculation
+        self._keeps_going = keeps_going
         self._store = store
         self._request = request
         self._cancelled = cancelled
@@ -92,17 +168,23 @@ class ReplyTask:
         self.pace = Pace()
         self._suspended_ids: list[int] | None = None  # what the caches held when they were released
         self._suspended_bytes = self._earlier_peak = 0
-        self._cut_off = self._ended_by_memory = self._decoding = False
-        self._throttled = ThrottleWatch(macos.system())
+        self._decoding = False
+        self._cut_by: CutBy | None = None
+        self._throttled = UNTOLD if (mac := hardware.system()) is None else ThrottleWatch(mac)
+        self._writing: Writing | None = None
+        self._rested_s: float | None = None
+        self._guesses_later = False
+        self._earlier: tuple[ReadPrompt, ...] = ()  # read when this one began
 
     def events(self) -> ReplyEvents:
-        """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
+        """Prefill, decode and finish; computed prefixes always go back to the prompt cache.
 
-        Where MLX has no memory for a piece of the prompt, the prompt is computed again in pieces of half that size. Raises
-        ContextError after the end, where the context cut the reply off and that is to be an error; MemoryLimitError or DeviceError
-        where MLX fails and there is nothing left to try.
+        Raises ContextError at the end where the context cut the reply and that is an error, MemoryLimitError or
+        DeviceError where MLX fails and nothing is left to try.
         """
+        # Out of memory in prefill: retried in pieces of half the size.
         self._request.recorder.begin()
+        self._earlier = tuple(self._store.recent)
         if self._request.left_out is not None:
             yield self._request.left_out
         mx.reset_peak_memory()
@@ -113,17 +195,14 @@ class ReplyTask:
                 break
             except FAILURES as error:
                 most = self._smaller(error)  # the caches went with the failure, and what they held may not be believed
-        if self._cut_off and not self._ended_by_memory and self._runtime.kv.when_full == "error":
+        if self._cut_by == "context" and self._runtime.kv.when_full == "error":
             raise ContextError(
                 f"the context of {self._runtime.capacity:,} tokens is full, and the reply was cut off",
                 f"Start a new chat, or let the oldest go: {_LETS_GO}.",
             )
 
     def _smaller(self, error: BaseException) -> int:
-        """Return how many tokens to compute at once after MLX failed with this: half of what failed.
-
-        Raises the engine's error for it where that is not to be tried: while decoding, or where pieces are small already.
-        """
+        """Return half the failed prefill chunk; raises the engine's error while decoding or if it is small."""
         known = computing_error(error)
         if known is None:
             raise error
@@ -136,7 +215,6 @@ class ReplyTask:
         return max(LEAST_CHUNK, whole // 2)
 
     def _attempt(self, most: int | None) -> ReplyEvents:
-        """Prefill in pieces of ``most`` tokens at most, then decode. most: given after a failure, whose caches are gone."""
         if most is not None:
             self._lease = self._budget = self._chunker = self._generation = None
             mx.clear_cache()
@@ -152,6 +230,7 @@ class ReplyTask:
             background=self._request.background,
             most=most,
             may_force=self._may_force,
+            own=self._request.own_caches,
         )
         lease, budget = self._lease, self._budget = found
         with lease:
@@ -172,20 +251,19 @@ class ReplyTask:
         return PrefillChunker(chunking, budget.chunk, len(lease.ids), pace=self.pace, stopped=self._cancelled)
 
     def rest(self) -> None:
-        """Release the caches for others to use, between two events of decoding; the next event acquires them again."""
         if self._suspended_ids is None and self._lease is not None:
             self._suspended_ids = list(self._lease.ids)
-            self._suspended_bytes = kv.nbytes(self._lease.caches)
+            self._suspended_bytes = kv_bytes(self._lease.caches)
             self._earlier_peak = max(self._earlier_peak, mx.get_peak_memory())
             self._store.suspend(self._lease)
+            self._rested_s = self._request.recorder.clock()
 
     def drop(self) -> None:
-        """Drop the caches: a pass failed. What is thrown into the reply then says whether it goes on, with others."""
+        """Drop the caches after a failed pass; the exception thrown in next decides how it goes on."""
         if self._lease is not None:
             self._store.drop(self._lease)
 
     def _give_way(self, generation: Generation, lane: Lane, growth: GrowthBudget) -> Iterator[Any]:
-        """Release the caches, which can't grow beside others, or which one of those needs, until one has left; ask then again."""
         growth.waits = False
         self.rest()
         yield WAITS
@@ -198,10 +276,11 @@ class ReplyTask:
         lane.ended = not lane.goes_on(lane.count)
 
     def _resume(self, generation: Generation, lane: Lane) -> Iterator[Any]:
-        """Acquire the caches again after a rest; what was evicted meanwhile is computed again."""
         cached_ids, lease = self._suspended_ids, self._lease
         if cached_ids is None or lease is None:
             return
+        if self._writing is not None and self._rested_s is not None:
+            self._writing.waited(self._request.recorder.clock() - self._rested_s)
         self._store.resume(lease, cached_ids)
         self._suspended_ids = None
         mx.reset_peak_memory()
@@ -209,7 +288,6 @@ class ReplyTask:
         lane.resumed()
 
     def _compute_again(self, generation: Generation, lease: CacheLease, ids: list[int]) -> Iterator[Any]:
-        """Read from the disk or compute what a lease lacks of ``ids``, which its caches held before."""
         while True:
             yield from self._store.restore(lease, [*ids, 0], lambda: self.pace.within_s)  # any last id will do
             if not (missing := ids[len(lease.ids) :]):
@@ -233,19 +311,16 @@ class ReplyTask:
                     yield None
 
     def live(self) -> Live:
-        """Return what is known so far. Callable from any thread."""
         recorder = self._request.recorder
         metrics, context = self.metrics(), recorder.context_tokens
         gaps = gaps_ms(recorder.token_times[-LIVE_GAPS - 1 :])
         step = self._runtime.step_cost(context, metrics.replies_at_once).bytes_per_step
-        return Live(metrics, context, gaps, step, self._achieved_now(step, gaps, metrics), self._outliers())
-
-    def _achieved_now(self, step: int | None, gaps: Sequence[float], metrics: Metrics) -> float | None:
-        """Return the bandwidth of the last gaps; of the whole reply where passes made several tokens."""
-        return metrics.achieved_gbs if metrics.accepted_tokens else achieved_gbs(step, recent_rate(gaps))
+        now_tps = recent_rate(list(recorder.token_times))
+        # Of the whole reply where passes made several tokens.
+        achieved = metrics.achieved_gbs if metrics.accepted_tokens else achieved_gbs(step, now_tps)
+        return Live(metrics, context, gaps, step, achieved, self._outliers(), now_tps)
 
     def metrics(self) -> Metrics:
-        """Return the reply's metrics so far."""
         metrics, machine = self._measured(), self._runtime.machine
         # What others beside it had in their caches is not known: only of a reply alone it is known what its steps read.
         alone = metrics.batch_width is None or metrics.batch_width == 1
@@ -257,20 +332,19 @@ class ReplyTask:
         context = recorder.prompt_tokens + len(recorder.token_times) // 2
         return recorder.metrics(
             self._runtime.step_cost(context, whole_width(recorder.batch_width)),
-            kv_bytes=self._kv_bytes(),
+            kv_bytes=self._held_bytes(),
             peak_memory_bytes=max(self._earlier_peak, mx.get_peak_memory()) or None,
         )
 
-    def _kv_bytes(self) -> int | None:
+    def _held_bytes(self) -> int | None:
         if self._lease is None:
             return None
-        return kv.nbytes(self._lease.caches) if self._suspended_ids is None else self._suspended_bytes
+        return kv_bytes(self._lease.caches) if self._suspended_ids is None else self._suspended_bytes
 
     def _outliers(self) -> tuple[Outlier, ...]:
         return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
 
     def _predicted_peak(self) -> int | None:
-        """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
         generated = len(self._request.recorder.token_times)
         return self._budget.peak_with(generated).total if self._budget is not None and generated else None
 
@@ -301,81 +375,66 @@ class ReplyTask:
             unstopped=sampling.min_tokens,
             calls=request.calls,
         )
-        came_from = TokenSources(tokenizer)
-        ended_by: tuple[int, Score | None] | None = None
         thinking = ThinkingBudget(
             request.thinking_budget, text, tokenizer, len(tokenizer.encode(request.earlier_thinking))
         )
         sets, growth = token_sets(tokenizer, sampling), GrowthBudget(self._runtime, self._store, lease)
+        loops = None
+        if sampling.loop_check:
+            loops = LoopWatch(grace=sampling.loop_grace, least=sampling.min_tokens, keeps_going=self._keeps_going)
         lane = self._lane(lease, sets, growth, thinking)
-        watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
-        reason: FinishReason = "cancelled" if self._cancelled() else "length"
-        lane.ended = reason == "cancelled" or self._token_limit() == 0
+        writing = self._writing = Writing(request, lane, text, thinking, growth, sets.ends, self._watches(), loops)
+        lane.ended = self._cancelled() or self._token_limit() == 0
         lane.force(thinking.ending())
-        while not lane.ended:
+        while not lane.ended and not self._cancelled():
             try:
-                token = yield lane
+                yield lane
             except SharedFailureError:
                 forced, made = lane.forced, [*request.ids, *request.recorder.ids]
                 self._store.start_over(lease, made[:-1])  # the last is the first step's
                 mx.clear_cache()
                 yield from self._compute_again(generation, lease, made[:-1])
-                lane = self._lane(lease, sets, growth, thinking)
+                lane = writing.lane = self._lane(lease, sets, growth, thinking)
                 lane.force(forced)
-                token = None
-            if self._cancelled():
-                reason = "cancelled"
-            if token is None:
-                if reason == "cancelled":
-                    break
-                continue
-            watch.look()
-            request.recorder.token(several=lane.came_with_others)
-            request.recorder.ids.append(token)
-            self._throttled.look()
-            score = lane.sampler.take_score()
-            if token in sets.ends:
-                reason, ended_by = "stop", (token, score)
+            if writing.reason is not None or self._cancelled():
                 break
-            if request.constraint is not None:
-                request.constraint.take(token)
-            came_from.add(token, score, guessed=lane.guessed)
-            yield from watch.handed(came_from.mark(text.add(token)))
-            if text.stopped or (request.constraint is not None and request.constraint.is_over):
-                reason = "stop"
-                break
-            lane.force(thinking.ending())
+            if self._guesses_later:
+                self._guess(lane)
             yield from growth.tell()
-            if not self._cancelled():
-                yield from self._resume(generation, lane)
+            yield from self._resume(generation, lane)
             if self.pace.is_in_the_way and not lane.ended:
                 yield from self._give_way(generation, lane, growth)
             while lane.ended and growth.waits and not self._cancelled():
                 yield from self._give_way(generation, lane, growth)
                 yield from growth.tell()
-            if self._cancelled():
-                reason = "cancelled"
-                break
-        self._ended_by_memory = reason == "length" and lane.ended_by_memory
-        self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
-        yield from came_from.mark(text.finish())
+        reason = writing.reason or ("cancelled" if self._cancelled() else "length")
+        if reason == "length":
+            whole = request.sampling.max_tokens == len(request.recorder.token_times)
+            self._cut_by = "memory" if lane.ended_by_memory else "max_tokens" if whole else "context"
+        yield from text.finish(cut=reason != "stop")
         if reason == "stop" and any(not call.problem for call in text.calls):
             reason = "tool_calls"
-        if ended_by is not None:
-            came_from.add(*ended_by)
-        stopped_by = text.stopped_by if ended_by is None else ended_by[0]
-        yield self._finished(reason, text, came_from, stopped_by=stopped_by, thinking_ended_at=thinking.ended_at)
+        if writing.ended_by is not None:
+            text.add_last(*writing.ended_by)
+        stopped_by = text.stopped_by if writing.ended_by is None else writing.ended_by[0]
+        yield self._finished(reason, text, stopped_by=stopped_by, thinking_ended_at=thinking.ended_at)
+
+    def feed(self, token: int, put: Callable[[Event], None]) -> bool:
+        assert self._writing is not None
+        return self._writing.feed(token, put) or self._guesses_later or self.pace.is_in_the_way
+
+    def _watches(self) -> Watches:
+        watch = ProcessWatch(self._request.recorder.mark, computes=self._runtime.device == "cpu")
+        return watch, None if self._throttled is UNTOLD else self._throttled
 
     def _finished(
         self,
         reason: FinishReason,
         text: ReplyText,
-        came_from: TokenSources,
         *,
         stopped_by: int | str | None,
         thinking_ended_at: int | None,
     ) -> Finished:
-        """Return the last event, once the last token came: what was said, and what was measured of it."""
         request = self._request
         request.recorder.end()
         if self._speculation is not None and not request.background:
@@ -383,8 +442,9 @@ class ReplyTask:
         self._throttled.look(now=True)
         metrics = self.metrics()
         self._runtime.machine.keep()
-        ids, logprobs = came_from.take()
-        self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
+        ids, logprobs = text.take_tokens()
+        if request.own_caches is None:
+            self._store.rates.observe_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         return Finished(
             reason,
             text.answer,
@@ -400,17 +460,25 @@ class ReplyTask:
             thinking_ended_at=thinking_ended_at,
             tool_calls=tuple(text.calls),
             passes=self._passes(),
+            cut_by=self._cut_by,
+            cache=self._cache_use(metrics, thought=bool(text.thinking)),
         )
 
+    def _cache_use(self, metrics: Metrics, *, thought: bool) -> CacheUse | None:
+        request, lease = self._request, self._lease
+        if request.background or lease is None:
+            return None
+        if not self._store.keeps or request.own_caches is not None:
+            return CacheUse("off" if request.own_caches is None else "settings")
+        ids = lease.ids if self._suspended_ids is None else self._suspended_ids
+        read = ReadPrompt.of(request, ids, thought=thought)
+        remember(self._store.recent, read)
+        return explain(request, metrics, self._earlier, self._store, self._runtime.tokenizer)
+
     def _lane(self, lease: CacheLease, sets: TokenSets, growth: GrowthBudget, thinking: ThinkingBudget) -> Lane:
-        """Return the lane of the tokens that are still to come, in the lease's caches."""
         request, limit = self._request, self._token_limit()
-        made, speculator = request.recorder.ids, None
+        made = request.recorder.ids
         sampler = Sampler(request.sampling, request.ids, sets, made)
-        if self._speculation is not None:
-            speculator = self._speculation.begin(
-                self._runtime, request.ids, made, sampler, background=request.background
-            )
         lane = Lane(
             lease.caches,
             lease.ids,
@@ -419,14 +487,28 @@ class ReplyTask:
             None if limit is None else limit - len(made),
             note=request.recorder.mark,
             may_grow=growth.fits,
-            launched=request.recorder.launched,
-            speculator=speculator,
+            counts=request.recorder,
             unforced=lambda: thinking.unforced,
             constraint=request.constraint,
         )
+        # What looks for repeats needs no pass: it begins once the first token was handed over.
+        self._guesses_later = self._speculation is not None and not self._speculation.computes and not made
+        if not self._guesses_later:
+            self._guess(lane)
+        return lane
+
+    def _guess(self, lane: Lane) -> None:
+        self._guesses_later = False
+        if self._speculation is None:
+            return
+        request = self._request
+        speculator = self._speculation.begin(
+            self._runtime, request.ids, request.recorder.ids, lane.sampler, background=request.background
+        )
+        if speculator is not None:
+            lane.speculate(speculator)
         if lane.speculator is not None:
             request.recorder.speculated.append(lane.speculator.done)
-        return lane
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine
@@ -441,14 +523,21 @@ class ReplyTask:
         return log_of(self._request.recorder, cost, ahead=runtime.ahead, throttled=throttled)
 
     def _token_limit(self) -> int | None:
-        """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
-        asked = self._request.sampling.max_tokens
-        room = self._runtime.room(len(self._request.ids))
-        return min((value for value in (asked, room) if value is not None), default=None)
+        """Return the most tokens to write; None for a rotating cache."""
+        # Without a user limit, room for the next turn is kept.
+        asked, prompt = self._request.sampling.max_tokens, len(self._request.ids)
+        room = self._runtime.room(prompt)
+        if asked is None:
+            return None if room is None else room_of_reply(room, prompt + room)
+        return asked if room is None else min(asked, room)
+
+
+def room_of_reply(room: int, context: int) -> int:
+    kept = min(max(NEXT_TURN, context // 8), MOST_NEXT_TURN, context // 2)
+    return max(room - kept, (room + 1) // 2)
 
 
 def token_sets(tokenizer: Tokenizer, sampling: Sampling) -> TokenSets:
-    """Return which tokens are drawn by rules of their own."""
     ends = tokenizer.eos_ids | set(sampling.stop_token_ids)
     kept = ends | set(tokenizer.encode("\n")) if sampling.xtc_probability else ends
     if not sampling.dry_multiplier:
@@ -456,12 +545,12 @@ def token_sets(tokenizer: Tokenizer, sampling: Sampling) -> TokenSets:
     return TokenSets(ends, kept, tokenizer.breakers(sampling.dry_sequence_breakers))
 
 
-def check_context(runtime: Runtime, prompt_tokens: int) -> None:
-    """Raise ContextError unless the context has room for the prompt and one token of reply."""
+def check_context(runtime: Runtime, prompt_tokens: int, at_least: str = "") -> None:
+    """Raise ContextError for a prompt that leaves no room. at_least: words before a number that is a lower bound."""
     room = runtime.room(prompt_tokens)
     if room is not None and room < 1:
         lets_go = _LETS_GO if runtime.positions is None else _LETS_THE_MIDDLE_GO
         raise ContextError(
-            f"the prompt has {prompt_tokens:,} tokens, but {runtime.what_bounds()} {runtime.longest:,}",
+            f"the prompt has {at_least}{prompt_tokens:,} tokens, but {runtime.what_bounds()} {runtime.longest:,}",
             f"Shorten it, start a new chat, or let some of it go: {lets_go}.",
         )

@@ -1,20 +1,19 @@
-"""What a machine must have for MLX's wheels to install and load, and what to do where it has less.
+"""Machine requirements of MLX's wheels, and the remedy where one is not met."""
 
-Runs as a script too, with nothing installed and on any Python 3.6 or later, so that it can speak before pip does:
-``python3 -I engine/requirements.py`` ends with one line on stderr and status 1 where something is missing. Hence the old syntax.
-The calls that ask macOS have only been tested on recorded answers.
-"""
+# Also a script for any Python from 3.6 on, with nothing installed, so that it can run before pip:
+# ``python3 -I engine/requirements.py`` ends with one line on stderr and status 1 if something is missing.
+
+# Hence the old syntax. The calls that ask macOS are tested on recorded answers only.
 
 import platform
 import subprocess
 import sys
 
 OLDEST_PYTHON = (3, 11)
+# The newest that all dependencies have wheels for; a newer one is not refused, since pip may build what is missing.
 NEWEST_PYTHON = (3, 14)
-"""The newest that all dependencies have wheels for; a newer one is not refused, since pip may build what is missing."""
 
-OLDEST_MACOS = (14,)
-"""MLX's oldest wheel for macOS."""
+OLDEST_MACOS = (14,)  # MLX's oldest wheel for macOS
 
 GET_PYTHON = (
     "Install one with `brew install python`, from python.org, or with `uv python install 3.13`, and try again; "
@@ -23,15 +22,7 @@ GET_PYTHON = (
 
 
 def unmet(system: str, machine: str, translated: bool, macos: str, python: "tuple[int, ...]") -> str:
-    """Return in one line what keeps Tokamac from installing on such a machine, and what to do about it; "" for nothing.
-
-    Args:
-        system: ``sys.platform``.
-        machine: the processor that Python was built for, as ``platform.machine()`` says it.
-        translated: whether Rosetta translates this process.
-        macos: the version of macOS, such as "15.6.1"; "" where it is unknown or the system is another.
-        python: the version of Python.
-    """
+    """Return in one line why Tokamac can't be installed on such a machine, and the remedy; "" if it can."""
     if tuple(python) < OLDEST_PYTHON:
         return f"Tokamac needs Python 3.11 or later, and this is {'.'.join(map(str, python))}. {GET_PYTHON}"
     if system == "darwin":
@@ -53,14 +44,12 @@ def _unmet_on_mac(machine: str, translated: bool, macos: str) -> str:
 
 
 def newer_python(python: "tuple[int, ...]") -> str:
-    """Return a warning about a Python that is newer than those that all dependencies have wheels for; "" for any other."""
     if tuple(python[:2]) <= NEWEST_PYTHON:
         return ""
     return f"Python {python[0]}.{python[1]} is newer than 3.14: some packages may have no wheel for it yet, and pip builds them."
 
 
 def unmet_here() -> str:
-    """Return what keeps Tokamac from installing on this machine, and what to do about it; "" for nothing."""
     mac = sys.platform == "darwin"
     translated = mac and _sysctl("sysctl.proc_translated") == "1"
     # Not platform.mac_ver(): a Python built with an older SDK is told "16.0" on macOS 26 (python/cpython#135675).

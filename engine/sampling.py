@@ -1,20 +1,14 @@
-"""Choose the next token on the device: logits in, one token id out, no host round trip.
+"""Choose the next token on the device: logits in, one token id out, no host round trip."""
 
-DRY ("don't repeat yourself") penalises repeated sequences of tokens. A token that would continue a sequence that stands earlier in
-the context, prompt included, loses multiplier × base^(n − allowed) from its logit, where n tokens, the allowed length or more,
-stand before both. Nothing is matched across a sequence breaker, and a breaker itself is never penalised. Definition by p-e-w,
-https://github.com/oobabooga/text-generation-webui/pull/5677; breakers are texts that may begin within a token and span several, as
-in koboldcpp's and llama.cpp's form of it (https://github.com/LostRuins/koboldcpp/pull/982,
-https://github.com/ggml-org/llama.cpp/pull/9702).
+# DRY subtracts multiplier × base^(n − allowed) from the logit of a token that would continue a sequence of
+# n ≥ allowed tokens found earlier in the context. Nothing matches across a sequence breaker, and breakers are
+# not penalised. By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677; breakers may begin
+# within a token and span several, as in https://github.com/LostRuins/koboldcpp/pull/982 and
+# https://github.com/ggml-org/llama.cpp/pull/9702.
 
-Both search the context for every token on the host. Here nothing leaves the device. Let length[i] be how many tokens up to place i
-equal those up to the newest. Then a new token t changes it to
-
-    length'[i] = length[i − 1] + 1 where ids[i] = t, else 0        (all 0 after a breaker)
-
-which is one pass over the context, and the penalty of a token is the largest of the places that it follows. So decode stays a
-step ahead; a token costs a few passes over the context and two over the vocabulary.
-"""
+# Those search the context on the host for every token. Here, on the device: length[i] counts the tokens up to
+# i that equal the newest; a new token t gives length'[i] = length[i − 1] + 1 where ids[i] = t, else 0 (all 0
+# after a breaker). So decode stays a step ahead.
 
 import math
 import re
@@ -31,31 +25,25 @@ import xxhash
 
 from .options import Sampling, Stage
 
-PENALTY_WINDOW = 64
-"""Tokens looked back at by the repetition penalty."""
-COLDEST = 1e-4
-"""Below this temperature the likeliest token is taken: dividing by less overflows float32."""
-TIES = 64
-"""Tokens taken beyond the k likeliest, for those as likely as the k-th: in 16-bit logits there are often some."""
+PENALTY_WINDOW = 64  # tokens looked back at by the repetition penalty
+COLDEST = 1e-4  # below this temperature the likeliest token is taken: dividing by less overflows float32
+TIES = 64  # tokens taken beyond the k likeliest, for those as likely as the k-th: in 16-bit logits there are often some
 
-GROWS_BY = 512
-"""Places for new tokens made at once; meanwhile the arrays keep their shapes."""
+GROWS_BY = 512  # places for new tokens made at once; meanwhile the arrays keep their shapes
+# Matched tokens beyond the allowed length that are counted: by then any base above 1 forbids the token.
 MOST_BEYOND = 512
-"""Matched tokens beyond the allowed length that are counted: by then any base above 1 forbids the token."""
-LARGEST_LOG = 88.0
-"""ln of the largest power, a little below that of float32's largest number."""
+LARGEST_LOG = 88.0  # ln of the largest power, a little below that of float32's largest number
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """What ends a sequence: single tokens; and, for breakers that several tokens spell, one of the heads followed by the tail."""
+    """Sequence ends: single tokens; and, for breakers of several tokens, a head followed by the tail."""
 
     single: frozenset[int] = frozenset()
     sequences: tuple[tuple[frozenset[int], tuple[int, ...]], ...] = ()
 
     def last(self, ids: Sequence[int]) -> int:
-        """Return how many tokens at the end of ``ids`` follow the last breaker; all where there is none."""
         return next((since for since in range(len(ids)) if self._ends(ids, len(ids) - since)), len(ids))
 
     def _ends(self, ids: Sequence[int], end: int) -> bool:
@@ -71,14 +59,7 @@ class Breakers:
 def find_breakers(
     texts: Sequence[str], vocabulary: Sequence[str], encode: Callable[[str], Sequence[int]], marks: frozenset[int]
 ) -> Breakers:
-    """Return what ends a sequence.
-
-    Args:
-        texts: The sequence breakers.
-        vocabulary: The text of every token, by id.
-        encode: Text to token ids.
-        marks: Tokens that are no text but end a turn: they break as well, so that no reply is kept from ending.
-    """
+    """Return the DRY breakers; ``marks``, end-of-turn tokens, break too, so that every reply can end."""
     breaks = re.compile("|".join(map(re.escape, texts)) or r"(?!)").search  # quicker than text by text
     single = {token for token, text in enumerate(vocabulary) if breaks(text)}
     sequences: dict[tuple[int, ...], set[int]] = {}
@@ -92,7 +73,7 @@ def find_breakers(
 
 
 def match_lengths(ids: Sequence[int], most: int) -> np.ndarray:
-    """Return for each place how many tokens up to it equal those at the end; ``most`` at most, and 0 at the last place."""
+    """For each place, the tokens up to it that equal the end of ``ids``: ≤ ``most``; 0 at the last place."""
     known = np.asarray(ids, dtype=np.int64)
     lengths = np.zeros(len(known), dtype=np.int32)
     places = np.arange(len(known) - 1)
@@ -106,14 +87,13 @@ def match_lengths(ids: Sequence[int], most: int) -> np.ndarray:
 
 
 def token_mask(ids: frozenset[int], vocabulary: int) -> mx.array:
-    """Return (V,) bool, V = ``vocabulary``: which tokens are among ``ids``."""
     mask = np.zeros(vocabulary, dtype=bool)
     mask[[each for each in ids if each < vocabulary]] = True
     return mx.array(mask)
 
 
 class Dry:
-    """The DRY penalties of one reply to ``prompt``. vocabulary: number of logits."""
+    """The DRY penalties of one reply to ``prompt``."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], breakers: Breakers, vocabulary: int) -> None:
         base = self._base = sampling.dry_base
@@ -128,7 +108,6 @@ class Dry:
         self._lengths = _padded(mx.array(lengths), GROWS_BY, 0)  # (places,)
 
     def add(self, token: mx.array) -> None:
-        """Add the newest token of the context, (1,), which need not be evaluated."""
         if self._count == len(self._ids):
             self._ids, self._lengths = _padded(self._ids, GROWS_BY, NO_TOKEN), _padded(self._lengths, GROWS_BY, 0)
         token = token.astype(mx.int32)
@@ -140,7 +119,6 @@ class Dry:
 
     @property
     def state(self) -> tuple[mx.array, mx.array, int]:
-        """All that ``add`` changes; it replaces the arrays."""
         return self._ids, self._lengths, self._count
 
     @state.setter
@@ -148,7 +126,6 @@ class Dry:
         self._ids, self._lengths, self._count = state
 
     def penalise(self, logits: mx.array) -> mx.array:
-        """Return penalised logits: (1, V) → (1, V)."""
         lengths = self._lengths[:-1]
         following = mx.maximum(self._ids[1:], 0)  # where no token follows, the length is 0
         beyond = mx.maximum(lengths - self._allowed, 0).astype(mx.float32)
@@ -157,7 +134,6 @@ class Dry:
         return logits - mx.zeros((logits.shape[-1],)).at[following].maximum(penalties)
 
     def _broken_by(self, token: mx.array) -> mx.array:
-        """Whether a breaker ends with this token (1,), which was not added yet."""
         broken = self._breaks[token]
         for heads, tail in self._sequences:
             begin = self._count + 1 - len(tail)
@@ -174,7 +150,7 @@ def _padded(array: mx.array, count: int, value: int) -> mx.array:
 
 
 def forbid(logits: mx.array, allowed: np.ndarray) -> mx.array:
-    """Leave what is allowed: (B, V), allowed (n,) or (B, n) bool → (B, V), the others −inf, and those from n on."""
+    """Mask logits (B, V) by allowed (n,) or (B, n) bool; the others, and those from n on, become −inf."""
     size = logits.shape[-1]
     mask = allowed[..., :size]
     if missing := size - mask.shape[-1]:
@@ -183,11 +159,10 @@ def forbid(logits: mx.array, allowed: np.ndarray) -> mx.array:
 
 
 def take_top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """Take the k largest logits and their token ids, so that what follows handles k numbers and not the vocabulary.
+    """Select the k largest logits and their ids: (B, V) → logits, ids (B, C), C = min(V, k + TIES).
 
-    logits (B, V), 0 < k ≤ V → logits (B, C) and ids (B, C), C = min(V, k + TIES), in the order of the ids: a draw walks its tokens
-    in that order, so it finds the same token as in the whole vocabulary. Logits below the k-th are −inf; ties with it stay, up to
-    TIES of them.
+    In id order, so that a draw finds the same token as over the whole vocabulary. Logits below the k-th are −inf;
+    up to TIES ties stay.
     """
     size = logits.shape[-1]
     count = min(size, k + TIES)
@@ -198,9 +173,9 @@ def take_top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 
 def keep_top_p(logits: mx.array, p: float) -> mx.array:
-    """Keep the smallest set of likeliest tokens whose probabilities reach p (nucleus sampling, Holtzman et al. 2019).
+    """Keep the smallest set of likeliest tokens with total probability ≥ p (nucleus, Holtzman et al. 2019).
 
-    (B, V) → (B, V), the others −inf. The likeliest token always stays.
+    (B, V) → (B, V), the others −inf. The likeliest always stays.
     """
     order = mx.argsort(-logits, axis=-1)  # (B, V), likeliest first
     probabilities = mx.take_along_axis(mx.softmax(logits, axis=-1, precise=True), order, axis=-1)
@@ -210,13 +185,13 @@ def keep_top_p(logits: mx.array, p: float) -> mx.array:
 
 
 def keep_min_p(logits: mx.array, share: float) -> mx.array:
-    """Keep tokens at least ``share`` times as likely as the likeliest (Nguyen et al. 2024). (B, V) → (B, V)."""
+    """Keep tokens ≥ ``share`` times as likely as the likeliest (Nguyen et al. 2024). (B, V) → (B, V)."""
     threshold = mx.max(logits, axis=-1, keepdims=True) + mx.log(mx.array(share))
     return mx.where(logits >= threshold, logits, -mx.inf)
 
 
 def penalise_repeats(logits: mx.array, recent: mx.array, penalty: float) -> mx.array:
-    """Divide positive and multiply negative logits of recent tokens by ``penalty`` (Keskar et al. 2019, CTRL).
+    """Divide positive, multiply negative logits of recent tokens by ``penalty`` (Keskar et al. 2019, CTRL).
 
     logits (1, V), recent (n,) token ids → (1, V).
     """
@@ -226,16 +201,16 @@ def penalise_repeats(logits: mx.array, recent: mx.array, penalty: float) -> mx.a
 
 
 def mask_top_k(logits: mx.array, k: int) -> mx.array:
-    """Keep what ``take_top_k`` takes, in its place. (B, V) → (B, V), the others −inf."""
+    """Mask all but the top k in place: (B, V) → (B, V), the others −inf."""
     taken, ids = take_top_k(logits, k)
     return mx.put_along_axis(mx.full(logits.shape, -mx.inf), ids, taken, axis=-1)
 
 
 def exclude_top(logits: mx.array, threshold: float, protected: mx.array) -> mx.array:
-    """Exclude the top choices: of the tokens whose probability reaches ``threshold`` all but the least likely (XTC).
+    """Exclude all but the least likely of the tokens with probability ≥ ``threshold`` (XTC, by p-e-w).
 
-    As p-e-w defined it, https://github.com/oobabooga/text-generation-webui/pull/6335; as there, and in mlx-lm, tokens that end the
-    reply or the line are not excluded. Those as likely as the least likely stay too. (B, V), protected (B, V) bool → (B, V).
+    https://github.com/oobabooga/text-generation-webui/pull/6335. As there and in mlx-lm, end-of-reply and newline
+    tokens (``protected``, (B, V) bool) stay; so do ties with the least likely. (B, V) → (B, V).
     """
     probabilities = mx.softmax(logits, axis=-1, precise=True)
     least = mx.min(mx.where(probabilities >= threshold, probabilities, mx.inf), axis=-1, keepdims=True)
@@ -243,21 +218,16 @@ def exclude_top(logits: mx.array, threshold: float, protected: mx.array) -> mx.a
 
 
 def penalise_presence(logits: mx.array, counts: mx.array, presence: float, frequency: float) -> mx.array:
-    """Take ``presence`` from the logits of tokens that are there, and ``frequency`` for each time.
+    """Subtract ``presence`` from tokens that occurred, and ``frequency`` per occurrence in the reply.
 
-    logits (1, V), counts (1, V) how often each was generated → (1, V). As
-    https://developers.openai.com/api/docs/guides/text-generation defines it: of the reply, not of the prompt.
+    logits (1, V), counts (1, V) → (1, V). See https://developers.openai.com/api/docs/guides/text-generation.
     """
     return logits - frequency * counts - mx.where(counts > 0, presence, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSets:
-    """Tokens with rules of their own.
-
-    ends: those that end a reply, the model's and the caller's, which ``min_tokens`` withholds. kept: those that XTC does not
-    exclude. breakers: what ends a repeated sequence for DRY.
-    """
+    """Tokens with their own rules."""
 
     ends: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
@@ -266,14 +236,14 @@ class TokenSets:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A token's log-probability by the model itself, before any stage; and the likeliest tokens with theirs, likeliest first."""
+    """A token's log-probability before any stage; and the likeliest tokens with theirs."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class _DeviceScore(NamedTuple):
-    """A Score on its way from the device: logprob (1,), ids and logprobs (N,), likeliest first."""
+    """A Score on the device: logprob (1,), ids and logprobs (N,), likeliest first."""
 
     logprob: mx.array
     ids: mx.array
@@ -281,8 +251,6 @@ class _DeviceScore(NamedTuple):
 
 
 class SamplerState(NamedTuple):
-    """What a sampler remembers of the tokens it chose: its own arrays, which it replaces and never changes."""
-
     last: mx.array | None
     made: int
     recent: mx.array
@@ -292,16 +260,13 @@ class SamplerState(NamedTuple):
 
 
 class Sampler:
-    """One reply's sampler: knows its seed and the tokens that came before. Takes a resolved Sampling.
+    """One reply's sampler, of a resolved Sampling. made: reply tokens before this sampler.
 
-    Random numbers are those of the seed at the token's position in the whole sequence. made: tokens of the reply that came before
-    this sampler, as if it had chosen them.
-
-    Logit biases apply first, and what is not allowed goes out; then the stages in the order of ``Sampling.order``, by default
-    penalties, DRY, top-k, temperature, top-p, min-p, XTC. Top-k commutes with the temperature, and comes first since it leaves few
-    logits to the others: with it, the vocabulary is searched once a token and never sorted. Where penalties come after it, it
-    leaves all logits in place.
+    Logit biases and masks come first, then the stages of ``Sampling.order``.
     """
+
+    # Random numbers derive from the seed and the token's position alone. Top-k commutes with the temperature and
+    # comes first: the vocabulary is searched once and never sorted. Where penalties follow it, it masks in place.
 
     def __init__(
         self, sampling: Sampling, prompt: Sequence[int], tokens: TokenSets = TokenSets(), made: Sequence[int] = ()
@@ -324,9 +289,12 @@ class Sampler:
         self._dry: Dry | None = None
         self._protected: mx.array | None = None  # (V,), from XTC
         self._scores: deque[_DeviceScore] = deque()
+        self.scored = sampling.logprobs is not None
+        bias = sampling.logit_bias
+        self._biases = tuple(mx.array([part]) for part in zip(*bias, strict=True)) if bias else None  # (1, n) each
+        self._plain = not (self._stages or sampling.logit_bias or sampling.min_tokens or self.scored)
 
     def _active_stages(self) -> tuple[Stage, ...]:
-        """Return the stages that change anything; in greedy sampling, that may change which token is the likeliest."""
         sampling = self._sampling
         on: dict[Stage, bool] = {
             "penalties": self._penalty != 1.0 or self._counted,
@@ -344,8 +312,13 @@ class Sampler:
         return tuple(stage for stage in sampling.order if on[stage])
 
     def __call__(self, logits: mx.array, allowed: np.ndarray | None = None) -> mx.array:
-        """logits (1, V) in any float type → token (1,) uint32, not evaluated. allowed (n,) bool: what it may be; None: any."""
+        """logits (1, V) of any float type → token (1,) uint32, lazy. allowed: (n,) bool, None: any."""
         logits = logits.astype(mx.float32)
+        if self._plain and allowed is None:
+            self._vocabulary, key = logits.shape[-1], None if self._greedy else self._key("token")
+            self._made += 1
+            chosen = mx.argmax(logits, axis=-1) if key is None else mx.random.categorical(logits, axis=-1, key=key)
+            return chosen.astype(mx.uint32)
         if not self._vocabulary:
             self._vocabulary = logits.shape[-1]
             self._count(mx.array(self._before[self._position :], mx.uint32))
@@ -363,18 +336,17 @@ class Sampler:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether the next token is that of the largest logit, whatever came before, and nobody asks how likely it was."""
         as_they_are = not self._stages and not self._sampling.logit_bias and self._made >= self._sampling.min_tokens
         return self._greedy and as_they_are and self._sampling.logprobs is None
 
     def take_likeliest(self, logits: np.ndarray) -> int:
-        """Choose the next token on the host, at once, where it ``takes_likeliest``. logits (V,) in float32."""
+        """Choose the argmax of logits (V,) float32 on the host; requires ``takes_likeliest``."""
         self._vocabulary = len(logits)
         self._made += 1
         return int(logits.argmax())
 
     def take_likeliest_rows(self, logits: np.ndarray) -> tuple[list[int], list[SamplerState]]:
-        """Choose a token of each row on the host, where it ``takes_likeliest``: (N, V) → N. Also returns the states after each."""
+        """Choose argmaxes on the host: (N, V) → N tokens, and the states after each."""
         tokens, states = [], []
         for row in logits:
             tokens.append(self.take_likeliest(row))
@@ -384,9 +356,9 @@ class Sampler:
     def choose_rows(
         self, logits: mx.array, allowed: Sequence[np.ndarray] | None = None
     ) -> tuple[mx.array, list[SamplerState]]:
-        """Choose a token of each row, as if they were asked for one after another: (N, V) → (N,) uint32, not evaluated.
+        """Choose a token per row, sequentially: (N, V) → (N,) uint32, lazy, and the states after each.
 
-        Also returns the states after each. A row's penalties see the tokens chosen of those before it. allowed: one mask a row.
+        A row's penalties see the tokens chosen before it. allowed: one mask per row.
         """
         if self.takes_likeliest:
             logits = logits.astype(mx.float32)
@@ -398,7 +370,6 @@ class Sampler:
         return mx.concatenate(chosen), states
 
     def _likeliest_rows(self, logits: mx.array) -> tuple[mx.array, list[SamplerState]]:
-        """Choose at once where each row's choice is its own."""
         chosen = mx.argmax(logits, axis=-1).astype(mx.uint32)
         states = []
         for _ in range(len(logits)):
@@ -411,7 +382,6 @@ class Sampler:
         return SamplerState(self._last, self._made, self._recent, self._counts, dry, len(self._scores))
 
     def restore(self, state: SamplerState) -> None:
-        """Forget what was chosen after a state of ``choose_rows``."""
         self._last, self._made, self._recent, self._counts, dry, scores = state
         if self._dry is not None and dry is not None:
             self._dry.state = dry
@@ -420,7 +390,7 @@ class Sampler:
 
     @contextmanager
     def supposing(self) -> Iterator[None]:
-        """Inside a with block, what is chosen is only supposed: it is forgotten after. Not before a first token was chosen."""
+        """Choices inside the ``with`` block are rolled back. Not before the first token."""
         before, raw = self._state(), self._raw
         try:
             yield
@@ -430,30 +400,24 @@ class Sampler:
 
     @property
     def vocabulary(self) -> int:
-        """Logits that it chooses among; 0 before the first token."""
         return self._vocabulary
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end the reply."""
         return self._tokens.ends
 
     def newest_scores(self, count: int) -> list[mx.array]:
-        """Return what to evaluate beside the last ``count`` tokens."""
         return [array for score in list(self._scores)[-count:] for array in score] if self._scores else []
 
     def replace_last(self, token: mx.array) -> None:
-        """Put ``token`` (1,) in place of the one chosen last, which is not used."""
         self._last = token
         if self._raw is not None:
             self._scores[-1] = _score(self._raw, token, self._sampling.logprobs or 0)
 
     def newest_score(self) -> tuple[mx.array, ...]:
-        """Return what to evaluate beside the last token."""
         return self._scores[-1] if self._scores else ()
 
     def take_score(self) -> Score | None:
-        """Return the score of the next token, in order; None where no scores are wanted."""
         if not self._scores:
             return None
         values: Any = [array.tolist() for array in self._scores.popleft()]
@@ -461,16 +425,15 @@ class Sampler:
         return Score(own, tuple(pair for pair in zip(ids, logprobs, strict=True) if math.isfinite(pair[1])))
 
     def _bias(self, logits: mx.array) -> mx.array:
-        if bias := self._sampling.logit_bias:
-            ids = mx.array([[token for token, _ in bias]])
-            added = mx.take_along_axis(logits, ids, axis=-1) + mx.array([[value for _, value in bias]])
+        if self._biases is not None:
+            ids, biases = self._biases
+            added = mx.take_along_axis(logits, ids, axis=-1) + biases
             logits = mx.put_along_axis(logits, ids, added, axis=-1)
         if self._made < self._sampling.min_tokens and (ends := sorted(self._tokens.ends)):
             logits = mx.put_along_axis(logits, mx.array([ends]), mx.array(-mx.inf), axis=-1)
         return logits
 
     def _choose(self, logits: mx.array) -> mx.array:
-        """logits (1, V) → token (1,)."""
         ids: mx.array | None = None  # (1, C), once top-k has left C logits
         for place, stage in enumerate(self._stages):
             if stage == "top_k":
@@ -482,13 +445,12 @@ class Sampler:
         return chosen if ids is None else mx.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0]
 
     def _key(self, draw: Literal["token", "xtc"]) -> mx.array:
-        """Return the key of a draw, made of the seed and the token's position alone: whatever else runs, the text is the same."""
+        """Return a draw's key from the seed and position alone: the text never depends on other load."""
         position = self._position + self._made
         key: mx.array = mx.random.key(xxhash.xxh3_64_intdigest(f"{self._seed} {position} {draw}".encode()))
         return key
 
     def _cut(self, logits: mx.array, later: Sequence[Stage]) -> tuple[mx.array, mx.array | None]:
-        """Keep the k likeliest: alone, with their ids, or in place where a later stage knows tokens by their place."""
         k = int(self._sampling.top_k or 0)
         if k >= logits.shape[-1]:
             return logits, None
@@ -497,7 +459,7 @@ class Sampler:
         return take_top_k(logits, k)
 
     def _apply(self, stage: Stage, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """Apply one stage to logits (1, V), or those of ``ids`` (1, C)."""
+        """Apply one stage to logits (1, V), or (1, C) of ``ids``."""
         sampling = self._sampling
         match stage:
             case "penalties":
@@ -521,7 +483,6 @@ class Sampler:
                 return self._exclude_top(logits, ids)
 
     def _exclude_top(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """Apply XTC as often as is asked for, by a draw of its own."""
         if self._protected is None:
             self._protected = token_mask(self._tokens.kept, self._vocabulary)
         protected = self._protected[None] if ids is None else self._protected[ids]
@@ -536,14 +497,13 @@ class Sampler:
             self._dry.add(token)
 
     def _count(self, tokens: mx.array) -> None:
-        """Count tokens (n,) of the reply, where a penalty asks for it."""
         if self._counted and tokens.size:
             counts = mx.zeros((1, self._vocabulary)) if self._counts is None else self._counts
             self._counts = counts.at[:, tokens].add(1)
 
 
 def _score(logits: mx.array, token: mx.array, count: int) -> _DeviceScore:
-    """logits (1, V), token (1,) → its log-probability, and the ``count`` likeliest tokens with theirs."""
+    """logits (1, V), token (1,) → its log-probability, and the top ``count`` tokens."""
     total = mx.logsumexp(logits, axis=-1)  # (1,)
     own = mx.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
     size = logits.shape[-1]

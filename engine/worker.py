@@ -1,12 +1,9 @@
-"""The MLX thread: the one thread that touches MLX, and what other threads ask of it.
+"""The MLX thread, the only one that touches MLX, and requests from other threads."""
 
-Replies are made there a turn at a time (schedule/schedule.py), and calls run between two turns. A reply may be some way ahead of
-its reader; then it rests, and goes on once the reader has caught up. So nobody waits for a reader who has paused:
-
-- A reply that rests releases its caches to the prompt cache. What is evicted meanwhile is computed again.
-- Only text lets a reply rest: a prompt is read to its end, since its progress is few events.
-- Cancelling, closing, and dropping the iterator end a rest.
-"""
+# Replies advance by turns (schedule/schedule.py), calls run in between. A reply too far ahead of its reader
+# rests:
+# it releases its caches, and goes on when the reader has caught up. Only text lets a reply rest; cancelling,
+# closing and dropping the iterator end a rest.
 
 import atexit
 import contextlib
@@ -21,8 +18,7 @@ from typing import Any, TypeVar
 from .device import end_without_mlx
 from .errors import EngineClosedError, OptionError, TokamacError, engine_error
 from .events import Event, Live
-from .schedule.policy import Pace
-from .schedule.schedule import EventSource, ReplyEvents, Schedule, Seat
+from .schedule.schedule import EventSource, Pace, ReplyEvents, Schedule, Seat
 from .schedule.stream import EventStream
 
 T = TypeVar("T")
@@ -31,13 +27,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-STUCK_S = 2.0
-"""Given to a thread whose device has failed."""
+STUCK_S = 2.0  # given to a thread whose device has failed
 
 
 class _Job:
-    """Work for the thread, and where its result goes."""
-
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self.future: Future[Any] = Future()
@@ -56,12 +49,11 @@ class _Job:
 
 
 class Worker:
-    """A daemon thread that runs callables one after another, and ``at_end`` after the last of them.
+    """A daemon thread that runs callables in order, and ``at_end`` last.
 
-    Between them, while none waits, it calls ``turn``, which does a part of what runs all the time, and says whether there is more.
-    Once there is no more, those that asked for an idle thread run; and then ``when_idle`` is called, which does a little work and
-    returns after how many seconds to call it again, or None. Where that raises, the failure is logged, and it is not called again
-    before the next work.
+    In between: ``turn``, while it returns True; then idle submissions; then ``when_idle``, which returns the
+    seconds
+    until its next call, or None. An exception in it is logged, and pauses it until the next work.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
@@ -79,14 +71,10 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is on the thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Callable[[], T], *, idle: bool = False) -> "Future[T]":
-        """Queue ``work``; its result or exception arrives in the future. idle: for when there is nothing else to do.
-
-        Raises EngineClosedError after ``close``, and what ``fail`` was told after that.
-        """
+        """Queue ``work``; idle: for when nothing else runs. Raises EngineClosedError, or ``fail``'s error."""
         job = _Job(work)
         with self._lock:
             if self.closed:
@@ -99,7 +87,7 @@ class Worker:
         return job.future
 
     def call(self, work: Callable[[], T], *, idle: bool = False) -> T:
-        """Run ``work`` on the thread and return its result. On the thread itself ``work`` runs at once."""
+        """Run ``work`` on the thread and return its result; on the thread itself immediately."""
         if self.is_here:
             return work()
         future: Future[T] = self.submit(work, idle=idle)
@@ -116,7 +104,7 @@ class Worker:
             future.cancel()  # if the caller was interrupted, nobody wants it any more
 
     def fail(self, error: TokamacError) -> None:
-        """Answer with ``error`` whoever waits, or will ask: the thread may wait for ever for what does not come."""
+        """Fail all present and future callers with ``error``: the thread may hang for ever."""
         self._failure = error
         for future in list(self._awaited):
             if not future.cancel():
@@ -124,7 +112,7 @@ class Worker:
                     future.set_exception(error)
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
-        """Take no more work; what is queued still runs, then ``last``, and is not waited for. Safe to call again."""
+        """Accept no more work; run the queue, then ``last``, without waiting. Idempotent."""
         with self._lock:
             if not self.closed:
                 self.closed = True
@@ -133,14 +121,14 @@ class Worker:
                 self._jobs.put(None)
 
     def close(self) -> bool:
-        """Let what is queued finish, then end the thread; return whether it has. Safe to call again."""
+        """Finish the queue and end the thread; return whether it ended. Idempotent."""
         self.leave()
         if not self.is_here:
             self._thread.join(None if self._failure is None else STUCK_S)
         return not self._thread.is_alive()
 
     def _idle(self) -> float | None:
-        """Do idle work. Whatever it raises must not end the thread: everybody who asks for something waits for it."""
+        """Do idle work; an exception in it must not end the thread."""
         try:
             return self.when_idle()
         except BaseException:
@@ -173,71 +161,50 @@ class Worker:
 
 @dataclass(slots=True)
 class TextlessReply:
-    """Events without text, which are few: they never rest. pace: asked by what computes them."""
-
-    of: Callable[[Pace], ReplyEvents]
+    compute: Callable[[Pace], ReplyEvents]
     pace: Pace = field(default_factory=Pace)
 
     def events(self) -> ReplyEvents:
-        """Return them."""
-        return self.of(self.pace)
+        return self.compute(self.pace)
 
     def rest(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def drop(self) -> None:
-        """Nothing to do: they decode nothing."""
+        """Do nothing: it decodes nothing."""
+
+    def feed(self, token: int, put: Callable[[Event], None]) -> bool:
+        raise NotImplementedError
 
     def live(self) -> None:
-        """Nothing is measured."""
+        """Return None: nothing is measured."""
 
 
 class ReplyScheduler:
-    """Asks an engine's MLX thread for replies and for work between their turns, from any other thread.
+    """Runs replies and calls on the MLX thread for any other thread."""
 
-    open: the replies that are being read. Their append, remove and copy are atomic: a lock would deadlock where the garbage
-    collector drops an iterator while it is held.
-    """
+    # The open list relies on atomic append, remove and copy: a lock would deadlock where the garbage collector
+    # drops an iterator while it is held.
 
     def __init__(self, worker: Worker) -> None:
         self.open: list[EventStream] = []
         self.schedule = Schedule(self._again)
         self._worker = worker
-        worker.turn = self._turn
+        worker.turn = self.schedule.turn
 
     @property
     def live(self) -> Callable[[], Live | None] | None:
-        """What measures the reply in progress; None without one."""
         return self.schedule.live
 
-    def _turn(self) -> bool:
-        """Take a turn. What fails beside all replies must not end the thread, which everybody waits for: it ends them."""
-        try:
-            return self.schedule.turn()
-        except BaseException as error:
-            log.exception("the schedule failed")
-            self.schedule.fail_all(error)
-            return False
-
     def call(self, work: Callable[[], T], *, alone: bool = False) -> T:
-        """Return what ``work`` returns, run on the thread between two turns; alone: once no reply is being made."""
+        """Run ``work`` on the thread between turns; alone: once no reply is running."""
         return self._worker.call(work, idle=alone)
 
-    def stream(
-        self,
-        source: Callable[[EventStream], EventSource],
-        *,
-        opened: Callable[[EventStream], None] = lambda _: None,
-        background: bool = False,
-    ) -> Generator[Event, None, None]:
-        """Run ``source`` on the MLX thread and yield its events on this one. Closing the generator ends it.
-
-        opened: given the stream before anything is asked of the thread. Raises like ``open_reply``.
-        """
+    def stream(self, source: Callable[[EventStream], EventSource]) -> Generator[Event, None, None]:
+        """Run ``source`` on the MLX thread, yielding its events here. Raises like ``open_reply``."""
         stream = EventStream()
-        opened(stream)
         try:
-            self.open_reply(source, stream, background=background)
+            self.open_reply(source, stream)
             yield from stream.read()
         finally:
             stream.abandon()
@@ -245,10 +212,7 @@ class ReplyScheduler:
     def open_reply(
         self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool = False
     ) -> None:
-        """Have ``source`` run on the MLX thread; its events go to ``stream``, whose reader takes them.
-
-        Raises OptionError on the MLX thread itself, and what ``begin`` raises.
-        """
+        """Run ``source`` on the MLX thread. Raises OptionError on that thread itself, else as ``begin``."""
         if self._worker.is_here:
             raise OptionError("a reply can't be read on the engine's own thread", "Ask for it outside of between().")
         self.begin(source, stream, background=background)
@@ -256,18 +220,20 @@ class ReplyScheduler:
     def begin(
         self, source: Callable[[EventStream], EventSource], stream: EventStream, *, background: bool = False
     ) -> None:
-        """Have ``source`` run on the MLX thread; its events go to ``stream``, which is open until its end or its last cancel.
-
-        Raises EngineClosedError, and what ``fail`` was told.
-        """
+        """Run ``source`` on the MLX thread. Raises EngineClosedError, or ``fail``'s error."""
         seat = Seat(source, stream, background=background)
-        self.open.append(stream)
-        stream.when_over = lambda: self._forget(stream)
+        if stream not in self.open:
+            self.expect(stream)
         try:
             self._worker.submit(lambda: self.schedule.add(seat))
         except TokamacError:
             self._forget(stream)
             raise
+
+    def expect(self, stream: EventStream) -> None:
+        """Let ``cancel`` and ``close`` reach a reply whose prompt is still prepared."""
+        self.open.append(stream)
+        stream.when_over = lambda: self._forget(stream)
 
     def _forget(self, stream: EventStream) -> None:
         stream.when_over = lambda: None  # it referred to the stream itself
@@ -275,10 +241,6 @@ class ReplyScheduler:
             self.open.remove(stream)
 
     def steps(self, make: Callable[[threading.Event], Generator[T, None, None]]) -> Generator[T, None, None]:
-        """Run a generator on the engine's thread, a step at a time, and yield its values on this one.
-
-        make: makes it, given what is set when it should end.
-        """
         stopped = threading.Event()
         steps = self.call(lambda: make(stopped))
         try:
@@ -290,18 +252,16 @@ class ReplyScheduler:
                 self._worker.submit(steps.close)  # on the thread that runs it
 
     def cancel(self) -> None:
-        """End the replies in progress and those that wait: readers get Finished with reason "cancelled"."""
         for stream in list(self.open):
             stream.cancel()
 
     def fail(self, error: TokamacError) -> None:
-        """End all replies and calls, whose callers get ``error``, as do those to come."""
         self._worker.fail(error)
         for stream in list(self.open):
             stream.close(error)
 
     def close(self, last: Callable[[], None], *, wait: bool = True) -> None:
-        """End all replies (their readers get EngineClosedError), then run ``last``, and stop the thread. Safe to call again."""
+        """End all replies (readers get EngineClosedError), run ``last``, stop the thread. Idempotent."""
         self._end_all()
 
         def ended() -> None:

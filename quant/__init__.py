@@ -33,11 +33,11 @@ __all__ = [
     "quality",
 ]  # fmt: skip
 
+# Which module of this package each public name is defined in.
 _HOMES = {
     "Conversion": "conversion", "convert": "conversion", "Options": "options", "Plan": "plan", "TensorPlan": "plan",
     "Quality": "report", "quality": "evaluation", "Outcome": "report", "StageDone": "report", "TensorDone": "writer",
 }  # fmt: skip
-"""Which module of this package each public name is defined in."""
 
 
 def __getattr__(name: str) -> Any:

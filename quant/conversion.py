@@ -1,27 +1,7 @@
-"""Convert a model to a quantized MLX folder, one tensor in memory at a time.
+"""Convert a model to a quantized MLX folder, one tensor in memory at a time."""
 
-    convert(source, out, …)
-      │
-      ▼ Options          options.py    what is asked for, checked
-    open the source
-      ▼ Source           source.py     the folder as mlx-lm reads it: lazy weights by name
-    plan
-      ▼ Choices, Plan    choices.py    the packing of every module
-      │                  plan.py       every tensor, file and byte; a dry run ends here
-    prepare
-      ▼ Quantizer        streaming.py, mixed_precision.py, methods/    what has to be measured first: inputs of layers,
-      │                                how to spend a budget of bits, what GPTQ or AWQ packs
-    write
-      ▼ WeightErrors     writer.py     tensor by tensor: read, check, pack, append, note in the journal
-    compare
-      ▼ Outcome          evaluation.py    source and result read a text
-    describe
-      ▼                  report.py, card.py    conversion.json and README.md
-    install              resume.py     the target appears, whole
-
-What has been measured and written stays in a WorkDir beside the target (resume.py), so that a run that
-continues does neither again, and continues with the same values.
-"""
+# Open the source, plan (a dry run ends here), measure, write tensor by tensor, compare, describe, install.
+# Measurements and written tensors stay in a WorkDir beside the target, so that an interrupted run continues.
 
 import json
 import time
@@ -43,24 +23,25 @@ from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.memory import check_address_space, device_total
 from tokamac.engine.text.tokenizer import load_tokenizer
 
-from . import calibration
-from .card import card
-from .choices import Choices, choose
+from . import streaming
 from .evaluation import sample, verify
-from .methods import Quantizer, Round, Search
 from .options import BITS, Method, Options, Shipped
+from .packing import Choices, Quantizer, Round, Search, choose
 from .plan import CALIBRATED_METHODS, SEQUENCES, Plan, make_plan
-from .provenance import CARD, provenance, source_id
 from .report import (
+    CARD,
     RECORD,
     Outcome,
     StageDone,
     StageProgress,
     WeightError,
+    provenance,
     read_recorded,
     read_sizes,
     record,
     relative_error,
+    remedy,
+    source_id,
 )
 from .resume import (
     WorkDir,
@@ -75,19 +56,17 @@ from .resume import (
 )
 from .source import Source, locate, open_adapter, open_source
 from .streaming import Streamed, activation_statistics, streamable_folder, streamable_source
-from .writer import TensorDone, write
+from .writer import TensorDone, card, write
 
 FINISHED = "this conversion is already complete: there was nothing to do"
 
+# The most bytes of freed buffers that a GPU keeps for reuse, and the part of its memory that they may take.
 POOL_BYTES, POOL_PART = 2 << 30, 8
-"""The most bytes of freed buffers that a GPU keeps for reuse, and the part of its memory that they may take."""
 
 Progress = Callable[[TensorDone | StageDone], None]
 
 
 class ConversionRequest(TypedDict, total=False):
-    """The options of a conversion, each as Options says."""
-
     bits: int | None
     group_size: int | None
     mode: str
@@ -107,9 +86,7 @@ class ConversionRequest(TypedDict, total=False):
 class Conversion:
     """A finished conversion. Bytes and seconds.
 
-    path: the folder. peak_memory_bytes: the most that MLX held at once, beside what it held before. quality: how close it is to its
-    source; None where that was not wanted.
-    notes: what a user should know.
+    peak_memory_bytes: MLX's peak above its previous use. quality: against the source; None if not requested.
     """
 
     path: Path
@@ -169,11 +146,10 @@ def convert(
 ) -> Conversion | Plan:
     """Convert ``source`` to a quantized MLX folder.
 
-    MLX is used on this thread, not on an engine's. Meanwhile MLX keeps few freed buffers for reuse in the whole process, on a CPU
-    none, so replies of an engine beside it are slower; its limit is put back at the end. Its count of the peak begins anew, and
-    what an engine computes at the same time counts in both peaks. Start the process with MLX_ENABLE_TF32=0, as
-    ``tokamac convert`` does: else a GPU that has TF32 rounds the float32 products that sensitivities and comparisons are made of,
-    and the record says so.
+    Runs MLX on this thread, with a small buffer pool (none on a CPU) for the whole process until the end; peaks
+    include other engines' use. Set MLX_ENABLE_TF32=0 before start, as ``tokamac convert`` does, or TF32 rounds
+    the
+    products of sensitivities and comparisons.
 
     Args:
         source: A folder or a Hugging Face id.
@@ -182,9 +158,6 @@ def convert(
         dry_run: Return the Plan and write nothing.
         progress: Called after every tensor, on this thread.
         **options: See Options.
-
-    Returns:
-        The Conversion, or the Plan of a dry run.
 
     Raises:
         OptionError: For options that don't fit together or don't fit the model.
@@ -198,7 +171,7 @@ def convert(
 
 
 class _ListenerError(Exception):
-    """What a progress callback raised: an OSError of its own is no trouble with the folder that is written."""
+    """Wraps a progress callback's exception: its OSError must not look like a write failure."""
 
     def __init__(self, failure: OSError) -> None:
         super().__init__(str(failure))
@@ -256,7 +229,7 @@ def _convert(
 
 
 def _checked(options: Mapping[str, Any]) -> Options:
-    """Return the options of a conversion. Raises OptionError for an unknown one, and names what was probably meant."""
+    """Return the options. Raises OptionError, with a suggestion, for an unknown one."""
     known = {*(each.name for each in fields(Options)), "overwrite", "dry_run", "progress"}
     for name in options:
         if name not in known:
@@ -267,7 +240,6 @@ def _checked(options: Mapping[str, Any]) -> Options:
 
 
 def _check_paths(source: object, out: object) -> None:
-    """Raise OptionError for what names no folder, before anything is looked for."""
     for what, path in (("source", source), *((("target", out),) if out is not None else ())):
         if not isinstance(path, str | Path):
             raise OptionError(f"the {what} is a {type(path).__name__}", "Give a folder, as a text or a Path.")
@@ -276,7 +248,6 @@ def _check_paths(source: object, out: object) -> None:
 
 
 def default_target(source: str | Path, options: Options) -> Path:
-    """Return a folder in the working directory named after the source: ``Qwen/Qwen3-4B`` → ``Qwen3-4B-4bit``."""
     known = source_id(Path(source)) if Path(source).is_dir() else str(source)
     name = Path(source).resolve().name if known is None else known.rstrip("/").rpartition("/")[2]
     if options.dequantize:
@@ -294,7 +265,6 @@ def default_target(source: str | Path, options: Options) -> Path:
 def _installed(
     target: Path, folder: Path, options: Options, adapter: Adapter | None, *, overwrite: bool
 ) -> Conversion | None:
-    """Return what this very conversion came to, where its folder is at ``target`` already; None where it is to be done."""
     # So the same command, repeated after a crash that came once the folder was in its place, is done instead of refused. To replace
     # a finished folder is work that was asked for, unless something is left of the run that made it.
     try:
@@ -316,18 +286,14 @@ def _installed(
 
 
 def _check_method(source: Source, options: Options) -> None:
-    """Raise OptionError where the method can't do what ``options`` ask for with this model, or has no text to look at."""
     if isinstance(options.calibration, Path):
-        calibration.text(options.calibration)
+        streaming.calibration_text(options.calibration)
     if options.how in CALIBRATED_METHODS:
         CALIBRATED_METHODS[options.how].check(source.config, source.module, options)
 
 
 def foreseen(source: Source, options: Options) -> Plan:
-    """Return the plan as far as it is known before anything is measured.
-
-    A budget's choices are not: the plan is then that of the most bits for all that keep to it. Raises OptionError.
-    """
+    """Return the plan before any measurement; a budget's is the most uniform bits that fit."""
     if options.target_bpw is None:
         return make_plan(source, options, choose(source, options))
     for bits in sorted(BITS, reverse=True):
@@ -343,7 +309,6 @@ def foreseen(source: Source, options: Options) -> Plan:
 
 
 def _prepare(source: Source, options: Options, work: WorkDir, tell: StageProgress) -> tuple[Source, Quantizer, Plan]:
-    """Return what is to be written and how: packed where a calibrated method packs. ``source`` is used up."""
     quantizer = _quantizer(source, options, work, tell)
     notes: tuple[str, ...] = ()
     if options.target_bpw is None:
@@ -381,7 +346,7 @@ def _quantizer(source: Source, options: Options, work: WorkDir, tell: StageProgr
 def _budgeted(
     source: Source, options: Options, quantizer: Quantizer, work: WorkDir, tell: StageProgress
 ) -> tuple[Choices, tuple[str, ...]]:
-    from .mixed_precision import plan_budget
+    from .plan import plan_budget
 
     def spent() -> bytes:
         try:
@@ -398,21 +363,21 @@ def _budgeted(
 
 
 def _sequences(source: Source, options: Options, count: int) -> list[list[int]]:
-    """Return token sequences of the calibration text, all equally long. Raises OptionError, and ModelError without a tokenizer."""
-    text = calibration.text(options.calibration if isinstance(options.calibration, Path) else None)
+    text = streaming.calibration_text(options.calibration if isinstance(options.calibration, Path) else None)
     tokenizer = load_tokenizer(source.folder, source.config, source.folder.name)
-    length = min(calibration.LENGTH, context_length(source.config) or calibration.LENGTH)
-    return calibration.sequences(tokenizer, text, count, length)
+    length = min(streaming.LENGTH, context_length(source.config) or streaming.LENGTH)
+    return streaming.calibration_sequences(tokenizer, text, count, length)
 
 
 def _compared(
     source: Source, plan: Plan, errors: Mapping[str, WeightError], folder: Path, tell: StageProgress
 ) -> Outcome:
-    """Return how close the model that was written to ``folder`` is to its source, on a text that ships."""
     # What awq packs, it has scaled before: none of it can be compared, and the rest alone would say little.
     known = errors.values() if plan.options.how != "awq" else ()
-    outcome = Outcome(plan.bits_per_weight, relative_error(known))
-    found = sample(source.folder, source.config, source.folder.name, calibration.text(None))
+    options = plan.options
+    better = remedy(options.bits, options.group_size, options.embed_bits)
+    outcome = Outcome(plan.bits_per_weight, relative_error(known), remedy=better)
+    found = sample(source.folder, source.config, source.folder.name, streaming.calibration_text(None))
     if found.unable is not None:
         return replace(outcome, unable=found.unable)
 
@@ -429,11 +394,9 @@ def _compared(
 
 
 def pool_bytes(kind: DeviceKind, memory_bytes: int | None) -> int:
-    """Return the bytes of freed buffers to keep while converting.
-
-    A CPU keeps none: each tensor has another size, so reuse would gain little and cost the peak. A GPU's driver takes long to make
-    a buffer, and one block of a search needs dozens, the same for each block; so it keeps some until a tensor is done.
-    """
+    """Return the bytes of freed buffers to keep."""
+    # A CPU keeps none: tensor sizes differ, so reuse gains little. A GPU allocates slowly, and a search block needs
+    # dozens of equal buffers, so it keeps some until a tensor is done.
     if kind == "cpu":
         return 0
     return POOL_BYTES if memory_bytes is None else min(POOL_BYTES, memory_bytes // POOL_PART)
@@ -441,7 +404,6 @@ def pool_bytes(kind: DeviceKind, memory_bytes: int | None) -> int:
 
 @contextmanager
 def _bounded_memory() -> Iterator[Callable[[], int]]:
-    """Bound the pool of freed buffers, and yield what tells the peak of MLX's memory, without what an engine already holds."""
     mx.clear_cache()
     mx.reset_peak_memory()
     others = mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""How far one model is from another on a text: distributions of the next token, and outputs of the layers."""
+"""Compares two models on a text: next-token distributions and layer outputs."""
 
 import math
 import time
@@ -8,32 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import ModelError, OptionError
+from tokamac.engine.lab.scoring import check_windows, windows
 from tokamac.engine.model.config import context_length, read_config
-from tokamac.engine.perf.cost import text_config
-from tokamac.engine.scoring import check_windows, windows
+from tokamac.engine.model.weights import text_config
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer, opening
 
-from .calibration import first_ids, verification_ids
-from .calibration import text as read_text
-from .modules import layer_paths
 from .report import TOKENS, Quality, TokenComparison, compare
-from .source import locate, open_source
-from .streaming import Streamed, streamable_folder, streamable_source
+from .source import layer_paths, locate, open_source
+from .streaming import Streamed, calibration_text, first_ids, streamable_folder, streamable_source, verification_ids
 
 if TYPE_CHECKING:
     import mlx.core as mx
     import numpy as np
 
+# Tokens of a text that are compared, at most. The log-probabilities of 150,000 words then take 150 MB a model.
 CHECKED_TOKENS = 256
-"""Tokens of a text that are compared, at most. The log-probabilities of 150,000 words then take 150 MB a model."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedModels:
-    """Models to compare: what messages call them, their folders and tokenizers, and the shortest of their contexts."""
-
     names: tuple[str, str]
     folders: tuple[Path, Path]
     tokenizers: tuple[Tokenizer, Tokenizer]
@@ -42,10 +37,9 @@ class ComparedModels:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two models make of a text.
+    """Two models' comparison on a text.
 
-    layers: ‖y − ŷ‖ ÷ ‖y‖ of every layer's output over all positions, each model fed by its own earlier layers, so that errors
-    add up from layer to layer; None where that is no finite number. Empty where the models' layers don't correspond.
+    layers: ‖y − ŷ‖ ÷ ‖y‖ of every layer's output, with errors of earlier layers; None if not finite.
     """
 
     quality: Quality
@@ -54,8 +48,6 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTokens:
-    """Tokens to compare on; or none, and why: ``unable`` is None where there are some."""
-
     ids: tuple[int, ...]
     unable: str | None = None
 
@@ -70,18 +62,18 @@ def quality(
     stride: int | None = None,
     progress: Progress | None = None,
 ) -> Quality:
-    """Compare what two models of one tokenizer say of a text: KL divergence, matching top tokens, perplexity of both.
+    """Compare two models of one tokenizer on a text: KL divergence, top-1 agreement, perplexities.
 
-    One layer is in memory at a time, and MLX is used on this thread.
+    Runs on this thread, with one layer in memory at a time.
 
     Args:
-        model: the one that is judged, such as a conversion: a folder or a Hugging Face id (downloaded first).
-        reference: what it is compared with, such as the conversion's source.
-        text: a text, the Path of a file, or None for one of our own, of which what no calibration reads is taken.
-        tokens: of the text, from its beginning, at most.
-        window: tokens that the models read at once; None is all of them, and no more than the shorter context.
-        stride: tokens from one window's beginning to the next one's; None is half a window. Each token counts once.
-        progress: called after every layer of either model, in every window: layers done, and all.
+        model: The judged model: a folder or a Hugging Face id (downloaded first).
+        reference: The model to compare with, such as the conversion's source.
+        text: A text, the Path of a file, or None for held-back text that ships.
+        tokens: The most tokens, from the beginning.
+        window: Tokens read together; None is all, within the shorter context.
+        stride: Tokens between window starts; None is half a window. Each token counts once.
+        progress: Called after every layer with layers done and all.
 
     Raises:
         OptionError: For windows and texts that can't be compared on.
@@ -94,13 +86,13 @@ def quality(
     if window is not None and models.context is not None and window > models.context:
         raise OptionError(f"a window of {window:,} tokens is more than the context of {models.context:,}", "Use fewer.")
     most = tokens if window is not None else min(tokens, models.context or tokens)
-    written = text if isinstance(text, str) else read_text(text)
+    written = text if isinstance(text, str) else calibration_text(text)
     ids = ids_of(models, written, most, from_start=text is not None)
     return in_windows(models, ids, window or len(ids), stride if window is not None else None, progress)
 
 
 def compared(names: Sequence[str], folders: Sequence[Path]) -> ComparedModels:
-    """Return two models to compare. Raises ModelError for a folder that is no model, or has no tokenizer."""
+    """Return both models. Raises ModelError for a folder without a model or a tokenizer."""
     (first, second), (one, other) = names, folders
     configs = [read_config(folder) for folder in folders]
     left, right = map(load_tokenizer, folders, configs, names)
@@ -109,10 +101,7 @@ def compared(names: Sequence[str], folders: Sequence[Path]) -> ComparedModels:
 
 
 def ids_of(models: ComparedModels, text: str, tokens: int, *, from_start: bool) -> list[int]:
-    """Return at most ``tokens`` tokens of a text: its first, or of the shipped one those that no calibration reads.
-
-    Raises OptionError where the models have different tokenizers.
-    """
+    """Return at most ``tokens`` ids of a text. Raises OptionError for different tokenizers."""
     take = first_ids if from_start else verification_ids
     one, other = models.tokenizers
     first, second = (take(tokenizer, text, tokens) for tokenizer in models.tokenizers)
@@ -127,7 +116,6 @@ def ids_of(models: ComparedModels, text: str, tokens: int, *, from_start: bool) 
 def in_windows(
     models: ComparedModels, ids: list[int], window: int, stride: int | None, progress: Progress | None = None
 ) -> Quality:
-    """Compare two models on ``ids``, which begin with what their tokenizer puts before every text, window by window."""
     before = opening(models.tokenizers[0])
     before = before if ids[: len(before)] == before else []
     body, length = ids[len(before) :], window - len(before)
@@ -153,10 +141,6 @@ def in_windows(
 def sample(
     folder: Path, config: dict[str, Any], name: str, text: str, *, tokens: int = CHECKED_TOKENS
 ) -> ComparisonTokens:
-    """Return what ``calibration.verification_ids`` takes from ``text``, in the tokens of the model in ``folder``.
-
-    config: of that folder, normalised; name: what messages call it.
-    """
     try:
         ids = tuple(verification_ids(load_tokenizer(folder, config, name), text, tokens))
     except ModelError as error:
@@ -168,11 +152,9 @@ def sample(
 
 
 def verify(reference: Streamed, other: Streamed, ids: Sequence[int]) -> Comparison:
-    """Run ``ids`` through both, one layer in memory at a time, first all of ``reference``, and compare.
-
-    Held meanwhile: the log-probabilities of both, and the reference's layer outputs, float32 on the host: for 256 tokens about as
-    much as the weights of one layer in 16 bits. Raises OptionError where the vocabularies differ, ModelError.
-    """
+    """Run ``ids`` through both models, layer by layer, and compare. Raises OptionError, ModelError."""
+    # Holds both log-probabilities and the reference's layer outputs (float32, host): for 256 tokens about one
+    # layer's 16-bit weights.
     outputs: list[np.ndarray] = []
     expected = reference.run(ids, watch=lambda _, output: outputs.append(_on_host(output)))
     errors: list[float | None] = []
@@ -187,19 +169,15 @@ def verify(reference: Streamed, other: Streamed, ids: Sequence[int]) -> Comparis
     return Comparison(compare(expected, found, ids), tuple(errors) if matching else ())
 
 
-SLOW_LAYER_S = 1.0
-"""A layer that takes longer is timed alone: what comes once, before the first, is then little of it."""
+SLOW_LAYER_S = 1.0  # a layer that takes longer is timed alone: what comes once, before the first, is then little of it
 
 
 class _TimedError(Exception):
-    """Ends a run that has been timed."""
+    """Ends a timed run."""
 
 
 def comparison_s(folder: Path, *, unchecked: bool = False) -> float | None:
-    """Return about how many seconds ``verify`` will take for a conversion of ``folder``; None where that can't be told.
-
-    Runs one layer or two, and takes the others, the head and the converted model to cost as much a weight. Raises ModelError.
-    """
+    """Return the estimated seconds of ``verify``, by running one or two layers; None if unknown."""
     source = open_source(folder, unchecked=unchecked)
     ends_s: list[float] = []
 

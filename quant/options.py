@@ -1,4 +1,4 @@
-"""The options of a conversion: frozen, checked when made. No MLX here: the command line uses this too."""
+"""Conversion options: frozen, checked when made. No MLX here, as the command line imports this."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,17 @@ UNQUANTIZED = 16
 Method = Literal["round", "search", "gptq", "awq"]
 METHODS: tuple[Method, ...] = ("round", "search", "gptq", "awq")
 
+# Methods that pack by what goes through the model: they always look at a text, and pack all layers alike.
 CALIBRATED: tuple[Method, ...] = ("gptq", "awq")
-"""Methods that pack by what goes through the model: they always look at a text, and pack all layers alike."""
 
-Shipped = Literal["shipped"]
-"""The calibration text that comes with Tokamac."""
+Shipped = Literal["shipped"]  # the calibration text that comes with Tokamac
 SHIPPED: Shipped = "shipped"
 
+# Modes whose bits and group size are part of the format: (bits, group size).
 MICROSCALING = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-"""Modes whose bits and group size are part of the format: (bits, group size)."""
 
+# Modes in which search finds less error than rounding. The floats of mxfp8 reach so far that its scales hardly matter.
 SEARCHED = ("affine", "mxfp4", "nvfp4")
-"""Modes in which search finds less error than rounding. The floats of mxfp8 reach so far that its scales hardly matter."""
 
 MODES = ("affine", *MICROSCALING)
 
@@ -37,17 +36,11 @@ DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 class Options:
     """How weights are packed.
 
-    bits, group_size: of affine groups along a weight's last axis; each group adds a scale and a bias of the weight's type. None:
-    4 and 64, or what the mode says. mode: affine, or a microscaling format.
-    method: how the codes are found; None: by search, where the mode has one.
-    recipe: the name of a rule (quant/choices.py) that gives some tensors other bits.
-    target_bpw: bits per weight of the whole model, scales included, spent where they help most.
-    calibration: a text to look at, or "shipped"; gptq and awq always look at one, and search then weighs errors by its inputs.
-    dtype: of what is not packed, scales and biases included; None keeps each tensor's own.
-    embed_bits: for the embedding and the output head; 16 leaves them unpacked, None treats them like the rest.
-    dequantize: pack nothing, and unpack what is packed. verify: compare the result with the source at the end.
-    adapter: a folder or a Hugging Face id of low-rank changes, which go into the weights before anything is packed.
-    unchecked: convert a model although something of its config would be computed otherwise; the notes say what.
+    bits, group_size: of affine groups along the last axis; None: 4 and 64, or the mode's. method: None: search, where
+    the mode has it. recipe: a rule of quant/packing.py. target_bpw: bits per weight of the whole model, scales
+    included. calibration: a text, or "shipped". dtype: of unpacked tensors, scales and biases; None keeps each.
+    embed_bits: of embedding and output head; 16 leaves them unpacked. verify: compare with the source at the end.
+    adapter: low-rank changes, merged before packing. unchecked: convert despite config doubts.
     """
 
     bits: int | None = None

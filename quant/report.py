@@ -1,40 +1,167 @@
-"""What a conversion says of itself: how far it has come, how close the result is to its source, and ``conversion.json``.
+"""A conversion's reports: provenance, progress, quality, and ``conversion.json``. Nothing is measured here."""
 
-Values in, values out; nothing is measured here. How far a model is from a reference on a text:
-
-    KL           mean over positions of Σ p (ln p − ln q), in nats: p is the reference's next-token distribution, q the other's
-    top-1        share of the positions at which both hold the same token for the likeliest
-    perplexity   exp of the mean of −ln p(the token that comes), over all tokens but the first; the ratio is other ÷ reference
-
-Standard errors take positions for independent. The ratio's comes from the differences token by token, because both models find
-the same tokens hard: it is far smaller than the perplexities' own.
-"""
-
+import hashlib
 import itertools
 import json
 import math
+import re
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.errors import OptionError
-from tokamac.engine.files import TooLargeError, read_bytes
-from tokamac.engine.kv.divergence import differences, exponential, mean_with_error
+from tokamac.engine.files import CONFIG_BYTES, TooLargeError, open_regular, read_bytes
+from tokamac.engine.hub.names import id_of
+from tokamac.engine.lab.scoring import differences, exponential, mean_with_error
+from tokamac.engine.model.adapters import Adapter
+from tokamac.engine.model.safetensors import find_shards
 from tokamac.engine.perf.cost import PARTS, PartName, Tensor, part_of
 
-from .options import CALIBRATED
+from .options import CALIBRATED, Options
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from tokamac.engine.perf.config_cost import Packing
 
-    from .options import Options
     from .plan import Plan, TensorPlan
-    from .provenance import Provenance
+
+# The source's card is untrusted: only values of a known shape are taken over.
 
 
+PACKAGES = ("tokamac", "mlx", "mlx-lm")
+
+CARD = "README.md"
+# Bytes of a source's card that are looked at: front matter comes first, and cards are some ten thousand bytes.
+CARD_LIMIT = 1 << 20
+
+LONGEST_NAME = 96
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+_LINK = re.compile(r"https://[\w./%#~-]{1,200}|LICENSE[\w.-]{0,32}", re.ASCII)
+
+# Keys of a source's front matter that go along, and what their values must look like, whole.
+_TAKEN: Mapping[str, re.Pattern[str]] = {
+    "license": _WORD,
+    "license_name": _WORD,
+    "license_link": _LINK,
+    "pipeline_tag": _WORD,
+    "base_model": _ID,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMark:
+    """A source file's size, and the hash of its safetensors header."""
+
+    file: str
+    bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What made a conversion, and of what.
+
+    name: safe to print. card: copied front matter. tf32: float32 products were rounded to TF32 on the GPU.
+    """
+
+    name: str
+    id: str | None
+    config_sha256: str
+    shards: tuple[ShardMark, ...]
+    versions: Mapping[str, str | None]
+    card: Mapping[str, str] = field(default_factory=dict)
+    calibration_sha256: str | None = None
+    tf32: bool = False
+    adapter: Mapping[str, str] | None = None
+
+
+def provenance(source: Path, options: Options, adapter: Adapter | None = None) -> Provenance:
+    """Return the provenance, from headers and small files. Raises ModelError for torn shards, OSError."""
+    found = source_id(source)
+    text = options.calibration
+    return Provenance(
+        name=found or safe_name(source.resolve().name),
+        id=found,
+        config_sha256=_sha256(read_bytes(source / "config.json", CONFIG_BYTES)),
+        shards=tuple(_mark(shard) for shard in find_shards(source)),
+        versions={package: version_of(package) for package in PACKAGES},
+        card=front_matter(source / CARD),
+        calibration_sha256=_sha256(text.read_bytes()) if isinstance(text, Path) else None,
+        tf32=may_use_tf32(device_kind()),
+        adapter=None if adapter is None else {"name": adapter_name(adapter), "digest": adapter.digest},
+    )
+
+
+def adapter_name(adapter: Adapter) -> str:
+    """Return an adapter's public name: its id or folder name, never its path."""
+    named = adapter.name if _ID.fullmatch(adapter.name) else source_id(adapter.folder)
+    return named or safe_name(adapter.folder.resolve().name)
+
+
+def source_id(folder: Path) -> str | None:
+    """Return the id of a snapshot ``…/models--org--name/snapshots/<commit>``; None for other folders."""
+    parts = folder.absolute().parts
+    found = id_of(parts[-3]) if len(parts) >= 3 and parts[-2] == "snapshots" else None
+    return found if found is not None and _ID.fullmatch(found) else None
+
+
+def safe_name(name: str) -> str:
+    return re.sub(r"[^\w.\- ]", "_", name)[:LONGEST_NAME].strip() or "model"
+
+
+def front_matter(card: Path) -> dict[str, str]:
+    """Return known ``key: value`` lines of a card's front matter; no lists, nothing nested."""
+    try:
+        with open_regular(card) as file:
+            first, *lines = file.read(CARD_LIMIT).decode("utf-8", "replace").splitlines() or [""]
+    except OSError:
+        return {}
+    if first.strip("\ufeff \t") != "---":
+        return {}
+    found = {}
+    for line in itertools.takewhile(lambda line: line.strip() != "---", lines):
+        key, _, value = line.partition(":")
+        plain = value.strip().strip("\"'")
+        if key in _TAKEN and _TAKEN[key].fullmatch(plain):
+            found[key] = plain
+    return found
+
+
+def _mark(shard: Path) -> ShardMark:
+    with open_regular(shard) as file:
+        prefix = file.read(8)
+        header = file.read(struct.unpack("<Q", prefix)[0])
+    return ShardMark(shard.name, shard.stat().st_size, _sha256(prefix + header))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+#     KL           mean over positions of Σ p (ln p − ln q), in nats: p is the reference's next-token distribution
+#     top-1        share of the positions at which both have the same likeliest token
+#     perplexity   exp of the mean of −ln p(next token), over all tokens but the first; the ratio is other ÷ reference
+#
+# Standard errors assume independent positions; the ratio's uses paired differences, so it is far smaller.
+
+
+# (bits per weight, mean KL in nats) of Llama 3 8B on Wikitext-2 in llama.cpp's formats q8_0, q6_K, q5_0, q4_0, q3_K_S,
+# q2_K and iq1_S (https://github.com/ggml-org/llama.cpp/pull/6936). From q5_0 on, the perplexity ratio's logarithm is
+# within 6 % of the KL.
 TYPICAL_KL = (
     (8.5, 0.00136),
     (6.6, 0.00545),
@@ -44,33 +171,29 @@ TYPICAL_KL = (
     (3.2, 0.445),
     (2.0, 2.21),
 )
-"""(bits per weight, mean KL in nats) of Llama 3 8B on Wikitext-2 in llama.cpp's formats q8_0, q6_K, q5_0, q4_0, q3_K_S, q2_K and
-iq1_S (https://github.com/ggml-org/llama.cpp/pull/6936). From q5_0 on, the perplexity ratio's logarithm is within 6 % of the KL."""
 
+# Times the typical KL that raise no concern. In the same formats Llama 2 7B is at a quarter to a half of Llama 3 8B's
+# KL, so models of one size differ by that much. What is beyond it, the bits alone don't explain.
 TOLERATED = 4.0
-"""Times the typical KL that raise no concern. In the same formats Llama 2 7B is at a quarter to a half of Llama 3 8B's KL, so
-models of one size differ by that much. What is beyond it, the bits alone don't explain."""
 
+# Nats from which a model is poor whatever its bits: q2_K of the same table, at 0.445, has 1.56 times the perplexity.
 MOST_KL = 0.5
-"""Nats from which a model is poor whatever its bits: q2_K of the same table, at 0.445, has 1.56 times the perplexity."""
 
-SURE = 2.0
-"""Standard errors by which a figure must be beyond a limit: on a short text the mean itself is uncertain."""
+SURE = 2.0  # standard errors by which a figure must be beyond a limit: on a short text the mean itself is uncertain
 
-TOKENS = 512
-"""Compared by default. Log-probabilities of 150,000 words then take 300 MB a model."""
+TOKENS = 512  # compared by default. Log-probabilities of 150,000 words then take 300 MB a model.
 
+# Positions compared at once, so that temporaries stay small beside the log-probabilities: 20 MB each for 150,000 words.
 BLOCK = 32
-"""Positions compared at once, so that temporaries stay small beside the log-probabilities: 20 MB each for 150,000 words."""
 
 
-RECORD = "conversion.json"
-"""The file of a converted model that says how it was made and how close it is to its source."""
+USUAL_BITS, SMALLEST_GROUP, FINE_EMBED_BITS = 4, 32, 8
+
+RECORD = "conversion.json"  # the file of a converted model that says how it was made and how close it is to its source
 
 FORMAT = 1
 
-RECORD_LIMIT = 64 << 20
-"""Bytes; a model of ten thousand tensors has a record of three million."""
+RECORD_LIMIT = 64 << 20  # bytes; a model of ten thousand tensors has a record of three million
 
 UNRECORDED = "nothing was recorded when it was made"
 UNCOMPARED = "it was not compared with its source when it was made"
@@ -80,9 +203,9 @@ LAYERS_LIMIT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one model against a reference over ``positions`` tokens. kl in nats; top1 is 0 to 1; se: standard error.
+    """One model against a reference over ``positions`` tokens. kl in nats; top1 is 0 to 1; se: standard error.
 
-    None: the value is no finite number, or there were too few tokens to know it.
+    None: not finite, or too few tokens.
     """
 
     kl: float | None
@@ -99,7 +222,7 @@ class Quality:
 
 @dataclass(slots=True)
 class TokenComparison:
-    """Two models' log-probabilities, compared position by position. surprises: −ln p of the tokens that come, in nats."""
+    """Two models' log-probabilities by position. surprises: −ln p of the next tokens, in nats."""
 
     kl: list[float] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
@@ -108,10 +231,9 @@ class TokenComparison:
     numbers: bool = True
 
     def add(self, reference: "mx.array", other: "mx.array", ids: Sequence[int], first: int = 0) -> None:
-        """Compare log-probabilities (n, vocabulary) float32 of what follows each of ``ids`` (n,), from position ``first`` on.
+        """Add (n, vocabulary) float32 log-probabilities after each of ``ids`` (n,), counted from ``first`` on.
 
-        Of the tokens that come, those from ``first`` on count, but for the very first. Raises OptionError where the vocabularies
-        differ in size.
+        Raises OptionError where vocabulary sizes differ.
         """
         import mlx.core as mx
 
@@ -133,7 +255,6 @@ class TokenComparison:
                 found.extend((-mx.take_along_axis(rows[begin - 1 : -1], coming, axis=-1)[:, 0]).tolist())  # type: ignore[arg-type]
 
     def quality(self) -> Quality:
-        """Return the means over all positions."""
         differences = [b - a for a, b in zip(self.reference_surprises, self.surprises, strict=True)]
         return Quality(
             *mean_with_error(self.kl),
@@ -146,21 +267,19 @@ class TokenComparison:
 
 
 def compare(reference: "mx.array", other: "mx.array", ids: Sequence[int]) -> Quality:
-    """Compare log-probabilities (n, vocabulary) float32 of what follows each of ``ids`` (n,), at least one. Raises OptionError."""
+    """Compare log-probabilities (n, vocabulary) float32 after ``ids`` (n,). Raises OptionError."""
     found = TokenComparison()
     found.add(reference, other, ids)
     return found.quality()
 
 
 def with_error(value: float | None, error: float | None = None) -> str:
-    """Return a figure as people read it, with its standard error where that is known."""
     if value is None:
         return "unknown"
     return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
 
 
 def typical_kl(bits_per_weight: float) -> float:
-    """Return the KL in nats that ``bits_per_weight`` usually cost: between the rows of TYPICAL_KL on a logarithmic scale."""
     rows = TYPICAL_KL
     bits = min(max(bits_per_weight, rows[-1][0]), rows[0][0])
     for (above, low), (below, high) in itertools.pairwise(rows):
@@ -171,10 +290,6 @@ def typical_kl(bits_per_weight: float) -> float:
 
 
 def concerns(quality: Quality, bits_per_weight: float) -> tuple[str, ...]:
-    """Return a sentence for each figure that is worse than the bits explain.
-
-    bits_per_weight: of the other model. Empty where all is as it should be.
-    """
     if quality.kl is None or quality.perplexity_ratio is None:
         return ("Its probabilities are not all finite numbers, or the text was too short: its quality is unknown.",)
     typical = typical_kl(bits_per_weight)
@@ -183,33 +298,40 @@ def concerns(quality: Quality, bits_per_weight: float) -> tuple[str, ...]:
     if quality.kl - SURE * (quality.kl_se or 0.0) > limit:
         found.append(
             f"Its distribution is {quality.kl:.3g} nats (KL) from the source's, where {bits} usually cost {typical:.2g}:"
-            " expect clearly worse answers, and convert with more bits."
+            " expect clearly worse answers."
         )
     error = (quality.perplexity_ratio_se or 0.0) / quality.perplexity_ratio
     if math.log(quality.perplexity_ratio) - SURE * error > limit:
         found.append(
             f"Its perplexity is {quality.perplexity_ratio:.3g} times the source's, where {bits} usually make it"
-            f" {math.exp(typical):.3g} times: expect clearly worse answers, and convert with more bits."
+            f" {math.exp(typical):.3g} times: expect clearly worse answers."
         )
     return tuple(found)
 
 
+def remedy(bits: int | None, group_size: int | None, embed_bits: int | None) -> str:
+    """Return the flags of a less lossy conversion, or ""; None is an option's default."""
+    # Smaller groups and a finer embedding come first: they cost the fewest bytes for their gain.
+    finer = "--group-size 32 --embed-bits 8"
+    if (bits or USUAL_BITS) >= USUAL_BITS and (group_size != SMALLEST_GROUP or (embed_bits or 0) < FINE_EMBED_BITS):
+        return finer
+    more = next((each for each in (4, 6, 8) if each > (bits or USUAL_BITS)), None)
+    return "" if more is None else f"--bits {more} {finer}"
+
+
 @dataclass(frozen=True, slots=True)
 class StageDone:
-    """Of a stage of a conversion in which no tensor is written: ``done`` of ``total`` steps."""
-
     stage: str
     done: int
     total: int
 
 
-StageProgress = Callable[[StageDone], None]
-"""Is called as a stage goes on, on the conversion's thread."""
+StageProgress = Callable[[StageDone], None]  # is called as a stage goes on, on the conversion's thread
 
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
-    """Of a packed tensor W, unpacked again as Ŵ: Σ (W − Ŵ)² and Σ W² over its weights."""
+    """Of a weight W, and Ŵ dequantized: Σ (W − Ŵ)² and Σ W²."""
 
     squared_error: float
     squared_weights: float
@@ -222,12 +344,10 @@ class WeightError:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How close a converted model is to its source. None was not measured.
+    """How close a converted model is to its source; None was not measured.
 
-    bits_per_weight: of the result, by which it is judged. relative_error: ‖W − Ŵ‖ ÷ ‖W‖ over all weights that were packed; None of
-    awq, which scales them first.
-    quality: of both models on a text; None: they were not compared, and ``unable`` says why where that was wanted.
-    layers: relative error of every layer's output on that text, errors of the layers before it included; empty where unknown.
+    relative_error: ‖W − Ŵ‖ ÷ ‖W‖ over packed weights; None for awq, which scales them. unable: why models were not
+    compared. layers: relative output errors, accumulated. remedy: flags of a less lossy conversion, or "".
     """
 
     bits_per_weight: float
@@ -235,6 +355,15 @@ class Outcome:
     quality: Quality | None = None
     layers: tuple[float | None, ...] = ()
     unable: str | None = None
+    remedy: str = ""
+
+    @property
+    def advice(self) -> str:
+        """One sentence where the answers are clearly worse than the source's, with what to do; "" where they are not."""
+        if self.quality is None or self.quality.kl is None or not self.concerns:
+            return ""
+        again = f"convert it again with {self.remedy}" if self.remedy else "use the source"
+        return f"Its answers are clearly worse than its source's: {again}."
 
     @property
     def concerns(self) -> tuple[str, ...]:
@@ -242,7 +371,7 @@ class Outcome:
         return () if self.quality is None else concerns(self.quality, self.bits_per_weight)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values: the names of the public contract first. Floats have four significant figures."""
+        """Return plain values, the public names first; four significant figures."""
         figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Quality))
         if self.quality is not None:
             figures = {name: _rounded(value) for name, value in asdict(self.quality).items()}
@@ -254,13 +383,12 @@ class Outcome:
             "layers": [_rounded(layer) for layer in self.layers],
             "unable": self.unable,
             "concerns": list(self.concerns),
+            "advice": self.advice,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """Tensors of one part of a model that are packed alike (None: unpacked). Bytes as written."""
-
     part: PartName
     packing: "Packing | None"
     tensors: int
@@ -269,13 +397,11 @@ class PartRow:
 
 
 def relative_error(errors: Iterable[WeightError]) -> float | None:
-    """Return ‖W − Ŵ‖ ÷ ‖W‖ over the weights of several tensors together; None where there are none."""
     known = list(errors)
     return WeightError(sum(e.squared_error for e in known), sum(e.squared_weights for e in known)).relative
 
 
 def by_part(plan: "Plan") -> tuple[PartRow, ...]:
-    """Return the plan's tensors, counted by part and packing, in the order of ``PARTS`` and the most weights first."""
     groups: dict[tuple[PartName, Packing | None], list[TensorPlan]] = {}
     for tensor in plan.tensors:
         part = part_of(Tensor(tensor.name, tensor.dtype, tensor.shape, 0), plan.config)
@@ -288,7 +414,6 @@ def by_part(plan: "Plan") -> tuple[PartRow, ...]:
 
 
 def in_vain(plan: "Plan") -> str:
-    """Return why the conversion gains nothing: its source is packed like that already, or smaller; "" where it gains something."""
     if not any(tensor.packing for tensor in plan.tensors):
         return ""
     # What a calibrated method packs looks taken over too, and a budget's choices are made later.
@@ -302,11 +427,7 @@ def in_vain(plan: "Plan") -> str:
 
 
 def record(plan: "Plan", errors: Mapping[str, WeightError], result: Outcome | None, made: "Provenance") -> bytes:
-    """Return ``conversion.json``. The same conversion gives the same bytes: no time, no folder, no memory figure is in it.
-
-    errors: by the tensor's name in the plan, of those that were packed. result: None where nothing was compared.
-    Floats have four significant figures; each tensor is one line.
-    """
+    """Return ``conversion.json``, deterministic: without times, folders, memory figures."""
     facts = {
         "format": FORMAT,
         "versions": dict(made.versions),
@@ -342,7 +463,6 @@ def _tensor(tensor: "TensorPlan", error: WeightError | None, *, kept: bool) -> d
 
 
 def _options(options: "Options", made: "Provenance") -> dict[str, Any]:
-    """Return the options. A user's own text is named by its hash, not by its path."""
     plain = asdict(options)
     if options.calibration is not None and options.calibration != "shipped":
         plain["calibration"] = {"sha256": made.calibration_sha256}
@@ -350,15 +470,11 @@ def _options(options: "Options", made: "Provenance") -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return ``value`` in four significant figures; whole numbers as they are."""
     return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
 
 
 def read_recorded(folder: Path) -> Outcome | str:
-    """Return how close the model in ``folder`` was to its source when it was made, or the reason why that is not known.
-
-    Texts of the record are not passed on: what is of concern is judged anew, from its figures.
-    """
+    # Texts of the record are untrusted: concerns are judged anew from its figures.
     file = folder / RECORD
     try:
         return _outcome(json.loads(read_bytes(file, RECORD_LIMIT)))
@@ -373,7 +489,6 @@ def read_recorded(folder: Path) -> Outcome | str:
 
 
 def read_sizes(folder: Path) -> tuple[int, float, int] | None:
-    """Return the recorded bytes of the weights, their bits per weight, and the source's bytes; None where that can't be read."""
     try:
         found = json.loads(read_bytes(folder / RECORD, RECORD_LIMIT))
         weights, bits, source = (_figure(found[name]) for name in ("weight_bytes", "bits_per_weight", "source_bytes"))
@@ -383,7 +498,7 @@ def read_sizes(folder: Path) -> tuple[int, float, int] | None:
 
 
 def _outcome(found: Any) -> Outcome | str:
-    """Return what a record says; raise KeyError, TypeError, ValueError or OverflowError where it is none."""
+    """Parse a record. Raises KeyError, TypeError, ValueError or OverflowError."""
     if found["format"] != FORMAT:
         return f"{RECORD} was written by another version of Tokamac"
     recorded, bits = found["quality"], _figure(found["bits_per_weight"])
@@ -400,11 +515,13 @@ def _outcome(found: Any) -> Outcome | str:
         if places < 1 or (ratio is not None and ratio <= 0) or not 0 <= (figures["top1"] or 0) <= 1:
             raise ValueError
         quality = Quality(**{**figures, "positions": int(places)})  # type: ignore[arg-type]  # the dictionary loses which is which
-    return Outcome(bits, error, quality, tuple(map(_figure, layers)))
+    options = found.get("options", {})
+    flags = (options.get(name) for name in ("bits", "group_size", "embed_bits"))
+    known = (each if type(each) is int else None for each in flags)
+    return Outcome(bits, error, quality, tuple(map(_figure, layers)), remedy=remedy(*known))
 
 
 def _figure(value: Any) -> float | None:
-    """Return a finite number, or None: no figure of a record is anything else."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

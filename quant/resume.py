@@ -1,28 +1,17 @@
-"""Where a conversion works until it is finished, what it finds there of an earlier run, and how its folder appears, whole.
+"""The working folder of a conversion, how it resumes, and how its result is installed atomically."""
 
-    parent/out                         the target: not there, or the old folder, until the end
-    parent/.out.partial/model/…        the new one: shards, then the small files; on the same disk
-    parent/.out.partial/journal        what is written, a line for each tensor: the next run continues behind the last one
-    parent/.out.partial/kept/…         results of earlier stages, each with its checksum in its name
-    parent/.out.partial/old            the old folder, until it is removed
+#     parent/out                         the target: absent, or the old folder, until the end
+#     parent/.out.partial/model/…        the new one: shards, then small files; on the same disk
+#     parent/.out.partial/journal        a line for each written tensor
+#     parent/.out.partial/kept/…         results of earlier stages, checksums in their names
+#     parent/.out.partial/old            the old folder, until it is removed
+#
+# The partial folder survives Ctrl-C, a full disk or a crash, but not an error that a rerun can't fix. Journal lines
+# follow their bytes, and either may be torn: each line and all bytes have checksums, verified before resuming.
 
-    with open_work_dir(target, conversion_key(folder, options, adapter)) as work:
-        …                              measure: work.stage(name, compute)
-        write(plan, …, work, …)        tensors: those before work.resumed are there
-    # now the folder is at target
-
-The partial folder stays where the next run can continue: after Ctrl-C, a full disk, a crash. It is removed where it would not help:
-after an error that says that this model can't be converted like this.
-
-A line of the journal is appended after the bytes that it tells of. Either may be missing or torn after a crash, and after a power
-cut the disk may even hold the line without the bytes. So nothing is believed: each line has a checksum, reading ends at the first
-line that is not whole, and every byte is compared with its checksum before the next run builds on it.
-
-The last steps are: exchange the old folder with the new one, move the old one aside, remove what is left. Where the system can't
-exchange two names, the old one is moved aside first. A crash between any two steps leaves a state that tells which they were, and
-``check_target`` finishes or undoes them. Which folder is about to be installed is noted before, so that the same command, repeated
-after a crash that came later, finds out that it has nothing to do (``is_installed``).
-"""
+# Install: exchange old and new, move the old one aside, clean up (move aside first where names can't be
+# exchanged). Each crash state is recognisable, and ``check_target`` finishes or undoes it. The key noted before
+# tells a repeated command that it is done (``is_installed``).
 
 import errno
 import fcntl
@@ -41,26 +30,21 @@ import xxhash
 from tokamac.engine import files
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.errors import ALLOW, ConversionError, TokamacError, private
-from tokamac.engine.files import open_regular, path_to_disk, read_bytes, sync
+from tokamac.engine.files import open_regular, path_to_disk, read_bytes, sizes, sync
 from tokamac.engine.model.adapters import Adapter
-from tokamac.engine.perf import measurement_store
-from tokamac.engine.units import sizes
+from tokamac.engine.perf import hardware
 
 from .options import Options
-from .provenance import PACKAGES, version_of
-from .report import WeightError
+from .report import PACKAGES, WeightError, version_of
 
-SPARE_BYTES = 16 << 20
-"""Left free on the disk: folders and the file system's own bookkeeping."""
+SPARE_BYTES = 16 << 20  # left free on the disk: folders and the file system's own bookkeeping
 
+# Hashed, and then written, at a time: it fits a processor's cache, so memory is read once for both.
 SLICE_BYTES = 8 << 20
-"""Hashed, and then written, at a time: it fits a processor's cache, so memory is read once for both."""
 
-LONGEST_JOURNAL = 256 << 20
-"""Bytes; a tensor takes some hundred."""
+LONGEST_JOURNAL = 256 << 20  # bytes; a tensor takes some hundred
 
-INSTALLED, MOST_INSTALLED = "conversions.json", 100
-"""Which folders conversions have put where, in the user's cache."""
+INSTALLED, MOST_INSTALLED = "conversions.json", 100  # which folders conversions have put where, in the user's cache
 
 MODEL, OLD, JOURNAL, KEPT = "model", "old", "journal", "kept"
 _OURS = {MODEL, OLD, JOURNAL, f"{JOURNAL}.new", KEPT}
@@ -68,19 +52,15 @@ _OURS = {MODEL, OLD, JOURNAL, f"{JOURNAL}.new", KEPT}
 AGAIN = "run the same command again: it continues from here."
 AFRESH = "an unfinished conversion from another source, or with other options, was removed"
 
-FORMAT = 1
-"""Of the unfinished folder. Another number is another key, so no version continues what another one wrote."""
+FORMAT = 1  # of the unfinished folder. Another number is another key, so no version continues what another one wrote.
 
 READ_WHOLE = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 
 def conversion_key(folder: Path, options: Options, adapter: Adapter | None) -> str:
-    """Return 32 hexadecimal digits that tell a conversion of ``folder`` with ``options`` from any other.
-
-    Of the source: small files whole; of the weights, headers, sizes and times of change. Of the options: all but ``verify``, which
-    no weight depends on; a calibration text and an adapter by their content. Versions and the device count too: they decide how
-    values are rounded. Raises OSError where a file can't be read.
-    """
+    """Return 32 hexadecimal digits that identify a conversion. Raises OSError."""
+    # Weights count by headers, sizes and times; calibration text and adapter by content; all options but
+    # ``verify``; versions and the device, since they decide rounding.
     small = sorted({file for pattern in READ_WHOLE for file in folder.glob(pattern) if file.is_file()})
     chosen = {name: value for name, value in asdict(options).items() if name != "verify"}
     text = options.calibration
@@ -105,15 +85,11 @@ def _weights(file: Path) -> tuple[int, int, str]:
 
 
 def partial_folder(target: Path) -> Path:
-    """Return the folder that holds an unfinished conversion to ``target``: a sibling whose name follows from it."""
     return target.with_name(f".{target.name}.partial")
 
 
 def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
-    """Raise ConversionError unless ``target`` may be written: not in the way of the source, and new, or a model to replace.
-
-    What a crash left in the last steps of an earlier conversion to it is put right first.
-    """
+    """Raise ConversionError unless ``target`` may be written; first repairs an interrupted install."""
     if target.name in ("", ".."):
         raise ConversionError(
             f"{target} can't be the name of a new folder", "Name the folder itself, such as ./model-4bit."
@@ -136,7 +112,6 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
 
 def _overlap(target: Path, source: Path) -> bool:
-    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to."""
     # By what the file system says they are: on most Macs' disks the case of a name, and how its accents are composed, makes no
     # difference, and a folder may be mounted in two places.
     files = {file.resolve() for file in source.iterdir()} if source.is_dir() else set[Path]()
@@ -169,14 +144,14 @@ def _recover(target: Path) -> None:
 
 
 def free_bytes(target: Path) -> int:
-    """Return the free bytes on the disk of ``target``, what an unfinished conversion to it holds counted in."""
+    """Return the disk's free bytes, including an unfinished conversion's."""
     disk = next(parent for parent in target.absolute().parents if parent.exists())
     there = sum(file.lstat().st_size for file in partial_folder(target).rglob("*") if file.is_file())
     return shutil.disk_usage(disk).free + there
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Raise ConversionError where the disk of ``target`` has fewer bytes free than needed."""
+    """Raise ConversionError where the disk has too few free bytes."""
     needed_bytes, free = needed_bytes + SPARE_BYTES, free_bytes(target)
     if free < needed_bytes:
         needed, left = sizes(needed_bytes, free)
@@ -188,7 +163,6 @@ def check_space(target: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def writing_to(target: Path) -> Iterator[None]:
-    """Make a ConversionError of what the disk refuses, with a hint that fits what remains to continue from."""
     try:
         yield
     except OSError as error:
@@ -201,10 +175,10 @@ def writing_to(target: Path) -> Iterator[None]:
 
 @contextmanager
 def open_work_dir(target: Path, key: str) -> Iterator["WorkDir"]:
-    """Yield the folder to write ``target`` in; at the end, what is in it takes the place of ``target``.
+    """Yield the verified working folder of ``target``, which it replaces at the end.
 
-    key: what an earlier run must have had for this one to continue it; the work of any other is removed. What was written is
-    checked first. Raises ConversionError where another process works there, or the disk refuses; the target is then as it was.
+    key: identifies the run to resume; other work is removed. Raises ConversionError where another process works
+    there, or the disk refuses; the target is then as it was.
     """
     with writing_to(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -231,11 +205,7 @@ def _left_if_it_helps(root: Path, target: Path) -> Iterator[None]:
 
 
 class WorkDir:
-    """A partial folder that this process holds. Methods raise OSError.
-
-    folder: to be filled with what the target shall hold, and nothing else. resumed: tensors that an earlier run wrote.
-    notes: what a user should know.
-    """
+    """A partial folder, locked by this process. Methods raise OSError. resumed: tensors already written."""
 
     def __init__(self, root: Path, key: str) -> None:
         found = read_journal(root / JOURNAL)
@@ -256,18 +226,15 @@ class WorkDir:
 
     @property
     def entries(self) -> tuple["TensorEntry", ...]:
-        """The tensors that are written, in order."""
         return tuple(self._journal.entries)
 
     def add(self, entry: "TensorEntry", *, synced: bool) -> None:
-        """Note a tensor whose bytes are written. synced: they are on the disk, and what leads to them shall be."""
         self._journal.add(entry)
         if synced:
             sync(self.folder)
             self._journal.sync()
 
     def cut(self, count: int) -> None:
-        """Forget all tensors but the first ``count``, and remove their bytes."""
         if count >= len(self.entries):
             return
         self._journal.cut(count)
@@ -275,7 +242,6 @@ class WorkDir:
         self.resumed = min(self.resumed, count)
 
     def stage(self, name: str, compute: Callable[[], bytes]) -> bytes:
-        """Return what a stage came to in an earlier run, if it is whole; else what ``compute`` returns, stored for later runs."""
         for file in list(self._kept.iterdir()):
             mark, _, stage = file.name.partition("-")
             if stage == name:
@@ -287,7 +253,6 @@ class WorkDir:
         return data
 
     def _cut_back(self) -> None:
-        """Leave nothing in the folder but the bytes that the entries tell of."""
         ends = {entry.shard: entry.end for entry in self.entries}
         for path in self.folder.iterdir():
             if path.name in ends:
@@ -311,11 +276,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def claimed(target: Path) -> Iterator[Path]:
-    """Make the partial folder of ``target`` where there is none, and yield it, locked for this process until the end.
-
-    The lock goes with the process, however that ends. Raises ConversionError where another one holds it, or where something
-    else has that name; OSError.
-    """
+    """Make and lock the partial folder until the end. Raises ConversionError if taken; OSError."""
+    # A lock that goes with the process, however it ends.
     root = partial_folder(target)
     if not _is_ours(root):
         raise ConversionError(f"{root} is in the way: it holds no unfinished conversion", "Move it elsewhere.")
@@ -327,14 +289,12 @@ def claimed(target: Path) -> Iterator[Path]:
 
 
 def _is_ours(root: Path) -> bool:
-    """Say whether a partial folder of that name may be used: new, begun, or half removed by an earlier run."""
     if root.is_symlink() or not root.exists():
         return not root.is_symlink()
     return root.is_dir() and ((root / JOURNAL).is_file() or {path.name for path in root.iterdir()} <= _OURS)
 
 
 def _locked(root: Path, target: Path) -> int:
-    """Return a handle that holds the lock of ``root``."""
     while True:
         root.mkdir(exist_ok=True)
         try:
@@ -357,29 +317,28 @@ def _locked(root: Path, target: Path) -> int:
 
 
 def is_installed(target: Path, key: str) -> bool:
-    """Whether ``target`` is the very folder that a conversion with this key has put there. Raises OSError."""
-    known = measurement_store.load(measurement_store.store_file(INSTALLED))
+    """Whether this very conversion is installed at ``target``. Raises OSError."""
+    known = hardware.load(hardware.store_file(INSTALLED))
     return target.is_dir() and known.get(str(target.absolute())) == _mark(target, key)
 
 
 def remove_partial(target: Path) -> None:
-    """Remove what a crash left beside a target that is whole. Raises ConversionError where another process works there; OSError."""
+    """Remove a crash's leftovers. Raises ConversionError where another process works there; OSError."""
     if partial_folder(target).exists():
         with claimed(target) as root:
             shutil.rmtree(root)
 
 
 def _install(root: Path, target: Path, key: str, *, replace: bool) -> None:
-    """Put what was written in the place of ``target``, on the disk. After an OSError the target is what it was."""
     for path in (*(root / MODEL).rglob("*"), root / MODEL):
         sync(path)
     path_to_disk(root / MODEL)
     if target.exists() and not replace:
         raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
-    file, name = measurement_store.store_file(INSTALLED), str(target.absolute())
-    known = {other: mark for other, mark in measurement_store.load(file).items() if other != name}
+    file, name = hardware.store_file(INSTALLED), str(target.absolute())
+    known = {other: mark for other, mark in hardware.load(file).items() if other != name}
     latest = [*known.items(), (name, _mark(root / MODEL, key))][-MOST_INSTALLED:]
-    measurement_store.write(file, dict(latest))
+    hardware.write(file, dict(latest))
     shutil.rmtree(root / OLD, ignore_errors=True)
     exchanged = target.exists() and files.exchange(root / MODEL, target)
     try:
@@ -404,17 +363,15 @@ def _mark(folder: Path, key: str) -> str:
 
 
 def _put_back(root: Path, target: Path) -> None:
-    """Return the old folder to its place, if it was moved aside and nothing has come there."""
     if (root / OLD).exists() and not target.exists():
         (root / OLD).rename(target)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor that is written: a line of the journal.
+    """A journal line for a written tensor.
 
-    end: bytes of its shard up to and with it. checksum: XXH3, 128 bits, of the bytes since the entry before in the same
-    shard; those of a shard's first tensor begin with the header. error: if it was packed; else None.
+    end: bytes of its shard so far. checksum: XXH3, 128 bits, since the previous entry or the shard's beginning.
     """
 
     tensor: str
@@ -426,14 +383,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FoundJournal:
-    """A journal as it was found. key: None where there is none that can be read. records: as they were written, under that key."""
+    """A journal on disk. key: None where unreadable. records: in the format of that key's version."""
 
     key: str | None
     records: tuple[dict[str, Any], ...]
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors. Only for a key of one's own: another version may have written other fields."""
         errors = (record["error"] for record in self.records)
         known = (None if error is None else WeightError(**error) for error in errors)
         return tuple(
@@ -442,7 +398,6 @@ class FoundJournal:
 
 
 def read_journal(file: Path) -> FoundJournal:
-    """Return what is whole of a journal, from its beginning."""
     records = list(_whole_lines(file))
     if not records or set(records[0]) != {"key"}:
         return FoundJournal(None, ())
@@ -450,7 +405,6 @@ def read_journal(file: Path) -> FoundJournal:
 
 
 def intact(folder: Path, entries: Sequence[TensorEntry]) -> int:
-    """Return how many entries, from the first one on, tell of bytes that ``folder`` holds unharmed. Reads them all."""
     ends: dict[str, int] = {}
     for number, entry in enumerate(entries):
         file = folder / entry.shard
@@ -463,7 +417,7 @@ def intact(folder: Path, entries: Sequence[TensorEntry]) -> int:
 
 
 class Journal:
-    """A journal that is being written. It begins with the entries given, and takes the place of what was there at once."""
+    """A journal being written; atomically replaces the one on disk."""
 
     def __init__(self, file: Path, key: str, entries: Sequence[TensorEntry]) -> None:
         self._file, self._key = file, key
@@ -471,22 +425,18 @@ class Journal:
         self._handle = self._written_anew()
 
     def add(self, entry: TensorEntry) -> None:
-        """Append an entry whose bytes are written."""
         append(self._handle, _line(asdict(entry)))
         self.entries.append(entry)
 
     def cut(self, count: int) -> None:
-        """Forget all entries but the first ``count``."""
         del self.entries[count:]
         old, self._handle = self._handle, self._written_anew()
         os.close(old)
 
     def sync(self) -> None:
-        """Return when all entries are on the disk."""
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._handle)
 
     def _written_anew(self) -> int:
@@ -517,10 +467,8 @@ def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def append(handle: int, data: memoryview | bytes, hashed: Callable[[memoryview], object] = lambda _: None) -> None:
-    """Write ``data`` to a file descriptor, slice by slice; ``hashed`` is given each slice before it is written.
-
-    No buffer and no copy: what this function has returned from survives the end of the process. Raises OSError.
-    """
+    """Write ``data`` in slices, each passed to ``hashed`` first. Raises OSError."""
+    # Unbuffered and without copies: written data survives the end of the process.
     view = memoryview(data)
     for start in range(0, len(view), SLICE_BYTES):
         part = view[start : start + SLICE_BYTES]
@@ -530,7 +478,7 @@ def append(handle: int, data: memoryview | bytes, hashed: Callable[[memoryview],
 
 
 def checksum(file: Path, start: int = 0, end: int | None = None) -> str:
-    """Return the XXH3 checksum (128 bits, hexadecimal) of a file's bytes from ``start`` to ``end``, or to where it ends before."""
+    """Return XXH3 (128 bits, hexadecimal) of a file's bytes [start, end)."""
     digest, left = xxhash.xxh3_128(), file.stat().st_size - start if end is None else end - start
     buffer = memoryview(bytearray(min(SLICE_BYTES, max(left, 1))))
     with open_regular(file) as opened:

@@ -1,15 +1,9 @@
-"""How much a model's words suffer from a relative squared error of one tensor: its α, found in one of three ways.
+"""A tensor's sensitivity α: nats per token for its relative squared error."""
 
-measured: a text is read with that tensor alone packed coarsely; needs the model in memory, in float32.
-guessed: the share of what leaves a layer that the layer itself has added, times what is usual for the kind of tensor.
-by kind: what is usual for the kind of tensor, alone.
+# measured: read a text with that tensor alone packed coarsely; needs the model in float32.
+# guessed: the layer's share of its output, times the tensor kind's usual α. by kind: the usual α.
 
-To measure, the model reads a short text again and again, each time with another weight changed. The layers' outputs of the first
-reading are kept: the layers before the changed one answer from memory, and only that one and those behind it are computed.
-
-    ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ layer k−1 ─▶ │ layer k, changed ─▶ … ─▶ norm ─▶ head ─▶ KL against the first reading
-                        └──────── remembered ───────┘
-"""
+# Measuring replays the text: layers before the changed one answer from memory.
 
 import math
 from collections import Counter
@@ -24,67 +18,57 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from tokamac.engine.device import device_kind
+from tokamac.engine.model.weights import text_config
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.cost import text_config
 
-from .choices import packable, part
-from .methods import FLOAT_BYTES, Quantizer, dequantized
-from .modules import check_finite, clone, leaves, not_finite, override
 from .options import Options
+from .packing import FLOAT_BYTES, Quantizer, dequantized, packable, part
 from .report import StageDone, StageProgress
-from .source import Source, fresh
+from .source import Source, check_finite, clone, fresh, leaves, not_finite, override
 from .streaming import Streamed, streamable_source
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from tokamac.engine.model.cpu.dense import DenseEmbedding
+    from tokamac.engine.cpu.layers import DenseEmbedding
 
 AlphaBasis = Literal["measured", "guessed", "by kind"]
-Errors = dict[str, dict[Packing | None, float]]
-"""By module path and packing, the relative squared error."""
+Errors = dict[str, dict[Packing | None, float]]  # by module path and packing, the relative squared error
 
+# Where α is taken. It is no constant: codes of least squared error shrink a weight, the more the coarser they are, and
+# errors that all point one way cost more than noise of the same size. Between and beyond these two it follows from
+# them.
 REFERENCE_BITS = (2, 4)
-"""Where α is taken. It is no constant: codes of least squared error shrink a weight, the more the coarser they are, and errors that
-all point one way cost more than noise of the same size. Between and beyond these two it follows from them."""
 
 REFERENCE_GROUP = 64
 
+# Read for each tensor. Both readings say the same words, so little text is needed: on the model that ships, 128 tokens
+# led to as good a choice as 512.
 TOKENS = 256
-"""Read for each tensor. Both readings say the same words, so little text is needed: on the model that ships, 128 tokens led to as
-good a choice as 512."""
 
-FLOOR = 0.1
-"""Of the median α: the least that is believed of a tensor. A short text may not use some weights at all."""
+FLOOR = 0.1  # of the median α: the least that is believed of a tensor. A short text may not use some weights at all.
 
-TINY = 1e-12
-"""α where no error matters: so small that only sizes count, and a logarithm can still be taken."""
+TINY = 1e-12  # α where no error matters: so small that only sizes count, and a logarithm can still be taken
 
+# Multiplications that measuring may take: about half an hour of two CPU cores, or of a large GPU.
 CPU_PRODUCTS, GPU_PRODUCTS = 1e14, 1e16
-"""Multiplications that measuring may take: about half an hour of two CPU cores, or of a large GPU."""
 
-GPU_SHARE = 0.6
-"""The share of what MLX may use that the model may take, where a GPU computes."""
+GPU_SHARE = 0.6  # the share of what MLX may use that the model may take, where a GPU computes
 
+# By the end of a name, what packing a tensor costs beside others of its layer, which count 1: values and what leaves
+# attention and the feed-forward part most, as in mlx-lm's and llama.cpp's mixed recipes.
 KINDS = (("v_proj", 4.0), ("o_proj", 4.0), ("out_proj", 4.0), ("down_proj", 2.0), ("fc2", 2.0))
-"""By the end of a name, what packing a tensor costs beside others of its layer, which count 1: values and what leaves attention and
-the feed-forward part most, as in mlx-lm's and llama.cpp's mixed recipes."""
 
-HEAD = 8.0
-"""The same for the output head, tied to the embedding or not, beside a layer that changes everything."""
+HEAD = 8.0  # the same for the output head, tied to the embedding or not, beside a layer that changes everything
 
+# Packed of each tensor, in whole rows, evenly spread: rows of a matrix are alike enough to know the error to about a
+# per cent.
 SAMPLE_WEIGHTS = 1 << 18
-"""Packed of each tensor, in whole rows, evenly spread: rows of a matrix are alike enough to know the error to about a per cent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorTrial:
-    """What is measured on: a model, what it shall become, the method that will pack it, and tokens of a text (none: there is none).
-
-    progress: is called as the work goes on.
-    """
-
     source: Source
     options: Options
     quantizer: Quantizer
@@ -94,12 +78,12 @@ class ErrorTrial:
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """Nats a token for a relative squared error of 1, by the bits at which it was taken, fewest first."""
+    """Nats per token for a relative squared error of 1, by bits, ascending."""
 
     taken: tuple[tuple[int, float], ...]
 
-    def at(self, bits: int | None) -> float:
-        """Return α at ``bits``: between two that were taken by a straight line in log α; beyond them, the nearest."""
+    def loss(self, bits: int | None) -> float:
+        """Interpolate log α at ``bits``; beyond the ends, the nearest."""
         (few, first), (many, last) = self.taken[0], self.taken[-1]
         if bits is None or bits >= many:
             return last
@@ -109,12 +93,10 @@ class Alpha:
         return math.exp((1 - share) * math.log(first) + share * math.log(last))
 
     def at_least(self, floor: float) -> "Alpha":
-        """Return the same, with no value below ``floor``."""
         return Alpha(tuple((bits, max(value, floor)) for bits, value in self.taken))
 
 
 def alpha_basis(source: Source, ids: Sequence[int]) -> AlphaBasis:
-    """Return how α can be found: measured where the model fits the memory and the work is bearable."""
     if not ids:
         return "by kind"
     tokens, weights = min(len(ids), TOKENS), sum(array.size for array in source.weights.values())
@@ -124,7 +106,7 @@ def alpha_basis(source: Source, ids: Sequence[int]) -> AlphaBasis:
 
 
 def find_alphas(basis: AlphaBasis, trial: ErrorTrial, errors: Errors) -> dict[str, Alpha]:
-    """Return α of every tensor in ``errors``. Raises ConversionError for weights that are not finite."""
+    """Return each tensor's α. Raises ConversionError for non-finite weights."""
     if basis == "measured":
         return _measured(trial, errors)
     source, shares = trial.source, _shares(trial) if basis == "guessed" else {}
@@ -136,7 +118,6 @@ def find_alphas(basis: AlphaBasis, trial: ErrorTrial, errors: Errors) -> dict[st
 
 
 def references(packings: Sequence[Packing | None]) -> tuple[Packing, ...]:
-    """Return the packings at which α is taken, fewest bits first: as near as there are to REFERENCE_BITS and REFERENCE_GROUP."""
     among = [packing for packing in packings if packing is not None and packing.mode == "affine"]
 
     def nearest(bits: int) -> Packing:
@@ -146,7 +127,6 @@ def references(packings: Sequence[Packing | None]) -> tuple[Packing, ...]:
 
 
 def packed_type(source: Source, options: Options, path: str) -> mx.Dtype:
-    """Return the type of a weight when it is packed: that of the options, else its own."""
     own = source.weights[f"{path}.weight"].dtype
     return own if options.dtype is None else getattr(mx, options.dtype)
 
@@ -172,7 +152,6 @@ def _measured(trial: ErrorTrial, errors: Errors) -> dict[str, Alpha]:
 
 
 def _shares(trial: ErrorTrial) -> dict[int | None, float]:
-    """Return, by layer, the squared size of what it adds to what runs through it, relative to what leaves it."""
     before, found = mx.zeros(()), dict[int | None, float]()
 
     def watch(number: int, output: mx.array) -> None:
@@ -189,7 +168,6 @@ def _shares(trial: ErrorTrial) -> dict[int | None, float]:
 
 
 def _usual(source: Source, path: str, *, tied: bool) -> float:
-    """Return what packing a tensor costs beside others, by its kind. tied: the embedding is the output head."""
     kind = part(source, path)
     if kind == "head" or (kind == "embedding" and tied):
         return HEAD
@@ -197,7 +175,6 @@ def _usual(source: Source, path: str, *, tied: bool) -> float:
 
 
 def sample(weight: mx.array) -> mx.array:
-    """Return evenly spread rows of (…, out, in), about SAMPLE_WEIGHTS weights in all: of a stack of experts, some rows of each."""
     step = max(1, min(weight.shape[-2], weight.size // SAMPLE_WEIGHTS))
     return weight[..., ::step, :]
 
@@ -209,10 +186,9 @@ def relative_errors(
     quantizer: Quantizer,
     importance: "np.ndarray | None" = None,
 ) -> dict[Packing, float]:
-    """Return the relative squared error Σ h (w − ŵ)² ÷ Σ h w² of each packing; 0 of a tensor that is all zeros.
+    """Return Σ h (w − ŵ)² ÷ Σ h w² of each packing; 0 for zeros. Raises ConversionError if not finite.
 
-    weight: (out, in), or (experts, out, in), of the type it will be packed in. importance: h, the mean squared input of a channel,
-    finite, (in,) or (experts, in); None counts all alike. Raises ConversionError for weights that are not finite.
+    weight: (out, in) or (experts, out, in). importance h: (in,) or (experts, in), or None.
     """
     exact = weight.astype(mx.float32)
     h = mx.ones(1) if importance is None else mx.expand_dims(mx.array(importance, mx.float32), -2)
@@ -224,7 +200,6 @@ def relative_errors(
 
 
 def coarse(path: str, weight: mx.array, packing: Packing, quantizer: Quantizer) -> mx.array:
-    """Return what ``weight`` is worth once it is packed: (…, out, in) float32."""
     return dequantized(quantizer.pack(path, weight, packing), packing).astype(mx.float32)
 
 
@@ -235,8 +210,6 @@ def _sum(values: mx.array) -> float:
 
 @dataclass(slots=True)
 class _FirstAnswers:
-    """What the layers answered in the first reading, by layer and call; those before ``first`` answer so again."""
-
     # An object of its own: a layer that referred to its model would keep all weights alive.
     first: int = 0
     answers: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -255,11 +228,12 @@ class _FirstAnswers:
 
 
 class Replay:
-    """Reads ``ids`` once when it is made. Check ``fits`` before: the whole model is loaded, in float32.
+    """Reads ``ids`` once when made, with the whole model in float32: check ``fits`` first.
 
-    Everything is computed in float32: the differences looked for are smaller than half precision's rounding.
-    Raises ConversionError for weights that are not finite.
+    Raises ConversionError for non-finite weights.
     """
+
+    # float32, since the differences are smaller than half precision's rounding.
 
     def __init__(self, source: Source, ids: Sequence[int]) -> None:
         self._ids = mx.array([list(ids)])
@@ -272,12 +246,10 @@ class Replay:
         self._exact = self._read(0)
 
     def weight(self, path: str) -> mx.array:
-        """Return the weight of the module at ``path``, float32."""
         weight: mx.array = self._modules[path].weight
         return weight
 
     def divergence(self, path: str, weight: mx.array) -> float:
-        """Return KL(first reading ‖ reading with ``weight`` at ``path``), the mean over the text, in nats a token."""
         module = self._modules[path]
         # What is outside the layers may be used before them (an embedding): then everything is computed again.
         head = path.endswith("lm_head") and not isinstance(module, nn.Embedding)
@@ -292,7 +264,7 @@ class Replay:
         self._model.update_modules(tree_unflatten([(path, module)]))
 
     def _read(self, first: int) -> mx.array:
-        """Return log-probabilities (n, vocabulary), the layers before ``first`` answering as they did."""
+        """Return log-probabilities (n, vocabulary), replaying the layers before ``first``."""
         self._answers.first = first
         self._answers.calls.clear()
         logits = self._model(self._ids)[0].astype(mx.float32)
@@ -302,7 +274,6 @@ class Replay:
 
 
 def peak_bytes(source: Source, tokens: int) -> int:
-    """Return about the most memory of a Replay of ``tokens`` tokens: the model in float32, outputs of layers, chances of words."""
     text, sizes = text_config(source.config), [array.size for array in source.weights.values()]
     outputs = tokens * int(text.get("hidden_size") or 0) * len(source.module.layers)
     chances = 6 * tokens * int(text.get("vocab_size") or 0)  # two readings, and what comparing them takes
@@ -310,18 +281,16 @@ def peak_bytes(source: Source, tokens: int) -> int:
 
 
 def fits(source: Source, tokens: int) -> bool:
-    """Return whether a Replay of ``tokens`` tokens fits the memory. On a CPU ``unpack`` must agree to unpack the model."""
     needed, budget = peak_bytes(source, tokens), memory.array_budget()
     if device_kind() != "cpu":
         return budget is not None and needed <= GPU_SHARE * budget
-    from tokamac.engine.model.cpu.dense import MEMORY_SHARE
+    from tokamac.engine.cpu.layers import MEMORY_SHARE
 
     total, weights = memory.machine_total(), FLOAT_BYTES * sum(array.size for array in source.weights.values())
     return total is not None and budget is not None and needed <= budget and weights <= MEMORY_SHARE * total
 
 
 def layer_numbers(model: Any) -> dict[int, int]:
-    """Return the number of the layer that each module is part of, by the module's identity."""
     numbered = reversed(list(enumerate(model.layers)))  # the first layer counts, where several share a module
     return {id(part): number for number, layer in numbered for part in layer.modules()}
 
@@ -344,7 +313,7 @@ def _loaded(source: Source) -> Any:
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))
     if device_kind() == "cpu":
-        from tokamac.engine.model.cpu.dense import DenseEmbedding, unpack
+        from tokamac.engine.cpu.layers import DenseEmbedding, unpack
 
         unpack(model)
         for _, module in leaves(model):
@@ -354,17 +323,15 @@ def _loaded(source: Source) -> Any:
 
 
 def _multiply_rows(embedding: "DenseEmbedding") -> None:
-    """Let NumPy multiply many rows at a tied head too: the layer leaves that to MLX, as prefill never asks for it."""
-    from tokamac.engine.model.cpu.dense import DenseLinear
+    from tokamac.engine.cpu.layers import DenseLinear
 
     head = DenseLinear(embedding.weight, None)
     override(embedding, as_linear=lambda _, x: head(x))
 
 
 def _with_weight(module: Any, weight: mx.array) -> nn.Module:
-    """Return a copy of a leaf with another weight."""
     if device_kind() == "cpu":
-        from tokamac.engine.model.cpu.dense import DenseEmbedding, DenseLinear
+        from tokamac.engine.cpu.layers import DenseEmbedding, DenseLinear
 
         if isinstance(module, DenseLinear | DenseEmbedding):
             weight = mx.contiguous(weight.T).T

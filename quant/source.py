@@ -1,15 +1,15 @@
-"""The model to convert, as mlx-lm reads it: whole, of a known kind, its weights under mlx-lm's names. No weight is read yet.
+"""The source model as mlx-lm reads it, with lazy weights under mlx-lm's names."""
 
-mlx-lm's own loader fills a module with lazy arrays, whatever packed them. Here that is taken apart again: float weights by name,
-packed ones seen through a lazy unpacking, and the module an empty one that packs nothing. So whatever mlx-lm reads can be
-converted, exactly as mlx-lm reads it, and evaluating one array reads that tensor alone.
-"""
+# mlx-lm's loader fills a module; it is taken apart into float weights, packed ones dequantized lazily, and an empty
+# module. So whatever mlx-lm reads can be converted, and evaluating an array reads that tensor alone.
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -21,34 +21,97 @@ from tokamac.engine.model.adapters import Adapter, Change, changes_of, fused, re
 from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes, read_config
 from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.extra_heads import ModelEnds, build_heads, place_of
-from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, load_lazily
+from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, load_lazily, skeleton_model
 from tokamac.engine.model.safetensors import check_places, find_shards
-from tokamac.engine.model.skeleton import skeleton_model
-from tokamac.engine.model.stored_heads import MEDUSA_FILE, MTP_FILE, HeadKind, find_heads, name_in_file
-from tokamac.engine.model.weights import without_fp8
+from tokamac.engine.model.weights import (
+    MEDUSA_FILE,
+    MTP_FILE,
+    HeadKind,
+    find_heads,
+    name_in_file,
+    text_config,
+    without_fp8,
+)
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.cost import text_config
 
-from .modules import leaves
-from .provenance import adapter_name
-from .report import WeightError
+from .report import WeightError, adapter_name
 
+# What is done to trees of MLX modules: walked, copied with every array shared, and one instance made to answer a method
+# otherwise.
+
+Method = Callable[..., Any]
+
+# What to do where the source itself is not finite: no option of a conversion helps.
+AGAIN = "Download the model again, or ask its author."
+
+
+def leaves(module: nn.Module) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
+    return found
+
+
+def layer_paths(module: Any) -> list[str]:
+    paths = {id(part): path for path, part in module.named_modules()}
+    return [paths[id(layer)] for layer in module.layers]
+
+
+def clone(module: nn.Module) -> Any:
+    """Copy a module tree, sharing arrays; a module used in two places stays one."""
+    return _copied(module, {})
+
+
+def _copied(value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        if id(value) not in done:
+            done[id(value)] = made = copy.copy(value)
+            for name, entry in value.items():
+                made[name] = _copied(entry, done)
+        return done[id(value)]
+    if isinstance(value, dict):
+        return {name: _copied(entry, done) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry, done) for entry in value)
+    return value
+
+
+def override(module: nn.Module, **methods: Method) -> None:
+    # No reference back: a cycle would keep its weights alive until garbage collection.
+    kind: Any = type(module)
+    object.__setattr__(module, "_overrides", methods)  # past nn.Module's own, which would take a dict for submodules
+    module.__class__ = _overridden(kind, tuple(sorted(methods)))
+
+
+@cache
+def _overridden(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+    def method(name: str) -> Method:
+        return lambda self, *args, **kwargs: self._overrides[name](self, *args, **kwargs)
+
+    return cast(type[nn.Module], type(kind.__name__, (kind,), {name: method(name) for name in names}))
+
+
+def not_finite(name: str, hint: str = AGAIN) -> ConversionError:
+    return ConversionError(f"{name} holds values that are not finite numbers", hint)
+
+
+def check_finite(name: str, *arrays: mx.array, hint: str = AGAIN) -> None:
+    if not all(bool(mx.all(mx.isfinite(array)).item()) for array in arrays):
+        raise not_finite(name, hint)
+
+
+# What mlx-lm's loader raises for a folder that it can't read; NameError where a config says AWQ and no weight is packed
+# so.
 READ_ERRORS = (*BUILD_ERRORS, NameError)
-"""What mlx-lm's loader raises for a folder that it can't read; NameError where a config says AWQ and no weight is packed so."""
 
+# What a config says about packed weights. An unpacked model's config has none of it, nested or not.
 PACKING_KEYS = ("quantization", "quantization_config", "compression_config", "quantize_activations")
-"""What a config says about packed weights. An unpacked model's config has none of it, nested or not."""
 
+# What a packed module holds beside its words: gone when the weight is seen unpacked.
 PACKED_LEAVES = ("scales", "biases", "global_scale", "weight_scale")
-"""What a packed module holds beside its words: gone when the weight is seen unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight that is packed already: how, and its arrays, lazy: words, scales and, of affine groups, biases.
-
-    error: of what a calibrated method has packed, where it can be compared with the source; None of what the source itself holds.
-    """
+    """A packed weight: lazy words, scales and, if affine, biases. error: set by calibrated methods."""
 
     packing: Packing
     arrays: tuple[mx.array, ...]
@@ -57,8 +120,6 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder as mlx-lm reads it: an empty float module, float weights in its order, and by module path what was packed."""
-
     module: nn.Module
     weights: dict[str, mx.array]
     packed: dict[str, Packed]
@@ -66,11 +127,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class HeadSource:
-    """Heads for further tokens that a model has: they are packed like it, into a file of their own.
-
-    file: its name. named: which they are, in words. source: their module, and weights by their names in the file. modules: by path
-    in the file, the path in the module, and the module itself, of what could be packed.
-    """
+    """Extra prediction heads, packed like the model into a file of their own."""
 
     file: str
     named: str
@@ -82,11 +139,8 @@ class HeadSource:
 class Source:
     """A model before conversion.
 
-    config: as if nothing were packed. module: mlx-lm's, unpacked; it never gets the weights, and only tells shapes and rules.
-    weights: lazy arrays in the module's own order, what was packed seen unpacked; an entry is popped when it is converted.
-    packed: by module path, what the source packed. notes: what a user should know about it.
-    adapter: what is added to the weights; changes: by module path. unchecked: doubts about its config were passed over.
-    heads: for further tokens.
+    config: as if nothing were packed. module: unpacked and empty, for shapes and rules. weights: lazy, in module
+    order, popped when converted. packed: by module path.
     """
 
     folder: Path
@@ -103,17 +157,14 @@ class Source:
 
 
 def locate(source: str | Path) -> Path:
-    """Return the folder of a model; a Hugging Face id is downloaded first, unless it is here already.
-
-    To show the download, call ``tokamac.engine.hub.download.resolve`` with a progress of its own first, and convert the folder.
-    """
+    """Return a model's folder; a Hugging Face id is downloaded if needed."""
     from tokamac.engine.hub.download import resolve
 
     return resolve(source)
 
 
 def open_adapter(adapter: str | Path) -> Adapter:
-    """Return an adapter by its folder or its Hugging Face id, downloaded first if need be. Raises ModelError, DownloadError."""
+    """Return an adapter by folder or Hugging Face id. Raises ModelError, DownloadError."""
     from tokamac.engine.hub.download import resolve_adapter
 
     return read_adapter(resolve_adapter(adapter), str(adapter))
@@ -123,13 +174,12 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
     """Return the model in ``folder``, checked without reading a weight.
 
     Args:
-        folder: In floats, packed by MLX, or packed by anything that mlx-lm reads.
-        adapter: Added to its weights; none that it changes counts as packed any more.
-        unchecked: Open a model although something of its config is doubted.
+        adapter: Merged lazily; weights that it changes no longer count as packed.
+        unchecked: Open despite config doubts.
 
     Raises:
-        ModelError: For what is missing, cut off, pickled or of an unknown kind.
-        ConversionError: For weights packed in a way that mlx-lm does not read.
+        ModelError: Missing, truncated, pickled or of an unknown kind.
+        ConversionError: Packed in a way that mlx-lm does not read.
     """
     config = read_config(folder)
     shards = find_shards(folder)
@@ -162,7 +212,6 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
 
 
 def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes: list[str]) -> Iterator[HeadSource]:
-    """Yield the heads of a model that can be kept, lazy; note why others can't."""
     for stored in find_heads(folder, config):
         try:
             if stored.trouble:
@@ -193,13 +242,11 @@ def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes
 
 
 def fresh(source: Source) -> dict[str, mx.array]:
-    """Return the weights of ``source`` anew, lazy floats by name: all of them, whatever was popped. Reads headers only."""
     read = read_checkpoint(source.folder, read_config(source.folder), unchecked=source.unchecked)
     return _changed(read.weights, source.changes)
 
 
 def _changed(weights: dict[str, mx.array], changes: Mapping[str, Change]) -> dict[str, mx.array]:
-    """Return weights with an adapter's changes in them; lazy, so one matrix at a time is computed."""
     changed = {f"{path}.weight": fused(weights[f"{path}.weight"], change) for path, change in changes.items()}
     return {name: changed.get(name, weight) for name, weight in weights.items()}
 
@@ -212,10 +259,7 @@ def _notes(folder: Path, config: dict[str, Any], read: Checkpoint) -> Iterator[s
 
 
 def read_checkpoint(folder: Path, config: Mapping[str, Any], *, unchecked: bool = False) -> Checkpoint:
-    """Return what ``folder`` holds, its config given normalised. Lazy: no weight is read. unchecked: as in ``open_source``.
-
-    Raises ModelError for what is damaged or of an unknown kind, ConversionError for weights packed in a way mlx-lm does not read.
-    """
+    """Read ``folder`` lazily. Raises ModelError if damaged or unknown, ConversionError for foreign packing."""
     module = _loaded(folder, config, unchecked=unchecked)
     floats = dict(leaves(skeleton_model(float_config(config), value_bytes=2, unchecked=unchecked)))
     # A class may be packed by nature (BitNet's): such layers stay what they are.
@@ -229,13 +273,11 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any], *, unchecked: bool 
 
 
 def float_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config that says nothing about packing, in its language part neither."""
     copy = {key: deepcopy(value) for key, value in config.items() if key not in PACKING_KEYS}
     return {key: float_config(value) if key in LANGUAGE_PARTS and value else value for key, value in copy.items()}
 
 
 def packer(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the name of what packed the weights, where it is not MLX. Looked for where mlx-lm looks."""
     settings, unnamed = config.get("quantization"), None
     if not settings:
         settings = config.get("quantization_config") or text_config(config).get("quantization_config")
@@ -247,7 +289,6 @@ def packer(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _loaded(folder: Path, config: Mapping[str, Any], *, unchecked: bool) -> nn.Module:
-    """Return mlx-lm's module with the folder's weights, packed as they are."""
     own = deepcopy(dict(config))  # mlx-lm's classes write into what they are given
     classes = model_classes(own)
     if not unchecked:
@@ -276,14 +317,12 @@ def _loaded(folder: Path, config: Mapping[str, Any], *, unchecked: bool) -> nn.M
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether a leaf module holds packed words: MLX's, with scales, or BitNet's, four ternary weights to a byte."""
     from mlx_lm.models.bitlinear_layers import BitLinear
 
     return "scales" in module or isinstance(module, BitLinear)
 
 
 def _packed(module: Any) -> Packed | None:
-    """Return what a packed module holds, or None where ``mx.quantize`` has no packing like it."""
     # BitNet's bytes are another format. An nvfp4 stack whose experts have a scale of their own (``global_scale``) holds an array
     # more than converted folders do.
     if "scales" not in module or module.get("global_scale") is not None:
@@ -305,13 +344,12 @@ def _float_weights(module: nn.Module, packed: dict[str, Any], dtype: mx.Dtype) -
 
 
 def _float_type(config: Mapping[str, Any]) -> mx.Dtype:
-    """Return the type that a config says its unpacked weights have; bfloat16 where it says nothing."""
     text = text_config(config)
     return DTYPES.get(str(text.get("dtype") or text.get("torch_dtype")), mx.bfloat16)
 
 
 def unpacked(module: Any, dtype: mx.Dtype) -> mx.array:
-    """Return a packed module's weight, lazy: (…, out, in). ``dtype``: its type where the scales don't tell (microscaling)."""
+    """Return a packed module's weight (…, out, in), lazy; dtype: for microscaling."""
     if "scales" not in module:
         return _ternary(module)
     scales = module["scales"]
@@ -325,7 +363,6 @@ def unpacked(module: Any, dtype: mx.Dtype) -> mx.array:
 
 
 def _ternary(module: Any) -> mx.array:
-    """Return the weight of mlx-lm's BitLinear, as its kernel reads it."""
     # Two bits of byte (r, c), from bit 2i on, are 1 more than the weight of row r + i × rows, column c; all share one scale.
     words, scale = module["weight"], module["weight_scale"]
     codes = mx.concatenate([(words >> (2 * i)) & 3 for i in range(4)])[: module.out_features]

@@ -1,25 +1,10 @@
-"""A model run over a short text with the weights of one layer in memory at a time, and what its linear layers are given meanwhile.
-
-    ids ─▶ embedding ─▶ layer ─▶ layer ─▶ … ─▶ norm ─▶ head ─▶ log-probabilities
-           each: read its weights, compute, evaluate, let them go
-
-The model is mlx-lm's own, called as a whole. In a copy of its modules, every layer and the big matrices at both ends answer a
-call by a copy of theirs with freshly read weights. All other parameters are lazy arrays of the first copy; so is a
-layer's parameter that the model takes without calling the layer: correct as well, and kept until the run ends.
-
-On a CPU a layer is cast to float32 and unpacked for its call, and NumPy multiplies (engine/model/cpu/dense.py); elsewhere it
-keeps the checkpoint's types. No cache is used: the text is computed in one piece.
-
-A calibration text goes through a layer as thousands of rows at once: on an M1, one product of 16,384 rows by a large matrix takes
-about a second. While a display is on, macOS ends a command that keeps the GPU too long (ml-explore/mlx#3267), and the conversion
-with it. So rows are multiplied some at a time there, each piece evaluated before the next. None of this has run on a Mac yet: the
-times follow from the chip's peak.
-"""
+"""A calibration text, and a model run over it with one layer's weights in memory; its linear inputs observed."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +14,142 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from tokamac.engine.device import DeviceKind, device_kind
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import OptionError, access_hint
+from tokamac.engine.files import TooLargeError, read_bytes
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.loader import build_model
 from tokamac.engine.model.safetensors import find_shards
+from tokamac.engine.text.tokenizer import Tokenizer, opening
 
-from .modules import Method, clone, override
-from .source import Source, fresh
+from .source import Method, Source, clone, fresh, override
 
-LONGEST_S = 0.25
-"""What one product may take, about: a display is then redrawn some times a second."""
+# Nothing is random: the same text and tokenizer give the same tokens.
 
-REACHED = 0.5
-"""The share of a chip's half-precision peak that large products reach at least, in float32 too."""
 
-SLOWEST_TFLOPS = 2.32
-"""Of an M1 with seven GPU cores: assumed of an Apple GPU that the table of chips does not know."""
+LENGTH = 512  # tokens of a sequence, unless said otherwise
 
-STEP = 256
-"""Rows of a piece are a multiple of it, so that kernels' tiles are full."""
+LEAST_CHARACTERS = 1_000
+MOST_BYTES = 16 << 20  # a larger file is taken for a mistake: of 16 MiB, calibration reads less than a hundredth
 
+STRETCHES, EVERY = 40, 5
+
+LONG_TOKEN = 64  # characters
+
+
+def calibration_text(file: Path | None) -> str:
+    """Return the text of a UTF-8 file, or the shipped one. Raises OptionError if unreadable or unfit."""
+    if file is None:
+        from tokamac.assets import asset_path
+
+        return asset_path("calibration.txt").read_text(encoding="utf-8")
+    content = _read(file)
+    try:
+        found = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file} is not UTF-8 text", "Only text can be read: convert it first.") from error
+    if "\0" in found:
+        raise OptionError(f"{file} is not text", "Only text can be read: convert it first.")
+    if len(found.strip()) < LEAST_CHARACTERS:
+        raise OptionError(
+            f"{file} holds {len(found.strip()):,} characters of text",
+            f"Give at least {LEAST_CHARACTERS:,}, or better some pages, of the kind that the model will read.",
+        )
+    return found
+
+
+def calibration_sequences(tokenizer: Tokenizer, text: str, count: int, length: int = LENGTH) -> list[list[int]]:
+    """Return ``count`` sequences of ``length`` tokens, evenly spread, disjoint, without held-back text.
+
+    Each begins with the tokenizer's opening ids. A shorter text gives fewer, or one short sequence.
+    """
+    begins = opening(tokenizer)
+    ids = tokenizer.encode("".join(_stretches(text, held_back=False)))
+    piece = max(1, length - len(begins))
+    fitting = min(count, len(ids) // piece)
+    return [begins + part for part in _spread(ids, [piece] * fitting)] if fitting else [begins + ids]
+
+
+def verification_ids(tokenizer: Tokenizer, text: str, length: int = LENGTH) -> list[int]:
+    begins, pieces = opening(tokenizer), STRETCHES // EVERY
+    ids = tokenizer.encode("".join(_stretches(text, held_back=True)))
+    most = min(max(1, length - len(begins)), len(ids))
+    sizes = [most // pieces + (number < most % pieces) for number in range(pieces)]
+    return begins + [token for part in _spread(ids, sizes) for token in part]
+
+
+def first_ids(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
+    begins = opening(tokenizer)
+    # A long text need not be encoded whole: few tokens are longer than this.
+    ids = tokenizer.encode(text[: LONG_TOKEN * length])
+    return begins + ids[: max(1, length - len(begins))]
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return read_bytes(file, MOST_BYTES)
+    except TooLargeError as error:
+        raise OptionError(
+            f"{file} is larger than {MOST_BYTES >> 20} MiB", "Give a part of it: some hundred pages are plenty."
+        ) from error
+    except OSError as error:
+        raise OptionError(
+            f"{file} can't be read: {error.strerror or error}", access_hint(error, "Check the path of the text.")
+        ) from error
+
+
+def _stretches(text: str, *, held_back: bool) -> list[str]:
+    size = len(text)
+    cuts = [0]
+    for number in range(1, STRETCHES):
+        start, end = number * size // STRETCHES, (number + 1) * size // STRETCHES
+        line = text.find("\n", start, end)
+        cuts.append(start if line < 0 else line + 1)
+    whole = [text[start:end] for start, end in pairwise([*cuts, size])]
+    return [stretch for number, stretch in enumerate(whole, start=1) if (number % EVERY == 0) is held_back]
+
+
+def _spread(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    spare, count = len(ids) - sum(sizes), len(sizes)
+    starts = [done + spare * number // count for number, done in enumerate(accumulate(sizes[:-1], initial=0))]
+    return [ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+#     ids ─▶ embedding ─▶ layer ─▶ layer ─▶ … ─▶ norm ─▶ head ─▶ log-probabilities
+#
+# mlx-lm's own model is called as a whole; in a copy, layers, embedding and head are replaced by stand-ins that read
+# their weights, compute, evaluate and free. On a CPU layers run in float32 by NumPy; elsewhere in the checkpoint's
+# types. No cache: the text is one piece.
+
+# While a display is on, macOS kills a command that keeps the GPU too long (ml-explore/mlx#3267), so rows are multiplied
+# in pieces: 16,384 rows by a large matrix take about 1 s on an M1. Derived from the peak, not yet run on a Mac.
+
+
+LONGEST_S = 0.25  # what one product may take, about: a display is then redrawn some times a second
+
+REACHED = 0.5  # the share of a chip's half-precision peak that large products reach at least, in float32 too
+
+SLOWEST_TFLOPS = 2.32  # of an M1 with seven GPU cores: assumed of an Apple GPU that the table of chips does not know
+
+STEP = 256  # rows of a piece are a multiple of it, so that kernels' tiles are full
+
+# Outputs of a linear layer at an end that are unpacked at once on a CPU: 134 MB of float32 where a layer is 4,096 wide.
 ROWS = 1 << 13
-"""Outputs of a linear layer at an end that are unpacked at once on a CPU: 134 MB of float32 where a layer is 4,096 wide."""
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-ENDS = (*EMBEDDINGS, nn.Linear, nn.QuantizedLinear)
-"""Kinds of modules outside the layers that may be as big as a layer."""
+ENDS = (*EMBEDDINGS, nn.Linear, nn.QuantizedLinear)  # kinds of modules outside the layers that may be as big as a layer
 
-Watch = Callable[[int, mx.array], None]
-"""Is given a layer's number and its output (1, n, dims), evaluated."""
+Watch = Callable[[int, mx.array], None]  # is given a layer's number and its output (1, n, dims), evaluated
 
-LayersDone = Callable[[int, int], None]
-"""Is told the layers computed so far, and all."""
+LayersDone = Callable[[int, int], None]  # is told the layers computed so far, and all
 
+# Opens a checkpoint again: fresh lazy arrays by name. Evaluating one reads it, letting go of it frees it.
 Read = Callable[[], dict[str, mx.array]]
-"""Opens a checkpoint again: fresh lazy arrays by name. Evaluating one reads it, letting go of it frees it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one call gave a linear layer: rows (n, in), in the order of the tokens, maybe not yet evaluated.
-
-    path: of the layer's module. experts: of a stack of experts, which one read each row (n,), integers; stack: of how many.
-    Both are None where the layer is no stack; a token that was sent to k experts makes k rows.
-    """
+    """One call's inputs to a linear layer: rows (n, in), in token order, maybe lazy."""
 
     path: str
     rows: mx.array
@@ -86,18 +162,14 @@ Observer = Callable[[Inputs], None]
 
 @dataclass(frozen=True, slots=True)
 class Streamable:
-    """A model whose weights can be read as often as need be.
-
-    module: mlx-lm's, packed or not as the weights are; its own arrays are neither read nor changed.
-    read: names every parameter of the module. A run opens it twice, and keeps no more than the module docstring says.
-    """
+    """A model whose weights can be read repeatedly."""
 
     module: nn.Module
     read: Read
 
 
 def streamable_folder(folder: Path, *, unchecked: bool = False) -> Streamable:
-    """Return the model in ``folder``, packed or not, built as the engine builds it. unchecked: see there. Raises ModelError."""
+    """Return the model in ``folder`` as the engine builds it. Raises ModelError."""
     find_shards(folder)
 
     def opened() -> nn.Module:
@@ -107,15 +179,11 @@ def streamable_folder(folder: Path, *, unchecked: bool = False) -> Streamable:
 
 
 def streamable_source(source: Source) -> Streamable:
-    """Return a conversion's source, unpacked, as its folder has it: whatever was popped from ``source.weights``."""
     return Streamable(source.module, lambda: fresh(source))
 
 
 class Streamed:
-    """A model that is run layer by layer, any number of times.
-
-    device: decides which types are computed in; None asks MLX. progress: is called after every layer, on this thread.
-    """
+    """A model that runs layer by layer, repeatedly. progress: called after every layer, on this thread."""
 
     def __init__(
         self, model: Streamable, *, device: DeviceKind | None = None, progress: LayersDone | None = None
@@ -126,12 +194,11 @@ class Streamed:
 
     @property
     def layers(self) -> int:
-        """How many layers (transformer blocks) the model has."""
         module: Any = self._model.module
         return len(module.layers)
 
     def run(self, ids: Sequence[int], *, observer: Observer | None = None, watch: Watch | None = None) -> mx.array:
-        """Return (n, vocabulary) float32, evaluated: row i holds the log-probabilities of what follows ids[i]."""
+        """Return (n, vocabulary) float32, evaluated: log-probabilities after each of ``ids``."""
         model = self._open(observer, watch, lazy_ends=False)
         logits = model(mx.array([list(ids)]))[0].astype(mx.float32)
         found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -139,10 +206,8 @@ class Streamed:
         return found
 
     def observe(self, batch: Sequence[Sequence[int]], observer: Observer) -> None:
-        """Run sequences of equal length side by side, for what ``observer`` is told. No logits are computed.
-
-        Memory beside a layer's weights: some four times tokens × widest layer × 4 bytes, 1 GB for 4,096 tokens of an 8B model.
-        """
+        """Run equal-length sequences in parallel for ``observer``, without logits."""
+        # Memory beside a layer: some 4 × tokens × widest layer × 4 bytes; 1 GB for 4,096 tokens of an 8B model.
         model = self._open(observer, None, lazy_ends=True)
         model(mx.array([list(ids) for ids in batch]))
 
@@ -176,7 +241,6 @@ def _finished(total: int, watch: Watch | None, progress: LayersDone | None, numb
 
 
 def _streamed_modules(model: nn.Module, layers: dict[int, int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers, and every module that is part of none, each once, with its path."""
     modules = list(model.named_modules())
     seen = {
         id(part) for _, module in modules if id(module) in layers for part in module.modules() if part is not module
@@ -189,7 +253,7 @@ def _streamed_modules(model: nn.Module, layers: dict[int, int]) -> Iterator[tupl
 
 @dataclass(slots=True)
 class _Reader:
-    """Fills copies of modules with weights. Each array is handed out once, so that nothing here keeps it."""
+    """Fills module copies with weights, each array handed out once, so that nothing keeps it."""
 
     read: Read
     on_cpu: bool  # in float32, and multiplied by NumPy, as the engine does on a plain CPU
@@ -197,7 +261,6 @@ class _Reader:
     left: dict[str, mx.array] = field(default_factory=dict)
 
     def fill(self, path: str, template: nn.Module) -> Any:
-        """Return a copy of ``template``, the module at ``path``, with its weights, not evaluated."""
         names = [name for name, _ in tree_flatten(template.parameters())]
         if any(f"{path}.{name}" not in self.left for name in names):
             self.left = self.read()  # the first call, or a module that is called again
@@ -208,8 +271,6 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Answers a layer's calls: evaluated as a whole before anything else is read. finished: is given its output."""
-
     path: str
     template: nn.Module
     reader: _Reader
@@ -224,7 +285,7 @@ class _Layer:
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         filled = self.reader.fill(self.path, self.template)
         if self.reader.on_cpu:
-            from tokamac.engine.model.cpu.dense import unpack
+            from tokamac.engine.cpu.layers import unpack
 
             filled.set_dtype(mx.float32)
             unpack(filled)
@@ -237,8 +298,6 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Answers the calls of an embedding or a linear layer outside the layers."""
-
     path: str
     template: nn.Module
     reader: _Reader
@@ -266,7 +325,6 @@ class _End:
 
 
 def _rows_of(module: nn.Module, rows: mx.array | slice) -> Any:
-    """Return these rows of an embedding or a linear layer, in float32: all that it holds has a row for each output."""
     part = clone(module)
     size = len(part.weight)
     whole = {name: array for name, array in part.parameters().items() if array.ndim and len(array) == size}
@@ -276,8 +334,8 @@ def _rows_of(module: nn.Module, rows: mx.array | slice) -> Any:
 
 
 def _multiplied(module: Any, x: mx.array) -> mx.array:
-    """Return x Wᵀ + b by NumPy: an embedding leaves its product of many rows to MLX, as prefill never asks for it."""
-    from tokamac.engine.model.cpu.dense import DenseEmbedding, DenseLinear, unpack
+    # An embedding leaves products of many rows to MLX, as prefill never needs them.
+    from tokamac.engine.cpu.layers import DenseEmbedding, DenseLinear, unpack
 
     pieces = []  # unpacked one by one: in float32, the whole of W would be larger than any layer
     for begin in range(0, len(module.weight), ROWS):
@@ -295,11 +353,8 @@ def _product(module: Any, x: mx.array) -> mx.array:
 
 
 def observe(module: nn.Module, path: str, observer: Observer) -> None:
-    """Tell ``observer`` of every call of a linear layer in ``module``, at ``path`` in its model.
-
-    Linear layers and stacks of experts (mlx-lm's SwitchLinear), packed or not. Other layers with a matrix are not observed:
-    convolutions, embeddings (also where they serve as the output head), products per attention head.
-    """
+    """Call ``observer`` for each linear layer or SwitchLinear call in ``module``, packed or not."""
+    # Not for convolutions, embeddings (even as the output head), or per-head products.
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     first = {
@@ -334,24 +389,12 @@ def _observed_stack(own: Method, path: str, observer: Observer) -> Method:
 
 
 def activation_statistics(model: Streamed, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """Return the mean squared input of every channel of the linear layers over a text.
+    """Return each linear layer's mean squared input per channel, by module path.
 
-    A weight's rounding error matters as far as its channel is used: E‖(Ŵ − W) x‖² is Σ (ŵ − w)² E[x²] where channels are
-    uncorrelated. So these are the weights of a least-squares search for the codes.
-
-    Args:
-        model: Is run once.
-        sequences: Token ids, of equal length, run side by side, so that each weight is read once.
-
-    Returns:
-        By module path, float32 (in,), and (experts, in) of a stack of experts: an expert's own are those of the tokens that were
-        sent to it; where there were none, the mean over all rows of its stack. Layers that ``observe`` tells nothing of have no
-        entry, nor have those whose inputs were not finite: a weight that is no number is refused by its own name later.
-
-    Raises:
-        OptionError: For tokens the model does not know.
-        ModelError: Where it can't be read.
+    float32 (in,), or (experts, in) for stacks; experts without tokens get the stack's mean. Unobserved layers and
+    non-finite inputs have no entry. Raises OptionError for unknown tokens, ModelError.
     """
+    # Weights of the least-squares search: E‖(Ŵ − W) x‖² = Σ (ŵ − w)² E[x²] for uncorrelated channels.
     sums: dict[str, _SquareSum] = {}
 
     def add(inputs: Inputs) -> None:
@@ -365,7 +408,7 @@ def activation_statistics(model: Streamed, sequences: Sequence[Sequence[int]]) -
 
 
 class _SquareSum:
-    """Squares added up, on the host in float64. Where the layer is no stack of experts, all rows are those of one expert."""
+    """Sums squares in float64 on the host; a plain layer counts as one expert."""
 
     def __init__(self, first: Inputs) -> None:
         experts, self._stacked = first.stack or 1, first.stack is not None
@@ -389,7 +432,6 @@ class _SquareSum:
 
 
 def in_pieces(product: Callable[[mx.array], mx.array], x: mx.array, outputs: int) -> mx.array:
-    """Return ``product`` of x (…, in) as (…, outputs), some rows at a time where there are many: it takes each row alone."""
     rows, inputs = x.size // x.shape[-1], x.shape[-1]
     most = rows_here(2 * inputs * outputs)
     if most is None or rows <= most:
@@ -402,18 +444,14 @@ def in_pieces(product: Callable[[mx.array], mx.array], x: mx.array, outputs: int
 
 
 def rows_here(row_operations: int) -> int | None:
-    """Return ``rows_at_once`` for MLX's default device."""
     kind = device_kind()
     return rows_at_once(kind, _peak_tflops() if kind == "metal" else None, row_operations)
 
 
 def rows_at_once(kind: DeviceKind, peak_tflops: float | None, row_operations: int) -> int | None:
-    """Return how many rows one product may take; None where there is no bound: on CPUs and on CUDA.
+    """Return the most rows per product; None on CPUs and CUDA.
 
-    Args:
-        kind: what MLX computes on.
-        peak_tflops: the GPU's half-precision peak, 10^12 operations a second; None where it is unknown.
-        row_operations: what a row takes: twice the size of the matrix that it is multiplied by.
+    peak_tflops: half precision, 10^12 operations/s, or None. row_operations: twice the matrix's size.
     """
     if kind != "metal":
         return None

@@ -1,29 +1,30 @@
-"""Write a plan: tensor by tensor, each read, checked, cast, packed, appended to its shard, noted in the journal and let go."""
+"""Writes a plan tensor by tensor (read, check, cast, pack, append, journal, free), and its model card."""
 
 import math
+import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
+from tokamac.engine import files
+from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.errors import ConversionError
+from tokamac.engine.perf.config_cost import Packing
 
-from .methods import Quantizer
-from .modules import AGAIN, check_finite, not_finite
-from .plan import HeadsPlan, Plan, TensorPlan
-from .report import WeightError
+from .options import SHIPPED, Options
+from .packing import Quantizer
+from .plan import FLOATS, INDEX, HeadsPlan, Plan, ShardWriter, TensorPlan
+from .report import RECORD, Outcome, Provenance, WeightError, by_part, with_error
 from .resume import TensorEntry, WorkDir
 from .search import squared_error
-from .shards import FLOATS, INDEX, ShardWriter
-from .source import HeadSource, Packed, Source
+from .source import AGAIN, HeadSource, Packed, Source, check_finite, not_finite
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDone:
-    """A tensor is written: ``done`` of ``total`` tensors, and of the source's bytes."""
-
     name: str
     done: int
     total: int
@@ -33,10 +34,7 @@ class TensorDone:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """What a tensor becomes: itself, cast, or packed words, scales and biases, evaluated.
-
-    error: where it was packed now, and can be compared with the source; None where it was not, or is taken over as it was.
-    """
+    """A tensor's outputs, evaluated. error: None where it was not packed now."""
 
     arrays: tuple[mx.array, ...]
     error: WeightError | None
@@ -45,10 +43,10 @@ class PackedTensor:
 def write(
     plan: Plan, source: Source, quantizer: Quantizer, work: WorkDir, progress: Callable[[TensorDone], None]
 ) -> dict[str, WeightError]:
-    """Write the model into ``work``, behind what an earlier run wrote there; return the errors of what was packed, by tensor.
+    """Write the model after any earlier run's tensors; return packing errors by tensor.
 
-    Entries of ``source`` are popped as they are written, or found written. progress: called after every tensor, and first for the
-    last one that was there. Raises ConversionError, naming the tensor, where one can't be read or holds NaN or infinities; OSError.
+    Pops ``source`` entries. progress: per tensor, first for the last resumed one. Raises ConversionError, naming an
+    unreadable or non-finite tensor; OSError.
     """
     work.cut(_as_planned(plan, work))
     total, total_bytes, done_bytes = len(plan.tensors), sum(tensor.source_bytes for tensor in plan.tensors), 0
@@ -68,12 +66,14 @@ def write(
     (work.folder / INDEX).write_bytes(plan.index_json)
     (work.folder / "config.json").write_bytes(plan.config_json)
     for file in plan.copies:
-        shutil.copyfile(file, work.folder / file.name)
+        copy = work.folder / file.relative_to(source.folder)
+        if copy.parent != work.folder:
+            copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     return {entry.tensor: entry.error for entry in work.entries if entry.error is not None}
 
 
 def _as_planned(plan: Plan, work: WorkDir) -> int:
-    """Return how many of the tensors that are there, from the first one on, are what the plan would write."""
     ends = {name: (shard.name, end) for shard in plan.shards for name, end in shard.ends.items()}
     alike = {shard.name for shard in plan.shards if _begins_with(work.folder / shard.name, shard.header)}
     for number, (entry, tensor) in enumerate(zip(work.entries, plan.tensors, strict=False)):
@@ -98,7 +98,6 @@ def _write(tensor: TensorPlan, packed: PackedTensor, writer: ShardWriter, work: 
 
 
 def _write_heads(plan: HeadsPlan, heads: HeadSource, quantizer: Quantizer, folder: Path) -> None:
-    """Write heads for further tokens, from the beginning: they are small beside a model."""
     (folder / plan.shard.name).unlink(missing_ok=True)
     with ShardWriter(folder, [plan.shard]) as writer:
         for tensor in plan.tensors:
@@ -114,10 +113,7 @@ def _pop(tensor: TensorPlan, source: Source) -> tuple[mx.array, Packed | None]:
 
 
 def converted(plan: TensorPlan, source: Source, quantizer: Quantizer) -> PackedTensor:
-    """Return what a tensor becomes. Its entries in ``source`` are popped: they would keep what was read.
-
-    Raises ConversionError, naming the tensor, where it can't be read, or holds NaN or infinities, packed or not.
-    """
+    """Return a tensor's outputs, popping its source. Raises ConversionError if unreadable or non-finite."""
     weight, packed = _pop(plan, source)
     if plan.kept and packed is not None:
         words, *rest = packed.arrays
@@ -143,14 +139,12 @@ def converted(plan: TensorPlan, source: Source, quantizer: Quantizer) -> PackedT
 
 
 def _check_cast(plan: TensorPlan, given: mx.array, cast: mx.array) -> None:
-    """Raise ConversionError where a tensor, as the source has it or as it was cast, holds what is no finite number."""
     _check(plan.name, given)
     if cast is not given:
         _check(plan.name, cast, f"It does not fit {plan.dtype}: choose another --dtype.")
 
 
 def _check(name: str, array: mx.array, hint: str = AGAIN) -> None:
-    """Evaluate an array. Raises ConversionError where it can't be read, or holds what is no finite number."""
     _read(name, array)
     if mx.issubdtype(array.dtype, mx.floating):
         check_finite(name, array, hint=hint)
@@ -163,3 +157,141 @@ def _read(name: str, weight: mx.array) -> None:
         raise ConversionError(
             f"{name} can't be read: {error}", "Check the disk, or download the model again."
         ) from error
+
+
+# Names come from others: report.py has removed Markdown and YAML syntax. No time, path or memory figure, so
+# that the same conversion gives the same bytes.
+
+
+HERE = "path/to/this/folder"  # stands for the model in commands: where it lies is not known when the card is written
+
+METHODS = {
+    "round": "by rounding to the nearest step between a group's two ends (`mx.quantize`)",
+    "search": "by searching, for every group, the scale and bias of least squared error",
+    "gptq": "by GPTQ (mlx-lm's), which uses a calibration text",
+    "awq": "by AWQ (mlx-lm's), which uses a calibration text",
+}
+
+
+def card(plan: Plan, result: Outcome | None, made: Provenance) -> bytes:
+    sections = (_front_matter(plan, made), _what(plan, made), _quality(result), _use(plan), _again(plan.options, made))
+    return ("\n\n".join("\n".join(lines) for lines in sections) + "\n").encode()
+
+
+def command(options: Options, source: str) -> str:
+    """Return the shell command for the same conversion; a user's own text is named FILE."""
+    words = ["tokamac", "convert", source, *_flags(options)]
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def packing_name(packing: Packing | None) -> str:
+    if packing is None:
+        return "not packed"
+    group = f"groups of {packing.group_size}"
+    return f"{packing.bits} bits, {group}" if packing.mode == "affine" else f"{packing.mode}, {group}"
+
+
+def _front_matter(plan: Plan, made: Provenance) -> Iterator[str]:
+    base = made.id or made.card.get("base_model")
+    packings = {tensor.packing for tensor in plan.tensors if tensor.packing is not None}
+    tags = sorted({f"{p.bits}-bit" if p.mode == "affine" else p.mode for p in packings})
+    yield "---"
+    yield "library_name: mlx"
+    # In quotes whatever a word looks like: ``no`` and ``1.0`` are no text in YAML without them.
+    yield f'pipeline_tag: "{made.card.get("pipeline_tag", "text-generation")}"'
+    licence = ("license", "license_name", "license_link")
+    yield from (f'{key}: "{made.card[key]}"' for key in licence if key in made.card)
+    if base is not None:
+        yield f'base_model: "{base}"'
+        if not plan.options.dequantize:
+            yield "base_model_relation: quantized"
+    yield "tags:"
+    yield from (f'- "{tag}"' for tag in ("mlx", "tokamac", *tags))
+    yield "---"
+
+
+def _what(plan: Plan, made: Provenance) -> Iterator[str]:
+    options = plan.options
+    named = f"[{made.name}](https://huggingface.co/{made.id})" if made.id else f"`{made.name}`"
+    versions = ", ".join(f"{name} {number or 'of unknown version'}" for name, number in made.versions.items())
+    yield f"# {made.name} at {plan.bits_per_weight:.2f} bits per weight, for MLX"
+    yield ""
+    yield f"Converted from {named}: {files.size(plan.source_bytes)} became {files.size(plan.weight_bytes)}."
+    yield f"Made with {versions}{', products of float32 in TF32 where the GPU has it' if made.tf32 else ''}."
+    if made.adapter is not None:
+        yield f"The adapter `{made.adapter['name']}` was added to its weights first."
+    if not options.dequantize:
+        weighed = options.how == "search" and options.calibration is not None
+        how = ", with errors weighted by each channel's inputs on a calibration text" if weighed else ""
+        yield f"Weights were packed {METHODS[options.how]}{how}."
+    yield ""
+    yield "| part | packing | tensors | weights | size |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for row in by_part(plan):
+        counts = f"{row.tensors:,} | {row.parameters:,} | {files.size(row.nbytes)}"
+        yield f"| {row.part} | {packing_name(row.packing)} | {counts} |"
+
+
+def _quality(result: Outcome | None) -> Iterator[str]:
+    yield "## How close it is to its source"
+    yield ""
+    if result is None:
+        yield "It was not compared with its source."
+        return
+    if result.concerns:
+        yield from (f"**Warning.** {concern}" for concern in result.concerns)
+        yield result.advice
+        yield ""
+    yield "| measure | value |"
+    yield "| --- | ---: |"
+    yield from (f"| {name} | {value} |" for name, value in _measures(result))
+    yield ""
+    if result.quality is None:
+        yield "No text was compared."
+    else:
+        yield f"Both models' next-token distributions were compared at {result.quality.positions:,} positions of a text."
+
+
+def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
+    yield "relative error of the packed weights", with_error(result.relative_error)
+    if (found := result.quality) is not None:
+        yield "KL divergence, nats a token", with_error(found.kl, found.kl_se)
+        yield "same most likely token", "unknown" if found.top1 is None else f"{100 * found.top1:.1f} %"
+        yield "perplexity", with_error(found.perplexity, found.perplexity_se)
+        yield "the source's perplexity", with_error(found.reference_perplexity, found.reference_perplexity_se)
+        yield "perplexity ÷ the source's", with_error(found.perplexity_ratio, found.perplexity_ratio_se)
+
+
+def _use(plan: Plan) -> Iterator[str]:
+    yield from ("## Run it", "", "```sh", f"tokamac chat {HERE}")
+    if loads_in_mlx_lm(str(plan.config.get("model_type"))):
+        yield f'mlx_lm.generate --model {HERE} --prompt "Hello"'
+    yield "```"
+
+
+def _again(options: Options, made: Provenance) -> Iterator[str]:
+    yield from ("## Reproduce it", "", "```sh", command(options, made.id or "SOURCE"), "```", "")
+    yield f"`{RECORD}` lists every tensor, the options, the versions and the hashes of what it was made from."
+
+
+def _flags(options: Options) -> Iterator[str]:
+    valued = {
+        "--mode": None if options.mode == "affine" else options.mode,
+        "--bits": options.bits,
+        "--group-size": options.group_size,
+        "--method": options.method,
+        "--recipe": options.recipe,
+        "--target-bpw": None if options.target_bpw is None else f"{options.target_bpw:g}",
+        "--embed-bits": options.embed_bits,
+        "--dtype": options.dtype,
+    }
+    yield from (word for flag, value in valued.items() if value is not None for word in (flag, str(value)))
+    plain = {
+        ("--dequantize",): options.dequantize,
+        ("--calibration",): options.calibration == SHIPPED,
+        ("--calibration", "FILE"): options.calibration not in (None, SHIPPED),
+        ("--adapter", "ADAPTER"): options.adapter is not None,
+        ("--unchecked",): options.unchecked,
+        ("--no-verify",): not options.verify,
+    }
+    yield from (word for words, given in plain.items() if given for word in words)

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator
 from itertools import chain, count, groupby, zip_longest
@@ -12,11 +13,15 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-_MEMORY = Path("/dev/shm")
-"""Where Linux has files in memory: tests write thousands, each through to the disk."""
+from tests.clients import clients
+from tests.real import models
+
+_MEMORY = Path("/dev/shm")  # where Linux has files in memory: tests write thousands, each through to the disk
 if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4e9:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 _TEMPORARY = os.environ.get("PYTEST_DEBUG_TEMPROOT", "/tmp")
+for lying in (models, clients):  # by the user's own folders: tests only read there
+    os.environ[lying.VARIABLE] = str(lying.folder())
 # Before anything imports huggingface_hub or platformdirs: they read these once.
 _HOME = tempfile.TemporaryDirectory(prefix="tokamac-tests-", dir=_TEMPORARY)
 for variable, folder in {
@@ -48,9 +53,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has what it sta
 
 
 LONGEST = (
-    "tui/test_snapshots.py", "test_golden.py", "test_download.py", "test_metal.py", "tui/test_app.py", "test_evaluation.py",
-    "tui/test_figures.py", "test_conversion.py", "test_usage.py", "tui/test_models.py", "plain/test_commands.py",
-    "test_verify.py", "test_heads.py", "test_draft_model.py", "kv/test_plan.py", "test_cpu_step.py", "test_resume.py",
+    "tui/test_snapshots.py", "test_golden.py", "test_toys.py", "test_download.py", "test_metal.py", "tui/test_app.py",
+    "test_evaluation.py", "tui/test_figures.py", "test_conversion.py", "test_usage.py", "tui/test_models.py",
+    "plain/test_commands.py", "test_verify.py", "test_heads.py", "test_draft_model.py", "test_cpu_step.py", "test_resume.py",
 )  # fmt: skip
 
 
@@ -105,9 +110,15 @@ def bandwidth_file() -> Path:
     chip, size = detect(), bandwidth.SMALLEST
     if chip.bandwidth_gbs is None and (gbs := bandwidth.measure_bandwidth(size)) is not None:
         while size <= bandwidth.LARGEST:  # no working set is read faster than the smallest
-            bandwidth.BandwidthRecord.of(chip, size).keep(bandwidth.KeptBandwidth(2 * gbs, trusted=True))
+            bandwidth.BandwidthRecord.measured(chip, size).keep(bandwidth.KeptBandwidth(2 * gbs, trusted=True))
             size *= 2
     return bandwidth.store_file()
+
+
+@pytest.fixture
+def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no standard input, as where a program is begun by a window."""
+    monkeypatch.setattr(sys, "stdin", None)
 
 
 @pytest.fixture
@@ -122,7 +133,7 @@ def settled_memory() -> None:
 @pytest.fixture
 def all_worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every prompt is stored: whether reading is quicker than computing is measured, and a busy machine says otherwise at times."""
-    from tokamac.engine.prompt_cache.disk import Rates
+    from tokamac.engine.metrics import Rates
 
     monkeypatch.setattr(Rates, "is_worth", lambda *_: True)
 

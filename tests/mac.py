@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from tokamac.engine import device
-from tokamac.engine.perf import macos
-from tokamac.engine.perf.macos import Pages
+from tokamac.engine.perf import hardware
+from tokamac.engine.perf.hardware import Pages
 
 GIB = 1 << 30
 
@@ -21,6 +21,7 @@ IOREG = """+-o AGXAcceleratorG16G  <class AGXAcceleratorG16G, id 0x1, registered
     }
 """
 
+# A 16 GB M1 Pro, macOS 14.5, at work: vm_stat's figures (whose "free" leaves the speculative pages out).
 PAGES = Pages(
     size=16384,
     free=3451 + 292,
@@ -33,19 +34,17 @@ PAGES = Pages(
     anonymous=298971,
     compressor=434189,
 )
-"""A 16 GB M1 Pro, macOS 14.5, at work: vm_stat's figures (whose "free" leaves the speculative pages out)."""
 
+# Macs in use, by their GiB, as people published their vm_stat. That of 24 does not tell files from programs:
+# speculative pages are files, and the rest is counted as programs.
 CAPTURES: dict[int, Pages] = {
     8: Pages(16384, 4337 + 1606, 105685, 94309, 115653, 1606, 694, 54008, 147592, 166864),
     16: PAGES,
     24: Pages(16384, 19455 + 946, 425314, 425521, 118425, 946, 23960, 946, 850835, 545078),
     48: Pages(16384, 92431 + 72043, 1005889, 951688, 226877, 72043, 19124, 838088, 1191532, 736126),
 }
-"""Macs in use, by their GiB, as people published their vm_stat. That of 24 does not tell files from programs: speculative pages are
-files, and the rest is counted as programs."""
 
-RECOMMENDED_SHARE = 2 / 3
-"""Of its memory: the least that any Mac is reported to recommend for its GPU."""
+RECOMMENDED_SHARE = 2 / 3  # of its memory: the least that any Mac is reported to recommend for its GPU
 
 
 @dataclass(eq=False)
@@ -62,9 +61,9 @@ class RecordedMac:
         }
     )
     counted: Pages | None = PAGES
-    states: dict[str, int] = field(default_factory=lambda: {macos.THERMAL_PRESSURE: 0})
+    states: dict[str, int] = field(default_factory=lambda: {hardware.THERMAL_PRESSURE: 0})
     low_power_mode: bool | None = False
-    outputs: dict[str, str] = field(default_factory=lambda: {macos.IOREG[0]: IOREG})
+    outputs: dict[str, str] = field(default_factory=lambda: {hardware.IOREG[0]: IOREG})
     asked: Counter[str] = field(default_factory=Counter)
 
     def integer(self, name: str) -> int | None:
@@ -114,7 +113,7 @@ class MetalDevice:
 
 def play_mac(patch: pytest.MonkeyPatch, mac: RecordedMac) -> None:
     """Let ``mac`` answer for macOS."""
-    patch.setattr(macos, "system", lambda: mac)
+    patch.setattr(hardware, "system", lambda: mac)
 
 
 def as_captured(mac: "RecordedMac", metal: "MetalDevice", gib: int) -> None:

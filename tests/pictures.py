@@ -1,14 +1,15 @@
 """Take the documents' pictures: ``python -m tests.pictures [NAME …]`` writes assets/pictures/*.svg.
 
 The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine (``explain``,
-``steps``, ``versions``), and, for ``mac``, with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents
-say so beneath the picture. The user's folders are not read: the pictures have no models, chats or measurements but those of the
-run.
+``steps``, ``versions``), with a real model (``real``: `make models`), and, for ``mac``, with a scripted engine that plays a Mac.
+What it plays is arithmetic, and the documents say so beneath the picture. The user's folders are not read: the pictures have no
+models, chats or measurements but those of the run.
 """
 
 import asyncio
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -19,32 +20,35 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from tests.real.models import SMOLLM2
 from tests.scripted_engine import MAC_MODEL, SCRIPTED
 from tokamac.app.backend.protocol import Figures, Loaded, WhatIf
 from tokamac.app.chat import commands
+from tokamac.app.chat.controller import first_question
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.chat.what_if_form import first_question
 from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
-from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
-from tokamac.app.tui.screens.steps import StepsScreen
+from tokamac.app.tui.run import build
+from tokamac.app.tui.screens.explain import StepsScreen
 from tokamac.app.tui.screens.versions import VersionsScreen
+from tokamac.engine import Sampling
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
+# How long an idle engine may take to measure this machine's latency with the model, and how often it is asked for it.
 MEASURED_S, LOOK_S = 120.0, 1.0
-"""How long an idle engine may take to measure this machine's latency with the model, and how often it is asked for it."""
 DRAWN_S = 0.5
+# The theme that a terminal's own colours don't change: the pictures look the same whoever takes them.
 THEME = "tokamac-dark"
-"""The theme that a terminal's own colours don't change: the pictures look the same whoever takes them."""
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
-PLAYED = ("mac",)
-"""Pictures that a scripted engine plays."""
-REAL = ("explain", "steps", "versions")
-"""Pictures of what the embedded model does on this machine."""
-STEP = 6
-"""How far from a reply's first step to the one that is shown."""
+REAL_MODEL, REVISION = "you/SmolLM2-135M-Instruct-4bit", "0" * 40
+CONVERTED = SMOLLM2.converted  # while home is still the user's
+CONVERSATION = ("What is the capital of France?", "Write three short sentences about it.")
+SPOKEN = ("real",)  # of a conversation with a real model
+PLAYED = ("mac",)  # pictures that a scripted engine plays
+REAL = ("explain", "steps", "versions")  # pictures of what the embedded model does on this machine
+STEP = 6  # how far from a reply's first step to the one that is shown
 
 
 async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
@@ -107,10 +111,20 @@ def nobody(folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
+def keep_real_model(home: Path) -> None:
+    """Put the converted model into the hub's cache of ``home``: a picture shows a name, not a folder of this machine."""
+    kept = home / ".cache" / "huggingface" / "hub" / f"models--{REAL_MODEL.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(REVISION)
+    shutil.copytree(CONVERTED, kept / "snapshots" / REVISION)
+
+
 @asynccontextmanager
 async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tuple[TokamacApp, Pilot[Any]]]:
     """Open the chat, ask ``questions``, and leave what the screen shows then."""
     with tempfile.TemporaryDirectory() as scratch, nobody(Path(scratch)):
+        if options.get("model") == REAL_MODEL:
+            keep_real_model(Path(scratch))
         save_settings(Path(scratch) / "settings.toml", Settings(theme=THEME, toured=True))
         app, bridge = build(
             ChatOptions(
@@ -144,6 +158,10 @@ async def take(names: Sequence[str]) -> None:
                 await asyncio.sleep(DRAWN_S)
                 save(app, name)
                 await pilot.press("escape")
+    if "real" in names:
+        async with chatting(CONVERSATION, model=REAL_MODEL, sampling=Sampling(seed=1)) as (app, pilot):
+            await pilot.press("ctrl+end")
+            save(app, "real")
     if "mac" in names:
         async with chatting(QUESTIONS[:1], model=MAC_MODEL, engine=SCRIPTED) as (app, _):
             save(app, "mac")
@@ -180,4 +198,4 @@ def save(app: TokamacApp, name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(take(sys.argv[1:] or [*REAL, *PLAYED]))
+    asyncio.run(take(sys.argv[1:] or [*REAL, *SPOKEN, *PLAYED]))

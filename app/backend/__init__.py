@@ -1,1 +1,1 @@
-"""The engine in a process of its own: the language it speaks (protocol), its loop (child), the app's end (client)."""
+"""The engine in a child process: wire protocol, the child's loop, the app's client."""

@@ -1,13 +1,11 @@
-"""The engine's process: ``python -m tokamac.app.backend.child``. Requests on stdin, messages on stdout, all else to stderr.
+"""Engine process (``python -m tokamac.app.backend.child``): requests on stdin, messages on stdout."""
 
-    stdin ─ reader thread ─▶ queue ─ main thread ─▶ a thread for each reply ─▶ Engine ─▶ its events ─ outbox ─▶ stdout
-                └── Cancel: straight to that reply                     pulse ─▶ text batches, measurements, heartbeat
-
-The main thread begins replies and waits for none, but before it loads or unloads a model, or ends. Prices and counts wait for the
-engine, so threads of their own ask for them (engine_client.py). Other programs of the user may ask as well, as guests (sharing.py).
-The file descriptor of stdout is taken away at the start: a stray print of any library lands in the log, and can't break the
-protocol. When stdin closes, however the screen went, the process ends.
-"""
+#     stdin ─ reader thread ─▶ queue ─ main thread ─▶ a thread per reply ─▶ Engine ─▶ events ─ outbox ─▶ stdout
+#                 └── Cancel: straight to that reply                pulse ─▶ text batches, measurements, heartbeat
+#
+# The main thread waits for replies only before a load, an unload or the end; prices and counts have their own
+# threads (engine_client.py). The process owns a private copy of stdout, so a stray print of a library lands in
+# the log and can't break the protocol. It ends when stdin closes.
 
 import faulthandler
 import os
@@ -18,25 +16,27 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from tokamac.engine.errors import EngineClosedError, OptionError, TokamacError, panic_error
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelNote, Piece, Price, TextChunk
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelNote, ModelSpec, Piece, Price, TextChunk
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.hub.names import GUIDE
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, Speculation, TemplateOptions
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation, TemplateOptions
 from tokamac.engine.perf.memory import SOURCES
 
 from .. import settings
 from ..guide import with_offers, without_offers
-from .engine_client import EngineClient, OpenReply, accepted
-from .outbox import Outbox
+from ..reports.verdict import poor_quality
+from .client import Outbox
+from .engine_client import EngineClient, OpenReply
 from .protocol import (
     LONGEST_LINE,
     AnotherModelError,
     AskCount,
+    AskEmbeddings,
     AskPrice,
     AskTokens,
     AskWhatIf,
@@ -49,6 +49,7 @@ from .protocol import (
     Guests,
     Hold,
     Join,
+    KeepGoing,
     LimitMemory,
     Load,
     Loaded,
@@ -56,7 +57,6 @@ from .protocol import (
     LookAgain,
     MachineMeasured,
     MemoryUse,
-    ModelInfo,
     Quit,
     ReplyEvent,
     Request,
@@ -74,21 +74,16 @@ if TYPE_CHECKING:
     from tokamac.engine import Engine
 
 T = TypeVar("T")
-Loader = Callable[[Load, Callable[[LoadProgress], None]], "tuple[Engine, ModelInfo]"]
+Loader = Callable[[Load, Callable[[LoadProgress], None]], "tuple[Engine, ModelSpec]"]
 
-CLOSE_S = FLUSH_S + 2.0
-"""How long the engine gets to end its reply and close once the screen is gone."""
-TELLING_S = 0.5
-"""How long replies get to tell that a node is gone."""
-TROUBLE_S = 2.0
-"""The prompt cache is written in idle time: how often an idle process asks whether that went well."""
+CLOSE_S = FLUSH_S + 2.0  # how long the engine gets to end its reply and close once the screen is gone
+TELLING_S = 0.5  # how long replies get to tell that a node is gone
+TROUBLE_S = 2.0  # the prompt cache is written in idle time: how often an idle process asks whether that went well
 
 
-def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelInfo]":
-    """Return the engine with the model that ``request`` names, and what the screen shows of it; raise TokamacError.
-
-    A group size is stored for all models: where this one can't have it, the default is used, and a note says so.
-    """
+def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelSpec]":
+    """Load the model that ``request`` names. Raises TokamacError."""
+    # The stored group size holds for all models: where this one can't have it, the default and a note replace it.
     from tokamac.engine import Engine
 
     cache = PromptCacheSpec() if request.prompt_cache else None
@@ -116,27 +111,20 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
 
     try:
         engine = load(request.kv)
-        return engine, _model_info(engine)
+        return engine, _spec_of(engine)
     except OptionError as refused:
         usual = replace(request.kv, group_size=KVSpec().group_size)
         if usual == request.kv:
             raise
         engine = load(usual)
-        return engine, _model_info(engine, f"{refused.message}; the default is used")
+        return engine, _spec_of(engine, f"{refused.message}; the default is used")
 
 
-def _model_info(engine: "Engine", *notes: str) -> ModelInfo:
-    """notes: what of the settings was changed for this model, before what the engine says itself."""
-    spec, tokenizer = engine.spec, engine.tokenizer
-    shared = {each.name for each in fields(ModelInfo)} & {each.name for each in fields(spec)}
-    return replace(
-        ModelInfo(**{name: getattr(spec, name) for name in shared}),
-        path=str(spec.path),
-        later_system=tokenizer.has_chat_template and tokenizer.takes_later_system(),
-        recommended=Sampling().resolved(spec.recommended),
-        model_notes=(*map(ModelNote, notes), *spec.model_notes),
-        rounded="" if spec.rounding is None else str(spec.rounding),
-    )
+def _spec_of(engine: "Engine", *notes: str) -> ModelSpec:
+    """Return the engine's spec, with notes on changed settings and on quality before its own."""
+    worse = poor_quality(engine.spec.path)
+    first = (*map(ModelNote, notes), *([ModelNote(worse, "quality")] if worse else []))
+    return replace(engine.spec, model_notes=(*first, *engine.spec.model_notes))
 
 
 def _memory_use(engine: "Engine") -> MemoryUse:
@@ -146,7 +134,7 @@ def _memory_use(engine: "Engine") -> MemoryUse:
 
 
 class Child:
-    """The loop of the process: one engine at most, and the replies of all who ask."""
+    """Main loop of the process: at most one engine, and the replies of all clients."""
 
     def __init__(self, load: Loader, outbox: Outbox) -> None:
         self._load = load
@@ -154,7 +142,6 @@ class Child:
         self._loaded: Loaded | None = None
         self._loads = 0
         self._wanted: Load | None = None  # the last that was asked for
-        self._later_system = self._takes_tools = True
         self._guide = False
         self._requests: queue.SimpleQueue[tuple[EngineClient, Request]] = queue.SimpleQueue()
         self._told_trouble = False
@@ -167,7 +154,6 @@ class Child:
         self._listener: EngineListener | None = None
 
     def run(self, stdin: BinaryIO) -> None:
-        """Answer requests until told to quit."""
         threading.Thread(target=self._read, args=(stdin,), name="reader", daemon=True).start()
         while True:
             client, request = self._next()
@@ -185,7 +171,7 @@ class Child:
         self._close()
 
     def _next(self) -> tuple[EngineClient, Request]:
-        """Wait for a request, and look now and then whether the prompt cache is well."""
+        """Wait for a request; check the prompt cache's health now and then."""
         for client in self._everybody():
             client.forget_cancels(self._requests.empty)
         while True:
@@ -215,6 +201,8 @@ class Child:
                     client.counts.ask(self._engine, request)
                 case AskTokens():
                     client.tokens.ask(self._engine, request)
+                case AskEmbeddings():
+                    client.embeddings.ask(self._engine, request)
                 case AskWhatIf():
                     client.advisor.ask(self._between_replies, request)
                 case LookAgain():
@@ -228,7 +216,7 @@ class Child:
 
     @contextmanager
     def _telling_failures(self, client: EngineClient, request: Request) -> Iterator[None]:
-        """Tell what fails inside a with block, whatever a model's code raises: it must not take the process down."""
+        """Report any failure inside the block: whatever a model's code raises must not end the process."""
         try:
             yield
         except BaseException as error:
@@ -242,7 +230,7 @@ class Child:
                 each.outbox.put(told)
 
     def _load_model(self, request: Load, client: EngineClient) -> None:
-        """Load for who asks. Guests who expect another model have to go, and all others hear of it."""
+        """Load for ``client``; guests that expect another model are disconnected, others notified."""
         self._close()
         self._wanted = request
         for guest in self._guests():
@@ -252,7 +240,7 @@ class Child:
             self._owner.advisor.limit = request.memory
             self._engine, info = self._load(request, client.outbox.put)
         self._guide = request.model == GUIDE
-        self._later_system, self._takes_tools, self._told_trouble = info.later_system, info.takes_tools, False
+        self._told_trouble = False
         engine = self._engine
         limits, memory = engine.limits(1), _memory_use(engine)
         told = (limits.ceiling_tps, limits.bandwidth_gbs, memory, limits.bandwidth_condition)
@@ -273,7 +261,7 @@ class Child:
         client.outbox.put(self._loaded)
 
     def _limit_memory(self, memory: int | None) -> None:
-        """Have the limit set once the engine is free: on a thread, since the next request does not wait for that."""
+        """Set the limit on a thread once the engine is free, so that the next request doesn't wait."""
         if (engine := self._engine) is not None:
 
             def limit() -> None:
@@ -283,13 +271,14 @@ class Child:
             threading.Thread(target=limit, name="limit", daemon=True).start()
 
     def _lost(self, error: TokamacError) -> None:
-        """A node is gone, and MLX joins a group once: have replies tell it, and end, to be started again."""
+        """A node is gone: fail all replies and end the process."""
+        # MLX can join a group only once per process, so only a restart can rejoin.
         threading.Event().wait(TELLING_S)
         print(error.message, file=sys.stderr, flush=True)  # at the very end: MLX's link complains in the same log
         os._exit(1)
 
     def _tell_limits(self, engine: "Engine") -> None:
-        """Tell what the machine allows, after it was measured in idle time. Called on the engine's thread."""
+        """Send the limits measured in idle time. Called on the engine thread."""
         limits = engine.limits(1)
         told = (limits.ceiling_tps, limits.bandwidth_gbs, limits.bandwidth_condition)
         if self._loaded is not None:
@@ -302,7 +291,6 @@ class Child:
     # Guests ---------------------------------------------------------------------------------------------------------------
 
     def _share(self, path: Path) -> None:
-        """Let other programs of the user ask, over a socket at ``path``."""
         if self._listener is None:
             try:
                 self._listener = EngineListener(path, self._welcome)
@@ -310,7 +298,7 @@ class Child:
                 self._owner.outbox.put(EngineNotice(f"The engine can't be shared: {error}"))
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Hear a guest, until it goes. Runs on a thread of its own."""
+        """Serve a guest until it leaves; runs on its own thread."""
         outbox = GuestOutbox(connection)
         guest = EngineClient(outbox, self)
         with self._clients_lock:
@@ -338,7 +326,7 @@ class Child:
             self._owner.outbox.put(Guests(len(self._guests())))
 
     def _join(self, guest: EngineClient, request: Join) -> None:
-        """Have a guest hear of the model, which is loaded again where it was given up. Raises TokamacError for another one."""
+        """Admit a guest, reloading a model that was given up. Raises TokamacError if another one is loaded."""
         guest.joined, guest.text_every_s = request.load, request.text_every_s
         wanted = self._wanted
         if wanted is None:
@@ -402,10 +390,10 @@ class Child:
         events: Iterator[Event],
         may_go_on: threading.Event,
     ) -> None:
-        """Tell a reply. Runs on a thread of its own."""
+        """Relay a reply; runs on its own thread."""
         try:
             with self._telling_failures(client, request):
-                end = self._told(client, request, events, may_go_on)
+                end = self._send_events(client, request, events, may_go_on)
                 if end is None:
                     return
                 if not request.watched:
@@ -419,10 +407,10 @@ class Child:
         finally:
             client.ended(request.id)
 
-    def _told(
+    def _send_events(
         self, client: EngineClient, request: Generate, events: Iterator[Event], may_go_on: threading.Event
     ) -> Finished | None:
-        """Tell a reply's events but for its end, which is returned: it is told once the memory that the reply takes is known."""
+        """Relay all events but ``Finished``, which is returned: it is sent once the memory use is known."""
         end: Finished | None = None
         begun = False
         for event in events:
@@ -440,12 +428,10 @@ class Child:
         return end
 
     def _wait_for_replies(self) -> None:
-        """Wait until none runs."""
         for running in self._replies():
             running.reader.join()
 
     def wait_for_foreground(self) -> None:
-        """Wait until none runs that somebody waits for."""
         for running in self._replies():
             if not running.request.background:
                 running.reader.join()
@@ -454,7 +440,8 @@ class Child:
         return [reply for client in self._everybody() for reply in client.replies()]
 
     def _reread(self, client: EngineClient, engine: "Engine", request: Generate, end: Finished) -> None:
-        """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
+        # Templates drop earlier thinking, so the cached tokens differ from the next prompt: without this the
+        # next turn pays for the prefill.
         if end.text and not end.tool_calls and (end.thinking or request.template.thinking is not None):
             before = request.messages[:-1] if request.continues else request.messages
             turn = (Message("assistant", end.text, end.thinking), Message("user", ""))
@@ -477,7 +464,7 @@ class Child:
         template: TemplateOptions,
         then: Callable[[Price | None], None] = lambda _: None,
     ) -> None:
-        """Begin a client's warm-up in place of its last. What fails here fails again, and is told, when the prompt is sent."""
+        """Replace a client's warm-up. Failures are ignored: they recur, and are reported, when the prompt is sent."""
         client.end_warming()
         try:
             client.warming = engine.warm_ahead(self.accept(messages), template=template, then=then)
@@ -487,12 +474,10 @@ class Child:
             then(None)
 
     def accept(self, messages: Sequence[Message]) -> list[Message]:
-        """Return what the model's chat template takes."""
-        kept = without_offers(messages) if self._guide else messages
-        return accepted(kept, later_system=self._later_system, takes_tools=self._takes_tools)
+        return without_offers(messages) if self._guide else list(messages)
 
     def _between_replies(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which may touch MLX and take longer than a token; while no model is loaded, a load waits for it."""
+        """Run ``work``, which may touch MLX for longer than a token; with no model loaded, a load waits for it."""
         self.wait_for_foreground()
         if (engine := self._engine) is not None:
             return engine.between(work)
@@ -516,7 +501,6 @@ class Child:
     # What is read ---------------------------------------------------------------------------------------------------------
 
     def _read(self, stdin: BinaryIO) -> None:
-        """Sort requests as they arrive; leave when the screen does."""
         while line := stdin.readline(LONGEST_LINE + 1):
             if (request := self._decoded(self._owner, line)) is not None:
                 self._sort(self._owner, request)
@@ -534,10 +518,12 @@ class Child:
             return None
 
     def _sort(self, client: EngineClient, request: Request) -> None:
-        """Act at once on what is for a reply that may run; the rest waits for its turn."""
+        """Act immediately on requests for a running reply; queue the rest."""
         match request:
             case Cancel(id):
                 client.cancel(id)
+            case KeepGoing(id):
+                client.keep_going(id)
             case Hold(id) | GoOn(id):
                 client.hold(id, held=isinstance(request, Hold))
             case Share(path):
@@ -549,7 +535,6 @@ class Child:
 
 
 def serve(load: Loader = load_engine) -> None:
-    """Serve the process's stdin and stdout with engines that ``load`` makes, then end the process."""
     faulthandler.enable(sys.stderr)
     raise_open_files()
     out = os.dup(1)

@@ -1,10 +1,4 @@
-"""The screen's end of the engine's process: start it, talk to it, notice when it dies or freezes, never wait for it.
-
-    caller ─ send ─▶ writer thread ─▶ stdin      stdout ─▶ reader thread ─▶ on_event(reply | Garbled | Died)
-
-``on_event`` is called from the reader's thread; the caller brings it to its own loop. The process leads its own session, so
-that Ctrl-C in the terminal reaches only the screen; it ends when its stdin closes, however the screen went.
-"""
+"""Both ends of the pipe to the engine process: its outbox and pulse; the app's link, which notices death and hangs."""
 
 import os
 import queue
@@ -14,24 +8,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
+from tokamac.engine.events import Piece, TextChunk, ToolCallDelta
 from tokamac.engine.files import FLUSH_S
 
-from ..sanitise import sanitise_line
-from .command_process import killed_by
+from ..text.sanitise import sanitise_line
 from .protocol import (
     LONGEST_LINE,
     AskTokens,
     EngineMessage,
     EngineNotice,
     Generate,
+    Heartbeat,
     PromptTokens,
     Quit,
+    ReplyEvent,
     Request,
     RequestFailed,
     WireError,
@@ -39,23 +36,165 @@ from .protocol import (
     encode,
 )
 
+# One line per token would wake the screen hundreds of times a second at a system call each, so text waits up
+# to ``flush_s`` and measurements follow more rarely; when idle nothing wakes.
+
+
+TEXT_FLUSH_S = 1 / 15
+# Where the model computes on the same cores as the screen, which each wake takes a millisecond of.
+FLUSH_BESIDE_S: dict[str, float] = {"cpu": 0.2}
+STATS_S = 0.4
+HEARTBEAT_S = 1.0
+
+
+class Outbox:
+    """Writes messages to a file descriptor. Thread-safe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, list[Piece]]] = []  # a reply, and text of it that is all of one kind
+        self._flushed = 0.0
+        self.flush_s = TEXT_FLUSH_S
+
+    def suit(self, device: str, text_every_s: float | None = None) -> None:
+        """Set the text batching interval; None: the best for a screen while ``device`` computes."""
+        self.flush_s = FLUSH_BESIDE_S.get(device, TEXT_FLUSH_S) if text_every_s is None else text_every_s
+
+    def put(self, message: EngineMessage) -> None:
+        """Write ``message`` after any waiting text; text itself within ``flush_s``."""
+        with self._lock:
+            if isinstance(message, ReplyEvent) and isinstance(message.event, Piece):
+                self._wait(message.id, message.event)
+            else:
+                self._flush(message)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def _wait(self, reply: int, piece: Piece) -> None:
+        """Append to the waiting text of the same reply, across other replies: each batch wakes the screen."""
+        last = next((pieces for of, pieces in reversed(self._waiting) if of == reply), None)
+        if last is not None and _kind(last[0]) == _kind(piece):
+            last.append(piece)
+        else:
+            self._waiting.append((reply, [piece]))
+        if time.monotonic() - self._flushed >= self.flush_s:
+            self._flush()
+
+    def _flush(self, *then: EngineMessage) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._flushed = time.monotonic()
+        if waiting or then:
+            self._write(*(ReplyEvent(reply, _joined(pieces)) for reply, pieces in waiting), *then)
+
+    def _write(self, *messages: EngineMessage) -> None:
+        lines = memoryview(b"".join(encode(message) for message in messages))
+        while lines:
+            lines = lines[os.write(self._fd, lines) :]
+
+
+def _kind(piece: Piece) -> tuple[type, str]:
+    """Return the key by which consecutive pieces merge; a tool call's pieces merge with its own only."""
+    return type(piece), piece.kind if isinstance(piece, TextChunk) else piece.id
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+    if calls:
+        return replace(calls[0], arguments="".join(piece.arguments for piece in calls))
+    chunks = [piece for piece in pieces if isinstance(piece, TextChunk)]
+    return TextChunk(
+        "".join(chunk.text for chunk in chunks),
+        chunks[0].kind,
+        tuple(chain.from_iterable(chunk.ids for chunk in chunks)),
+        tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        tuple(_guessed(chunks)),
+    )
+
+
+def _guessed(chunks: list[TextChunk]) -> Iterator[tuple[int, int]]:
+    at, last = 0, (0, 0)
+    for chunk in chunks:
+        for start, end in chunk.guessed:
+            if at + start > last[1]:
+                if last[1]:
+                    yield last
+                last = at + start, at + end
+            else:
+                last = last[0], at + end
+        at += len(chunk.text)
+    if last[1]:
+        yield last
+
+
+class Pulse:
+    """Thread that flushes text and sends measurements and heartbeats between ``start`` and ``stop``."""
+
+    def __init__(self, outbox: Outbox, measurements: Callable[[], list[ReplyEvent]]) -> None:
+        self._outbox = outbox
+        self._measurements = measurements
+        self._lock = threading.Lock()
+        self._works = 0
+        self._closed = False
+        self._busy = threading.Event()
+        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+
+    def start(self) -> None:
+        with self._lock:
+            self._works += 1
+            self._busy.set()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._works -= 1
+            if not self._works and not self._closed:
+                self._busy.clear()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._busy.set()
+
+    def _run(self) -> None:
+        beat = stats = 0.0
+        while self._busy.wait() and not self._closed:
+            now = time.monotonic()
+            self._outbox.flush()
+            if now - beat >= HEARTBEAT_S:
+                beat = now
+                self._outbox.put(Heartbeat())
+            if now - stats >= STATS_S - self._outbox.flush_s / 2:  # with the text that goes out next to it
+                stats = now
+                for measured in self._measurements():
+                    self._outbox.put(measured)
+            time.sleep(self._outbox.flush_s)
+
+
+#     caller ─ send ─▶ writer thread ─▶ stdin      stdout ─▶ reader thread ─▶ on_event(reply | Garbled | Died)
+#
+# ``on_event`` runs on the reader thread. The process has its own session, so Ctrl-C reaches only the screen;
+# it ends when its stdin closes.
+
+
 SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
-GRACE_S = FLUSH_S + 3.0
-"""The engine's process ends itself before: what it computed is written by then."""
+GRACE_S = FLUSH_S + 3.0  # the engine's process ends itself before: what it computed is written by then
 TAIL_BYTES = 4096
 LONGEST_LOG = 2**20  # bytes; the log before it is kept beside it
 
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """The process sent a line that is no message; it was left out."""
+    """The process sent an undecodable line, which was skipped."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process ended without being asked to. ``why`` is one short clause; ``last_line`` the end of its log."""
+    """The process ended unasked. why: a short clause; last_line: end of its log."""
 
     why: str
     last_line: str
@@ -64,17 +203,16 @@ class Died:
 BackendEvent = EngineMessage | Garbled | Died
 
 
-CHILD_COMMAND = (sys.executable, "-m", "tokamac.app.backend.child")
-"""Starts the engine's process."""
+CHILD_COMMAND = (sys.executable, "-m", "tokamac.app.backend.child")  # starts the engine's process
 
 
 class EngineLink:
-    """A connection to an engine's process: what is sent, and what is heard.
+    """Connection to an engine process.
 
     Args:
-        outgoing, incoming: lines to the process and from it; both are closed by threads of this.
-        on_event: told what the process says, on a thread of this.
-        silence_s: after how long without a word from a process at work it counts as hung.
+        outgoing, incoming: closed by the link's own threads.
+        on_event: called with each message, on a thread of the link.
+        silence_s: seconds of silence after which a busy process counts as hung.
     """
 
     def __init__(
@@ -96,11 +234,11 @@ class EngineLink:
             threading.Thread(target=run, args=given, name=f"engine-{run.__name__}", daemon=True).start()
 
     def send(self, request: Request) -> None:
-        """Queue ``request``; never blocks. To a dead process it is silently late: ``Died`` has been or will be reported."""
+        """Queue ``request``; never blocks. To a dead process it is dropped: ``Died`` is reported."""
         self._outgoing.put(request)
 
     def set_busy(self, busy: bool) -> None:
-        """Say whether the process is at work, so that its silence would mean that it hangs."""
+        """Set whether the process is at work, so that silence means a hang."""
         if busy and not self._busy.is_set():
             self._heard = time.monotonic()
             self._busy.set()
@@ -108,12 +246,12 @@ class EngineLink:
             self._busy.clear()
 
     def kill(self) -> None:
-        """End the process at once, whatever it does. ``Died`` is not reported."""
+        """Kill the process; ``Died`` is not reported."""
         self._asked_to_end = True
         self._end()
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Ask the process to end, wait, and end it if it does not. For the way out of the app."""
+        """Ask the process to end; kill it after ``grace_s``."""
         self._asked_to_end = True
         self._outgoing.put(Quit())
         self._outgoing.put(None)
@@ -123,15 +261,13 @@ class EngineLink:
 
     @property
     def alive(self) -> bool:
-        """Whether there is somebody who hears."""
         return not self._ended.is_set()
 
     def _end(self) -> None:
-        """End the process, or the connection to it."""
         raise NotImplementedError
 
     def _ended_how(self) -> tuple[str, str]:
-        """Return, once nothing more comes, why it ended, and the end of its log; free what is held."""
+        """Return why it ended and the end of its log, once the streams are closed; frees resources."""
         raise NotImplementedError
 
     def _write(self, outgoing: IO[bytes]) -> None:
@@ -163,7 +299,7 @@ class EngineLink:
 
     @staticmethod
     def _decode(line: bytes, incoming: IO[bytes]) -> BackendEvent:
-        """Return what ``line`` says; of a line that is too long, the rest is read past."""
+        """Decode ``line``; skips the rest of an overlong one."""
         end = line
         while len(line) > LONGEST_LINE and end and not end.endswith(b"\n"):
             end = incoming.readline(LONGEST_LINE)
@@ -173,7 +309,6 @@ class EngineLink:
             return Garbled(sanitise_line(error.message))
 
     def _watch(self) -> None:
-        """Kill the process when it should be at work and is silent."""
         now = time.monotonic()
         while self._busy.wait() and not self._ended.wait(self._silence_s / 4):
             now, last = time.monotonic(), now
@@ -188,7 +323,7 @@ class EngineLink:
 
 
 class EngineProcess(EngineLink):
-    """One running engine process. A new one is made for a restart; this one is never reused."""
+    """One running engine process; never reused, a restart makes a new one."""
 
     def __init__(
         self,
@@ -215,7 +350,6 @@ class EngineProcess(EngineLink):
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     def _end(self) -> None:
@@ -246,7 +380,7 @@ class EngineProcess(EngineLink):
 
 
 def _refused(request: Request) -> EngineMessage | None:
-    """Return the answer to what is too long to be sent; None where the process says so itself."""
+    """Return the answer to an oversized request; None where the process reports it itself."""
     why = "the prompt is too long to be read"
     match request:
         case Generate(id):
@@ -258,7 +392,7 @@ def _refused(request: Request) -> EngineMessage | None:
 
 
 def _opened(log: Path) -> tuple[IO[bytes], str]:
-    """Return what the process writes its log to, and what to say where that is not ``log``: then it is gone with the process."""
+    """Open the log; falls back to a temporary one and returns a warning."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists() and log.stat().st_size > LONGEST_LOG:
@@ -270,3 +404,14 @@ def _opened(log: Path) -> tuple[IO[bytes], str]:
         return tempfile.TemporaryFile("a+b", buffering=0), unkept
     except OSError:
         return Path(os.devnull).open("a+b", buffering=0), unkept
+
+
+def killed_by(number: int) -> str:
+    """Describe the signal; one that Python has no name for, by number."""
+    known = number in set(signal.Signals)
+    return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
+
+
+def how_ended(status: int) -> str:
+    """Describe an exit status as ``subprocess`` has it: negative is a signal."""
+    return f"was {killed_by(-status)}" if status < 0 else f"ended with status {status}"

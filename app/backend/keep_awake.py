@@ -1,9 +1,7 @@
-"""Keeps macOS from sleeping while something is at work: ``caffeinate -i -w PID``, a process beside this one.
+"""Keeps macOS awake during work with ``caffeinate -i -w PID``."""
 
-Metal stops while a Mac sleeps, and so does the clock that replies are timed by. Only idle sleep is held off: the display may go
-dark, since a lit one makes macOS less patient with long work on the GPU (ml-explore/mlx#3267). ``-w`` ends caffeinate with this
-process, however that ends.
-"""
+# Metal, and the clock that times replies, stop while a Mac sleeps. Only idle sleep is held off: a lit display
+# makes macOS less patient with long GPU work (ml-explore/mlx#3267). ``-w`` ends caffeinate with this process.
 
 import functools
 import os
@@ -16,24 +14,23 @@ from typing import ParamSpec, TypeVar
 
 PROGRAM = "/usr/bin/caffeinate"
 
+# How long it stays after the work, so that a conversation does not start one a reply. No Mac sleeps sooner than in a
+# minute.
 LINGER_S = 10.0
-"""How long it stays after the work, so that a conversation does not start one a reply. No Mac sleeps sooner than in a minute."""
-REAP_S = 2.0
-"""How long its end is waited for."""
+REAP_S = 2.0  # how long its end is waited for
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
 def program() -> str | None:
-    """Return what keeps this machine awake; None where nothing is known."""
     return PROGRAM if sys.platform == "darwin" else None
 
 
 class KeepAwake:
-    """One process of ``program``, while anybody works and ``wanted`` says so when the work begins. Any thread may tell.
+    """One ``program`` process while any worker is busy and ``wanted`` was true at its start. Thread-safe.
 
-    Where it can't be started, or ends by itself, nothing is said and it is not tried again: whatever works goes on as well.
+    Failures are silent and not retried: the work goes on without it.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class KeepAwake:
         self._timer: threading.Timer | None = None
 
     def tell(self, worker: object, *, busy: bool) -> None:
-        """Take note whether ``worker`` is at work. The same may be told any number of times."""
+        """Set whether ``worker`` is busy; idempotent."""
         with self._lock:
             if self._program is None or busy == (worker in self._workers):
                 return
@@ -65,7 +62,6 @@ class KeepAwake:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Keep awake while entered."""
         worker = object()
         self.tell(worker, busy=True)
         try:
@@ -74,7 +70,6 @@ class KeepAwake:
             self.tell(worker, busy=False)
 
     def close(self) -> None:
-        """End the process, whoever works."""
         with self._lock:
             self._workers.clear()
             process, self._process = self._process, None
@@ -116,7 +111,7 @@ def _end(process: "subprocess.Popen[bytes] | None") -> None:
 
 
 def awake(run: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Return ``run`` as a function that keeps this machine awake, unless the settings say otherwise."""
+    """Decorator: keep the machine awake while ``run`` runs, unless the settings say otherwise."""
 
     @functools.wraps(run)
     def kept(*arguments: Given.args, **named: Given.kwargs) -> Made:
@@ -131,7 +126,6 @@ def awake(run: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def in_settings() -> bool:
-    """Return what the settings say. What is wrong with them is told by who needs them."""
     from .. import settings
 
     try:

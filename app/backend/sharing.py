@@ -1,11 +1,9 @@
-"""One engine for several programs of one user: a socket of its process, a card beside it that says what is there, and its guests.
+"""One engine shared by several programs of one user: a socket, a card that describes it, and guests."""
 
-    server or chat ─ stdin ─▶ engine's process ◀─ socket ─ guests: other chats, the server that /serve starts
-
-Both lie in a folder that only the user can enter, so whoever reaches the socket is the user; nothing is listened to on a network.
-A guest speaks as who started the process does, so it lacks nothing; it can't load or unload. A card whose process does not answer
-is removed by who finds it.
-"""
+#     server or chat ─ stdin ─▶ engine process ◀─ socket ─ guests: other chats, the server of /serve
+#
+# Socket and card lie in a folder only the user can enter; nothing listens on a network. Guests speak the
+# owner's protocol but can't load or unload. Whoever finds a card without a living process removes it.
 
 import json
 import os
@@ -22,31 +20,25 @@ from pathlib import Path
 
 from tokamac.engine.errors import TokamacError
 
-from ..strict_json import build
-from .client import BackendEvent, Died, EngineLink, EngineProcess
-from .outbox import Outbox
+from ..text.strict_json import build
+from .client import BackendEvent, Died, EngineLink, EngineProcess, Outbox
 from .protocol import EngineMessage, EngineNotice, Join, Load, Request, Share
 
-LONGEST_PATH = 100
-"""Bytes of a socket's path: macOS takes 103."""
+LONGEST_PATH = 100  # bytes of a socket's path: macOS takes 103
 LONGEST_CARD = 2**16
 BACKLOG = 16
 CONNECT_S = 2.0
-BEGIN_S = 5.0
-"""How long a process may take from making its socket to listening at it."""
-STUCK_S = 5
-"""How long a guest may take to read what its socket holds; then it is let go, so that it holds up nobody."""
+BEGIN_S = 5.0  # how long a process may take from making its socket to listening at it
+STUCK_S = 5  # how long a guest may take to read what its socket holds; then it is let go, so that it holds up nobody
 
 
 class SharingError(TokamacError):
-    """An engine can't be shared, or not be reached."""
+    """An engine can't be shared or reached."""
 
 
 def sharing_folder() -> Path:
-    """Return the folder of sockets and cards, made where there is none. Raises SharingError where others could enter it.
-
-    In XDG_RUNTIME_DIR, where a session has one and its name is short enough for a socket; else among temporary files.
-    """
+    """Return (create) the folder of sockets and cards. Raises SharingError if others could enter it."""
+    # XDG_RUNTIME_DIR where set and short enough for a socket path, else the temporary folder.
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime or "", "tokamac", "engines")
     if not folder.is_absolute() or len(os.fsencode(folder)) > LONGEST_PATH - 24:
@@ -64,13 +56,13 @@ def sharing_folder() -> Path:
 
 
 def chat_socket() -> Path:
-    """Return where the engine of this process's chat lets guests in. Raises SharingError."""
+    """Raises SharingError."""
     return sharing_folder() / f"chat-{os.getpid()}.sock"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCard:
-    """What is said of an engine that may be shared. pid: who holds it; url: where that answers HTTP. load: how it was loaded."""
+    """Describes a shareable engine. pid: its owner; url: the owner's HTTP server. load: how it was loaded."""
 
     pid: int
     url: str
@@ -79,11 +71,10 @@ class EngineCard:
 
     @property
     def path(self) -> Path:
-        """The file of the card."""
         return Path(self.socket).with_suffix(".json")
 
     def write(self) -> None:
-        """Write it, for the user alone. Raises OSError."""
+        """Write it with owner-only permissions. Raises OSError."""
         draft = self.path.with_suffix(".new")
         with suppress(FileNotFoundError):
             draft.unlink()
@@ -93,14 +84,12 @@ class EngineCard:
         draft.replace(self.path)
 
     def remove(self) -> None:
-        """Remove it and the socket."""
         for each in (self.path, Path(self.socket)):
             with suppress(OSError):
                 each.unlink()
 
     @property
     def stale(self) -> bool:
-        """Whether nobody answers at its socket any more."""
         try:
             connected(Path(self.socket)).close()
         except SharingError:
@@ -109,7 +98,7 @@ class EngineCard:
 
 
 def cards() -> Iterator[EngineCard]:
-    """Yield the cards of engines that answer; those of others are removed, and sockets that were left without one."""
+    """Yield cards of live engines; removes stale cards and sockets."""
     try:
         folder = sharing_folder()
         files, sockets = sorted(folder.glob("*.json")), sorted(folder.glob("*.sock"))
@@ -134,7 +123,6 @@ def cards() -> Iterator[EngineCard]:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether nobody listens at a socket, and nobody is about to."""
     try:
         if time.time() - path.lstat().st_mtime < BEGIN_S:
             return False
@@ -147,7 +135,7 @@ def _is_left(path: Path) -> bool:
 
 
 def connected(path: Path) -> socket.socket:
-    """Return a connection to the engine at ``path``. Raises SharingError."""
+    """Raises SharingError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         found = path.lstat()
@@ -165,7 +153,7 @@ def connected(path: Path) -> socket.socket:
 
 
 class EngineListener:
-    """Lets guests in, each on a thread of its own. Raises OSError or SharingError where it can't listen at ``path``."""
+    """Accepts guests, one thread each. Raises OSError or SharingError where it can't listen."""
 
     def __init__(self, path: Path, welcome: Callable[[socket.socket], None]) -> None:
         if len(os.fsencode(path)) > LONGEST_PATH:
@@ -180,7 +168,6 @@ class EngineListener:
         threading.Thread(target=self._run, name="listener", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
         self._socket.close()
         with suppress(OSError):
             self._path.unlink()
@@ -200,7 +187,7 @@ class EngineListener:
 
 
 class GuestOutbox(Outbox):
-    """Writes to a guest, as long as it reads; one that does not is let go."""
+    """Writes to a guest; one that stops reading is disconnected."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection.fileno())
@@ -208,13 +195,12 @@ class GuestOutbox(Outbox):
         self._gone = False
 
     def disconnect(self) -> None:
-        """End the connection; its reader notices."""
         self._gone = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection, and return once nothing is written to it: another file may have its descriptor next."""
+        """Disconnect, and return once no write is in progress: the file descriptor may be reused."""
         self.disconnect()  # frees who waits for the guest to read
         with self._lock:
             pass
@@ -229,12 +215,10 @@ class GuestOutbox(Outbox):
 
 
 class EngineGuest(EngineLink):
-    """A place at an engine that another program holds.
+    """A guest's link to another program's engine.
 
     Args:
-        path: its socket.
-        on_event: told what the engine says.
-        follows: whether any model is taken that is loaded there, now and later; else the one that ``Load`` names, or none.
+        follows: accept any model loaded there; else only the one that ``Load`` names.
     """
 
     def __init__(self, path: Path, on_event: Callable[[BackendEvent], object], *, follows: bool = False) -> None:
@@ -243,7 +227,7 @@ class EngineGuest(EngineLink):
         super().__init__(self._connection.makefile("wb"), self._connection.makefile("rb"), on_event)
 
     def send(self, request: Request) -> None:
-        """Queue ``request``; what is to be loaded is to be there."""
+        """Queue ``request``; a ``Load`` must match the model that is there."""
         if isinstance(request, Load):
             request = Join(None if self._follows else request, request.text_every_s)
         super().send(request)
@@ -258,32 +242,28 @@ class EngineGuest(EngineLink):
 
 
 class CardFinder:
-    """Finds an engine that has a model already. off: finds none, so that a chat has one of its own."""
+    """Finds an engine that already has a model. off: finds none."""
 
     def __init__(self, *, off: bool = False) -> None:
         self._off = off
         self._lost: set[str] = set()
 
     def find(self, load: Load) -> EngineCard | None:
-        """Return the card of an engine that was loaded in this way; not of one that was lost before."""
+        """Return the card of an engine loaded this way, except a lost one."""
         if self._off:
             return None
         fit = (each for each in cards() if each.pid != os.getpid() and each.load.same_engine(load))
         return next((card for card in fit if card.socket not in self._lost), None)
 
     def lose(self, card: EngineCard) -> None:
-        """Never find this one again: it ended, and may seem to be there for a moment more."""
+        """Ignore this card from now on: its engine ended but may seem alive for a moment."""
         self._lost.add(card.socket)
 
 
 class ChatEngine:
-    """The engine of a chat: a process of its own, or a place at one that a server of the same user has with the same model.
+    """A chat's engine: its own process, or a guest place at a server's engine; each ``Load`` decides anew.
 
-    Which of them, each ``Load`` decides anew. Its methods are those of ``EngineLink``.
-
-    Args:
-        command, log, on_event: as of ``EngineProcess``.
-        finder: finds an engine to share; None: there is none.
+    Same methods as ``EngineLink``. finder: None: never shares.
     """
 
     def __init__(
@@ -302,7 +282,7 @@ class ChatEngine:
         self.card: EngineCard | None = None
 
     def send(self, request: Request) -> None:
-        """Send ``request``, to the engine that it needs. Never waits long, and never raises."""
+        """Send to the engine that ``request`` needs; never blocks long, never raises."""
         if isinstance(request, Load):
             self._choose(request)
         elif self._link is None:
@@ -311,35 +291,30 @@ class ChatEngine:
             self._link.send(request)
 
     def set_busy(self, busy: bool) -> None:
-        """As of ``EngineLink``."""
         self._busy = busy
         if self._link is not None:
             self._link.set_busy(busy)
 
     def share(self, path: Path) -> None:
-        """Let other programs of the user ask the chat's own process, whenever there is one."""
         self._share = path
         if self._link is not None and self.card is None:
             self._link.send(Share(str(path)))
 
     def kill(self) -> None:
-        """End the process at once, or leave the one that is shared."""
         if self._link is not None:
             self._link.kill()
 
     def close(self) -> None:
-        """Ask the process to end and wait for it, or leave the one that is shared."""
         if self._link is not None:
             self._link.close()
 
     @property
     def alive(self) -> bool:
-        """Whether there is a process that would hear a request."""
         return self._link is None or self._link.alive
 
     @property
     def server_url(self) -> str:
-        """Where the server answers whose engine is used; "" where the engine is the chat's own."""
+        """URL of the server whose engine is used; "" for the chat's own engine."""
         return "" if self.card is None else self.card.url
 
     def _choose(self, load: Load) -> None:
@@ -354,7 +329,7 @@ class ChatEngine:
             return
         try:
             self.card = card
-            self._link = EngineGuest(Path(card.socket), self._heard(card))
+            self._link = EngineGuest(Path(card.socket), self._passing(card))
             where = f"at {card.url}" if card.url else f"(process {card.pid})"
             self._on_event(
                 EngineNotice(f"This chat uses the engine of the server {where}, so the model is loaded only once.")
@@ -366,15 +341,15 @@ class ChatEngine:
     def _start_own(self) -> None:
         self.card = None
         try:
-            self._link = EngineProcess(self._command, self._log, self._heard(None))
+            self._link = EngineProcess(self._command, self._log, self._passing(None))
             if self._share is not None:
                 self._link.send(Share(str(self._share)))
         except OSError as error:
             self._link = None
             self._on_event(Died(f"it could not be started: {error}", ""))
 
-    def _heard(self, card: EngineCard | None) -> Callable[[BackendEvent], object]:
-        """Return what passes events on while they come from the engine that is used."""
+    def _passing(self, card: EngineCard | None) -> Callable[[BackendEvent], object]:
+        """Return an event filter: passes events only while this engine is the one in use."""
 
         def hear(event: BackendEvent) -> None:
             if card is not None and isinstance(event, Died):

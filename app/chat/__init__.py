@@ -1,1 +1,1 @@
-"""The chat without a screen: what the full-screen and the plain chat share."""
+"""The chat's screen-independent core, shared by the full-screen and the plain chat."""

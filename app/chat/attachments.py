@@ -1,17 +1,15 @@
-"""Attachments of a prompt: files, long pasted texts, and what shell commands wrote.
+"""Attachments of a prompt: files, long pasted texts, shell output."""
 
-A file that the user named is read with the user's rights: a plain file within a size limit, text or PDF. Only the user's own input
-is followed; nothing that a model or another file says gets here. The text of a PDF is taken out in a process of its own (this
-module, bytes on stdin, JSON on stdout), so that a slow or malicious file costs no more than the deadline. To the model, attachments
-come before the user's words, each in a block that it can't end itself:
-
-    File notes.md:
-    ```
-    what the file says
-    ```
-
-    the user's words
-"""
+# Only paths that the user typed are read: regular files below a size limit, text or PDF. PDF extraction runs in
+# a child process (this module: bytes on stdin, JSON on stdout), so a malicious file costs at most the deadline.
+# Attachments precede the prompt's words, each in a fence that its content can't close:
+#
+#     File notes.md:
+#     ```
+#     content
+#     ```
+#
+#     the user's words
 
 import codecs
 import io
@@ -29,11 +27,11 @@ from typing import TYPE_CHECKING
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.files import NotRegularError, TooLargeError, exists, expanded, is_dir, read_bytes
 
-from ..sanitise import sanitise, sanitise_line
 from ..store.values import Attachment
+from ..text.sanitise import sanitise, sanitise_line
 
 if TYPE_CHECKING:
-    from ..backend.shell import ShellOutput
+    from ..backend.processes import ShellOutput
 
 DEADLINE_S = 60.0
 LARGEST_CHARACTERS = 4_000_000
@@ -44,7 +42,7 @@ class PDFError(TokamacError):
 
 
 def pdf_text(data: bytes) -> str:
-    """Return the text of a PDF, a blank line between pages. Raises PDFError."""
+    """Return a PDF's text, a blank line between pages. Raises PDFError."""
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=DEADLINE_S, check=False)
@@ -76,7 +74,6 @@ def _extract(data: bytes) -> str:
 
 
 def main() -> None:
-    """Read a PDF from stdin, and write its text to stdout as JSON."""
     try:
         told = {"text": _extract(sys.stdin.buffer.read())}
     except Exception as error:  # whatever a foreign file makes of a foreign library is one sentence
@@ -89,19 +86,17 @@ if __name__ == "__main__":
 
 
 def fence_for(text: str) -> str:
-    """Return at least three backticks, and more than ``text`` has in a row, so that it can't end its own block."""
+    """Return a fence longer than any backtick run in ``text``, at least three."""
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 LONG_PASTE_CHARACTERS = 2_000
-LONG_PASTE_LINES = 30
-"""A longer paste would bury the text around it."""
+LONG_PASTE_LINES = 30  # a longer paste would bury the text around it
 
 _PASTE = "paste"
 _PASTED = "pasted text"
 _COMMAND = "command"
-LONGEST_COMMAND = 80
-"""Characters of a command in the name of its output; the text has all of it."""
+LONGEST_COMMAND = 80  # characters of a command in the name of its output; the text has all of it
 _KINDS = {
     "markdown": frozenset({".md", ".markdown"}),
     "csv": frozenset({".csv", ".tsv"}),
@@ -117,25 +112,21 @@ _NUMBER = re.compile(rf"{_PASTED} ([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An unsent prompt: the user's words and attachments."""
-
     text: str = ""
     attachments: tuple[Attachment, ...] = ()
 
     @property
     def whole(self) -> str:
-        """The whole prompt as the model sees it."""
         return whole(self.text, self.attachments)
 
 
 def whole(words: str, attachments: Iterable[Attachment]) -> str:
-    """Return the message made of ``words`` and ``attachments``."""
     blocks = [_block(attachment) for attachment in attachments]
     return "\n\n".join([*blocks, words] if words else blocks)
 
 
 def apart(message: str) -> Draft:
-    """Split what ``whole`` joined. A text that only looks as if it began with a file counts as one, too."""
+    """Inverse of ``whole``; a text that merely looks like an attachment counts as one."""
     found: list[Attachment] = []
     at = 0
     while block := _BLOCK.match(message, at):
@@ -150,30 +141,26 @@ def apart(message: str) -> Draft:
 
 
 def joined(drafts: Sequence[Draft]) -> Draft:
-    """Join several drafts into one, in order."""
     words = "\n\n".join(draft.text for draft in drafts if draft.text)
     return Draft(words, tuple(attachment for draft in drafts for attachment in draft.attachments))
 
 
 def attachment(name: str, text: str) -> Attachment:
-    """Return the file ``name`` with this text as an attachment, both made safe to show."""
     shown = sanitise_line(name)
     return Attachment(shown, sanitise(text).strip("\n"), kind_of(shown))
 
 
 def is_long(text: str) -> bool:
-    """Whether a pasted text is shown by a name only."""
     return len(text) > LONG_PASTE_CHARACTERS or text.count("\n") >= LONG_PASTE_LINES
 
 
 def pasted(text: str, beside: Iterable[Attachment]) -> Attachment:
-    """Return a pasted text, made safe, as an attachment ``beside`` the others."""
+    """Return a sanitized pasted text as an attachment with a name unused in ``beside``."""
     numbers = [int(number[1]) for each in beside if (number := _NUMBER.fullmatch(each.name))]
     return Attachment(f"{_PASTED} {max(numbers, default=0) + 1}", sanitise(text).strip("\n"), _PASTE)
 
 
 def output_of(output: "ShellOutput") -> Attachment:
-    """Return what a shell command wrote as an attachment: the command, its output, and how it ended if not well."""
     command = sanitise(output.command).strip()
     name = sanitise_line(command)
     name = name if len(name) <= LONGEST_COMMAND else f"{name[: LONGEST_COMMAND - 1]}…"
@@ -183,23 +170,22 @@ def output_of(output: "ShellOutput") -> Attachment:
 
 
 def shell_command(text: str) -> str | None:
-    """Return the shell command in what the user wrote: what follows a ``!``; None where it is a prompt."""
+    """Return the shell command after a leading ``!``; None for a prompt."""
     return text[1:].strip() if text.startswith("!") else None
 
 
 def unescaped(prompt: str) -> str:
-    """Return a prompt without the backslash that kept its ``!`` from being a shell command's."""
+    """Remove the backslash that escapes a prompt's leading ``!``."""
     return prompt[1:] if prompt.startswith("\\!") else prompt
 
 
 def kind_of(name: str) -> str:
-    """Return what a file of this name is: ``markdown``, ``csv``, ``pdf``, ``text``, or else ``code``."""
+    """Return ``markdown``, ``csv``, ``pdf``, ``text`` or else ``code``."""
     suffix = PurePath(name).suffix.lower()
     return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "code")
 
 
 def _block(attachment: Attachment) -> str:
-    """Return an attachment under its name, between fences with more backticks than it holds in a row."""
     fence = fence_for(attachment.text)
     name = sanitise_line(attachment.name)
     if attachment.kind == _PASTE and _NUMBER.fullmatch(name):
@@ -211,10 +197,8 @@ def _block(attachment: Attachment) -> str:
     return f"{title}:\n{fence}\n{attachment.text}\n{fence}"
 
 
-LARGEST_TEXT_BYTES = 4_000_000
-"""About a million tokens: no context holds more."""
-LARGEST_PDF_BYTES = 64_000_000
-"""Most of a PDF is pictures and fonts."""
+LARGEST_TEXT_BYTES = 4_000_000  # about a million tokens: no context holds more
+LARGEST_PDF_BYTES = 64_000_000  # most of a PDF is pictures and fonts
 _FILE_KINDS = "Text, code, Markdown, CSV and PDF can be attached."
 
 
@@ -222,18 +206,15 @@ class AttachError(TokamacError):
     """A file can't be attached."""
 
 
+# A path and a range of lines, both included: `main.py:10-40`.
 LINES = re.compile(r"(.+):([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
-"""A path and a range of lines, both included: ``main.py:10-40``."""
 MOST_IN_FOLDER = 200
 LARGEST_FOLDER_CHARACTERS = 2_000_000
 _GIT_S = 10.0
 
 
 def read_named(typed: str, folder: Path) -> Attachment:
-    """Return what ``typed`` names, relative to ``folder``: a file, lines of it (``main.py:10-40``), or a folder's text files.
-
-    Raises AttachError.
-    """
+    """Read a file, a line range (``main.py:10-40``) or a folder's text files. Raises AttachError."""
     if (ranged := LINES.fullmatch(typed)) and not exists(folder / expanded(typed)):
         return _lines(read_file(ranged[1], folder), int(ranged[2]), int(ranged[3]))
     if is_dir(folder / expanded(typed)):
@@ -242,7 +223,7 @@ def read_named(typed: str, folder: Path) -> Attachment:
 
 
 def _lines(whole: Attachment, first: int, last: int) -> Attachment:
-    """Return the lines ``first`` to ``last`` of a file, from 1, both included."""
+    """Return lines ``first`` to ``last``, 1-based, inclusive."""
     lines = whole.text.split("\n")
     if not first <= last or first > len(lines):
         raise AttachError(f"{whole.name} has lines 1 to {len(lines)}", "Write the range as FILE:FIRST-LAST.")
@@ -251,10 +232,8 @@ def _lines(whole: Attachment, first: int, last: int) -> Attachment:
 
 
 def read_folder(typed: str, folder: Path) -> Attachment:
-    """Return all text files below a folder as one attachment, each under its path. Raises AttachError.
-
-    What git ignores is left out, and hidden files; so is what is no text. There is a limit on files and characters.
-    """
+    """Return all text files below a folder as one attachment. Raises AttachError."""
+    # Skips hidden, git-ignored and non-text files; limits the number of files and characters.
     root, name = folder / expanded(typed), sanitise_line(typed.rstrip("/.") or typed)
     found: list[Attachment] = []
     for path in _listed(root):
@@ -271,7 +250,7 @@ def read_folder(typed: str, folder: Path) -> Attachment:
 
 
 def _listed(root: Path) -> list[str]:
-    """Return the files below ``root``, as git lists them where it does, else all that are not hidden."""
+    """List files below ``root`` by git where it works, else all that aren't hidden."""
     command = [
         "git",
         "-C",
@@ -304,10 +283,10 @@ _DEPENDENCIES = frozenset({"__pycache__", "node_modules", "target", "venv"})
 
 
 def read_file(typed: str, folder: Path) -> Attachment:
-    """Return the file at the path ``typed``, relative to ``folder``, as an attachment. A PDF may take seconds.
+    """Return a file as an attachment; a PDF may take seconds.
 
     Raises:
-        AttachError: it is missing, unreadable, not a regular file, too large, or neither text nor a PDF with text.
+        AttachError: missing, unreadable, not a regular file, too large, or neither text nor a PDF with text.
     """
     name = sanitise_line(typed)
     is_pdf = kind_of(typed) == "pdf"
@@ -344,7 +323,7 @@ def _read(path: Path, name: str, most: int) -> bytes:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """Return the text of a file: UTF-8, or UTF-16 that says so by its first bytes. Raises AttachError for what is no text."""
+    """Decode UTF-8, or UTF-16 with a BOM. Raises AttachError for other data."""
     encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     binary = b"\0" in data and encoding != "utf-16"
     try:

@@ -1,44 +1,43 @@
-"""What is asked of the engine while no reply runs: a draft computed ahead, prices, token counts, a title. Pure, like the session.
-
-    a pause in a long draft ──▶ AskPrice ──▶ Priced: much to read? ──▶ Warm ──▶ Warmed: ready
-    a message is selected   ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next action ──▶ …
-    the first whole reply   ──▶ WANTED ── idle ──▶ Generate in the background ──▶ WRITING ── Finished ──▶ Titled
-                                  ▲──── the chat is left, or another model chosen: Cancel ───┘
-
-A reply goes before all of these: what is computed ahead, and a title, take a tenth of the time at most beside it.
-"""
+"""Idle-time engine work: draft warm-up, prices, token counts, titles. Pure, like the session."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Literal
 
-from tokamac.engine.events import Event, Finished, Live, Message, Price
+from tokamac.engine.events import Event, Finished, Live, Message, ModelSpec, Price
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
 
-from .. import units
-from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, ModelInfo, Priced, Warm, Warmed
-from ..sanitise import REPLACEMENT, sanitise
+from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, Priced, Warm, Warmed
 from ..store.values import Attachment
-from .attachments import whole
-from .conversation import Conversation, Reply, Turn, cut_here, messages
+from ..text import units
+from ..text.sanitise import REPLACEMENT, sanitise, sanitise_line
+from ..tools.calls import call_line
+from .attachments import Draft, whole
+from .conversation import Conversation, Reply, Turn, cut_here, messages, prompts_of
 from .steps import Ask, Step, Titled
+
+#     pause in a long draft ──▶ AskPrice ──▶ Priced: much to read? ──▶ Warm ──▶ Warmed: ready
+#     message selected      ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next action ──▶ …
+#     first whole reply     ──▶ WANTED ── idle ──▶ Generate in background ──▶ WRITING ── Finished ──▶ Titled
+#                                 ▲──── chat left, or another model chosen: Cancel ───┘
+#
+# Replies come first: warm-ups and titles use at most a tenth of the time while one runs.
+
 
 LEAST_CHARACTERS = 200  # some fifty tokens: fewer are read in a moment once they are sent
 READY_TOKENS = 32  # a template's end, and last words that may still change, can't be read ahead
 
 
 def is_ready(price: Price) -> bool:
-    """Whether there is nothing left that could be read ahead."""
     return price.tokens <= READY_TOKENS and price.disk_bytes == 0
 
 
 class DraftWarmup:
-    """Has the engine compute the draft ahead while the user pauses in it.
+    """Prefills the draft while the user pauses.
 
-    Attributes:
-        price: what the draft takes, as of its last pause; None while that is unknown, or the draft is short.
-        template: what the chat template is told.
+    price: as of the last pause; None if unknown or the draft is short.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,6 @@ class DraftWarmup:
         self._id = 0
 
     def draft_paused(self, draft: str, messages: Sequence[Message]) -> list[Step]:
-        """Return what to ask when the user pauses in ``draft``, which would send ``messages``."""
         wanted = tuple(messages) if len(draft) >= LEAST_CHARACTERS else ()
         if wanted == self._messages:
             return []
@@ -60,24 +58,21 @@ class DraftWarmup:
         return [Ask(AskPrice("draft", self._id, wanted, template=self.template))]
 
     def history_changed(self, messages: Sequence[Message]) -> list[Step]:
-        """Return what to ask for a conversation that is new to the engine; ``messages`` end with an empty draft."""
+        """Return the steps for a conversation new to the engine; ``messages`` end with an empty draft."""
         return self._warm(tuple(messages)) if len(messages) > 1 else []
 
     def priced(self, event: Priced) -> list[Step]:
-        """Take a price; return what to ask next."""
         if (event.asker, event.id) != ("draft", self._id) or not self._messages:
             return []
         self.price = event.price
         return [] if event.price is None or is_ready(event.price) else self._warm(self._messages)
 
     def warmed(self, event: Warmed) -> list[Step]:
-        """Take the end of a warm-up, and what the draft takes now."""
         if event.id == self._id and self._messages:
             self.price = event.price
         return []
 
     def reset(self) -> None:
-        """Forget the draft: the engine was asked for something else, or is another."""
         self.price = None
         self._messages = ()
 
@@ -86,25 +81,23 @@ class DraftWarmup:
         return [Ask(Warm(self._id, messages, self.template))]
 
 
+# What tokens are counted of: an attachment, a text, or the definitions of tools.
 Countable = Attachment | str | tuple[ToolSpec, ...]
-"""What tokens are counted of: an attachment, a text, or the definitions of tools."""
 
 
 class TokenCounts:
-    """How many tokens each attachment takes of one model, its name and fences included, or a text; another model counts anew."""
+    """Token counts of attachments (name and fences included) and texts, for one model at a time."""
 
     def __init__(self) -> None:
-        self._model: ModelInfo | None = None
+        self._model: ModelSpec | None = None
         self._known: dict[Countable, int | None] = {}
         self._asked: dict[int, Countable] = {}
         self._id = 0
 
-    def of(self, model: ModelInfo | None, counted: Countable) -> int | None:
-        """Return the tokens that ``counted`` takes of ``model``; None while that is unknown."""
+    def look_up(self, model: ModelSpec | None, counted: Countable) -> int | None:
         return self._known.get(counted) if model is not None and model == self._model else None
 
-    def ask(self, model: ModelInfo | None, wanted: Iterable[Countable]) -> list[Step]:
-        """Return what to ask of ``model`` for attachments and texts that were not counted yet."""
+    def ask(self, model: ModelSpec | None, wanted: Iterable[Countable]) -> list[Step]:
         if model != self._model:
             self._model = model
             self._known.clear()
@@ -115,21 +108,18 @@ class TokenCounts:
 
     @property
     def pending(self) -> bool:
-        """Whether any answer is still to come."""
         return bool(self._asked)
 
     def awaits(self, wanted: Iterable[Countable]) -> bool:
-        """Whether the answer for any of ``wanted`` is still to come."""
         pending = set(self._asked.values())
         return any(each in pending for each in wanted)
 
     def counted(self, event: Counted) -> None:
-        """Take an answer."""
         if (counted := self._asked.pop(event.id, None)) is not None:
             self._known[counted] = event.tokens
 
     def reset(self) -> None:
-        """Expect no answer any more: what was not counted, or could not be, is asked again."""
+        """Drop pending answers; uncounted items will be asked for again."""
         self._asked.clear()
         self._known = {each: tokens for each, tokens in self._known.items() if tokens is not None}
 
@@ -141,36 +131,29 @@ class TokenCounts:
         return Ask(AskCount(self._id, wanted if isinstance(wanted, str) else whole("", (wanted,))))
 
 
-def context_limit(model: ModelInfo | None, kv: KVSpec) -> int | None:
-    """Return the tokens that a prompt must stay below; None where that is unknown, or the engine makes room by itself.
-
-    It does where the oldest tokens roll out, or the middle is left out.
-    """
+def context_limit(model: ModelSpec | None, kv: KVSpec) -> int | None:
+    """Return the exclusive token limit of a prompt; None if unknown, or if the engine evicts or truncates."""
     if model is None or kv.when_full in ("roll", "truncate-middle"):
         return None
     return model.capacity
 
 
-IDLE_S = 5.0
-"""How long nobody must have used the chat."""
-EXCERPT = 400
-"""Characters of the prompt, and of the reply, by which a title is found; some hundred tokens each."""
-MOST_WORDS, MOST_CHARACTERS = 8, 60
-"""Models count badly; what is longer is a sentence, not a title."""
+IDLE_S = 5.0  # how long nobody must have used the chat
+EXCERPT = 400  # characters of the prompt, and of the reply, by which a title is found; some hundred tokens each
+MOST_WORDS, MOST_CHARACTERS = 8, 60  # models count badly; what is longer is a sentence, not a title
 SYSTEM = (
     "You give a conversation its title: at most six words that name its subject, in the language of the conversation. "
     "Write the title alone, without quotation marks and without a full stop."
 )
-BEGUN = "Title:"
-"""The reply begins with it: the model neither thinks first nor greets."""
+BEGUN = "Title:"  # the reply begins with it: the model neither thinks first nor greets
 GREEDY = Sampling(temperature=0.0, max_tokens=16)
 
 _MARKS = re.compile(r"[`*_#<>|\[\]{}\\]+")
 _ENDS = " \t\"'“”„‟«»‹›‘’‚「」『』.:;,-–—"
+# How models begin to say no. In another language, too, a refusal is a sentence, and mostly too long.
 _DECLINED = re.compile(
     r"(?:i['’]m|i (?:am|can|cannot|could|do|don|will|would)|sorry|as an ai|unfortunately)\b", re.IGNORECASE
 )
-"""How models begin to say no. In another language, too, a refusal is a sentence, and mostly too long."""
 
 
 class _TitleState(Enum):
@@ -180,10 +163,9 @@ class _TitleState(Enum):
 
 
 class TitleRequest:
-    """Asks the model for the conversation's title, once: a bad one, or none, leaves the chat its first words.
+    """Asks the model once for a title; after a bad answer the chat keeps its first words.
 
-    It is written in the background: a prompt that is sent meanwhile begins at once, and the title goes on beside its reply. Its ids
-    are below zero: those above are of the session's replies.
+    Runs in the background beside replies; its request ids are negative, the session's positive.
     """
 
     def __init__(self) -> None:
@@ -192,28 +174,24 @@ class TitleRequest:
 
     @property
     def wanted(self) -> bool:
-        """Whether the model may be asked."""
         return self._state is _TitleState.WANTED
 
     def opened(self) -> None:
-        """Another conversation is shown."""
         self._state = _TitleState.NONE
 
     def ended(self, replies: Iterable[Reply]) -> None:
-        """A reply has ended, and these are there now: after the first whole one a title is wanted."""
-        whole_ones = sum(1 for reply in replies if reply.ending in ("stop", "length") and reply.text)
+        whole_ones = sum(1 for reply in replies if reply.ending in ("stop", "length", "full") and reply.text)
         if whole_ones == 1 and self._state is not _TitleState.WRITING:
             self._state = _TitleState.WANTED
 
     def ask(self, turn: Turn) -> list[Step]:
-        """Return what to ask for a title of the conversation that begins with ``turn``."""
         self._state = _TitleState.WRITING
         self._id -= 1
         asked = (*question(turn), Message("assistant", BEGUN))
         return [Ask(Generate(self._id, asked, GREEDY, continues=True, background=True))]
 
     def on_reply(self, id: int, event: Event | Live) -> list[Step]:
-        """Take an event of a reply that is not the session's; return the title, if it brings one."""
+        """Handle an event of a reply that isn't the session's; return the title if it brings one."""
         if id != self._id or self._state is not _TitleState.WRITING or not isinstance(event, Finished):
             return []
         self._state = _TitleState.NONE
@@ -221,26 +199,25 @@ class TitleRequest:
         return [Titled(title)] if title else []
 
     def failed(self, id: int) -> list[Step]:
-        """Take the failure of a reply that is not the session's."""
         if id == self._id and self._state is _TitleState.WRITING:
             self._state = _TitleState.NONE
         return []
 
     def stop(self) -> list[Step]:
-        """End it: the chat is left, or the model goes. Where the chat stays, it is asked for again once nobody uses it."""
+        """Cancel it; in the same chat it is asked for again once idle."""
         if self._state is not _TitleState.WRITING:
             return []
         self._state = _TitleState.WANTED
         return [Ask(Cancel(self._id))]
 
     def reset(self) -> None:
-        """Forget what was asked: the engine is another. It may have ended the last one, and is not asked again."""
+        """The engine was replaced: forget the request and don't repeat it, as it may have caused the crash."""
         if self._state is _TitleState.WRITING:
             self._state = _TitleState.NONE
 
 
 def question(turn: Turn) -> tuple[Message, ...]:
-    """Return what asks for a title: how the conversation begins, cut short, under a system prompt of its own."""
+    """Return the title prompt: the conversation's beginning, cut, under its own system prompt."""
     asked = turn.prompt or ", ".join(each.name for each in turn.attachments)
     said = turn.reply.text if turn.reply is not None else ""
     begins = f"The user wrote:\n{_cut(asked)}\n\nThe assistant replied:\n{_cut(said)}\n\nWhat is the title?"
@@ -248,7 +225,7 @@ def question(turn: Turn) -> tuple[Message, ...]:
 
 
 def title_of(said: str, *, whole: bool) -> str:
-    """Return the title in a model's answer as plain text on one line; "" where it gives none. whole: the answer was not cut."""
+    """Return a one-line plain title, or "". whole: the answer was not cut."""
     lines = [line.strip() for line in sanitise(said).removeprefix(BEGUN).split("\n")]
     while lines and not lines[0]:
         del lines[0]
@@ -264,21 +241,18 @@ def _cut(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-OTHER = "~ "
-"""Put before a prompt, it makes all of it another text: what an edit takes at most."""
+OTHER = "~ "  # put before a prompt, it makes all of it another text: what an edit takes at most
 INSTANT_S = 0.1
-READY = "instant"
-"""Of a path that can be gone on with at once: nothing of it is to be read again."""
-PATH = "branches"
-"""The ``id`` of a question about a path, which stands in the tree of all paths."""
+READY = "nothing to re-read"  # of a path that can be gone on with at once: nothing of it is to be read again
+PATH = "branches"  # the `id` of a question about a path, which stands in the tree of all paths
 
 
 @dataclass(frozen=True, slots=True)
 class PriceQuestion:
-    """What an action would have answered. most: editing less takes less.
+    """What an action would have the model read. most: an upper bound, for edits.
 
-    id: the action's in the registry; ``other`` of two versions, which ``older`` and ``newer`` both read.
-    key: of a path that is read from then on, the message it was asked for; nothing is answered yet. None: of another action.
+    id: the action's; ``other`` of two versions covers ``older`` and ``newer``. key: for a path that would be read
+    from then on, its message; None for other actions.
     """
 
     id: str
@@ -290,17 +264,14 @@ class PriceQuestion:
 
 @dataclass(frozen=True, slots=True)
 class KnownPrice:
-    """The price of what ``question`` asked about."""
-
     question: PriceQuestion
     price: Price
 
 
 class ActionPrices:
-    """Prices of what could be done with the selected message, or of paths, asked for one after another.
+    """Prices of actions on the selected message, or of paths, asked one after another.
 
-    known: those that came, in the order they were asked for. unpriced: what was answered, but has no price. waiting: what is not
-    answered yet. template: what the chat template is told.
+    unpriced: answered without a price. waiting: not answered yet.
     """
 
     def __init__(self) -> None:
@@ -311,13 +282,11 @@ class ActionPrices:
         self._id = 0
 
     def ask(self, asked: Sequence[PriceQuestion]) -> list[Step]:
-        """Return what to ask in place of what was asked before, which is forgotten with its prices."""
         self.reset()
         self.waiting = tuple(asked)
         return self._next()
 
     def priced(self, event: Priced) -> list[Step]:
-        """Take a price, and return what to ask next."""
         if (event.asker, event.id) != ("actions", self._id) or not self.waiting:
             return []
         question, *others = self.waiting
@@ -329,7 +298,6 @@ class ActionPrices:
         return self._next()
 
     def reset(self) -> None:
-        """No message is selected any more, or another engine is asked."""
         self.known = ()
         self.unpriced = self.waiting = ()
 
@@ -341,9 +309,8 @@ class ActionPrices:
         return [Ask(AskPrice("actions", self._id, first.messages, first.continues, self.template))]
 
 
-def questions(conversation: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
-    """Return what could be done with the message ``key``: make its reply again, go on with it, write its prompt anew, leave it
-    for a copy of what leads to it, or for other versions."""
+def questions(conversation: Conversation, system: str, key: int, info: ModelSpec | None) -> list[PriceQuestion]:
+    """Return the questions for regenerate, continue, edit, fork and other versions of message ``key``."""
     if key not in conversation.tree.nodes:
         return []
     return [
@@ -353,7 +320,7 @@ def questions(conversation: Conversation, system: str, key: int, info: ModelInfo
     ]
 
 
-def _answers(conversation: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
+def _answers(conversation: Conversation, system: str, key: int, info: ModelSpec | None) -> list[PriceQuestion]:
     if (prompt := conversation.prompt_of(key)) is None:
         return []
     asked = messages(system, conversation.sent(conversation.tree.turns_to(conversation.end_of_prompt(prompt.key))))
@@ -362,8 +329,8 @@ def _answers(conversation: Conversation, system: str, key: int, info: ModelInfo 
     return [PriceQuestion("again", asked), *_continuing(conversation.partial_reply(key), asked, info), edit]
 
 
-def _continuing(said: Reply | None, asked: tuple[Message, ...], info: ModelInfo | None) -> list[PriceQuestion]:
-    """Return the question of going on with what was ``said``; None: there is nothing yet, and ``asked`` is answered."""
+def _continuing(said: Reply | None, asked: tuple[Message, ...], info: ModelSpec | None) -> list[PriceQuestion]:
+    """Price continuing ``said``; None: answering ``asked``."""
     if said is None:
         return [PriceQuestion("continue", asked)]
     if why_whole(said, thinks=info is not None and info.thinks):
@@ -383,7 +350,7 @@ def _versions(conversation: Conversation, system: str, key: int) -> list[PriceQu
 
 
 def path(conversation: Conversation, system: str, key: int, name: str = PATH) -> PriceQuestion:
-    """Return the question what the next prompt would find to be read, once the path through ``key`` is the one that is read."""
+    """Price of the next prompt once the path through ``key`` is active."""
     return PriceQuestion(name, _next_prompt(conversation, system, conversation.tree.end_of(key)), key=key)
 
 
@@ -392,16 +359,16 @@ def _next_prompt(conversation: Conversation, system: str, end: int) -> tuple[Mes
 
 
 def of_path(price: Price) -> str:
-    """Return what a path would take before it can be continued: ``instant``, or ``1,204 tokens to read again, about 3.0 s``."""
+    """Describe a path's price: ``1,204 tokens to read again, about 3.0 s``."""
     if is_ready(price):
         return READY
     return amount(price, " to read again")
 
 
 def amount(price: Price, what: str = "", *, brief: bool = False) -> str:
-    """Return what ``price`` is, of ``what``: ``240 tokens, 1.2 MB from disk, about 0.4 s``. What is instant needs no seconds.
+    """Describe a price: ``240 tokens, 1.2 MB from disk, about 0.4 s``; no seconds if instant.
 
-    brief: in three figures, and either tokens or what comes from the disk.
+    brief: three significant figures, and either tokens or bytes.
     """
     disk_alone = is_of_disk(price) if brief else price.disk_bytes > 0 and not price.tokens
     parts = []
@@ -416,14 +383,203 @@ def amount(price: Price, what: str = "", *, brief: bool = False) -> str:
 
 
 def is_of_disk(price: Price) -> bool:
-    """Whether what is computed of ``price`` is nothing beside what comes from the disk."""
+    """Whether disk reads dominate the compute of ``price``."""
     return price.tokens <= READY_TOKENS and price.disk_bytes > 0
 
 
 def why_whole(reply: Reply, *, thinks: bool) -> str:
-    """Return why there is no going on with a reply that was begun; "" where there is. thinks: whether the loaded model does."""
+    """Return why a reply can't be continued, or "". thinks: whether the loaded model does."""
     if reply.ending in ("stop", "tool_calls") and not reply.edited:
-        return "This reply is complete: the model ended it itself."
+        return "This reply is complete."
     if not cut_here(reply).text and not thinks:
-        return "The reply was cut off while thinking, and this model does not think: regenerate it."
+        return "This reply stopped while thinking, and this model does not think. Regenerate it."
     return ""
+
+
+#     system │ tools │ file │ prompt │ reply │ file │ prompt │ reply │ result │ reply │ … │ draft │ free
+#
+# The engine counts each part; template overhead is not counted (except for tools), so the sum is a lower bound:
+# a prompt over the limit even then is refused before it is sent.
+
+
+Kind = Literal["system", "tools", "file", "prompt", "reply", "result", "draft"]
+TEMPLATE_SHARE = 8  # a chat template writes a tool's definition in fewer bytes than these times its own
+Count = Callable[[Countable], int | None]  # returns the tokens of a part; None while they are unknown
+
+
+_NAMES: dict[Kind, str] = {
+    "system": "the system prompt", "tools": "the list of tools", "prompt": "a prompt", "reply": "a reply",
+    "result": "the result of a tool", "draft": "the message",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """A part of the next prompt. counted: its text or tools. key: its turn's prompt; 0 is none."""
+
+    kind: Kind
+    counted: Countable
+    key: int = 0
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.counted, Attachment):
+            return sanitise_line(self.counted.name)
+        return _NAMES.get(self.kind, "")
+
+    @property
+    def most_tokens(self) -> int:
+        """Upper bound of tokens: a token is at least one byte."""
+        match self.counted:
+            case str():
+                text = self.counted
+            case Attachment():
+                text = self.counted.text
+            case tools:
+                text = TEMPLATE_SHARE * "".join(map(repr, tools))
+        return len(text.encode("utf-8", "replace"))
+
+
+def parts(
+    system: str, turns: Sequence[Turn], draft: Draft | None = None, *, tools: tuple[ToolSpec, ...] = ()
+) -> list[ContextPart]:
+    found = _texts("system", (system,)) + ([ContextPart("tools", tools)] if tools else [])
+    for turn, key in zip(turns, prompts_of(turns), strict=True):
+        found += _texts("result", [each.text for each in turn.results], key)
+        found += _texts("system", turn.system)
+        said = turn.reply is not None and turn.reply.is_said  # else neither the prompt is sent again
+        found += _prompt("prompt", turn.prompt, turn.attachments, key) if said else []
+        found += _texts("system", turn.between)
+        if turn.reply is not None and said:
+            found += _texts("reply", ("\n".join([turn.reply.text, *map(call_line, turn.reply.calls)]).strip(),), key)
+    return found if draft is None else [*found, *_prompt("draft", draft.text, draft.attachments, 0)]
+
+
+def _prompt(kind: Kind, text: str, attachments: Sequence[Attachment], key: int) -> list[ContextPart]:
+    return [*(ContextPart("file", each, key) for each in attachments), *_texts(kind, (text,), key)]
+
+
+def _texts(kind: Kind, texts: Sequence[str], key: int = 0) -> list[ContextPart]:
+    return [ContextPart(kind, text, key) for text in texts if text.strip()]
+
+
+def refusal(found: Sequence[ContextPart], count: Count, limit: int) -> str:
+    """Return why these parts can't be sent, or "" as far as counted."""
+    known = [(count(each.counted) or 0, each) for each in found]
+    total = sum(tokens for tokens, _ in known)
+    if total < limit:
+        return ""
+    most, largest = max(known, key=lambda each: each[0])
+    context = f"the context holds {units.count(limit)}"
+    if most >= limit:
+        said = f"{_beginning(largest)} alone is {units.count(most)} tokens; {context}. "
+        return said + _advice(largest)
+    said = f"This prompt is {units.count(total)} tokens; {context}. "
+    return (
+        f"{said}The largest part is {largest.name} with {units.count(most)}. /context leaves parts out; "
+        "/undo takes the last turn back; /set on_full roll drops the oldest tokens."
+    )
+
+
+def _advice(part: ContextPart) -> str:
+    match part.kind:
+        case "file" if not part.key:
+            return f"/detach {part.name} removes it; @{part.name}:1-200 attaches some of its lines."
+        case "draft":
+            return "Shorten it."
+        case "system":
+            return "Shorten it with /system."
+        case "tools":
+            return "/tools turns them off."
+        case _:
+            return "/context leaves it out; /new starts a new chat."
+
+
+def _beginning(part: ContextPart) -> str:
+    return part.name if part.kind == "file" else part.name[:1].upper() + part.name[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """A row of the context list. tokens: None if unknown. key, file: for ``Session.prune``; 0 can't be left out."""
+
+    kind: Kind
+    name: str
+    tokens: int | None
+    left_out: bool = False
+    key: int = 0
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextUse:
+    """Contents of the next prompt, in order. capacity: tokens; None is unknown."""
+
+    rows: tuple[ContextRow, ...]
+    capacity: int | None
+
+    @property
+    def used(self) -> int:
+        return sum(row.tokens or 0 for row in self.rows if not row.left_out)
+
+    @property
+    def free(self) -> int | None:
+        return None if self.capacity is None else max(0, self.capacity - self.used)
+
+    def by_kind(self) -> dict[str, int]:
+        named = {
+            "system": "system", "tools": "tools", "file": "files", "prompt": "prompts", "reply": "replies", "result": "results",
+            "draft": "draft",
+        }  # fmt: skip
+        found = dict.fromkeys(named.values(), 0)
+        for row in self.rows:
+            if not row.left_out:
+                found[named[row.kind]] += row.tokens or 0
+        return found
+
+    def consequence(self, index: int) -> str:
+        """Return the effect of toggling a row: everything after it leaves the prompt cache."""
+        row = self.rows[index]
+        if row.kind == "tools":
+            return "This is what the model is told of its tools. /tools turns them off."
+        if not row.key:
+            return "This part is always sent."
+        moved = [each for each in self.rows if each.key == row.key and row.file in ("", each.file)]
+        behind = self.rows[self.rows.index(moved[0]) :]
+        kept = [each for each in behind if each not in moved and not each.left_out and each.kind != "draft"]
+        tokens, again = _sum(moved), _sum(kept) + (_sum(moved) if row.left_out else 0)
+        verb = "Sending it again takes" if row.left_out else "Leaving it out frees"
+        recomputed = f"{units.count(again)} tokens" if again else "nothing"
+        return f"{verb} {units.count(tokens)} tokens; the next prompt recomputes {recomputed}."
+
+
+def _sum(rows: Iterable[ContextRow]) -> int:
+    return sum(row.tokens or 0 for row in rows)
+
+
+def list_parts(
+    system: str,
+    turns: Sequence[Turn],
+    draft: Draft,
+    pruned: set[tuple[int, str]],
+    count: Count,
+    *,
+    tools: tuple[ToolSpec, ...] = (),
+) -> list[ContextRow]:
+    """Return the rows of the next prompt, pruned ones included. tools: those offered to the model."""
+    rows: list[ContextRow] = []
+    for part in parts(system, turns, draft, tools=tools):
+        file = part.counted.name if isinstance(part.counted, Attachment) and part.key else ""
+        left_out = (part.key, "") in pruned or (bool(file) and (part.key, file) in pruned)
+        rows.append(ContextRow(part.kind, _said(part.counted), count(part.counted), left_out, part.key, file))
+    return rows
+
+
+def _said(counted: Countable) -> str:
+    match counted:
+        case str():
+            return sanitise_line(" ".join(counted[:200].split()))
+        case Attachment():
+            return sanitise_line(counted.name)
+        case tools:
+            return sanitise_line(", ".join(each.name for each in tools))

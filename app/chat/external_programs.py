@@ -1,8 +1,7 @@
-"""Programs of the user's system: the clipboard's tool, the browser, and the editor.
+"""External programs: clipboard tool, browser, editor."""
 
-Copying is done by the system's own tool where there is one, else by the terminal (OSC 52) and to a file; the notice says which. The
-editor is $VISUAL, $EDITOR, or one that is installed; it works on a file that is removed afterwards.
-"""
+# Without a clipboard tool, text goes to the terminal (OSC 52) and to a file. The editor is $VISUAL, $EDITOR or an
+# installed one; its temporary file is removed afterwards.
 
 import base64
 import os
@@ -17,30 +16,27 @@ from pathlib import Path
 
 from tokamac.engine.files import read_bytes, read_text
 
-from ..backend.command_process import how_ended
-from ..sanitise import safe_link, sanitise
+from ..backend.client import how_ended
+from ..text.sanitise import safe_link, sanitise
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
 FILE = "copied.txt"
+# What pbcopy must find: it reads its input in the encoding of the locale, and without one in MacRoman.
 UTF8 = {"LC_ALL": "", "LC_CTYPE": "UTF-8"}
-"""What pbcopy must find: it reads its input in the encoding of the locale, and without one in MacRoman."""
 OPENING_S = 10.0
-PATIENCE_S = 2.0
-"""A tool that takes longer hangs."""
+PATIENCE_S = 2.0  # a tool that takes longer hangs
 
 
 class NotTakenError(Exception):
-    """No program of the system took the text or the address; ``str(error)`` is why, a part of a sentence."""
+    """No program accepted the text or address; the message is a clause."""
 
 
 def copy_text(text: str, folder: Path, terminal: Callable[[str], object] | None = None, *, known: bool = False) -> str:
-    """Copy ``text`` by the system's own tool, else into a file in ``folder``; return a sentence that says which.
+    """Copy with the system's tool, else to a file in ``folder``; return a sentence on which.
 
     Args:
-        text: what to copy.
-        folder: where the file goes, which only the user can read.
-        terminal: asks the terminal to copy (OSC 52), where there is a screen. A terminal does not tell whether it did, and some
-            never do; so the text goes into the file as well.
+        folder: private to the user.
+        terminal: sends OSC 52. Terminals don't confirm it, so the file is written as well.
     """
     file = folder / FILE
     try:
@@ -64,13 +60,12 @@ def copy_text(text: str, folder: Path, terminal: Callable[[str], object] | None 
 
 
 def forget_copied(folder: Path) -> None:
-    """Remove what was last copied into the file in ``folder``."""
     with suppress(OSError):
         (folder / FILE).unlink(missing_ok=True)
 
 
 def copy_by_tool(text: str) -> str:
-    """Copy ``text`` by the system's own tool; return its name. Raises NotTakenError."""
+    """Return the tool's name. Raises NotTakenError."""
     if os.environ.get("SSH_CONNECTION"):
         raise NotTakenError("over SSH, a tool would copy on the remote machine")
     tool = _tool()
@@ -92,7 +87,7 @@ def copy_by_tool(text: str) -> str:
 
 
 def open_address(address: str) -> None:
-    """Open ``address`` with the program that the system has for it. Raises NotTakenError."""
+    """Raises NotTakenError."""
     if not safe_link(address):
         raise NotTakenError("only web and mail addresses can be opened")
     if os.environ.get("SSH_CONNECTION"):
@@ -110,7 +105,7 @@ def open_address(address: str) -> None:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write ``text`` to ``file``, which only the user can read, in place of the last copy. Raises OSError."""
+    """Replace ``file`` with owner-only permissions. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     # Anew, so that no link is followed and no older file's rights are kept.
     file.unlink(missing_ok=True)
@@ -120,12 +115,11 @@ def write_private(file: Path, text: str) -> None:
 
 
 def size_of(text: str) -> str:
-    """Return how long ``text`` is, in words."""
     return f"{len(text):,} character{'' if len(text) == 1 else 's'}"
 
 
 def through_tmux(text: str) -> str:
-    """Return the sequence that has tmux hand ``text`` on to the terminal it runs in, where ``allow-passthrough`` lets it."""
+    """Return the tmux passthrough sequence, which needs ``allow-passthrough``."""
     sequence = f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a"
     return "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
 
@@ -136,9 +130,10 @@ def _tool() -> Sequence[str] | None:
     return next((tool for tool in TOOLS if shutil.which(tool[0])), None)
 
 
-FALLBACKS = ("nano", "vi")
-"""Editors where none is set, as on a Mac."""
+FALLBACKS = ("nano", "vi")  # editors where none is set, as on a Mac
 
+# Programs that open a window and exit at once unless told to wait: the first of these flags is added where none is
+# given.
 WAIT_FLAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("code", "code-insiders", "codium", "cursor", "windsurf", "subl", "zed", "zeditor", "mate", "bbedit", "atom"),
@@ -147,11 +142,9 @@ WAIT_FLAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gvim", "mvim"), ("--nofork", "-f")),
     "open": ("-W", "--wait-apps"),
 }
-"""Programs that open a window and exit at once unless told to wait: the first of these flags is added where none is given."""
 
 
-LARGEST_BYTES = 64_000_000
-"""Of what an editor saved: no context holds more."""
+LARGEST_BYTES = 64_000_000  # of what an editor saved: no context holds more
 
 
 class EditorError(Exception):
@@ -159,7 +152,7 @@ class EditorError(Exception):
 
 
 def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command of the user's editor, one that waits. Raises EditorError where there is none."""
+    """Return the user's editor as a command that waits. Raises EditorError if none."""
     given = (environment.get("VISUAL") or environment.get("EDITOR") or "").strip()
     if not given:
         found = next((name for name in FALLBACKS if shutil.which(name, path=environment.get("PATH"))), None)
@@ -174,7 +167,6 @@ def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _waiting(command: list[str]) -> list[str]:
-    """Return ``command`` so that it ends when the file is closed."""
     flags = WAIT_FLAGS.get(Path(command[0]).name, ()) if command else ()
     if not flags or not set(flags).isdisjoint(command):
         return command
@@ -182,10 +174,7 @@ def _waiting(command: list[str]) -> list[str]:
 
 
 def edit_text(command: Sequence[str], text: str) -> str:
-    """Run the editor on ``text`` and return what was saved, made safe.
-
-    Raises EditorError; what a failed editor saved stays in its file, which the message names.
-    """
+    """Return the edited, sanitized text. Raises EditorError, naming the file a failed editor leaves."""
     handle, name = tempfile.mkstemp(prefix="tokamac-", suffix=".md")
     file = Path(name)
     keep = False

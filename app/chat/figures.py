@@ -1,49 +1,46 @@
-"""The figures of the side panel: their values, and each explained by its formula, inputs, source and meaning.
+"""Side panel figures: values, and explanations by formula, inputs, source and meaning. Pure."""
 
-Pure: a reply that was measured in, words out. It is the session's own, running or last, or an earlier one as it is stored with its
-message (``EarlierReply``). No rate is computed here; those that a reply measured are shown with their inputs. The ceiling has one
-source: the bandwidth that the engine believes now, for replies of earlier days too (``EngineConnection.with_ceiling``).
-"""
+# Input is the session's running or last reply, or a stored one (``EarlierReply``). No rate is computed here. The
+# ceiling always uses the current bandwidth estimate (``EngineConnection.with_ceiling``).
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol, get_args
 
 from tokamac.engine import metrics as rates
-from tokamac.engine.events import Live, PrefillProgress
+from tokamac.engine.events import ModelSpec
 from tokamac.engine.hub.names import GUIDE
-from tokamac.engine.metrics import RECENT_GAPS, Cause, Metrics, Outlier, PromptBeside
-from tokamac.engine.perf.diagnosis import Diagnosis
+from tokamac.engine.metrics import SHOWN_S, SHOWN_TOKENS, Cause, Metrics, Outlier, PromptBeside
 
-from .. import units
-from ..backend.protocol import Load, MemoryUse, ModelInfo
-from ..sanitise import sanitise_line
+from ..backend.protocol import Load, MemoryUse
+from ..reports.verdict import BOUND, READING_TPS, headline, sentence, value_text, words
 from ..settings import is_new
-from ..verdict import BOUND, READING_TPS, headline, sentence, value_text, words
+from ..text import units
+from ..text.sanitise import sanitise_line
 from .actions import Keymap
-from .conversation import Reply
+from .conversation import Reply, ReplyProgress
 from .session import Session
 from .steps import EnginePhase
 
 
 class EngineState(Protocol):
-    """What figures need to know of the engine. ``EngineConnection`` has all of it."""
+    """Engine state needed by figures; ``EngineConnection`` implements it."""
 
     @property
     def load(self) -> Load:
-        """The model that is wanted, with its settings."""
+        """The wanted model and its settings."""
 
     @property
     def phase(self) -> EnginePhase:
-        """What the engine is doing."""
+        """The engine's phase."""
 
     @property
-    def info(self) -> ModelInfo | None:
-        """The model that made the reply, where it is loaded."""
+    def info(self) -> ModelSpec | None:
+        """The reply's model, if loaded."""
 
     @property
     def memory(self) -> MemoryUse:
-        """Memory now, and as it was predicted for the reply."""
+        """Memory now, and predicted for the reply."""
 
     @property
     def ceiling_tps(self) -> float | None:
@@ -51,67 +48,47 @@ class EngineState(Protocol):
 
     @property
     def bandwidth_gbs(self) -> float | None:
-        """The bandwidth that is believed now."""
+        """The current bandwidth estimate, GB/s."""
 
     @property
     def bandwidth_note(self) -> str:
-        """On what that rests, or why there is none."""
+        """How it was measured, or why it is unknown."""
 
 
 class Measured(Protocol):
-    """A reply and what was measured of it. ``Session`` is one: its running reply, or its last."""
+    """A measured reply; ``Session`` is one for its running or last reply."""
 
     @property
     def engine(self) -> EngineState:
-        """The engine, as far as it concerns this reply."""
+        """The engine's state for this reply."""
 
     @property
     def keymap(self) -> Keymap:
-        """The keys that hold."""
+        """The key bindings."""
 
     @property
     def replying(self) -> bool:
-        """Whether it is being made."""
+        """Whether it is running."""
 
     @property
-    def prefill(self) -> PrefillProgress | None:
-        """How far its prompt is read."""
-
-    @property
-    def live(self) -> Live | None:
-        """What was said of it last while it was written."""
-
-    @property
-    def metrics(self) -> Metrics | None:
-        """What it cost so far."""
-
-    @property
-    def outliers(self) -> tuple[Outlier, ...]:
-        """Its slowest gaps."""
-
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        """Why it took that long."""
-
-    @property
-    def left_out(self) -> int:
-        """Tokens that its prompt was shortened by."""
+    def progress(self) -> ReplyProgress:
+        """What is measured of it so far."""
 
     @property
     def which(self) -> str:
-        """Which reply it is, in a word or two."""
+        """Which reply it is, in a few words."""
 
     @property
     def at_once(self) -> str:
-        """How many are being written together with it, and how fast; "" where it is alone."""
+        """Count and joint speed of replies written in parallel; "" for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PastEngine:
-    """The engine, for a reply that it made earlier. info: None where another model made it."""
+    """The engine of an earlier reply. info: None if another model made it."""
 
     load: Load
-    info: ModelInfo | None
+    info: ModelSpec | None
     memory: MemoryUse
     ceiling_tps: float | None
     bandwidth_gbs: float | None
@@ -121,26 +98,16 @@ class PastEngine:
 
 @dataclass(frozen=True, slots=True)
 class EarlierReply:
-    """A reply before the last one, as it is stored with its message. See ``Measured`` for the attributes."""
-
     engine: PastEngine
     keymap: Keymap
-    metrics: Metrics
-    outliers: tuple[Outlier, ...]
-    diagnosis: Diagnosis | None
+    progress: ReplyProgress
     which: str
-    prefill: PrefillProgress | None = None
-    live: Live | None = None
-    left_out: int = 0
     replying: bool = False
     at_once: str = ""
 
 
 def pointed_at(session: Session, key: int | None) -> Measured:
-    """Return the reply ``key`` as it was measured, or the one to the prompt ``key``; the running or last one for None.
-
-    A reply of which nothing was measured is no answer either: then it is the session's own.
-    """
+    """Return the reply at or after ``key``; the session's own for None or one without figures."""
     node = None if key is None else session.conversation.reply_at(key)
     replies = [turn.reply_key for turn in session.turns if turn.reply_key]
     if node is None or node.reply is None or node.reply.metrics is None or node.key == replies[-1]:
@@ -159,57 +126,49 @@ def pointed_at(session: Session, key: int | None) -> Measured:
             bandwidth_note=engine.bandwidth_note if same else "",
         ),
         session.keymap,
-        reply.metrics,
-        reply.outliers,
-        reply.diagnosis,
+        ReplyProgress(metrics=reply.metrics, outliers=reply.outliers, diagnosis=reply.diagnosis),
         f"earlier reply · {replies.index(node.key) + 1} of {len(replies)}",
     )
 
 
 def decode_now(reply: Measured) -> float | None:
-    """Return the decode rate over the last few gaps, in tokens a second, while a reply is written."""
-    if not reply.replying or reply.live is None or reply.engine.phase is EnginePhase.PREFILL:
+    if not reply.replying or reply.progress.live is None or reply.engine.phase is EnginePhase.PREFILL:
         return None
-    return rates.recent_rate(reply.live.gaps_ms)
+    return reply.progress.live.now_tps
 
 
 def achieved_gbs(reply: Measured) -> float | None:
-    """Return the bandwidth that decoding uses, in GB/s: of the last few gaps while a reply is written, else of the whole reply."""
-    if reply.replying and reply.live is not None and reply.engine.phase is not EnginePhase.PREFILL:
-        return reply.live.achieved_gbs
-    return reply.metrics.achieved_gbs if reply.metrics is not None else None
+    """Decode bandwidth, GB/s: of the last second while running, else of the whole reply."""
+    if reply.replying and reply.progress.live is not None and reply.engine.phase is not EnginePhase.PREFILL:
+        return reply.progress.live.achieved_gbs
+    m = reply.progress.metrics
+    return None if m is None or m.shown_decode_tps is None else m.achieved_gbs
 
 
 def context_used(reply: Measured) -> int | None:
-    """Return the tokens of the conversation, as far as known."""
-    if reply.live is not None and reply.replying:
-        return reply.live.context_tokens
-    if reply.metrics is not None:
-        return reply.metrics.prompt_tokens + reply.metrics.generated_tokens
-    if reply.prefill is not None:
-        return reply.prefill.done
+    if reply.progress.live is not None and reply.replying:
+        return reply.progress.live.context_tokens
+    if reply.progress.metrics is not None:
+        return reply.progress.metrics.prompt_tokens + reply.progress.metrics.generated_tokens
+    if reply.progress.prefill is not None:
+        return reply.progress.prefill.done
     return None
 
 
 def context_held(reply: Measured) -> int | None:
-    """Return the tokens of the conversation that the model still sees."""
     used, capacity = context_used(reply), capacity_of(reply)
     return used if used is None or capacity is None else min(used, capacity)
 
 
 def tokens_out_of_sight(reply: Measured) -> int:
-    """Return the tokens of the conversation that the model no longer sees: left out of the prompt, or rolled out since."""
     used, capacity = context_used(reply), capacity_of(reply)
     rolled = max(0, used - capacity) if used is not None and capacity is not None else 0
-    return reply.left_out + rolled
+    return reply.progress.left_out + rolled
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The conversation in tokens: those in the context, and those no longer in it.
-
-    cached: found in the prompt cache. computed: read for this reply. written: by the reply. free: space left; None: no limit.
-    """
+    """Tokens in and out of context. cached: prompt cache hits. computed: prefilled. free: None: no limit."""
 
     cached: int
     computed: int
@@ -219,13 +178,12 @@ class Context:
 
     @property
     def held(self) -> int:
-        """Tokens that the model sees."""
         return self.cached + self.computed + self.written
 
 
 def context_of(reply: Measured) -> Context | None:
-    """Return what is in the context; None while nothing is known. The oldest tokens roll out: cached ones first."""
-    used, metrics, prefill = context_used(reply), reply.metrics, reply.prefill
+    """Return the context's contents; None if unknown. The oldest tokens, cached ones first, are evicted."""
+    used, metrics, prefill = context_used(reply), reply.progress.metrics, reply.progress.prefill
     if used is None:
         return None
     cached = metrics.cached_tokens if metrics is not None else prefill.cached if prefill is not None else 0
@@ -242,33 +200,21 @@ def context_of(reply: Measured) -> Context | None:
 
 
 def peak_bytes(reply: Measured) -> int | None:
-    """Return the peak memory in bytes: of the reply, else since the model was loaded, else what is in use now."""
-    memory, metrics = reply.engine.memory, reply.metrics
+    """Peak bytes of the reply, else since load, else current use."""
+    memory, metrics = reply.engine.memory, reply.progress.metrics
     return (metrics.peak_memory_bytes if metrics is not None else None) or memory.peak_bytes or memory.active_bytes
 
 
 def capacity_of(reply: Measured) -> int | None:
-    """Return the tokens that fit into the context."""
     return reply.engine.info.capacity if reply.engine.info is not None else None
 
 
-def share_of_ceiling(metrics: Metrics) -> float | None:
-    """Return the rate of passes as a share of the ceiling; None where either is unknown."""
-    return rates.share(metrics.steps_tps, metrics.ceiling_tps)
-
-
-def share_of_expected(metrics: Metrics) -> float | None:
-    """Return the rate of passes as a share of the expected rate; None where either is unknown."""
-    return rates.share(metrics.steps_tps, metrics.expected_tps)
-
-
 def gap_and_cause(outlier: Outlier) -> str:
-    """Return an outlier in words: ``41 ms at token 257: pool cleared``."""
+    """Describe an outlier: ``41 ms at token 257: pool cleared``."""
     return f"{units.milliseconds(outlier.gap_ms)} at token {units.count(outlier.token)}: {causes(outlier)}"
 
 
 def causes(outlier: Outlier) -> str:
-    """Return the causes of an outlier, as far as known."""
     return ", ".join(_cause(each, outlier.prompt) for each in outlier.causes) or f"cause {units.UNKNOWN}"
 
 
@@ -281,8 +227,8 @@ def _cause(cause: Cause, prompt: PromptBeside | None) -> str:
 
 
 def prefill_eta_s(session: Session, now: float) -> float | None:
-    """Return the seconds for the rest of the prompt at the rate so far; None until there is one."""
-    prefill = session.prefill
+    """Seconds left of the prefill at its rate so far; None before there is one."""
+    prefill = session.progress.prefill
     if prefill is None:
         return None
     speed = rates.rate(prefill.done - prefill.cached, now - session.engine.phase_since)
@@ -300,8 +246,6 @@ UNMEASURED = Metrics(*[None] * len(fields(Metrics)))  # type: ignore[arg-type]  
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A number that goes into a figure: with its unit, and where it comes from."""
-
     name: str
     value: str
     source: str
@@ -309,14 +253,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A figure in words.
-
-    Attributes:
-        value: with its unit, or "unknown".
-        source: where the figure itself comes from.
-        meaning: one sentence.
-        why: why it is unknown; "" where it is known.
-    """
+    """A figure in words. why: why it is unknown, or ""."""
 
     name: str
     value: str
@@ -328,25 +265,23 @@ class Explained:
 
 
 def _terms(reply: Measured, *keys: str) -> tuple[Input, ...]:
-    """Return terms of the diagnosis, as far as it has them."""
-    terms = () if reply.diagnosis is None else reply.diagnosis.terms
+    terms = () if reply.progress.diagnosis is None else reply.progress.diagnosis.terms
     wanted = (term for term in terms if term.key in keys)
     return tuple(Input(term.name, value_text(term.value, term.unit), words(term, terms)) for term in wanted)
 
 
 def _bandwidth(reply: Measured) -> tuple[Input, ...]:
-    """Return the memory's bandwidth, and its source."""
     source = reply.engine.bandwidth_note or "the table of chips, or measured on this machine"
     known = Input("bandwidth", units.bandwidth(reply.engine.bandwidth_gbs), source)
     return _terms(reply, "bandwidth") or (known,)
 
 
 def _step(reply: Measured) -> tuple[Input, ...]:
-    """Return what a step reads: the last step while a reply is written, else the one in its middle."""
-    if reply.live is not None and reply.replying:
-        read = units.size(reply.live.bytes_per_step)
+    """Bytes read per step: the last while running, else the middle one."""
+    if reply.progress.live is not None and reply.replying:
+        read = units.size(reply.progress.live.bytes_per_step)
         return (Input("bytes a step", read, "weights, keys and values: the last step's"),)
-    m = reply.metrics or UNMEASURED
+    m = reply.progress.metrics or UNMEASURED
     return (
         Input("weights a step", units.size(m.weight_bytes_per_token), "counted from the tensors"),
         Input("keys and values", units.size(m.kv_bytes_per_step), "in the middle of the reply"),
@@ -373,15 +308,14 @@ def _model(reply: Measured) -> Explained:
     )
 
 
-def _rounding(info: ModelInfo | None) -> tuple[Input, ...]:
-    """Return what a CPU rounds, and what that costs the model."""
-    if info is None or not info.rounded:
+def _rounding(info: ModelSpec | None) -> tuple[Input, ...]:
+    if info is None or info.rounding is None:
         return ()
-    return (Input("what they multiply", info.rounded, "measured when it was first loaded"),)
+    return (Input("what they multiply", str(info.rounding), "measured when it was first loaded"),)
 
 
 def _ttft(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
+    m = reply.progress.metrics or UNMEASURED
     waited = None if m.ttft_s is None or m.prefill_s is None else max(0.0, m.ttft_s - m.prefill_s)
     return Explained(
         "time to first token",
@@ -397,10 +331,10 @@ def _ttft(reply: Measured) -> Explained:
 
 
 def _prefill(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
+    m = reply.progress.metrics or UNMEASURED
     return Explained(
         "prefill rate",
-        units.rate(m.prefill_tps),
+        units.rate(m.shown_prefill_tps),
         "computed tokens ÷ seconds of prefill",
         (
             Input("computed tokens", units.count(m.prefill_tokens), COUNTED),
@@ -409,11 +343,14 @@ def _prefill(reply: Measured) -> Explained:
         ),
         MEASURED,
         "How fast the prompt is read: many tokens at once, so arithmetic is usually the limit. Cached tokens never count.",
+        f"a rate is shown from {SHOWN_S:.0f} s and {SHOWN_TOKENS} tokens on"
+        if m.prefill_tps is not None and m.shown_prefill_tps is None
+        else "",
     )
 
 
 def _cached(reply: Measured) -> Explained:
-    m, prefill = reply.metrics, reply.prefill
+    m, prefill = reply.progress.metrics, reply.progress.prefill
     cached = m.cached_tokens if m is not None else None if prefill is None else prefill.cached
     prompt = m.prompt_tokens if m is not None else None if prefill is None else prefill.total
     return Explained(
@@ -427,16 +364,12 @@ def _cached(reply: Measured) -> Explained:
 
 
 def _now(reply: Measured) -> Explained:
-    recent = () if reply.live is None else reply.live.gaps_ms[-RECENT_GAPS:]
     now = decode_now(reply)
     return Explained(
         "decode rate now",
         units.rate(now),
-        "gaps ÷ their total time",
-        (
-            Input("gaps", units.count(len(recent)) if recent else units.UNKNOWN, f"the last {RECENT_GAPS} at most"),
-            Input("their time", units.milliseconds(sum(recent) if recent else None), CLOCK),
-        ),
+        f"tokens ÷ seconds, of the last {SHOWN_S:.0f} s, and of {SHOWN_TOKENS} tokens at least",
+        (),
         MEASURED,
         "How fast the reply is being written at this moment. The mean covers all of it.",
         "" if now is not None or reply.replying else "no reply is running",
@@ -444,44 +377,50 @@ def _now(reply: Measured) -> Explained:
 
 
 def _mean(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
-    between_s = None
-    if m.total_s is not None and m.ttft_s is not None and m.generated_tokens >= 2:
-        between_s = m.total_s - m.ttft_s
+    m = reply.progress.metrics or UNMEASURED
     return Explained(
         "decode rate",
-        units.rate(m.decode_tps),
+        units.rate(m.shown_decode_tps),
         "(generated tokens − 1) ÷ (last token − first token)",
         (
             Input("generated tokens", units.count(m.generated_tokens), COUNTED),
-            Input("last − first token", units.seconds(between_s), CLOCK),
+            Input("last − first token", units.seconds(m.decode_s), CLOCK),
         ),
         MEASURED,
-        "How fast the reply was written, not counting the wait for its first token. It takes two tokens to have a rate.",
+        "How fast the reply was written, not counting the wait for its first token.",
+        _too_short(reply),
     )
 
 
+def _too_short(reply: Measured) -> str:
+    m = reply.progress.metrics
+    if m is None or m.decode_tps is None or m.shown_decode_tps is not None:
+        return ""
+    return f"a rate is shown from {SHOWN_S:.0f} s and {SHOWN_TOKENS} tokens on"
+
+
 def _gaps(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
+    m = reply.progress.metrics or UNMEASURED
     itl, written = m.itl_ms, m.generated_tokens
-    count = None if reply.metrics is None or written < 2 else written - 1
+    count = None if reply.progress.metrics is None or written < 2 else written - 1
     shown = (("p50", itl.p50), ("p95", itl.p95), ("p99", itl.p99), ("longest", itl.max)) if itl is not None else ()
+    several = bool(m.accepted_tokens)
     return Explained(
-        "gaps between tokens (ITL)",
-        units.milliseconds(None if itl is None else itl.p50),
+        "time per token (ITL)",
+        units.UNKNOWN if itl is None or several else units.milliseconds(itl.p50),
         "the gap that 50, 95 and 99 % of the gaps do not exceed (nearest rank)",
         (
             Input("gaps", units.count(count), "between each token and the next"),
             *(Input(name, units.milliseconds(value), CLOCK) for name, value in shown),
         ),
         MEASURED,
-        "How steadily the text appears: the median gap is the pace, the rare long ones are what you see as a stutter."
-        + (" Tokens that were guessed come several in a pass: no time is between them." if m.accepted_tokens else ""),
+        "How steadily the text appears: the median gap is the pace, the rare long ones are what you see as a stutter.",
+        "guessed tokens come several in a pass, so no time lies between them" if several else "",
     )
 
 
 def _slowest(reply: Measured) -> Explained:
-    outliers = reply.outliers
+    outliers = reply.progress.outliers
     inputs = (
         Input(f"token {units.count(each.token)}", units.milliseconds(each.gap_ms), causes(each)) for each in outliers
     )
@@ -492,13 +431,13 @@ def _slowest(reply: Measured) -> Explained:
         tuple(inputs),
         "recorded while the token was made; a cause is named only if it explains half of the gap",
         "Where the reply stuttered, and what the engine was doing then.",
-        "" if outliers else "there are no outliers" if reply.metrics is not None else NO_REPLY,
+        "" if outliers else "there are no outliers" if reply.progress.metrics is not None else NO_REPLY,
     )
 
 
 def context_of_ceiling(reply: Measured) -> tuple[int, int]:
-    """Return the tokens of context that a reply's ceiling holds for, the middle of the reply, and those of its prompt."""
-    m = reply.metrics
+    """Return the context of the ceiling (mid-reply) and the prompt's tokens."""
+    m = reply.progress.metrics
     return (0, 0) if m is None else (m.prompt_tokens + m.generated_tokens // 2, m.prompt_tokens)
 
 
@@ -508,14 +447,14 @@ def _at_context(reply: Measured) -> str:
 
 
 def _ceiling(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
-    ceiling = reply.engine.ceiling_tps if reply.metrics is None else m.ceiling_tps
+    m = reply.progress.metrics or UNMEASURED
+    ceiling = reply.engine.ceiling_tps if reply.progress.metrics is None else m.ceiling_tps
     return Explained(
         "share of the ceiling",
-        units.percent(share_of_ceiling(m)),
+        units.percent(m.share_of_ceiling),
         "decode rate ÷ (bandwidth ÷ bytes a step)",
         (
-            Input("decode rate", units.rate(m.decode_tps), MEASURED),
+            Input("decode rate", units.rate(m.shown_decode_tps), MEASURED),
             Input("ceiling", units.rate(ceiling), f"bandwidth ÷ bytes a step{_at_context(reply)}"),
             *_bandwidth(reply),
             *_step(reply),
@@ -525,29 +464,38 @@ def _ceiling(reply: Measured) -> Explained:
         "The longer the context, the lower that limit, because each step reads all of it.",
         f"the memory's speed is {reply.engine.bandwidth_note}"
         if ceiling is None and reply.engine.bandwidth_note
-        else "",
+        else GUESSED
+        if m.accepted_tokens
+        else _too_short(reply),
     )
 
 
 def _expected(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
+    m = reply.progress.metrics or UNMEASURED
     how = next((term.source for term in _terms(reply, "expected")), "what good kernels reach")
-    unmeasured = reply.metrics is not None and m.expected_tps is None
+    unmeasured = reply.progress.metrics is not None and m.expected_tps is None
     return Explained(
         "share of the expected",
-        units.percent(share_of_expected(m)),
+        units.percent(m.share_of_expected),
         "decode rate ÷ expected rate",
         (
-            Input("decode rate", units.rate(m.decode_tps), MEASURED),
+            Input("decode rate", units.rate(m.shown_decode_tps), MEASURED),
             Input("expected rate", units.rate(m.expected_tps), how),
             *_terms(reply, "weights", "kv", "launching", "host"),
         ),
         "fitted to published speeds of this chip, and no faster than the host builds a step; or timed in parts on this machine",
         "Whether this machine is as fast as it should be. Far below 100 %, something else is slowing it down.",
-        "this machine's speed is not measured yet; that happens when it is idle" if unmeasured else "",
+        "this machine's speed is not measured yet; that happens when it is idle"
+        if unmeasured
+        else GUESSED
+        if m.drafted_tokens
+        else _too_short(reply),
     )
 
 
+GUESSED = "guesses were verified, several tokens in a pass; this is of a pass that makes one"
+
+# Who guessed, by the name of the source.
 DRAFTERS = {
     "lookup": "from the chat",
     "branches": "from other versions",
@@ -555,18 +503,17 @@ DRAFTERS = {
     "mtp": "by the model's extra layer",
     "medusa": "by Medusa heads",
 }
-"""Who guessed, by the name of the source."""
 
 
 def guessed_right(metrics: Metrics) -> str:
-    """Return how many of the tokens that were guessed ahead came true: ``64 of 80``, or ``none guessed``."""
+    """Describe accepted draft tokens: ``64 of 80 right``, or ``none``."""
     if not metrics.drafted_tokens:
-        return "none guessed"
-    return f"{units.count(metrics.accepted_tokens)} of {units.count(metrics.drafted_tokens)}"
+        return "none"
+    return f"{units.count(metrics.accepted_tokens)} of {units.count(metrics.drafted_tokens)} right"
 
 
 def _guessed(reply: Measured) -> Explained:
-    m = reply.metrics or UNMEASURED
+    m = reply.progress.metrics or UNMEASURED
     saved = () if m.saved_s is None else (Input("saved", f"{m.saved_s:,.2f} s", "against plain steps, as measured"),)
     by_source = tuple(
         Input(
@@ -577,10 +524,10 @@ def _guessed(reply: Measured) -> Explained:
         for each in m.drafts or ()
     )
     return Explained(
-        "guessed right",
-        units.UNKNOWN if reply.metrics is None else guessed_right(m),
+        "guesses",
+        units.UNKNOWN if reply.progress.metrics is None else guessed_right(m),
         "tokens that came true ÷ tokens guessed",
-        (*by_source, *saved, Input("decode rate", units.rate(m.decode_tps), MEASURED)),
+        (*by_source, *saved, Input("decode rate", units.rate(m.shown_decode_tps), MEASURED)),
         COUNTED,
         "Tokens guessed ahead are verified several at a time, where that is faster; the text stays the same."
         + ("" if m.undrafted is None else f" Why no more: {m.undrafted}."),
@@ -588,13 +535,13 @@ def _guessed(reply: Measured) -> Explained:
 
 
 def _achieved(reply: Measured) -> Explained:
-    decode = Input("decode rate", units.rate((reply.metrics or UNMEASURED).decode_tps), MEASURED)
+    decode = Input("decode rate", units.rate((reply.progress.metrics or UNMEASURED).shown_decode_tps), MEASURED)
     return Explained(
         "achieved bandwidth",
         units.bandwidth(achieved_gbs(reply)),
         "bytes a step × decode rate",
         (*_step(reply), decode, *_bandwidth(reply)),
-        "computed from measurements; while a reply is written, from the last gaps",
+        "computed from measurements; while a reply is written, from those of the last second",
         "How much data decoding really reads from memory each second.",
     )
 
@@ -622,7 +569,7 @@ def _context(reply: Measured) -> Explained:
 def _out_of_sight(reply: Measured) -> Explained:
     context = context_of(reply)
     gone = None if context is None else context.out_of_sight
-    rolled = None if gone is None else gone - reply.left_out
+    rolled = None if gone is None else gone - reply.progress.left_out
     rolls = reply.engine.info is not None and reply.engine.info.rolls
     full = "when the context is full, the oldest tokens are dropped"
     if not rolls:
@@ -632,7 +579,7 @@ def _out_of_sight(reply: Measured) -> Explained:
         units.UNKNOWN if gone is None else f"{units.count(gone)} tokens",
         "left out of the prompt + dropped since",
         (
-            Input("left out", units.count(reply.left_out), "of the middle, because the prompt did not fit"),
+            Input("left out", units.count(reply.progress.left_out), "of the middle, because the prompt did not fit"),
             Input("dropped", units.count(rolled), f"the oldest tokens ({_kept(reply)})"),
         ),
         COUNTED,
@@ -641,7 +588,6 @@ def _out_of_sight(reply: Measured) -> Explained:
 
 
 def _kept(reply: Measured) -> str:
-    """Return which of the first tokens are never dropped."""
     keep = reply.engine.load.kv.keep
     return "the system prompt is kept" if keep == "system" else f"the first {keep} are kept"
 
@@ -651,7 +597,7 @@ def _kv(reply: Measured) -> Explained:
     bits = f"{kv.key_bits} and {kv.value_bits} bits" if kv.quantized else "the model's own type"
     return Explained(
         "KV cache",
-        units.size((reply.metrics or UNMEASURED).kv_bytes),
+        units.size((reply.progress.metrics or UNMEASURED).kv_bytes),
         "the bytes of all cached keys and values",
         (
             Input("tokens held", units.count(context_held(reply)), COUNTED),
@@ -672,7 +618,7 @@ def _peak(reply: Measured) -> Explained:
         (
             Input("weights", units.size(weights), "counted"),
             *_draft_inputs(info),
-            Input("KV cache", units.size((reply.metrics or UNMEASURED).kv_bytes), "counted"),
+            Input("KV cache", units.size((reply.progress.metrics or UNMEASURED).kv_bytes), "counted"),
             Input("in use now", units.size(memory.active_bytes), ALLOCATOR),
             Input("limit", units.size(memory.budget_bytes), memory.budget_source or units.UNKNOWN),
         ),
@@ -682,8 +628,7 @@ def _peak(reply: Measured) -> Explained:
     )
 
 
-def _draft_inputs(info: ModelInfo | None) -> tuple[Input, ...]:
-    """Return what guesses beside the model: its own heads, and a draft model, where there are any."""
+def _draft_inputs(info: ModelSpec | None) -> tuple[Input, ...]:
     found: list[Input] = []
     if info is not None and info.heads is not None:
         found.append(Input("own heads", units.size(info.heads_bytes), f"{sanitise_line(info.heads)}, for guesses"))
@@ -694,9 +639,13 @@ def _draft_inputs(info: ModelInfo | None) -> tuple[Input, ...]:
 
 
 def _loading_peak(reply: Measured) -> str:
-    """Return why loading took more than the model does now, where it did, as a sentence and a space."""
     memory, peak = reply.engine.memory, peak_bytes(reply)
-    if reply.metrics is not None or peak is None or memory.active_bytes is None or peak < 1.5 * memory.active_bytes:
+    if (
+        reply.progress.metrics is not None
+        or peak is None
+        or memory.active_bytes is None
+        or peak < 1.5 * memory.active_bytes
+    ):
         return ""
     return (
         f"While it was loaded, the model took {units.size(peak)} for a moment, because weights were in memory as they are stored, "
@@ -716,7 +665,7 @@ def _predicted(reply: Measured) -> Explained:
 
 
 def _diagnosis(reply: Measured) -> Explained:
-    m, diagnosis = reply.metrics, reply.diagnosis
+    m, diagnosis = reply.progress.metrics, reply.progress.diagnosis
     parts = () if diagnosis is None else diagnosis.parts
     done = m is not None and not reply.replying
     return Explained(
@@ -753,31 +702,28 @@ Figure = Literal[
     "peak",
     "predicted",
 ]
-FIGURES: tuple[Figure, ...] = get_args(Figure)
-"""In the order of the panel with all of them."""
+FIGURES: tuple[Figure, ...] = get_args(Figure)  # in the order of the panel with all of them
+# What the figures mean.
 PRIMER = (
     ("first token (TTFT)", "the wait until the answer begins, most of it for reading your prompt"),
     ("tok/s (decode)", f"how fast the answer is written; people read about {sum(READING_TPS) / 2:.0f} tok/s"),
     ("ceiling", "the fastest this machine could write it: memory speed ÷ bytes read for each token"),
     ("expected", "what good software reaches here; far below it, something holds the machine up"),
 )
-"""What the figures mean."""
-PRIMED = "what the figures mean"
-"""Under what it is remembered that this was told."""
+PRIMED = "what the figures mean"  # under what it is remembered that this was told
 
 
 def primer_is_new(reply: Reply) -> bool:
-    """Whether the user is to be told what the figures mean: with the first reply that has any, once on each machine."""
+    """Whether to explain the figures: the first reply with any, once per machine."""
     return reply.metrics is not None and reply.metrics.decode_tps is not None and is_new(PRIMED)
 
 
 def verdict(reply: Measured) -> tuple[str, ...]:
-    """Return how the reply went, in short sentences, the plainest first; what the engine is doing while it is made."""
     if reply.replying:
         return (DOING_NOW.get(reply.engine.phase) or reply.at_once or "Writing …",)
-    if reply.metrics is None:
+    if reply.progress.metrics is None:
         return ("Nothing measured yet.",)
-    said = headline(reply.metrics, reply.diagnosis)
+    said = headline(reply.progress.metrics, reply.progress.diagnosis)
     if reply.engine.load.model != GUIDE:
         return said
     return said[0], f"The built-in guide is tiny. {reply.keymap.key('choose_model')} gets a model for real chats."
@@ -787,11 +733,10 @@ DOING_NOW = {EnginePhase.PREFILL: "Reading the prompt …", EnginePhase.STOPPING
 
 
 def explain(figure: Figure, reply: Measured) -> Explained:
-    """Return ``figure`` of a reply, explained."""
     found = _EXPLAIN[figure](reply)
     if found.value != units.UNKNOWN or found.why:
         return found
-    return replace(found, why=NO_REPLY if reply.metrics is None and not reply.replying else NOT_YET)
+    return replace(found, why=NO_REPLY if reply.progress.metrics is None and not reply.replying else NOT_YET)
 
 
 _EXPLAIN: dict[Figure, Callable[[Measured], Explained]] = {
@@ -814,3 +759,28 @@ _EXPLAIN: dict[Figure, Callable[[Measured], Explained]] = {
     "predicted": _predicted,
     "diagnosis": _diagnosis,
 }
+
+
+# a current rate is nobody's once it is listed
+LISTED_FIGURES = tuple(figure for figure in FIGURES if figure != "now")
+# with some of their inputs
+BESIDE: Mapping[Figure, tuple[str, ...]] = {
+    "cached": ("prompt",),
+    "gaps": ("p95", "p99"),
+    "ceiling": ("ceiling",),
+    "expected": ("expected rate",),
+    "context": ("context length",),
+    "peak": ("limit",),
+}
+
+
+def listed(reply: Measured, *, known: bool) -> str:
+    found = {figure: explain(figure, reply) for figure in LISTED_FIGURES}
+    shown = {figure: each for figure, each in found.items() if not known or each.value != units.UNKNOWN}
+    return "\n".join(_figure_line(figure, each) for figure, each in shown.items())
+
+
+def _figure_line(figure: Figure, known: Explained) -> str:
+    beside = [f"{each.name} {each.value}" for each in known.inputs if each.name in BESIDE.get(figure, ())]
+    told = ", ".join([*([known.why] if known.why else []), *beside])
+    return f"{known.name}: {known.value}" + (f" ({told})" if told else "")

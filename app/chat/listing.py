@@ -1,7 +1,4 @@
-"""What lists of chats and messages show: matches in the store, a chat's age, a message on one line.
-
-The texts are foreign and made safe here. ``ChatSearch`` opens a store of its own for each question, so that any thread may ask.
-"""
+"""Lists of chats and messages: store matches, ages, one-line excerpts. Foreign text is sanitized here."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,22 +6,21 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from ..models.names import short_name
-from ..sanitise import sanitise_line
+from ..models.local import short_name
 from ..store.store import Store
 from ..store.values import Hit, StoredChat, fold
+from ..text.sanitise import sanitise_line
 from .conversation import EDITED, ENDINGS, Ending, MessageNode
 
 MOST_CHATS = 200
 MOST_HITS = 50
-LEAST_CHARACTERS = 2
-"""A single letter is found nearly everywhere."""
+LEAST_CHARACTERS = 2  # a single letter is found nearly everywhere
 EXCERPT = 40
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMatches:
-    """What matches ``text``: chats by their titles, and messages by their words. folders: all there are; folder: the one shown."""
+    """Chats by title and messages by words. folder: the one shown."""
 
     text: str
     chats: tuple[StoredChat, ...]
@@ -35,15 +31,12 @@ class ChatMatches:
 
 @dataclass(frozen=True, slots=True)
 class ChatSearch:
-    """The chats of the store at ``path``, which is opened for each question: SQLite's connections stay on their thread.
-
-    Methods raise StoreError.
-    """
+    """Chat queries; opens the store per call, as SQLite connections stay on one thread. Raises StoreError."""
 
     path: Path
 
     def find(self, text: str, folder: str | None = None) -> ChatMatches:
-        """Return the chats and messages that match ``text``, pinned chats first; of one ``folder``, its chats alone."""
+        """Return matches, pinned first; with ``folder``, only its chats."""
         with Store.open(self.path) as store:
             chats = store.chats(text, limit=MOST_CHATS, pinned_first=True, folder=folder)
             searched = len(text.strip()) >= LEAST_CHARACTERS and folder is None
@@ -52,33 +45,27 @@ class ChatSearch:
         return ChatMatches(text, tuple(chats), tuple(hits), folders, folder)
 
     def pin(self, chat: str, *, pinned: bool) -> None:
-        """Keep a chat at the top, or no longer."""
         with Store.open(self.path) as store:
             store.pin(chat, pinned=pinned)
 
     def move(self, chat: str, folder: str) -> None:
-        """Put a chat into a folder; "" takes it out."""
         with Store.open(self.path) as store:
             store.move(chat, folder)
 
     def delete(self, chat: str) -> None:
-        """Delete a chat; it can be restored."""
         with Store.open(self.path) as store:
             store.delete(chat)
 
     def restore(self, chat: str) -> None:
-        """Restore a deleted chat."""
         with Store.open(self.path) as store:
             store.undelete(chat)
 
     def rename(self, chat: str, title: str) -> None:
-        """Give a chat the user's title."""
         with Store.open(self.path) as store:
             store.rename(chat, title)
 
 
 def ago(seconds: float) -> str:
-    """Return how long ago something was, as a person would say it."""
     for size, unit in ((86400 * 7, "week"), (86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= size:
             number = int(seconds // size)
@@ -87,7 +74,7 @@ def ago(seconds: float) -> str:
 
 
 def date_of(seconds: float, now: float) -> str:
-    """Return when something was: ``14:05`` today, ``Mon 14:05`` in the last week, ``21 Nov`` this year, else ``2025-11-21``."""
+    """Format a time: ``14:05``, ``Mon 14:05``, ``21 Nov`` or ``2025-11-21``."""
     at, today = datetime.fromtimestamp(seconds), datetime.fromtimestamp(now).date()
     if at.date() == today:
         return f"{at:%H:%M}"
@@ -97,7 +84,7 @@ def date_of(seconds: float, now: float) -> str:
 
 
 def group_of(chat: StoredChat, now: float) -> str:
-    """Return the heading that a chat stands under in a list: ``Pinned``, ``Today``, ``Yesterday`` …, ``October 2026``."""
+    """Return a chat's list heading: ``Pinned``, ``Today``, ``Yesterday`` …, ``October 2026``."""
     if chat.pinned_at is not None:
         return "Pinned"
     at, today = datetime.fromtimestamp(chat.updated_at).date(), datetime.fromtimestamp(now).date()
@@ -108,8 +95,6 @@ def group_of(chat: StoredChat, now: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatFolder:
-    """A folder in a list of chats, with its chats; folded: they are not listed."""
-
     name: str
     chats: tuple[StoredChat, ...]
     folded: bool
@@ -118,10 +103,7 @@ class ChatFolder:
 def grouped(
     chats: Sequence[StoredChat], now: float, folded: Collection[str] | None
 ) -> Iterator[str | ChatFolder | StoredChat]:
-    """Yield the chats under headings: pinned ones, then folders by name, then by date.
-
-    ``folded``: names of folders; None: folders are no headings.
-    """
+    """Yield chats under headings: pinned, folders by name, dates. folded: folder names; None: no folder headings."""
     if folded is None:
         yield from _dated(chats, now)
         return
@@ -148,12 +130,10 @@ _STARS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 
 
 def without_marks(text: str) -> str:
-    """Return Markdown on its way to one line, without the marks of headings and of bold text."""
     return _STARS.sub("", _HEADING.sub("", text))
 
 
 def plain_hit(hit: Hit) -> Hit:
-    """Return a hit whose snippet has no marks of headings and bold text."""
     gone = sorted(match.span() for shape in (_HEADING, _STARS) for match in shape.finditer(hit.snippet))
 
     def moved(at: int) -> int:
@@ -166,13 +146,11 @@ def plain_hit(hit: Hit) -> Hit:
 
 
 def excerpt(text: str) -> str:
-    """Return how a text begins, on one line."""
     line = sanitise_line(" ".join(text.split()))
     return line if len(line) <= EXCERPT else line[: EXCERPT - 1] + "…"
 
 
 def part(hit: Hit) -> str:
-    """Return the part of a message that matches, on one line, with … where it is cut."""
     hit = plain_hit(hit)
     before = "…" if hit.start else ""
     after = "…" if hit.start + len(hit.snippet) < hit.length else ""
@@ -180,7 +158,7 @@ def part(hit: Hit) -> str:
 
 
 def said_in(node: MessageNode, most: int) -> tuple[str, str]:
-    """Return who wrote a message, and at most ``most`` characters of its text, or of why there is none."""
+    """Return the author and at most ``most`` characters of text, or why there is none."""
     if node.prompt is not None:
         return "you", _beginning(node.prompt, most) or _beginning(
             ", ".join(each.name for each in node.attachments), most
@@ -208,5 +186,5 @@ def _beginning(text: str, most: int) -> str:
 
 
 def ending_text(ending: Ending, reason: str) -> str:
-    """Return how a reply that is not whole ended, and why it failed: on one line, safe to show; "" where it is whole."""
+    """Describe an incomplete ending on one sanitized line, or ""."""
     return ": ".join(part for part in (ENDINGS[ending], sanitise_line(reason)) if part)

@@ -1,23 +1,22 @@
-"""Saves the conversation while it runs: the prompt before its reply begins, the reply every two seconds.
+"""Saves conversations as they run: the prompt before its reply, the reply every two seconds."""
 
-It hears the same steps as the view. The store is written at once, on this thread: a transaction takes about a millisecond. What
-could not be written is tried again until it is:
-
-    tree       1 ─ 2 ─ 3 ─ 4 ─ 5 ─ 6 ─▶ 7 …     keys; 7 was asked for, but the ledger does not know it yet
-    store     11  12  13  14                    IDs; 14 is a reply that is not finished there
-                          └── catch_up ──┘      finishes 14, adds 5 and 6
-"""
+# Driven by the same steps as the view. Writes are synchronous (about 1 ms per transaction) and retried until done:
+#
+#     tree       1 ─ 2 ─ 3 ─ 4 ─ 5 ─ 6 ─▶ 7 …     keys; 7 was asked for, not in the ledger yet
+#     store     11  12  13  14                    IDs; 14 is an unfinished reply
+#                           └── catch_up ──┘      finishes 14, adds 5 and 6
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.events import ToolCall
+from tokamac.engine.events import CacheUse, ToolCall
+from tokamac.engine.lab.passes import PassLog
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import NOTHING_TOLD, KVBits
-from tokamac.engine.passes.log import PassLog
 from tokamac.engine.perf.diagnosis import Diagnosis
 
 from ..store.store import Store
@@ -26,6 +25,7 @@ from ..store.values import (
     OUTCOMES,
     FinalState,
     Json,
+    Merged,
     Outcome,
     StoredMessage,
     StoreError,
@@ -33,7 +33,7 @@ from ..store.values import (
     ToolResult,
     left_out_of,
 )
-from ..strict_json import ShapeError, build
+from ..text.strict_json import ShapeError, build
 from .attachments import Draft, joined
 from .conversation import Conversation, Ending, MessageNode, Reply, ReplySettings, Tree, Turn
 from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record
@@ -60,10 +60,9 @@ from .versions import Versions
 
 @dataclass(frozen=True, slots=True)
 class ReplyRecord:
-    """What is stored of a reply beside its text.
+    """What is stored of a reply besides its text; empty fields are not written.
 
-    reason: why it failed; thinking_ended_at: the budget that ended its thinking; passes: what was recorded of its steps; edited:
-    the text is the user's; compared: the setting it was asked with, beside others. None of them is written where there was none.
+    thinking_ended_at: token budget that cut the thinking. passes: recorded steps. compared: setting it varied.
     """
 
     ending: Ending = "stop"
@@ -76,15 +75,15 @@ class ReplyRecord:
     passes: PassLog | None = None
     edited: bool = False
     compared: str = ""
+    cache: CacheUse | None = None
 
 
 _RECORDED = tuple(each.name for each in fields(ReplyRecord))
 _NOTHING = ReplyRecord()
-_SPARED = ("reason", "thinking_ended_at", "passes", "edited", "compared")
+_SPARED = ("reason", "thinking_ended_at", "passes", "edited", "compared", "cache")
 
 
 def measured(reply: Reply) -> dict[str, Any]:
-    """Return what is stored of ``reply`` beside its text, as plain values."""
     plain = asdict(ReplyRecord(**{name: getattr(reply, name) for name in _RECORDED}))
     for name in _SPARED:
         if getattr(reply, name) == getattr(_NOTHING, name):
@@ -93,18 +92,18 @@ def measured(reply: Reply) -> dict[str, Any]:
 
 
 def state_of(reply: Reply) -> FinalState:
-    """Return the state in which a reply is stored, by how it ended."""
     states: dict[Ending, FinalState] = {"cancelled": "stopped", "lost": "failed", "failed": "failed"}
     return states.get(reply.ending, "complete")
 
 
 def tree_of(messages: Iterable[StoredMessage], head: int | None) -> Tree:
-    """Return the tree of stored messages, parents first, with this ``head``. Its keys are the store's IDs."""
+    """Build the tree of stored messages (parents first); keys are store IDs."""
     tree = Tree()
     for message in messages:
         tree.add(_node(message))
     if head in tree.nodes:
         tree.go(head)
+        tree.head = head  # the turns after it were taken back
     return tree
 
 
@@ -129,7 +128,7 @@ def _reply(message: StoredMessage) -> Reply:
 
 
 def measured_of(message: StoredMessage) -> ReplyRecord:
-    """Return the figures of a stored reply; none where another version wrote them and this one can't read them."""
+    """Parse a stored reply's figures; empty if another version's are unreadable."""
     endings: dict[str, Ending] = {"stopped": "cancelled", "failed": "failed", "partial": "cancelled"}
     unmeasured = ReplyRecord(endings.get(message.state, "stop"))
     if message.metrics is None:
@@ -147,7 +146,7 @@ ANEW = "This chat was permanently removed in another window. It is saved as a ne
 
 @dataclass(frozen=True, slots=True)
 class ReplyRequest:
-    """The model and settings of a reply. text, thinking: what it continues."""
+    """Model and settings of a reply. text, thinking: what it continues."""
 
     model: str
     settings: Json = field(default_factory=dict)
@@ -156,9 +155,9 @@ class ReplyRequest:
 
 
 class Ledger:
-    """Which messages of the open chat are in the store. What was stored before a StoreError stays stored, and known.
+    """Tracks which messages of a chat are stored; a StoreError loses nothing stored before it.
 
-    chat: its ID; None until something of it is stored. tree: all of it is in the store already, under its own keys.
+    chat: None until something is stored. tree: fully stored, under its own keys.
     """
 
     def __init__(self, store: Store, chat: str | None = None, tree: Tree | None = None) -> None:
@@ -171,54 +170,59 @@ class Ledger:
         self._last = max(self._tree.nodes, default=0)  # the last message that the ledger knows
 
     def ask(self, tree: Tree, reply: int, asked: ReplyRequest) -> None:
-        """Note that a reply was asked for, which is in ``tree`` with all that leads to it."""
+        """Note a requested reply and all of its ancestors in ``tree``."""
         self._tree, self._last = tree, reply
         self._asked[reply] = asked
 
     def end(self, reply: Reply) -> None:
-        """Note what the reply became that was asked for last."""
         self._tree.end(self._last, reply)
 
     def add(self, tree: Tree, last: int) -> None:
-        """Note that messages were added to ``tree``, up to ``last``, that no reply was asked for with."""
+        """Note messages up to ``last`` added without a request."""
         self._tree, self._last = tree, last
 
     @property
     def awaited(self) -> bool:
-        """Whether a reply was asked for that is not whole in the store."""
         return self._last in self._asked
 
     @property
     def running(self) -> bool:
-        """Whether a reply was asked for that has not ended."""
         return any(self._tree.nodes[key].reply is None for key in self._asked)
 
     @property
     def growing(self) -> int | None:
-        """The id of the reply that grows in the store."""
         return self._ids.get(self._last) if self._last in self._open else None
 
     def stored(self, key: int) -> int | None:
-        """Return the ID in the store of a message of the open chat."""
         return self._ids.get(key)
 
     def key_of(self, message: int) -> int | None:
-        """Return the key in the open chat of a message of the store."""
         return next((key for key, stored in self._ids.items() if stored == message), None)
 
     def is_missing(self, turn: Turn) -> bool:
-        """Whether the turn is not in the store, or not whole."""
         return any(key and (key not in self._ids or key in self._open) for key in (turn.key, turn.reply_key))
 
     def is_current(self) -> bool:
-        """Whether the store has just the messages of the open chat: no other window has added any. Raises StoreError."""
+        """Whether no other window added messages. Raises StoreError."""
         branches = self._store.tree(self.chat) if self.chat is not None else []
         there = {(branch.id, branch.state) for branch in branches}
         nodes = self._tree.nodes
         return there == {(stored, _state(nodes[key])) for key, stored in self._ids.items()}
 
+    def follow(self, merged: Merged | None) -> None:
+        """Apply a replacement of the store file; None: unknown chat. Missing messages are stored again."""
+        if self.chat is None:
+            return
+        if merged is not None:
+            self.chat, ids = merged.chat, merged.ids
+        else:
+            there = self._store.tree(self.chat) if self._store.known(self.chat) is not None else []
+            ids = {branch.id: branch.id for branch in there}
+        self._ids = {key: ids[stored] for key, stored in self._ids.items() if stored in ids}
+        self._open &= self._ids.keys()
+
     def catch_up(self, begin: Callable[[], str]) -> tuple[str, str]:
-        """Store what is not stored yet; return the chat's ID, and a notice or "". begin: makes a chat. Raises StoreError."""
+        """Store what is missing; return the chat's ID and a notice or "". begin: creates a chat. Raises StoreError."""
         said = self._look()
         if self.chat is None:
             self.chat = begin()
@@ -229,7 +233,7 @@ class Ledger:
         return self.chat, "" if still_deleted else said
 
     def _look(self) -> str:
-        """Check that the chat is still there; return a notice where it is not."""
+        """Check that the chat still exists; return a notice if not."""
         if self.chat is None:
             return ""
         known = self._store.known(self.chat)
@@ -309,15 +313,16 @@ AGAIN = "Not saved: {} The next prompt tries again."
 SAVED = "The whole chat is saved again."
 LOST = "Some messages could not be saved and are lost: {}"
 TITLE = "The title was not saved: {}"
+REPLACED = "Another program replaced the chat file. Reopening."
+UNREAD = " Some chats of the old file could not be read: {}."
 
 
 @dataclass(slots=True, eq=False)
 class OpenChat:
-    """A conversation that is on screen, or whose reply runs or prompts wait in the background.
+    """A conversation on screen, or running or queued in the background.
 
-    ledger: what of it is in the store. owed: to be written, beside its messages. unsaved: whether part of it is missing in the
-    store because it failed. title: when it was last looked up; "" is none. draft: as it is in the store. rest: what stood in the
-    input box when it was left. written_at: when the reply was stored last.
+    owed: other pending writes. unsaved: a write failed. title: as last read. draft: as stored. rest: the input
+    box when it was left. written_at: last write of the reply.
     """
 
     ledger: Ledger
@@ -330,9 +335,10 @@ class OpenChat:
 
 
 class Recording:
-    """Saves the open chats: the one on screen, and those that go on in the background. While the store fails, they continue without
-    it: ``tell`` is told why, and all that is not saved is tried again with each prompt, at the end of each reply, and when another
-    chat is opened.
+    """Saves the chat on screen and those in the background.
+
+    If the store fails, chats go on: ``tell`` gets the reason, and unsaved parts are retried with each prompt, at each
+    reply's end and when another chat opens.
     """
 
     def __init__(
@@ -343,7 +349,7 @@ class Recording:
         tell: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self.store = store
+        self._store = store
         self._session = session
         self._preferences = preferences
         self._tell = tell
@@ -352,52 +358,82 @@ class Recording:
         self._chats: dict[Conversation, OpenChat] = {session.conversation: self._open}
 
     @property
+    def store(self) -> Store:
+        """The store, on the current file. Raises StoreError."""
+        self._follow()
+        return self._store
+
+    @property
     def chat(self) -> str | None:
-        """The ID of the chat on screen; None until there is something to save."""
         return self._open.ledger.chat
 
     @property
     def ledger(self) -> Ledger:
-        """What of the chat on screen is in the store; valid after it was left, too."""
+        """The on-screen chat's ledger; valid after it was left, too."""
         return self._open.ledger
 
     @property
     def unsaved(self) -> bool:
-        """Whether part of the chat on screen is missing in the store because it failed."""
         return self._open.unsaved
 
     @property
     def title(self) -> str:
-        """The title of the chat on screen when it was last looked up; "" is none."""
         return self._open.title
+
+    @property
+    def file(self) -> Path:
+        return self._store.file
+
+    def look(self) -> bool:
+        """Whether others changed or replaced the chat file; poll this."""
+        try:
+            changed = self.store.changed()
+        except StoreError:
+            return False  # told when the next message can't be saved
+        if changed:
+            self.look_up_title()
+        return changed
+
+    def _follow(self) -> bool:
+        chats = [each.ledger.chat for each in self._chats.values() if each.ledger.chat is not None]
+        if (followed := self._store.follow(chats)) is None:
+            return False
+        self._tell(REPLACED + (UNREAD.format(followed.unread) if followed.unread else ""))
+        saved = [each for each in self._chats.values() if each.ledger.chat is not None]
+        for each in saved:
+            each.ledger.follow(followed.chats.get(each.ledger.chat or ""))
+            if each.draft:
+                again = partial(self._keep_draft, each, text=each.draft)
+                each.owed.setdefault("draft", again)
+                each.draft = ""
+        for each in saved:
+            self._save(each)
+        return True
 
     # Chats in the background ----------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> str | None:
-        """The ID of the chat whose reply runs, on screen or not; None where none does, or it is not saved."""
         running = self._session.running
         return None if running is None else self._of(running.conversation).ledger.chat
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """The IDs of the chats in which a prompt waits."""
         found = (each.ledger.chat for conversation, each in self._chats.items() if self._session.waiting(conversation))
         return tuple(chat for chat in found if chat is not None)
 
     def title_of(self, conversation: Conversation) -> str:
-        """Return the title of a conversation that goes on in the background."""
         return self._of(conversation).title
 
     def kept(self, chat: str) -> tuple[Conversation, Draft] | None:
-        """Return the conversation of a chat that goes on in the background, and what stood in its input box; None: it does not."""
+        """Return a background chat's conversation and input box; None if it isn't running."""
         for conversation, each in self._chats.items():
             if each.ledger.chat == chat and each is not self._open:
                 return conversation, each.rest
         return None
 
     def can_go_on(self) -> bool:
-        """Whether the chat on screen can go on in the background: it is saved, after another try, so that it is found again."""
+        """Whether the chat can go on in the background: only if saved (tries again), so that it is found later."""
         if self.unsaved:
             self._save(self._open)
         return self.chat is not None and not self.unsaved
@@ -408,7 +444,7 @@ class Recording:
     # What the session does ------------------------------------------------------------------------------------------------
 
     def hear(self, step: Step, elsewhere: Conversation | None = None) -> None:
-        """Save what a step of the session says. elsewhere: the conversation in which it happens, where that is not on screen."""
+        """Save a step's effect. elsewhere: its conversation, if not on screen."""
         match step:
             case TurnBegun(turn):
                 self._turn_begun(turn, elsewhere)
@@ -442,7 +478,6 @@ class Recording:
                 pass
 
     def _turn_begun(self, turn: Turn, elsewhere: Conversation | None) -> None:
-        """A prompt was sent."""
         conversation, running = elsewhere or self._session.conversation, self._session.running
         assert running is not None
         said = conversation.partial  # what a reply that is continued begins with
@@ -451,7 +486,6 @@ class Recording:
         self._begun(conversation, elsewhere)
 
     def _versions_begun(self, versions: Versions) -> None:
-        """Several replies to one prompt were asked for."""
         ledger = self._of(versions.conversation).ledger
         for each in versions.all:
             asked = self._request(each.variant.settings, each.variant.kv_bits)
@@ -477,20 +511,18 @@ class Recording:
         opened.written_at = self._clock()
 
     def _grew(self, elsewhere: Conversation | None) -> None:
-        """The reply has grown: save it, if it is time."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)
         if (reply := opened.ledger.growing) is not None:
             self._checkpoint(opened, {reply: conversation.partial})
 
     def _versions_grew(self, versions: Versions) -> None:
-        """Some of several replies have grown: save all, if it is time."""
         opened = self._of(versions.conversation)
         stored = ((opened.ledger.stored(each.key), each.so_far) for each in versions.running)
         self._checkpoint(opened, {id: said for id, said in stored if id is not None})
 
     def _version_ended(self, versions: Versions) -> None:
-        """One of several replies has ended; after the last, the chat is read through the one that is kept, on screen or not."""
+        """Save a version's end; after the last, activate the kept one's path."""
         opened = self._of(versions.conversation)
         if not versions.running:
             opened.owed["head"] = lambda chat: self._keep_head(opened.ledger, chat, versions.kept.key)
@@ -501,59 +533,54 @@ class Recording:
             return
         opened.written_at = self._clock()
         try:
+            if self._follow():
+                return  # their IDs may be others now
             for reply, said in growing.items():
-                self.store.checkpoint(reply, said.text, said.thinking)
+                self._store.checkpoint(reply, said.text, said.thinking)
         except StoreError as error:
             self._fail(opened, AGAIN, error)
 
     def _ended(self, reply: Reply, elsewhere: Conversation | None) -> None:
-        """The reply has ended."""
         opened = self._open if elsewhere is None else self._of(elsewhere)
         if opened.ledger.awaited:
             opened.ledger.end(reply)
             self._save(opened)
 
     def _returned(self, draft: Draft, elsewhere: Conversation) -> None:
-        """What waited in the background is not sent: it is a draft again."""
         opened = self._of(elsewhere)
         opened.rest = joined([draft, opened.rest])
         self._owe_rest(opened, elsewhere)
         self._save(opened)
 
     def _answered(self, key: int, elsewhere: Conversation | None) -> None:
-        """A call was answered, by the message ``key``."""
         conversation = elsewhere or self._session.conversation
         opened = self._of(conversation)
         opened.ledger.add(conversation.tree, key)
         self._save(opened)
 
     def _revised(self) -> None:
-        """The user edited a reply."""
         tree = self._session.conversation.tree
         self._open.ledger.add(tree, max(tree.nodes))
         self._open.owed.pop("head", None)
         self._save(self._open, AGAIN)
 
     def _moved(self) -> None:
-        """Another path of the conversation is shown."""
         head = self._session.conversation.tree.head
         if head is not None and self._open.ledger.stored(head) is not None:
             ledger = self._open.ledger
             self._owe("head", lambda chat: self._keep_head(ledger, chat, head))
 
     def _pruned(self) -> None:
-        """Something is left out of what is sent, or is sent again."""
         conversation, ledger = self._session.conversation, self._open.ledger
         if self.chat is not None:
             self._owe("pruned", lambda chat: self._keep_pruned(ledger, chat, conversation))
 
     def _left(self) -> None:
-        """Another conversation is open: one that went on in the background, or one of which nothing is saved yet."""
         self._open.owed.pop("draft", None)  # whoever left it was told that it is not saved
-        self._open = self._chats.setdefault(self._session.conversation, OpenChat(Ledger(self.store)))
+        self._open = self._chats.setdefault(self._session.conversation, OpenChat(Ledger(self._store)))
 
     def let_go(self) -> None:
-        """Forget what is neither on screen nor goes on. To be called once all steps are recorded: any may be of such a chat."""
+        """Drop finished background chats. Call once all steps are recorded: any may concern such a chat."""
         for conversation, each in list(self._chats.items()):
             if each is not self._open and not self._session.is_active(conversation):
                 if each.unsaved:
@@ -561,11 +588,11 @@ class Recording:
                 del self._chats[conversation]
 
     def leaving(self, draft: Draft) -> None:
-        """The chat is about to be left. draft: what stands in its input box, beside what waits."""
+        """Save the chat about to be left. draft: its input box; queued prompts are added."""
         self._open.rest = draft
 
     def drafted(self, text: str) -> bool:
-        """Save the unsent prompt; return whether it is saved. An empty chat with a draft is saved, too."""
+        """Save the unsent prompt, also of an empty chat; return whether that worked."""
         self._open.owed.pop("draft", None)
         if text != self._open.draft:
             opened = self._open
@@ -573,14 +600,13 @@ class Recording:
         return text == self._open.draft
 
     def _owe_rest(self, opened: OpenChat, conversation: Conversation) -> None:
-        """Let the draft of a chat in the background be what still waits, and what stood in its input box."""
         text = joined([*self._session.waiting(conversation), opened.rest]).whole
         opened.owed["draft"] = lambda chat: self._keep_draft(opened, chat, text)
 
     # What the user wants --------------------------------------------------------------------------------------------------
 
     def read(self, chat: str) -> tuple[Tree, str]:
-        """Return the conversation ``chat``, to be opened, and the draft that was left in it. Raises StoreError."""
+        """Return a chat's tree and draft. Raises StoreError."""
         if chat == self.chat and self.missing():
             raise StoreError("Part of this chat could not be saved", "Reopening it now would lose that part.")
         archive = self.store.archive(chat)
@@ -589,41 +615,37 @@ class Recording:
         return tree_of(archive.messages, archive.chat.head), archive.chat.draft
 
     def hold(self, chat: str, tree: Tree, draft: str) -> None:
-        """Continue ``chat``, which was read and is open now."""
         self._left()
-        self._open.ledger, self._open.draft = Ledger(self.store, chat, tree), draft
+        self._open.ledger, self._open.draft = Ledger(self._store, chat, tree), draft
         self.look_up_title()
 
     def holds(self, chat: str) -> bool:
-        """Whether ``chat`` is open and need not be read again: it is current, or it can't be left now. Raises StoreError."""
+        """Whether ``chat`` is open and current, or can't be left now. Raises StoreError."""
         if chat != self.chat:
             return False
         busy = self._session.is_active(self._session.conversation)
         return self.unsaved or busy or self.ledger.is_current()
 
     def pruned_of(self, chat: str) -> set[tuple[int, str]]:
-        """Return what of ``chat`` is not sent: stored messages, with "" or the name of a file. Raises StoreError."""
+        """Return pruned (message ID, "" or file name). Raises StoreError."""
         return left_out_of(self.store.chat(chat).settings)
 
     def own(self, chat: str) -> ChatOverrides:
-        """Return the settings of ``chat`` itself. Raises StoreError."""
+        """Raises StoreError."""
         return own_of(self.store.chat(chat).settings)
 
     def keep_own(self) -> None:
-        """Save the open chat's own settings."""
         if self.chat is not None:
             self._owe("own", lambda chat: self.store.set_settings(chat, as_settings(self._preferences.own)))
 
     def stored(self, key: int) -> int | None:
-        """Return the ID in the store of a message of the open chat."""
         return self.ledger.stored(key)
 
     def key_of(self, message: int) -> int | None:
-        """Return the key in the open chat of a message of the store."""
         return self.ledger.key_of(message)
 
     def missing(self) -> str:
-        """Try again to save; return a sentence on the turns of this path that are still missing, or ""."""
+        """Retry saving; return a sentence on turns still missing, or ""."""
         if self.unsaved:
             self._save(self._open)
         turns = self._session.turns
@@ -631,11 +653,11 @@ class Recording:
         return f"{missing} of {len(turns)} turns are missing: they could not be saved." if missing else ""
 
     def retitle(self, title: str) -> bool:
-        """Give the chat the user's title; return whether it is saved. An error of the store is told."""
+        """Set the user's title; return whether it is saved. Reports store errors."""
         return (chat := self.chat) is not None and self._entitle(chat, title, "user")
 
     def look_up_title(self) -> None:
-        """Read the chat's title again: the store makes the first one, and the list of chats can change it."""
+        """Reload the title: the store makes the first one, the chat list can change it."""
         self._look_up_title(self._open)
 
     def _look_up_title(self, opened: OpenChat) -> None:
@@ -644,11 +666,10 @@ class Recording:
                 opened.title = self.store.chat(opened.ledger.chat).title
 
     def entitle(self) -> list[Step]:
-        """Return what to ask the model for a title, if the chat may have one now. To be called now and then."""
+        """Ask the model for a title if the chat may have one; poll this."""
         return self._session.request_title() if self._session.titles.wanted and self.may_be_entitled() else []
 
     def may_be_entitled(self) -> bool:
-        """Whether the chat is saved, has only its first words for a title, and the settings allow another."""
         if self.chat is None or self.unsaved or self._preferences.settings.titles != "model":
             return False
         try:
@@ -657,12 +678,15 @@ class Recording:
             return False  # told when the next message can't be saved
 
     def entitled(self, title: str) -> None:
-        """The model gave the chat a title; a title by the user stays."""
         if (chat := self.chat) is not None:
             self._entitle(chat, title, "model")
 
     def close(self, draft: str) -> None:
-        """Save the unsent prompt and the running reply so far, in the background too; close the store."""
+        """Save drafts and running replies, in the background too; close the store."""
+        try:
+            self._follow()
+        except StoreError as error:
+            self._fail(self._open, LOST, error)
         self._open.owed.pop("draft", None)
         if draft != self._open.draft:
             opened = self._open
@@ -677,21 +701,21 @@ class Recording:
             if running or each.unsaved or each.owed:
                 self._save(each, LOST)
         try:
-            self.store.close()
+            self._store.close()
         except StoreError as error:
             self._fail(self._open, LOST, error)
 
     # Writing --------------------------------------------------------------------------------------------------------------
 
     def _owe(self, what: str, write: Callable[[str], object]) -> None:
-        """Write it now; while the store fails, with the next try."""
         self._open.owed[what] = write
         if not self.unsaved:
             self._save(self._open)
 
     def _save(self, opened: OpenChat, failing: str = "") -> None:
-        """Store all that is not stored yet. failing: what to tell where that fails; "": nothing, if it failed before."""
+        """Store everything pending. failing: message on failure; "": none if it failed before."""
         try:
+            self._follow()
             chat, said = opened.ledger.catch_up(self._new_chat)
             while opened.owed:
                 what, write = next(iter(opened.owed.items()))
@@ -748,26 +772,22 @@ class Recording:
 
 
 def _adapter(session: Session) -> dict[str, Any]:
-    """Return the adapter as it is stored; nothing where there is none."""
     if session.engine.load.adapter is None:
         return {}
     digest = None if session.engine.info is None else session.engine.info.adapter_digest
     return {"adapter": {"name": session.engine.load.adapter, "digest": digest}}
 
 
-LOOK_S = 10.0
-"""How often it is checked whether the chat is idle."""
-QUIET_S = 5.0
-"""How long it must be idle: while chats are removed, new messages wait to be written."""
+LOOK_S = 10.0  # how often it is checked whether the chat is idle
+QUIET_S = 5.0  # how long it must be idle: while chats are removed, new messages wait to be written
 
 
 def is_time(session: Session) -> bool:
-    """Whether the chat has been idle for a while."""
     return not session.engine.busy and session.idle.quiet_s(session.engine.phase_since) >= QUIET_S
 
 
 def purge(file: Path) -> str:
-    """Remove old deleted chats from the store; return why that failed, or "". For any thread."""
+    """Purge old deleted chats; return a problem or "". Thread-safe."""
     try:
         with Store.open(file) as store:
             store.purge()

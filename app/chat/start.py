@@ -1,4 +1,4 @@
-"""How every chat starts, on a screen or without one: what the command line asked for, the session, the store of conversations."""
+"""Start of every chat, full-screen or plain: options, session, store."""
 
 import time
 from collections.abc import Sequence
@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.options import KVSpec, Nodes, Sampling, TemplateOptions
 
 from .. import settings
 from ..backend import keep_awake
 from ..backend.keep_awake import KeepAwake
-from ..backend.shell import working_folder
+from ..backend.processes import working_folder
+from ..text.sanitise import sanitise_line
 
 if TYPE_CHECKING:
     from ..backend.sharing import CardFinder
@@ -22,22 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the command line asked for; None takes what the settings say.
+    """Command-line options; None means as in the settings.
 
     Attributes:
-        prompt_cache: False turns off the reuse of earlier turns.
-        memory: bytes that a model may take.
-        adapter: is added to the model; "" is none, whatever the settings have for it.
-        parallel: replies at once at most; None is what the settings say. speculation: whether tokens are guessed; the same.
-        draft: the draft model; "" is none, whatever the settings have for the model. cpu_exact: a CPU rounds nothing.
-        nodes: the processes that hold the model together; None is one alone.
-        engine: the command that starts the engine's process, where it is not the usual one.
-        server: whether the engine of a server of the same user is used, where one has the model.
-        profile: the name of one in the settings, for this run; "" is none; None is the one that was chosen last.
-        chat: the stored conversation to open, or the beginning of its ID.
-        resume: open the last conversation.
-        read: the settings, where they have been read already.
-        store_path, settings_path, log_path: default to the user's own folders.
+        prompt_cache: False disables reuse of earlier turns.
+        memory: byte limit of the model.
+        adapter, draft: "" disables the settings' one.
+        parallel: max parallel replies. cpu_exact: no rounding on a CPU.
+        nodes: processes that share the model; None is one.
+        engine: overrides the command of the engine process.
+        server: may use the engine of the same user's server.
+        profile: by name; "" is none; None: the last chosen one.
+        chat: a stored chat's ID or prefix. resume: open the last chat.
+        read: settings already read.
+        store_path, settings_path, log_path: default to the user's folders.
     """
 
     model: str | None = None
@@ -67,13 +67,12 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatStart:
-    """A chat about to start.
+    """Everything a chat needs to start.
 
     Attributes:
-        command: starts the engine's process, which writes to ``log``.
-        keep_awake: keeps the machine from sleeping while the engine works.
-        warnings: what was wrong with the settings.
-        finder: finds an engine that may be used in place of one of the chat's own.
+        command: of the engine process, which logs to ``log``.
+        warnings: problems of the settings.
+        finder: finds an engine to share.
     """
 
     session: "Session"
@@ -86,11 +85,10 @@ class ChatStart:
 
 
 def begin(options: ChatOptions) -> ChatStart:
-    """Return what every chat starts with: its session, and the settings that apply to it."""
     from ..backend.client import CHILD_COMMAND
     from ..backend.protocol import Load
     from ..backend.sharing import CardFinder
-    from ..models.names import lasting
+    from ..models.local import is_gone, lasting
     from ..tools.toolbox import Toolbox
     from .preferences import ChatOverrides, Preferences
     from .session import Session
@@ -104,7 +102,14 @@ def begin(options: ChatOptions) -> ChatStart:
     own = preferences.for_new_chat
     # A profile that was only chosen before has loaded its model then, and the user may have picked another one since.
     of_profile = known.profiles[own.profile].model if options.profile and own.profile else None
-    model = lasting(options.model or of_profile or known.model)
+    named = options.model or of_profile
+    model, warnings = lasting(named or known.model), list(read.warnings)
+    if named is None and is_gone(model):
+        warnings.append(
+            f"{sanitise_line(model)}, the model used last, is not on this disk. This is the guide; /model chooses another."
+        )
+        model = GUIDE
+    preferences.asked_model = None if named is None else model
     adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
     kv = options.kv or preferences.kv(own.profile)
     parallel = known.parallel if options.parallel is None else options.parallel
@@ -132,11 +137,11 @@ def begin(options: ChatOptions) -> ChatStart:
     command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)
     finder = CardFinder(off=not options.server or options.engine is not None)
-    return ChatStart(session, preferences, command, log, awake, tuple(read.warnings), finder)
+    return ChatStart(session, preferences, command, log, awake, tuple(warnings), finder)
 
 
 def found(options: ChatOptions) -> ChatOptions:
-    """Return ``options`` with the whole ID of the chat to open, before a screen opens. Raises StoreError."""
+    """Resolve the chat's ID before a screen opens. Raises StoreError."""
     if options.chat is None:
         return options
     store, chosen = open_store(options)
@@ -145,15 +150,18 @@ def found(options: ChatOptions) -> ChatOptions:
 
 
 def open_store(options: ChatOptions) -> "tuple[Store, str | None]":
-    """Return the store of conversations, and the ID of the one to open; None: a new one. Raises StoreError."""
+    """Return the store and the ID to open; None: a new chat. Raises StoreError."""
     from ..store.store import Store
-    from ..store.values import StoreError
+    from ..store.values import NoChatError, StoreError
 
     store = Store.open(options.store_path)
     try:
         chosen = store.chat(options.chat) if options.chat is not None else store.latest() if options.resume else None
         if chosen is not None and chosen.deleted_at is not None:
             raise StoreError(f"Chat {chosen.id} was deleted", "`tokamac chats` lists the others.")
+    except NoChatError as error:
+        store.close()
+        raise NoChatError(error.message, "`tokamac chats` lists them.") from None
     except BaseException:
         store.close()
         raise

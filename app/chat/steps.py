@@ -1,7 +1,4 @@
-"""Where a session is; ``session`` draws how it goes from one to the next.
-
-What the session asks of the world (effects) and tells the screen (changes): one small dataclass each.
-"""
+"""Steps of a session: effects on the world and changes for the screen, one dataclass each; and its phases."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,24 +15,22 @@ from .versions import Version, Versions
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """Start the engine's process; one that runs is ended first."""
+    """Start an engine process, ending a running one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndEngine:
-    """End the engine's process at once."""
+    """Kill the engine process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send ``request`` to the engine's process."""
-
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class TurnBegun:
-    """A prompt was sent: show it, and room for its reply. ``again``: the last reply is made anew in its place."""
+    """A prompt was sent. again: its reply replaces the last one."""
 
     turn: Turn
     again: bool = False
@@ -43,7 +38,7 @@ class TurnBegun:
 
 @dataclass(frozen=True, slots=True)
 class ReplyGrew:
-    """More of the running reply. guessed: characters of ``text``, from and to, whose tokens were guessed and came true."""
+    """The reply has grown. guessed: (start, end) characters of ``text`` from accepted draft tokens."""
 
     text: str
     kind: TextKind
@@ -52,14 +47,14 @@ class ReplyGrew:
 
 @dataclass(frozen=True, slots=True)
 class ReplyEnded:
-    """The running reply is whole, or as whole as it will be."""
+    """The reply has ended."""
 
     reply: Reply
 
 
 @dataclass(frozen=True, slots=True)
 class VersionsBegun:
-    """Several replies to one prompt are asked for: show room for each. resumed: they were before, and are shown again."""
+    """Versions of a reply were requested. resumed: running ones are shown again."""
 
     versions: Versions
     resumed: bool = False
@@ -67,8 +62,6 @@ class VersionsBegun:
 
 @dataclass(frozen=True, slots=True)
 class VersionGrew:
-    """More of one of them."""
-
     versions: Versions
     version: Version
     text: str
@@ -77,7 +70,7 @@ class VersionGrew:
 
 @dataclass(frozen=True, slots=True)
 class VersionEnded:
-    """One of them is whole, or as whole as it will be. After the last, ``Moved`` shows the one that is kept."""
+    """A version has ended; after the last, ``Moved`` shows the kept one."""
 
     versions: Versions
     version: Version
@@ -85,33 +78,33 @@ class VersionEnded:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The conversation that was opened is being written: show ``turn``, whose reply is what was said so far, as growing."""
+    """A conversation with a running reply was opened: ``turn`` holds the reply so far."""
 
     turn: Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Another path of the conversation is read: show ``turns``, which hold all of it up to here."""
+    """Another path is active: show all ``turns``."""
 
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Something of the conversation is left out of what is sent, or is sent again."""
+    """A part was excluded from the prompt, or included again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revised:
-    """The user edited a reply: its new version is at the end of ``turns``. Show them."""
+    """The user edited a reply: its new version ends ``turns``."""
 
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Another conversation is held from here on: show ``turns``. new: it is empty, and nothing of it is kept yet."""
+    """Another conversation is open. new: it is empty and unsaved."""
 
     turns: tuple[Turn, ...]
     new: bool = False
@@ -119,22 +112,30 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Titled:
-    """The model gave the conversation a title: plain text on one line, safe to show."""
+    """The model's title: one sanitized line."""
 
     title: str
 
 
 @dataclass(frozen=True, slots=True)
 class DraftReturned:
-    """Prompts that waited will not be sent, or one was refused: they belong in the box again."""
+    """Unsent or refused prompts return to the input box."""
 
     text: str
     attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class PromptFailed:
+    """Prompt ``key`` failed before any reply text: an empty input box edits it."""
+
+    key: int
+    draft: Draft
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRefused:
-    """A prompt is not sent, because of ``why``; ``draft`` belongs in the box again. None: it never left it."""
+    """A prompt was refused; ``draft`` returns to the input box. None: it never left it."""
 
     why: str
     draft: Draft | None = None
@@ -142,29 +143,27 @@ class PromptRefused:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One sentence for the reader."""
-
     text: str
     severity: Literal["information", "warning", "error"] = "information"
 
 
 @dataclass(frozen=True, slots=True)
 class AskConsent:
-    """A call of the model's waits for the user: ``Session.consent`` takes the answer."""
+    """A tool call needs the user's consent: answer with ``Session.consent``."""
 
     call: ToolCall
 
 
 @dataclass(frozen=True, slots=True)
 class RunTool:
-    """Run ``call``, which is allowed; ``Session.tool_ended`` takes what came of it."""
+    """Run an allowed tool call; report to ``Session.tool_ended``."""
 
     call: ToolCall
 
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswered:
-    """A call is answered, by the message ``key``. Nothing waits for the user's consent to it any more."""
+    """A call is answered by message ``key``; its consent question is void."""
 
     key: int
     result: ToolResult
@@ -172,7 +171,7 @@ class ToolAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """``step`` is of ``conversation``, which is not shown: its reply runs in the background."""
+    """``step`` of a conversation in the background."""
 
     conversation: Conversation
     step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused | DraftReturned | ToolAnswered
@@ -195,6 +194,7 @@ Step = (
     | Opened
     | Titled
     | DraftReturned
+    | PromptFailed
     | PromptRefused
     | Notice
     | Elsewhere
@@ -205,14 +205,11 @@ Step = (
 
 
 class EnginePhase(Enum):
-    """What the engine's process is at, as the session knows it."""
-
     LOADING = auto()
     IDLE = auto()
     PREFILL = auto()
     DECODING = auto()
     STOPPING = auto()
-    TOOLS = auto()
-    """It is idle, while the calls of its reply are answered."""
+    TOOLS = auto()  # it is idle, while the calls of its reply are answered
     FAILED = auto()
     UNLOADED = auto()

@@ -1,4 +1,4 @@
-"""Several replies to one prompt, written at once to be compared; afterwards they stand beside each other in the conversation."""
+"""Parallel versions of a reply, to compare; they stay as siblings in the conversation."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -6,37 +6,35 @@ from dataclasses import dataclass, replace
 
 from tokamac.engine import metrics as rates
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Finished, TextKind
+from tokamac.engine.events import Finished, ModelSpec, TextKind
 from tokamac.engine.options import KVBits, Sampling, sample_of
 
-from .. import units
-from ..backend.protocol import ModelInfo
 from ..options import kv_bits
-from ..sanitise import sanitise_line
-from ..settings_form import SAMPLING_FIELDS, whole_number, with_field
+from ..text import units
+from ..text.sanitise import sanitise_line
 from .conversation import Conversation, Ending, Reply, ReplyBuilder, ReplyProgress, ReplySettings, ended_reply
 from .preferences import chosen
+from .settings_form import SAMPLING_FIELDS, whole_number, with_field
 
-LEAST, MOST = 2, 8
-"""How many versions are written at once."""
-SHARED = "written together: their speeds don't compare"
-"""Each had a share of the machine, and the last one all of it."""
+LEAST, MOST = 2, 8  # how many versions are written at once
+# Each had a share of the machine, and the last one all of it.
+SHARED = "written together: their speeds can't be compared"
+# Of what can be compared.
 EXAMPLES = "/compare temperature 0 0.7 1.2, /compare kv-bits 16 8 4, /compare thinking on off"
-"""Of what can be compared."""
 
 
 class NoVariantsError(TokamacError):
-    """What was asked for are no versions that can be compared; the message says why."""
+    """The requested versions can't be compared; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How one version is asked for.
+    """How one version is requested.
 
     Attributes:
-        name: what it differs in, such as ``temperature 0.7``, or its number where it differs in what chance draws.
-        kv_bits: of keys and values; None: as the model was loaded.
-        value: of the setting that is compared; "" where none is.
+        name: the difference, such as ``temperature 0.7``; a number for samples.
+        kv_bits: None: as loaded.
+        value: of the compared setting; "" if none.
     """
 
     name: str
@@ -46,13 +44,7 @@ class Variant:
 
 
 class Version:
-    """One of the replies: what it is asked for with, and how far it is.
-
-    Attributes:
-        id: of its request. key: of its message in the conversation.
-        progress: how it is doing. reply: what it became; None while it is written.
-        begun: whether it has said anything.
-    """
+    """One version. id: request; key: message; reply: None while running; begun: it has text."""
 
     def __init__(self, id: int, key: int, variant: Variant) -> None:
         self.id, self.key, self.variant = id, key, variant
@@ -63,22 +55,21 @@ class Version:
 
     @property
     def so_far(self) -> Reply:
-        """The reply as far as it came, or as it ended."""
         return self.reply or self._builder.so_far()
 
     @property
     def tps(self) -> float | None:
-        """Tokens a second while it is written; None before there is a rate, and once it has ended."""
+        """Tokens/s while running; None before there is a rate, and at the end."""
         live = self.progress.live
-        return None if live is None or self.reply is not None else rates.recent_rate(live.gaps_ms)
+        return None if live is None or self.reply is not None else live.metrics.shown_decode_tps
 
     @property
     def state(self) -> str:
-        """How it is doing, in a word or two: ``waiting``, ``reading 40%``, ``72 tok/s``, ``stopped``."""
+        """``waiting``, ``reading 40%``, ``72 tok/s``, ``stopped``."""
         if self.reply is not None:
             brief = BRIEF_ENDINGS[self.reply.ending]
             metrics = self.reply.metrics
-            rate = None if brief or metrics is None else metrics.decode_tps
+            rate = None if brief or metrics is None else metrics.shown_decode_tps
             return brief or ("done" if rate is None else units.rate(rate))
         if (tps := self.tps) is not None:
             return units.rate(tps)
@@ -88,12 +79,10 @@ class Version:
         return "waiting" if prefill is None else f"reading {units.percent(rates.share(prefill.done, prefill.total))}"
 
     def grow(self, text: str, kind: TextKind, now: float) -> None:
-        """Add to the reply."""
         self.begun = True
         self._builder.add(text, kind, now)
 
     def end(self, ending: Ending, now: float, model: str, finished: Finished | None = None, reason: str = "") -> Reply:
-        """Close the reply, as ``Conversation.end`` does."""
         reply = ended_reply(self._builder, self.progress, ending, now, model, finished, reason)
         self.reply = replace(reply, compared=self.variant.name if self.variant.value else "")
         return self.reply
@@ -102,6 +91,8 @@ class Version:
 BRIEF_ENDINGS: dict[Ending, str] = {
     "stop": "",
     "length": "cut off",
+    "full": "context full",
+    "loop": "repeats itself",
     "cancelled": "stopped",
     "lost": "lost",
     "failed": "failed",
@@ -110,13 +101,7 @@ BRIEF_ENDINGS: dict[Ending, str] = {
 
 
 class Versions:
-    """The versions that are written, or that were written last.
-
-    Attributes:
-        conversation: whose prompt they answer.
-        all: in the order they were asked for.
-        chosen: where in that order the one is that the conversation goes on from; None: nobody chose yet.
-    """
+    """The running or last versions, in request order. chosen: index to continue from; None: not chosen yet."""
 
     def __init__(self, conversation: Conversation, versions: Sequence[Version]) -> None:
         self.conversation = conversation
@@ -125,18 +110,16 @@ class Versions:
 
     @property
     def running(self) -> list[Version]:
-        """Those that are still written."""
         return [each for each in self.all if each.reply is None]
 
     @property
     def tps(self) -> float | None:
-        """Tokens a second of all that are written together; None while that is not known of any."""
+        """Joint tokens/s of running versions; None if unknown for all."""
         known = [each.tps for each in self.all if each.tps is not None]
         return sum(known) if known else None
 
     @property
     def kept(self) -> Version:
-        """The version that the conversation goes on from: the chosen one, else the first that is whole, else the first."""
         if self.chosen is not None:
             return self.all[self.chosen]
         whole = (each for each in self.all if each.reply is not None and each.reply.ending in ("stop", "length"))
@@ -144,7 +127,7 @@ class Versions:
 
     @property
     def summary(self) -> str:
-        """All of them in a line: ``4 versions · 96 tok/s together``, or when all have ended, ``4 versions · 41 s``."""
+        """``4 versions · 96 tok/s together``, or at the end ``4 versions · 41 s``."""
         running = self.running
         parts = [f"{len(self.all)} versions"]
         if not running:
@@ -161,12 +144,11 @@ class Versions:
 
     @property
     def caution(self) -> str:
-        """What their figures do not say, where something is compared; else ""."""
+        """A caveat on the figures of a comparison, or ""."""
         return SHARED if any(each.variant.value for each in self.all) else ""
 
     @property
     def at_once(self) -> str:
-        """How many are being written, and how fast together; "" where it is one or none."""
         width = len(self.running)
         if width < LEAST:
             return ""
@@ -174,24 +156,23 @@ class Versions:
 
     @property
     def _took(self) -> str:
-        """How long all took, as far as it is known: they were asked for together."""
+        """How long all took, if known; they were requested together."""
         metrics = (each.so_far.metrics for each in self.all)
         times = [each.total_s for each in metrics if each is not None and each.total_s is not None]
         return units.seconds(max(times)) if times else ""
 
     def heading(self, version: Version) -> str:
-        """Return what stands above a version where they are listed: ``Version 2 of 4 · temperature 0.7``."""
+        """Return a heading: ``Version 2 of 4 · temperature 0.7``."""
         variant = version.variant
         place = f"Version {self.all.index(version) + 1} of {len(self.all)}"
         return f"{place} · {variant.name}" if variant.value else place
 
-    def of(self, id: int) -> Version | None:
-        """Return the version that request ``id`` asked for, if it is still written."""
+    def find(self, id: int) -> Version | None:
         return next((each for each in self.running if each.id == id), None)
 
 
-def samples(count: int, settings: ReplySettings, info: ModelInfo | None) -> list[Variant]:
-    """Return ``count`` variants that differ in what chance draws. Raises NoVariantsError."""
+def samples(count: int, settings: ReplySettings, info: ModelSpec | None) -> list[Variant]:
+    """Return ``count`` variants that differ by seed. Raises NoVariantsError."""
     _check(count)
     recommended = Sampling() if info is None else info.recommended
     if settings.sampling.resolved(recommended).temperature == 0:
@@ -202,12 +183,11 @@ def samples(count: int, settings: ReplySettings, info: ModelInfo | None) -> list
 
 
 def _seeded(settings: ReplySettings, at: int) -> ReplySettings:
-    """A seed that the user set gives one text: each further version has the next seed."""
     return replace(settings, sampling=sample_of(settings.sampling, at))
 
 
-def compared(text: str, settings: ReplySettings, info: ModelInfo | None) -> list[Variant]:
-    """Return the variants that the argument of /compare asks for: a setting, and its values. Raises NoVariantsError."""
+def compared(text: str, settings: ReplySettings, info: ModelSpec | None) -> list[Variant]:
+    """Parse /compare: a setting and its values. Raises NoVariantsError."""
     name, *values = text.split()
     name = name.lower().replace("_", "-")
     if name == "thinking":
@@ -217,7 +197,7 @@ def compared(text: str, settings: ReplySettings, info: ModelInfo | None) -> list
     return list(_variants(name, distinct, settings, info))
 
 
-def _variants(name: str, values: Sequence[str], settings: ReplySettings, info: ModelInfo | None) -> Iterator[Variant]:
+def _variants(name: str, values: Sequence[str], settings: ReplySettings, info: ModelSpec | None) -> Iterator[Variant]:
     field = NUMBERS.get(name)
     if field is None and name not in ("thinking", "kv", "kv-bits"):
         known = ", ".join(("kv-bits", "thinking", *NUMBERS))
@@ -238,12 +218,12 @@ def _variants(name: str, values: Sequence[str], settings: ReplySettings, info: M
             raise NoVariantsError(str(error)) from error
 
 
+# The sampling settings that are one number, by their names in /compare.
 NUMBERS = {each.name.replace("_", "-"): each for each in SAMPLING_FIELDS if each.read in (int, float)}
-"""The sampling settings that are one number, by their names in /compare."""
 
 
 def wanted(text: str) -> int | None:
-    """Return how many versions the argument of /again asks for; None: one, as ever. Raises NoVariantsError."""
+    """Parse the count of /again; None: one. Raises NoVariantsError."""
     if not text:
         return None
     if (count := whole_number(text)) is None:

@@ -1,1 +1,1 @@
-"""One module a command: ``parser()`` says what it takes, ``run(parser, options)`` does it and returns the exit status."""
+"""One module per command: ``parser()`` and ``run(parser, options) -> exit status``."""

@@ -1,8 +1,4 @@
-"""``tokamac ask``: one answer, streamed to stdout, or several to the same prompt (``-n``); to a file of prompts: each.py.
-
-stdout carries the answer alone (or JSON lines); progress, metrics and the model's thinking go to stderr. Thinking is shown, faint,
-only where stderr is a terminal: in a script it would be noise.
-"""
+"""``tokamac ask``: one answer streamed to stdout, with tools, or several (``-n``); files of prompts: prompts.py."""
 
 import argparse
 import json
@@ -10,8 +6,9 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import TokamacError, access_hint
@@ -22,39 +19,31 @@ from tokamac.engine.events import (
     MemoryPressure,
     Message,
     PrefillProgress,
+    StepTokens,
     TextChunk,
     ToolCall,
-    ToolCallDelta,
     Truncated,
 )
 from tokamac.engine.files import expanded
 from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
-from tokamac.engine.passes.tokens import StepTokens
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
 
 from .. import INTERRUPTED, settings
 from ..backend.keep_awake import awake
 from ..backend.protocol import LookedAt
+from ..chat.attachments import Draft
 from ..guide import offer
 from ..options import (
-    add_adapter_flag,
-    add_cpu_exact_flag,
-    add_kv_flags,
-    add_logprobs_flag,
-    add_memory_flag,
-    add_model_flag,
+    add_flags,
     add_nodes_flags,
-    add_parallel_flag,
     add_profile_flag,
-    add_sampling_flags,
-    add_schema_flag,
+    add_reply_flags,
     add_speculation_flags,
-    add_template_flags,
-    add_unchecked_flag,
     check_speculation_flags,
     default_model,
     given_profile,
+    known_settings,
     kv_spec,
     nodes_of,
     over,
@@ -67,94 +56,197 @@ from ..options import (
     with_logprobs,
     with_schema,
 )
-from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
-from ..profiles import Profile
-from ..prompts import STDIN, EachOptions, InputError, check_input, compose, file_blocks, read_schema
-from ..sanitise import Sanitiser
-from ..tools import callers
+from ..reports import cache_use
+from ..settings import Profile
+from ..store.values import ToolResult
+from ..text.sanitise import Sanitiser
+from ..text.terminal import ModelText, Progress, dim, is_terminal, json_line, note, quote
+from ..tools.calls import DENIED, CallAsks, CallRuns, ToolLoop, call_line, call_lines, decision_of
+from ..tools.toolbox import Toolbox
 from . import loading
-from .each import Earlier, answer_each, has_prompts_left, read_earlier
+from .prompts import (
+    STDIN,
+    EachOptions,
+    Earlier,
+    InputError,
+    answer_each,
+    check_input,
+    compose,
+    drafted,
+    file_blocks,
+    has_prompts_left,
+    read_earlier,
+    read_schema,
+)
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
 
+    from .kept_chat import KeptChat
+
+
+class AskTools:
+    def __init__(self, box: Toolbox | None, names: Sequence[str], known: settings.ToolSettings, *, allow: bool) -> None:
+        self._box = box
+        self._loop = ToolLoop()
+        self._loop.most = known.calls
+        self._loop.specs = () if box is None else box.specs(names)
+        self._loop.allowed = {spec.name for spec in self.specs} if allow else set(known.allowed)
+        self._allowed: set[str] = set()  # for this answer
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        return self._loop.specs
+
+    def why_stop(self, calls: Sequence[ToolCall]) -> str:
+        return self._loop.why_stop(calls)
+
+    def answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        self._loop.begin(calls, self._loop.specs, self._allowed)
+        results: list[ToolResult] = []
+        while (step := self._loop.next()) is not None:
+            match step:
+                case ToolResult():
+                    result = step
+                case CallRuns(call):
+                    result = self._run(call)
+                case CallAsks(call):
+                    result = self._asked(call)
+            if result.outcome != "done":
+                note(f"{call_line(result.call)}: {result.text}")
+            results.append(result)
+        return results
+
+    def _run(self, call: ToolCall) -> ToolResult:
+        assert self._box is not None  # without it no tool has a name
+        note(f"calling {call_line(call)}")
+        return self._box.run(call)
+
+    def _asked(self, call: ToolCall) -> ToolResult:
+        if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
+            note("nobody is here to allow a call; --allow-tools allows all of them")
+            return ToolResult(call, DENIED, "refused")
+        quote("\n".join(["The model wants to call:", *call_lines(call)]))
+        decision = None
+        while decision is None:
+            sys.stderr.write("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")
+            sys.stderr.flush()
+            line = sys.stdin.readline()
+            decision = decision_of(line) if line else "deny"
+        if decision == "always":
+            self._keep(call.name)
+        return ToolResult(call, DENIED, "refused") if self._loop.decide(decision) is None else self._run(call)
+
+    @staticmethod
+    def _keep(name: str) -> None:
+        known = known_settings()
+        allowed = tuple(dict.fromkeys((*known.tools.allowed, name)))
+        try:
+            warn(settings.change(settings.default_path(), known, settings.with_allowed(known, allowed)))
+        except OSError as error:
+            note(f"the settings could not be written: {error.strerror}")
+
+
+@contextmanager
+def open_tools(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[AskTools]:
+    names = [name.strip() for name in options.tools.split(",") if name.strip()]
+    known = known_settings() if names else settings.Settings()
+    if not names:
+        if options.allow_tools:
+            parser.error("--allow-tools allows the calls of --tools; name some")
+        yield AskTools(None, (), known.tools, allow=False)
+        return
+    from platformdirs import user_log_path
+
+    box = Toolbox(known, Path.cwd(), user_log_path("tokamac") / "mcp.log")
+    try:
+        try:
+            names = list(box.check(names))
+        except TokamacError as error:
+            parser.error(error.one_line())
+        for name in box.pending(names):
+            box.start(name)
+        yield AskTools(box, names, known.tools, allow=options.allow_tools)
+    finally:
+        box.close()
+
+
+# stdout has only the answer (or JSON lines); progress, metrics and thinking go to stderr, thinking only to a terminal.
+
+
 MOST_SAMPLES = 1000
-DIVIDER = "---"
-"""The line between two samples."""
+DIVIDER = "---"  # the line between two samples
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "ask",
-        "Stream one answer to stdout. PROMPT comes first, then the files, then what is piped in. "
-        "A model's thinking goes to stderr, where that is a terminal.",
+        "Stream one answer to stdout. Files and piped input are put before PROMPT. Thinking goes to stderr, if that is a "
+        "terminal.",
         '  tokamac ask "Why is decode memory-bound?"\n'
         '  git diff | tokamac ask "Review this"\n'
-        '  tokamac ask "What do these do?" -f app/cli.py -f app/output.py --json\n'
+        '  tokamac ask "What do these do?" -f app/cli.py -f app/text/terminal.py --json\n'
         '  tokamac ask "Name a colour" -n 4 --seed 1\n'
+        '  tokamac ask -c "And in one sentence?"\n'
         '  tokamac ask "Describe the guide" --schema answer.json\n'
         "  tokamac ask --each prompts.txt > answers.jsonl",
     )
-    made.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask; - or nothing reads standard input")
-    add_model_flag(made)
-    made.add_argument(
-        "-f", "--file", action="append", default=[], metavar="FILE", help="a text file or a PDF; may be repeated"
+    made.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question; - or nothing reads standard input")
+    add_flags(made, "-m --model", "-f --file", "--system")
+    which = made.add_mutually_exclusive_group()
+    which.add_argument(
+        "-c",
+        "--continue",
+        action="store_true",
+        dest="resume_chat",
+        help="continue the last chat, and keep the answer in it",
     )
-    made.add_argument("--system", metavar="TEXT", help="the system prompt")
+    which.add_argument("--chat", metavar="ID", help="continue this chat; IDs can be abbreviated")
     add_profile_flag(made, "none")
     made.add_argument(
-        "--json", action="store_true", help="events as JSON lines: truncated, squeezed, prefill, text, finished, error"
+        "--json",
+        action="store_true",
+        help="events as JSON lines: truncated, memory_pressure, prefill, text, finished, error",
     )
     made.add_argument(
         "--tools",
         metavar="NAMES",
         default="",
-        help="tools and MCP servers that the model may call, split by commas (tokamac help tools)",
+        help="tools and MCP servers the model may call, comma-separated (tokamac help tools)",
     )
-    made.add_argument("--allow-tools", action="store_true", help="run their calls without asking")
-    made.add_argument("-n", type=samples, metavar="N", help="N answers to the same prompt, which is read once")
+    made.add_argument("--allow-tools", action="store_true", help="run tool calls without asking")
+    made.add_argument("-n", type=samples, metavar="N", help="write N answers to the prompt")
     made.add_argument(
         "--each",
         metavar="FILE",
-        help="answer each line of a file, or of standard input (-), several at once: a prompt a line, or JSON lines; the results "
-        "are JSON lines in the same order (tokamac help each)",
+        help="answer every line of a file (- for standard input) in parallel: prompts or JSON lines; prints JSON lines in the same "
+        "order (tokamac help each)",
     )
     made.add_argument(
-        "--resume",
-        metavar="OUT",
-        help="with --each: leave out what a file of earlier results holds, as in --resume OUT >> OUT",
+        "--resume", metavar="OUT", help="with --each: skip what OUT answers already, as in --resume OUT >> OUT"
     )
-    add_parallel_flag(made)
+    add_flags(made, "--parallel")
     add_speculation_flags(made)
     add_nodes_flags(made)
-    add_logprobs_flag(made)
-    add_schema_flag(made)
+    add_flags(made, "--logprobs", "--schema")
     made.add_argument(
         "--steps",
         metavar="FILE",
-        help="write the steps of the reply as JSON lines: times, bytes and the likely tokens of each; - is stderr",
+        help="write time, bytes and likely tokens of each step to FILE (- for stderr), as JSON lines",
     )
     made.add_argument(
         "-v",
         "--verbose",
         action="count",
         default=0,
-        help="metrics and a diagnosis, to stderr; -vv: the whole diagnosis, with its formulas and the numbers put in",
+        help="print metrics and a diagnosis to stderr; -vv with all formulas",
     )
-    add_adapter_flag(made)
-    add_unchecked_flag(made)
-    add_cpu_exact_flag(made)
-    add_sampling_flags(made)
-    add_template_flags(made)
-    add_kv_flags(made)
-    add_memory_flag(made)
+    add_reply_flags(made)
     return made
 
 
 def samples(text: str) -> int:
-    """Return a number of answers."""
     if not text.isdecimal() or len(text) > len(str(MOST_SAMPLES)) or not 1 <= int(text) <= MOST_SAMPLES:
         raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of answers, 1 to {MOST_SAMPLES:,}")
     return int(text)
@@ -162,33 +254,48 @@ def samples(text: str) -> int:
 
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Answer, and return the exit status."""
     _refuse_flags(parser, options)
     check_speculation_flags(parser, options)
     options.sharing = nodes_of(parser, options)
     profile = _profile(parser, options)
-    wanted = with_logprobs(parser, options, sampling(parser, options, over(parser, profile, Sampling())))
-    wanted = with_schema(parser, options, wanted, read_schema)
-    kv = kv_spec(parser, options, over(parser, profile, KVSpec()))
-    template = template_options(parser, options, over(parser, profile, TemplateOptions()))
-    if options.each is not None:
-        return _answer_each(options, profile, wanted, (kv, template))
-    prompt = compose(options.prompt, options.file)
-    if not prompt:
-        parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
-    messages = [Message("user", prompt)]
-    if system := profile.system if options.system is None else options.system:
-        messages.insert(0, Message("system", system))
-    options.model = options.model or profile.model
-    if (options.n or 1) > 1:
-        return _answer_samples(options, messages, wanted, (kv, template))
-    options.tools = options.tools or ",".join(profile.tools or ())
-    with callers.open_tools(parser, options) as tools:
-        return _answer(options, messages, wanted, (kv, template), tools)
+    with _kept_chat(options) as kept:
+        wanted = sampling(parser, options, over(parser, profile, Sampling() if kept is None else kept.sampling))
+        wanted = with_schema(parser, options, with_logprobs(parser, options, wanted), read_schema)
+        kv = kv_spec(parser, options, over(parser, profile, KVSpec() if kept is None else kept.kv))
+        told = over(parser, profile, TemplateOptions() if kept is None else kept.template)
+        how = (kv, template_options(parser, options, told))
+        if options.each is not None:
+            return _answer_each(options, profile, wanted, how)
+        prompt = Draft(compose(options.prompt, options.file)) if kept is None else drafted(options.prompt, options.file)
+        if not prompt.whole:
+            parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
+        system = next((each for each in (options.system, profile.system) if each is not None), None)
+        options.model = options.model or profile.model
+        if (options.n or 1) > 1:
+            return _answer_samples(options, conversation_of(prompt, system), wanted, how)
+        options.tools = options.tools or ",".join(profile.tools or ())
+        with open_tools(parser, options) as tools:
+            return _answer(options, (prompt, system), wanted, how, tools, kept=kept)
+
+
+@contextmanager
+def _kept_chat(options: argparse.Namespace) -> "Iterator[KeptChat | None]":
+    """Yield the stored chat to continue, or None. Raises StoreError."""
+    if not options.resume_chat and options.chat is None:
+        yield None
+        return
+    from .kept_chat import KeptChat
+
+    with closing(KeptChat.open(options.chat, known_settings())) as kept:
+        yield kept
+
+
+def conversation_of(prompt: Draft, system: str | None) -> list[Message]:
+    return [*([Message("system", system)] if system else []), Message("user", prompt.whole)]
 
 
 def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
-    """End with exit status 2 where a flag has no effect beside another."""
+    """Exit with status 2 for a flag without effect."""
     if options.each is None:
         if options.resume is not None:
             parser.error("--resume has no effect without --each")
@@ -203,13 +310,17 @@ def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
             parser.error("-n has no effect with --each: write the line several times, each with its own seed")
         if options.resume is not None and not options.resume.strip():
             parser.error("--resume: OUT is empty")
-    for flag, given in (("--tools", options.tools), ("--allow-tools", options.allow_tools), ("--steps", options.steps)):
+    single = {
+        "--tools": options.tools, "--allow-tools": options.allow_tools, "--steps": options.steps,
+        "--continue": options.resume_chat, "--chat": options.chat,
+    }  # fmt: skip
+    for flag, given in single.items():
         if several and given:
             parser.error(f"{flag} works with a single answer, not with {several}")
 
 
 def _profile(parser: Parser, options: argparse.Namespace) -> Profile:
-    """Return the profile that was asked for; an empty one where none was. Raises ModelNotFoundError."""
+    """Return the requested or an empty profile. Raises ModelNotFoundError."""
     if options.profile is None:
         return Profile()
     read = settings.load(settings.default_path())
@@ -225,16 +336,18 @@ def _profile(parser: Parser, options: argparse.Namespace) -> Profile:
 
 def _answer(
     options: argparse.Namespace,
-    messages: list[Message],
+    asked: tuple[Draft, str | None],
     wanted: Sampling,
     how: tuple[KVSpec, TemplateOptions],
-    tools: callers.AskTools,
+    tools: AskTools,
+    *,
+    kept: "KeptChat | None",
 ) -> int:
-    kv, template = how
-    writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
-    model = options.model or default_model()
+    (kv, template), (prompt, system) = how, asked
+    writer = JsonWriter(chat=None if kept is None else kept.id) if options.json else TextWriter(verbose=options.verbose)
+    model, time = options.model or (kept and kept.model) or default_model(), loading.CommandTime()
     try:
-        engine = loading.load_for(
+        engine = loading.load(
             options,
             model,
             kv,
@@ -243,25 +356,34 @@ def _answer(
             nodes=options.sharing,
             on_interrupt=writer.interrupted,
         )
+        time.loaded()
         with engine:
-            told, near_to = replace(template, tools=tools.specs), messages[-1].content if model == GUIDE else ""
+            told, near_to = replace(template, tools=tools.specs), prompt.whole if model == GUIDE else ""
+            messages = conversation_of(prompt, system)
+            if kept is not None:
+                kept.ask(prompt, model, wanted, kv, template)
+                messages = list(kept.messages(kept.system if system is None else system))
             while True:
-                with loading.interrupting(engine.cancel):
-                    end = write_reply(engine.generate(messages, wanted, template=told), writer, near_to=near_to)
-                if end is None or not end.tool_calls or end.reason == "cancelled" or tools.exhausted:
+                events = engine.generate(messages, wanted, template=told)
+                heard = events if kept is None else kept.hear(events)
+                with loading.interrupting(engine.cancel), closing(heard):
+                    end = write_reply(map(time.counted, heard), writer, near_to=near_to)
+                if end is None or not end.tool_calls or end.reason == "cancelled":
                     break
-                messages = [
-                    *messages,
-                    Message("assistant", end.text, end.thinking, end.tool_calls),
-                    *tools.answer(end.tool_calls),
-                ]
+                if why := tools.why_stop(end.tool_calls):
+                    break
+                results = tools.answer(end.tool_calls)
+                said = Message("assistant", end.text, end.thinking, end.tool_calls)
+                messages = [*messages, said, *(each.as_message for each in results)]
+                if kept is not None:
+                    kept.answer(results)
             if end is not None and options.steps is not None:
                 with loading.interrupting(engine.cancel):
                     write_steps(engine, messages, end, options.steps, told)
             if end is None or end.reason == "cancelled":
                 return INTERRUPTED
-            if end.tool_calls:  # it was told that it may make no more, and goes on calling
-                note(f"stopped without an answer: the model made more than {tools.most} calls")
+            if end.tool_calls:
+                note(f"stopped without an answer: {why}")
                 return 1
             return 0
     except KeyboardInterrupt:
@@ -272,10 +394,10 @@ def _answer(
 
 
 def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
-    """Return an engine for several replies at once. Raises TokamacError."""
+    """Load an engine for parallel replies. Raises TokamacError."""
     model = options.model or default_model()
     cache = prompt_cache(options) or (PromptCacheSpec(disk=False) if options.n else None)  # the answers share it
-    return loading.load_for(
+    return loading.load(
         options,
         model,
         kv,
@@ -289,7 +411,6 @@ def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
 def _answer_each(
     options: argparse.Namespace, profile: Profile, wanted: Sampling, how: tuple[KVSpec, TemplateOptions]
 ) -> int:
-    """Answer every line of a file, and return the exit status."""
     kv, template = how
     system = profile.system if options.system is None else options.system
     every = EachOptions("\n\n".join(file_blocks(options.file)), system, wanted, template)
@@ -304,19 +425,16 @@ def _answer_each(
 
 
 def _answer_samples(
-    options: argparse.Namespace,
-    messages: list[Message],
-    wanted: Sampling,
-    how: tuple[KVSpec, TemplateOptions],
+    options: argparse.Namespace, messages: list[Message], wanted: Sampling, how: tuple[KVSpec, TemplateOptions]
 ) -> int:
-    """Write several answers to the same prompt, which are made at once; return the exit status."""
     kv, template = how
     near_to = messages[-1].content if (options.model or default_model()) == GUIDE else ""
     writers: list[JsonWriter | TextWriter] = [
         JsonWriter(sample) if options.json else TextWriter(verbose=options.verbose) for sample in range(options.n)
     ]
-    stopped, failed, shown = threading.Event(), False, 0
+    stopped, failed, shown, time = threading.Event(), False, 0, loading.CommandTime()
     with _loaded(options, kv) as engine, ExitStack() as stack:
+        time.loaded()
         for writer in writers:
             stack.callback(writer.close)
 
@@ -329,7 +447,7 @@ def _answer_samples(
                 for _, sample, event in told:
                     if stopped.is_set():
                         engine.cancel()  # those too that began only now
-                    yield sample, event
+                    yield sample, event if isinstance(event, Failed) else time.counted(event)
 
         with loading.interrupting(stop):
             for sample, event in events() if options.json else in_order(events()):
@@ -345,7 +463,7 @@ def _answer_samples(
 
 
 def in_order(events: Iterator[tuple[int, Event | Failed]]) -> Iterator[tuple[int, Event | Failed]]:
-    """Yield the events of several answers, one answer after another: of the first as they come, of the next what was held back."""
+    """Yield events answer by answer: the current one's live, later ones' buffered."""
     held: defaultdict[int, deque[Event | Failed]] = defaultdict(deque)
     at = 0
     for sample, came in events:
@@ -359,9 +477,9 @@ def in_order(events: Iterator[tuple[int, Event | Failed]]) -> Iterator[tuple[int
 def write_steps(
     engine: "Engine", messages: Sequence[Message], end: Finished, name: str, template: TemplateOptions
 ) -> None:
-    """Write each step of the reply on a line of the file ``name``, or of stderr. Raises InputError where it can't be written."""
+    """Write one JSON line per step to file ``name`` or stderr. Raises InputError."""
     from ..chat.conversation import Reply
-    from ..reply_steps import ReplySteps
+    from ..chat.reply_steps import ReplySteps
 
     steps, metrics = ReplySteps(Reply(end.text, end.thinking, metrics=end.metrics, passes=end.passes)), end.metrics
     bar = Progress("computing the likely tokens", unit="tokens", plain=False)
@@ -376,7 +494,7 @@ def write_steps(
     for event in told if end.reason != "cancelled" else ():  # whoever interrupts does not want more computed
         match event:
             case StepTokens():
-                steps.take(LookedAt(0, tokens=event))
+                steps.receive(LookedAt(0, tokens=event))
             case PrefillProgress(done, total):
                 bar.update(done, total)
     bar.clear()
@@ -391,10 +509,7 @@ def write_steps(
 
 
 def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter", *, near_to: str = "") -> Finished | None:
-    """Write the events of a reply as they come; return its end, None where there is none.
-
-    near_to: what the guide was asked: where it declines, the nearest questions that it can answer are written too.
-    """
+    """Write a reply's events; return its end, None if missing. near_to: the question for the guide's near misses."""
     end = None
     for event in events:
         end = write_event(event, writer, near_to=near_to)
@@ -402,31 +517,17 @@ def write_reply(events: Iterator[Event], writer: "JsonWriter | TextWriter", *, n
 
 
 def write_event(event: Event, writer: "JsonWriter | TextWriter", *, near_to: str = "") -> Finished | None:
-    """Write an event of a reply; return it where it is the end."""
-    if isinstance(event, PrefillProgress):
-        writer.prefill(event)
-    elif isinstance(event, TextChunk):
-        writer.text(event)
-    elif isinstance(event, Truncated):
-        writer.truncated(event)
-    elif isinstance(event, MemoryPressure):
-        writer.squeezed(event)
-    elif isinstance(event, ToolCall):
-        writer.called(event)
-    elif isinstance(event, ToolCallDelta):
-        pass  # the call is written once it is whole
-    else:
-        more = offer(near_to, event.text) if near_to and event.reason == "stop" else ""
-        if more:
-            writer.text(TextChunk(more))
-        writer.finished(replace(event, text=event.text + more) if more else event)
-        return event
-    return None
+    if not isinstance(event, Finished):
+        writer.write(event)
+        return None
+    more = offer(near_to, event.text) if near_to and event.reason == "stop" else ""
+    if more:
+        writer.write(TextChunk(more))
+    writer.write(replace(event, text=event.text + more) if more else event)
+    return event
 
 
 class TextWriter:
-    """The answer for a person, or for a pipe."""
-
     def __init__(self, *, verbose: int) -> None:
         self._verbose = verbose
         self._answer = ModelText(sys.stdout)
@@ -434,42 +535,39 @@ class TextWriter:
         self._thinking = Sanitiser() if is_terminal(sys.stderr) else None
         self._thought = False
 
-    def prefill(self, event: PrefillProgress) -> None:
-        """Show how much of the prompt is read."""
-        self._bar.update(event.done, event.total)
+    def write(self, event: Event) -> None:
+        match event:
+            case PrefillProgress(done, total):
+                self._bar.update(done, total)
+            case Truncated(tokens=tokens):
+                note(f"note: the prompt does not fit the context; {tokens:,} tokens of its middle were left out")
+            case MemoryPressure():
+                from ..reports.verdict import pressure_sentence
 
-    def truncated(self, event: Truncated) -> None:
-        """Say what of the prompt the model does not see."""
-        note(f"note: the prompt does not fit the context; {event.tokens:,} tokens of its middle were left out")
+                note(f"note: {pressure_sentence(event)}")
+            case ToolCall():  # its result is printed when it is answered
+                self.close()
+            case TextChunk(text, "answer"):
+                self._bar.clear()
+                self._end_thinking()
+                self._answer.write(text)
+            case TextChunk(text):
+                self._bar.clear()
+                if self._thinking:
+                    self._thought = True
+                    sys.stderr.write(dim(self._thinking.feed(text)))
+                    sys.stderr.flush()
+            case Finished():
+                self.close()
+                self._note_end(event)
 
-    def squeezed(self, event: MemoryPressure) -> None:
-        """Say what was done where memory was short."""
-        from ..verdict import pressure_sentence
-
-        note(f"note: {pressure_sentence(event)}")
-
-    def called(self, event: ToolCall) -> None:  # noqa: ARG002  # as JsonWriter
-        """Leave the line of the answer: what comes of the call is told when it is answered."""
-        self._bar.clear()
-        self._end_thinking()
-        self._answer.end()
-
-    def text(self, event: TextChunk) -> None:
-        """Write a piece of the reply."""
-        self._bar.clear()
-        if event.kind == "answer":
-            self._end_thinking()
-            self._answer.write(event.text)
-        elif self._thinking:
-            self._thought = True
-            sys.stderr.write(dim(self._thinking.feed(event.text)))
-            sys.stderr.flush()
-
-    def finished(self, event: Finished) -> None:
-        """End the last line; on request say what was measured."""
-        self.close()
+    def _note_end(self, event: Finished) -> None:
         for doubt in event.doubts:
             note(f"unchecked: {doubt}; this text may be wrong")
+        if event.cut_by == "context":
+            note("note: stopped: the context is full")
+        if event.reason == "loop":
+            note("note: stopped: the answer repeats itself (--loop-check off lets it)")
         if event.thinking_ended_at is not None:
             from ..chat.preferences import budget_spent
 
@@ -479,16 +577,13 @@ class TextWriter:
                 note(line)
 
     def failed(self, error: TokamacError, sample: int) -> None:
-        """Say why this answer of several ends here."""
         self.close()
         note(f"answer {sample + 1}: {error.one_line()}")
 
     def interrupted(self) -> None:
-        """Leave what was written."""
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal in order."""
         self._bar.clear()
         self._end_thinking()
         self._answer.end()
@@ -501,42 +596,36 @@ class TextWriter:
 
 
 class JsonWriter:
-    """The events as the public contract names them, one JSON object a line. sample: which answer of several they are of."""
+    """Events in the public JSON lines format. sample: answer index. chat: where it is saved."""
 
-    def __init__(self, sample: int | None = None) -> None:
+    def __init__(self, sample: int | None = None, chat: str | None = None) -> None:
         self._text = ""
         self._done = False
+        self._kept: dict[str, Any] = {} if chat is None else {"chat": chat}
         self._own: dict[str, Any] = {} if sample is None else {"sample": sample}
 
-    def prefill(self, event: PrefillProgress) -> None:
-        """Write how much of the prompt is read."""
-        self._write({"event": "prefill", **asdict(event)})
+    def write(self, event: Event) -> None:
+        match event:
+            case PrefillProgress():
+                self._write("prefill", asdict(event))
+            case Truncated():
+                self._write("truncated", asdict(event))
+            case MemoryPressure():
+                for name in ("memory_pressure", "squeezed"):  # its name until 0.2, for one version more
+                    self._write(name, asdict(event))
+            case ToolCall():
+                call = asdict(event)
+                self._write(
+                    "tool_call",
+                    {name: call[name] for name in call if call[name] or name not in ("problem", "mistyped")},
+                )
+            case TextChunk(text, kind):
+                self._text += text if kind == "answer" else ""
+                self._write("text", {"text": text, "kind": kind, **_tokens(event)})
+            case Finished():
+                self._finish(event)
 
-    def truncated(self, event: Truncated) -> None:
-        """Write what of the prompt the model does not see."""
-        self._write({"event": "truncated", **asdict(event)})
-
-    def squeezed(self, event: MemoryPressure) -> None:
-        """Write what was done where memory was short."""
-        self._write({"event": "squeezed", **asdict(event)})
-
-    def called(self, event: ToolCall) -> None:
-        """Write a call of a tool."""
-        self._write(
-            {
-                "event": "tool_call",
-                **{name: value for name, value in asdict(event).items() if value or name != "problem"},
-            }
-        )
-
-    def text(self, event: TextChunk) -> None:
-        """Write a piece of the reply."""
-        if event.kind == "answer":
-            self._text += event.text
-        self._write({"event": "text", "text": event.text, "kind": event.kind, **_tokens(event)})
-
-    def finished(self, event: Finished) -> None:
-        """Write the result."""
+    def _finish(self, event: Finished) -> None:
         self._done = not event.tool_calls  # else another reply follows
         self._text = ""
         metrics = asdict(event.metrics)
@@ -545,68 +634,66 @@ class JsonWriter:
         told: dict[str, Any] = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
         if event.doubts:
             told["doubts"] = list(event.doubts)
+        if event.cache is not None:
+            told["cache"] = cache_use.as_json(event.cache)
         told |= {"stopped_by": event.stopped_by, **_tokens(event)}
         if event.thinking_ended_at is not None:
             told["thinking_ended_at"] = event.thinking_ended_at
-        self._write({"event": "finished", "reason": event.reason, "text": event.text, **told})
+        self._write("finished", {"reason": event.reason, "text": event.text, **told, **self._kept})
 
     def interrupted(self) -> None:
-        """Write a result even though the engine gave none: nothing was measured."""
         if not self._done:
             self._done = True
             unknown: dict[str, Any] = {field.name: None for field in fields(Metrics)}
             told: dict[str, Any] = {"metrics": unknown, "outliers": [], "diagnosis": None, "stopped_by": None}
-            self._write({"event": "finished", "reason": "cancelled", "text": self._text, **told})
+            self._write("finished", {"reason": "cancelled", "text": self._text, **told, **self._kept})
 
     def failed(self, error: TokamacError, sample: int) -> None:  # noqa: ARG002  # as TextWriter
-        """Write why this answer of several has no result."""
         self._done = True
-        self._write({"event": "error", "error": error.message, "hint": error.hint})
+        self._write("error", {"error": error.message, "hint": error.hint})
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing."""
 
-    def _write(self, told: dict[str, Any]) -> None:
-        json_line({**told, **self._own})
+    def _write(self, name: str, told: dict[str, Any]) -> None:
+        json_line({"event": name, **told, **self._own})
 
 
 def _tokens(event: TextChunk | Finished) -> dict[str, Any]:
-    """Return the tokens of an event with their log-probabilities, where they were asked for."""
     return {"tokens": [asdict(token) for token in event.logprobs]} if event.logprobs else {}
 
 
 def report(event: Finished, *, whole: bool) -> Iterator[str]:
-    """Yield what was measured, the gaps that stand out, the diagnosis in one sentence, and where it is wanted the whole of it."""
-    from .. import verdict
-    from ..units import size
+    """Yield metrics, outlier gaps and the diagnosis, in one sentence or ``whole``."""
+    from ..reports import verdict
 
-    yield from describe(event.metrics)
-    yield f"expected  a peak of {size(event.predicted_peak_bytes)}"
+    yield from describe(event.metrics, event.predicted_peak_bytes)
+    if event.cache is not None and (why := cache_use.why(event.cache)):
+        yield f"cache     {why}"
     yield from describe_gaps(event.outliers)
+    if event.diagnosis is not None:
+        yield f"time      {verdict.time_text(event.diagnosis)}"
     yield verdict.sentence(event.metrics, event.diagnosis)
     if whole and event.diagnosis is not None:
         yield from verdict.lines(event.diagnosis)
 
 
 def describe_gaps(outliers: Sequence[Outlier]) -> list[str]:
-    """Return the gaps between tokens that stand out, in lines."""
     from ..chat.figures import gap_and_cause
 
     return [f"slow gap  {gap_and_cause(outlier)}" for outlier in outliers]
 
 
-def describe(metrics: Metrics) -> list[str]:
-    """Return what was measured, in lines."""
-    from ..units import count, milliseconds, rate, seconds, size
+def describe(metrics: Metrics, expected_peak_bytes: int | None = None) -> Iterator[str]:
+    from ..reports.verdict import figures_text, limit_text, pace_text, prompt_text
+    from ..text.units import size
 
-    gaps = metrics.itl_ms
-    p50, p95 = (gaps.p50, gaps.p95) if gaps else (None, None)
-    return [
-        f"prompt    {count(metrics.prompt_tokens)} tokens, {count(metrics.cached_tokens)} of them cached; "
-        f"read in {seconds(metrics.prefill_s)}, {rate(metrics.prefill_tps)}; TTFT {seconds(metrics.ttft_s)}",
-        f"reply     {count(metrics.generated_tokens)} tokens in {seconds(metrics.total_s)} in all; "
-        f"decode {rate(metrics.decode_tps)}; gaps p50 {milliseconds(p50)}, p95 {milliseconds(p95)}",
-        f"limit     {rate(metrics.ceiling_tps)} at most here; a token reads {size(metrics.weight_bytes_per_token)} of weights "
-        f"and {size(metrics.kv_bytes_per_step)} of KV",
-        f"memory    KV {size(metrics.kv_bytes)}, peak {size(metrics.peak_memory_bytes)}",
-    ]
+    yield f"prompt    {prompt_text(metrics)}"
+    pace = pace_text(metrics)
+    yield f"reply     {figures_text(metrics)}{f'; time per token: {pace}' if pace else ''}"
+    reads = {"weights": metrics.weight_bytes_per_token, "KV": metrics.kv_bytes_per_step}
+    read = " and ".join(f"{size(nbytes)} of {name}" for name, nbytes in reads.items() if nbytes is not None)
+    yield f"limit     {limit_text(metrics)}{f'; a step reads {read}' if read else ''}"
+    held = {"KV": metrics.kv_bytes, "peak": metrics.peak_memory_bytes, "expected peak": expected_peak_bytes}
+    if known := ", ".join(f"{name} {size(nbytes)}" for name, nbytes in held.items() if nbytes is not None):
+        yield f"memory    {known}"

@@ -1,7 +1,4 @@
-"""``tokamac cache``: the prompt cache on disk. What is stored, remove it, compute it again and compare.
-
-``tokamac cache export`` and ``import``: one computed prompt as a file.
-"""
+"""``tokamac cache``: list, clear or verify the prompt cache on disk; ``cache export`` and ``import``: one prompt as a file."""
 
 import argparse
 import math
@@ -19,34 +16,32 @@ from tokamac.engine.options import KVSpec, PromptCacheSpec
 
 from .. import INTERRUPTED
 from ..options import (
-    add_adapter_flag,
+    add_flags,
     add_kv_flags,
-    add_memory_flag,
-    add_model_flag,
     any_given,
     default_model,
     kv_spec,
 )
-from ..output import Progress, json_line, note, table
 from ..parser import ActionParser, Parser
-from ..prompts import compose
-from ..sanitise import sanitise_line
-from ..units import UNKNOWN, count, size
+from ..text.sanitise import sanitise_line
+from ..text.terminal import Progress, json_line, note, table
+from ..text.units import UNKNOWN, count, size
 from . import loading
+from .prompts import compose
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
+    from tokamac.engine.lab.exchange import Exchanged
     from tokamac.engine.prompt_cache.cache import Check
-    from tokamac.engine.prompt_cache.exchange import Exchanged
     from tokamac.engine.prompt_cache.folder import Folder
 
 
 ACTIONS = {
-    "show": "where it is and how much space it takes",
-    "clear": "remove all of it",
-    "check": "compute what is stored for MODEL with these KV flags again, and compare",
-    "export": "compute a prompt and write its keys and values to one file",
-    "import": "put such a file into the cache of the model that computed it",
+    "show": "location and size",
+    "clear": "delete everything",
+    "check": "recompute what is stored for MODEL with these KV flags, and compare",
+    "export": "compute a prompt and save its KV cache to a file",
+    "import": "add such a file to the cache of its model",
 }
 _TAKEN_BY = {
     "memory": ("check", "export", "import"),
@@ -60,11 +55,9 @@ _KV_FLAGS = ("kv_bits", "kv_window", "kv_group_size", "kv_keep", "on_full")
 
 
 def parser() -> ActionParser:
-    """Return what the command takes."""
     made = ActionParser(
         "cache",
-        "The prompt cache on disk: prompts that were computed once and need not be read again, also after a restart. "
-        "TOKAMAC_CACHE_DIR moves it.",
+        "Manage the prompt cache on disk, so that no prompt is computed twice, even after a restart. TOKAMAC_CACHE_DIR moves it.",
         "  tokamac cache\n  tokamac cache clear\n  tokamac cache check guide --kv-bits 8,4\n"
         "  tokamac cache export book.kv -f book.txt --system 'Answer from the book.' -m guide\n"
         "  tokamac cache import book.kv -m guide",
@@ -74,23 +67,13 @@ def parser() -> ActionParser:
         "subject",
         nargs="?",
         metavar="MODEL|FILE",
-        help="of check: a folder, a Hugging Face id, or guide (the one picked last); of export and import: the file",
+        help="check: a model (default: the one used last); export, import: the file",
     )
-    made.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="of export: what is asked; without it the prompt may go on with anything",
-    )
-    add_model_flag(made)
-    made.add_argument(
-        "-f", "--file", action="append", default=[], metavar="FILE", help="a text file or a PDF; may be repeated"
-    )
-    made.add_argument("--system", metavar="TEXT", help="the system prompt")
+    made.add_argument("prompt", nargs="?", metavar="PROMPT", help="export: the question; without it, any may follow")
+    add_flags(made, "-m --model", "-f --file", "--system")
     made.add_argument("--json", action="store_true", help="one JSON object")
     add_kv_flags(made, cache=False)
-    add_adapter_flag(made)
-    add_memory_flag(made)
+    add_flags(made, "--adapter", "--memory")
     made.only(("check", "export", "import"), "subject", "memory", "adapter")
     made.only(("check", "export"), *_KV_FLAGS)
     made.only(("export", "import"), "model")
@@ -99,7 +82,6 @@ def parser() -> ActionParser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Show, clear or check; return the exit status."""
     _refuse(parser, options)
     if options.action in ("export", "import"):
         if not options.subject:
@@ -111,7 +93,6 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _refuse(parser: Parser, options: argparse.Namespace) -> None:
-    """End with a usage error at what has no effect with an action."""
     action = options.action
     if action in ("show", "clear") and options.subject:
         parser.error(f"{action} takes no MODEL")
@@ -140,7 +121,6 @@ def _show(*, json_wanted: bool) -> int:
 
 
 def _usage(folder: "Folder") -> dict[str, Any]:
-    """Return what is stored, as the JSON has it."""
     models = [
         {"model": each.label or None, "fingerprint": each.fingerprint, "files": each.files, "bytes": each.bytes}
         | {"last_used": each.used}
@@ -158,7 +138,6 @@ def _usage(folder: "Folder") -> dict[str, Any]:
 
 
 def _models(models: list[dict[str, Any]]) -> str:
-    """Return a row for each model, and for each KV setting that it was used with."""
     if not models:
         return "nothing is stored yet; it fills as you chat and ask"
     rows = [["model", "files", "size", "last used"]]
@@ -167,7 +146,7 @@ def _models(models: list[dict[str, Any]]) -> str:
         rows.append([sanitise_line(model["model"] or "") or UNKNOWN, count(model["files"]), size(model["bytes"]), used])
     shown = table(rows, right=(1, 2))
     if len({row[0] for row in rows[1:]}) < len(models):
-        shown += "\n\na model is listed once for each KV setting, and each version of it, that was used"
+        shown += "\n\na model has a row for each of its versions and KV settings"
     return shown
 
 
@@ -197,16 +176,15 @@ def _check(options: argparse.Namespace, kv: KVSpec) -> int:
     if not wrong:
         return 0
     note(
-        f"tokamac: {count(len(wrong))} of {count(len(checks))} stored prefixes are off by more than rounding explains. "
+        f"tokamac: {count(len(wrong))} of {count(len(checks))} stored prefixes differ by more than rounding. "
         "Run: tokamac cache clear"
     )
     return 1
 
 
 def _checks(options: argparse.Namespace, name: str, kv: KVSpec) -> list["Check"]:
-    """Return a check of each stored prefix; for people, each is a line as it comes."""
-    checks, bar = [], Progress("computing what is stored again", plain=False)
-    with loading.load_for(options, name, kv, PromptCacheSpec()) as engine, closing(engine.check_cache()) as steps:
+    checks, bar = [], Progress("recomputing", plain=False)
+    with loading.load(options, name, kv, PromptCacheSpec()) as engine, closing(engine.check_cache()) as steps:
         try:
             bar.update(0, None)
             for check in steps:
@@ -236,7 +214,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _folder() -> "Folder":
-    """Return the folder of stored segments. Raises TokamacError if it is there and can't be listed: ``Folder`` finds it empty."""
+    """Return the segment folder. Raises TokamacError if unlistable, which ``Folder`` would take for empty."""
     from tokamac.engine.prompt_cache.folder import Folder, default_root
 
     folder = Folder(default_root())
@@ -247,7 +225,6 @@ def _folder() -> "Folder":
 
 @contextmanager
 def _saying(folder: "Folder", done: str) -> Iterator[None]:
-    """Say what could not be done with the folder."""
     try:
         yield
     except OSError as error:
@@ -258,7 +235,6 @@ def _saying(folder: "Folder", done: str) -> Iterator[None]:
 
 
 def run_file(parser: Parser, options: argparse.Namespace) -> int:
-    """Export or import; return the exit status."""
     file, model = expanded(options.subject), options.model or default_model()
     found = _export(parser, options, file, model) if options.action == "export" else _import(options, file, model)
     if found is None:
@@ -274,19 +250,19 @@ def run_file(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _export(parser: Parser, options: argparse.Namespace, file: Path, model: str) -> "Exchanged | None":
-    """Return what was exported; None where Ctrl-C ended it, and nothing was written."""
+    """Return what was exported; None if Ctrl-C ended it, with nothing written."""
     kv = kv_spec(parser, options)
     prompt = compose(options.prompt, options.file)
     if not prompt and not options.system:
         parser.error("there is nothing to compute: give a PROMPT, --system or -f")
     messages = [Message("system", options.system)] if options.system else []
     messages.append(Message("user", prompt))
-    with loading.load_for(options, model, kv, PromptCacheSpec()) as engine, loading.interrupting(engine.cancel):
+    with loading.load(options, model, kv, PromptCacheSpec()) as engine, loading.interrupting(engine.cancel):
         return _computed(engine, messages, file, goes_on=options.prompt is None)
 
 
 def _computed(engine: "Engine", messages: list[Message], file: Path, *, goes_on: bool) -> "Exchanged | None":
-    from tokamac.engine.prompt_cache.exchange import Exchanged
+    from tokamac.engine.lab.exchange import Exchanged
 
     bar = Progress("computing the prompt", unit="tokens", plain=False)
     found = None
@@ -303,8 +279,8 @@ def _computed(engine: "Engine", messages: list[Message], file: Path, *, goes_on:
 
 
 def _import(options: argparse.Namespace, file: Path, model: str) -> "Exchanged":
-    from tokamac.engine.prompt_cache.portable import read_portable
+    from tokamac.engine.prompt_cache.folder import read_portable
 
     kv = read_portable(file).kv  # before seconds are spent on loading
-    with loading.load_for(options, model, kv, PromptCacheSpec()) as engine:
+    with loading.load(options, model, kv, PromptCacheSpec()) as engine:
         return engine.import_prompt(file)

@@ -1,4 +1,4 @@
-"""``tokamac chat``: opens the chat: full-screen where there is a screen, else as plain lines."""
+"""``tokamac chat``: full-screen where possible, else plain lines."""
 
 import argparse
 import os
@@ -11,10 +11,11 @@ from tokamac.engine.errors import TokamacError
 from .. import settings
 from ..options import (
     AUTO,
+    MODEL,
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
+    add_flags,
     add_nodes_flags,
-    add_parallel_flag,
     add_profile_flag,
     add_reply_flags,
     add_speculation_flags,
@@ -24,6 +25,7 @@ from ..options import (
     given_draft,
     given_profile,
     kv_spec,
+    model_name,
     nodes_of,
     over,
     sampling,
@@ -31,43 +33,44 @@ from ..options import (
     warn,
 )
 from ..parser import Parser
-from ..profiles import NO_PROFILE, Profile
+from ..settings import NO_PROFILE, Profile
 
 _KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "chat",
-        "Open the full-screen chat. Without MODEL it is the one picked last, at first guide, the embedded one. "
-        "Where stdin, stdout or stderr is no terminal, or TERM is dumb, it is plain lines, as with --plain. Flags "
-        "that are left out are as the settings have them.",
+        "Open the full-screen chat. Without MODEL, it opens the model used last, at first the embedded guide. Without a "
+        "terminal, or with TERM=dumb, the chat is plain lines (--plain). Flags override the settings.",
         "  tokamac chat\n  tokamac chat --continue\n"
         "  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8,4 --kv-window 8192\n"
         "  tokamac chat --plain < questions.txt > answers.txt",
     )
-    made.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
+    made.add_argument("model", nargs="?", type=model_name, metavar="MODEL", help=MODEL)
+    made.add_argument("-m", "--model", type=model_name, dest="named", metavar="MODEL", help="the same as MODEL")
     made.add_argument(
-        "--plain", action="store_true", help="lines instead of a screen: for screen readers, pipes and simple terminals"
+        "--plain", action="store_true", help="plain lines, for screen readers, pipes and simple terminals"
     )
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--continue", action="store_true", dest="resume", help="continue the last chat")
-    which.add_argument("--chat", metavar="ID", help="continue this chat; the beginning of its id is enough")
-    add_profile_flag(made, "the one chosen last; none is without")
+    which.add_argument("-c", "--continue", action="store_true", dest="resume", help="continue the last chat")
+    which.add_argument("--chat", metavar="ID", help="continue this chat; IDs can be abbreviated")
+    add_profile_flag(made, "the one used last; none for no profile")
     add_reply_flags(made)
-    add_parallel_flag(made)
+    add_flags(made, "--parallel")
     add_speculation_flags(made)
     add_nodes_flags(made)
     made.add_argument(
         "--server", choices=("auto", "off"), default="auto",
-        help="auto uses the engine of a tokamac serve of yours that has this model, so that it is in memory once (auto)",
+        help="auto: share the engine of your running tokamac serve, if it has this model (default: auto)",
     )  # fmt: skip
     return made
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Run the chat until the user leaves it."""
+    if None not in (options.model, options.named):
+        parser.error("give MODEL once, with -m or without")
+    options.model = options.named if options.model is None else options.model
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
     check_speculation_flags(parser, options)
@@ -80,7 +83,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     lacking = _lacking()
     plain = options.plain or bool(lacking)
     from ..chat.start import ChatOptions, found
-    from ..tui import run_chat
+    from ..tui.run import run_chat
 
     with _warned(read):
         base = Profile() if read is None else _profile(parser, options, read.settings)
@@ -111,13 +114,13 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
         if not options.plain and sys.stdout.isatty():  # else nobody is there to wonder
             aside = sys.stderr if sys.stderr and sys.stderr.isatty() else sys.stdout
-            print(f"Plain chat: {lacking}, so the full screen can't be drawn.", file=aside, flush=True)
+            print(f"Plain chat, since {lacking}.", file=aside, flush=True)
         return run_plain(chosen)
     return run_chat(chosen)
 
 
 def _profile(parser: Parser, options: argparse.Namespace, known: settings.Settings) -> Profile:
-    """Return the profile that the chat begins with, by the flag or the settings. Raises ModelNotFoundError."""
+    """Return the profile from the flag or settings. Raises ModelNotFoundError."""
     from ..models.local import require
 
     if options.profile is None:
@@ -133,16 +136,17 @@ def _profile(parser: Parser, options: argparse.Namespace, known: settings.Settin
 
 
 def _lacking() -> str:
-    """Return what keeps the full screen from being drawn here; "" where nothing does. Textual draws on stderr."""
+    """Return why full screen is impossible, or "". Textual draws on stderr."""
     if os.environ.get("TERM") == "dumb":
         return "TERM is dumb"
     streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
-    return next((f"{name} is no terminal" for name, each in streams.items() if each is None or not each.isatty()), "")
+    return next(
+        (f"{name} is not a terminal" for name, each in streams.items() if each is None or not each.isatty()), ""
+    )
 
 
 @contextmanager
 def _warned(read: settings.LoadedSettings | None) -> Iterator[None]:
-    """Where no chat begins that would say it: say what of the settings can't be used."""
     try:
         yield
     except (TokamacError, SystemExit):

@@ -1,4 +1,4 @@
-"""``tokamac chats``: the conversations that are kept. List and search them, read one, take one out, bring one in, mend."""
+"""``tokamac chats``: list, search, show, export, import and repair saved chats."""
 
 import argparse
 import sys
@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.files import expanded
 
 from ..chat.listing import part
-from ..output import ModelText, json_line, note, table
 from ..parser import ActionParser, Parser
-from ..sanitise import sanitise_line
-from ..units import count
+from ..text.sanitise import sanitise_line
+from ..text.terminal import ModelText, json_line, note, table
+from ..text.units import count
 
 if TYPE_CHECKING:
     from ..store.store import Questions, Store
     from ..store.values import Archive, StoredChat
 
 
+# What each action is done to.
 TARGETS = {
     "list": "",
     "search": "WORDS",
@@ -31,27 +32,24 @@ TARGETS = {
     "restore": "ID",
     "repair": "",
 }
-"""What each action is done to."""
 DOES = {
-    "list": "the chats, last used first",
-    "search": "the titles and messages that hold all the words",
+    "list": "chats, last used first",
+    "search": "find titles and messages with all the words",
     "show": "print a chat",
-    "export": "write a chat to a new file, as Markdown, JSON (with all its branches), HTML or SVG, as the file's name ends",
+    "export": "write a chat to a new .md, .json (with all branches), .html or .svg file",
     "import": "read Markdown or JSON into a new chat",
     "delete": "delete a chat; it can be restored for 30 days",
-    "restore": "bring back a chat that was deleted",
-    "repair": "rebuild the search index and check the whole file",
+    "restore": "bring back a deleted chat",
+    "repair": "rebuild the search index and check the file",
 }
 NEEDED = {"ID": "an ID; `tokamac chats` lists them", "FILE": "a FILE", "WORDS": "WORDS"}
-Done = tuple[dict[str, Any], str]
-"""What came of an action, as the JSON has it and as a person reads it."""
+Done = tuple[dict[str, Any], str]  # what came of an action, as the JSON has it and as a person reads it
 
 
 def parser() -> ActionParser:
-    """Return what the command takes."""
     made = ActionParser(
         "chats",
-        "Conversations that are kept. An ID may be cut short. TOKAMAC_DATA_DIR moves what is kept.",
+        "Manage saved chats. IDs can be abbreviated. TOKAMAC_DATA_DIR moves them.",
         "  tokamac chats\n"
         "  tokamac chats search memory bandwidth\n"
         "  tokamac chats show k3v7\n"
@@ -59,14 +57,12 @@ def parser() -> ActionParser:
         "  tokamac chats import bandwidth.md",
         DOES,
     )
+    made.add_argument("target", nargs="*", metavar="ID|FILE|WORDS", help="chat ID; import: a file; search: words")
     made.add_argument(
-        "target", nargs="*", metavar="ID|FILE|WORDS", help="the id of a chat; of import: a file; of search: words"
+        "-o", "--output", metavar="FILE", help="export: output file (default: named after the title, .md)"
     )
-    made.add_argument("-o", "--output", metavar="FILE", help="of export: the new file (made of the title, .md)")
-    made.add_argument("--deleted", action="store_true", help="of list: those that were deleted")
-    made.add_argument(
-        "--set-aside", action="store_true", help="of repair: move a file that can't be repaired away, unchanged"
-    )
+    made.add_argument("--deleted", action="store_true", help="list: deleted chats")
+    made.add_argument("--set-aside", action="store_true", help="repair: set a file beyond repair aside, unchanged")
     made.add_argument("--json", action="store_true", help="one JSON object")
     made.only([action for action, target in TARGETS.items() if target], "target")
     made.only(("export",), "output")
@@ -76,7 +72,6 @@ def parser() -> ActionParser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Do the action; return the exit status."""
     action, given, wanted = options.action, options.target, TARGETS[options.action]
     if wanted and not "".join(given).strip():
         parser.error(f"{action} needs {NEEDED[wanted]}")
@@ -104,7 +99,7 @@ def _on_store(options: argparse.Namespace, target: str) -> Done:
     from ..store.store import Store
 
     if options.action in READ:
-        with closing(_to_read()) as questions:
+        with closing(open_to_read()) as questions:
             return READ[options.action](questions, target, options)
     with Store.open() as store:
         done = WRITE[options.action](store, target, options)
@@ -112,8 +107,8 @@ def _on_store(options: argparse.Namespace, target: str) -> Done:
         return done
 
 
-def _to_read() -> "Questions":
-    """Return the chats, as they are where nothing may be written there. Raises StoreError."""
+def open_to_read() -> "Questions":
+    """Open the chats, also read-only. Raises StoreError."""
     from ..store.database import default_path
     from ..store.store import Questions, Store
     from ..store.values import StoreDamagedError, StoreError
@@ -127,12 +122,11 @@ def _to_read() -> "Questions":
             found = Questions.open_to_read(default_path())
         except StoreError:
             raise error from None
-        note(f"note: {error.message}; they are read as they are")
+        note(f"note: {error.message}; reading without writing")
         return found
 
 
 def _purge(store: "Store") -> None:
-    """Remove what was deleted long ago; what was asked for is done, whether that fails or not."""
     from ..store.values import StoreError
 
     try:
@@ -142,7 +136,7 @@ def _purge(store: "Store") -> None:
 
 
 def _repair(*, set_aside: bool) -> Done:
-    """Mend a file that may be too broken to be opened as it is. set_aside: one that is beyond that is moved away."""
+    """Repair the file without opening it normally. set_aside: move an irreparable one away."""
     from ..store.database import default_path
     from ..store.store import Store
     from ..store.values import StoreDamagedError
@@ -213,13 +207,13 @@ def _restore(store: "Store", target: str, _: argparse.Namespace) -> Done:
 
 
 def _chat(store: "Questions", target: str, lists: str = "tokamac chats") -> "StoredChat":
-    """Return the chat that an id, or its beginning, names. lists: what shows such ids. Raises StoreError."""
+    """Resolve an ID or prefix. lists: the command that shows IDs. Raises StoreError."""
     from ..store.values import NoChatError
 
     try:
         return store.chat(target)
     except NoChatError as error:
-        raise NoChatError(error.message, f"`{lists}` shows the ids.") from None
+        raise NoChatError(error.message, f"`{lists}` lists them.") from None
 
 
 READ: "dict[str, Callable[[Questions, str, argparse.Namespace], Done]]" = {
@@ -228,16 +222,16 @@ READ: "dict[str, Callable[[Questions, str, argparse.Namespace], Done]]" = {
     "show": _show,
     "export": _export,
 }
+# Actions that change what is kept: what was deleted long ago goes with them. Not repair: what is broken is not thinned
+# out.
 WRITE: "dict[str, Callable[[Store, str, argparse.Namespace], Done]]" = {
     "import": _import,
     "delete": _delete,
     "restore": _restore,
 }
-"""Actions that change what is kept: what was deleted long ago goes with them. Not repair: what is broken is not thinned out."""
 
 
 def _plain(chat: "StoredChat") -> dict[str, Any]:
-    """Return a chat as the JSON has it."""
     from ..store.export import chat_record
 
     record = chat_record(chat)
@@ -247,7 +241,7 @@ def _plain(chat: "StoredChat") -> dict[str, Any]:
 
 def _listed(chats: "list[StoredChat]", *, deleted: bool) -> str:
     if not chats:
-        return "no chat was deleted" if deleted else "no chats yet; begin one with: tokamac"
+        return "no deleted chats" if deleted else "no chats yet; begin one with: tokamac"
     rows = [["id", "last used", "model", "title"]]
     for chat in chats:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated_at))
@@ -265,8 +259,7 @@ def _title(chat: "StoredChat") -> str:
 
 
 def _read(archive: "Archive") -> str:
-    """Return the branch on which the chat stands, to be read."""
-    from ..export.html import entries, title_of
+    from ..export import entries, title_of
 
     said = [f"# {title_of(archive)}"]
     for entry in entries(archive):

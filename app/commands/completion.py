@@ -1,9 +1,7 @@
-"""``tokamac completion SHELL``: a script that completes commands, flags and their values in bash, zsh or fish.
+"""``tokamac completion SHELL``: completion script for bash, zsh or fish."""
 
-The script is a few lines that ask this program what may follow (``tokamac completion words -- WORDS``), so it never differs from
-what the parsers take, and knows the models that are on disk now. A line of the answer is a word and, after a tab, what it means;
-``:files`` hands over to the shell's own completion of paths. An error completes nothing.
-"""
+# The script asks this program (``tokamac completion words -- WORDS``), so it matches the parsers and the models on disk.
+# Answer lines are word, tab, meaning; ``:files`` means the shell's path completion. Errors complete nothing.
 
 import argparse
 import re
@@ -15,11 +13,10 @@ from tokamac.engine.options import KV_BITS
 
 from ..cli import COMMANDS, HELP, VERSION
 from ..parser import ActionParser, Parser
-from ..sanitise import sanitise_line
+from ..text.sanitise import sanitise_line
 
 WORDS = "words"
-FILES = ":files"
-"""The line of an answer that stands for paths."""
+FILES = ":files"  # the line of an answer that stands for paths
 
 SCRIPTS = {
     "bash": r"""_tokamac() {
@@ -79,12 +76,11 @@ INSTALL = {
 
 
 class CompletionParser(Parser):
-    """Hands over what follows ``words`` as it was written, flags included."""
+    """Passes on the words after ``words`` verbatim, flags included."""
 
     def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse; end with exit status 2 at what is not understood."""
         given = list(args or ())
         if given[:2] == [WORDS, "--"]:
             return argparse.Namespace(shell=WORDS, words=given[2:] or [""])
@@ -92,7 +88,6 @@ class CompletionParser(Parser):
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     lines = "\n".join(f"  {line}" for line in INSTALL.values())
     made = CompletionParser(
         "completion", "Print a script that completes commands, flags, models and topics in your shell.", lines
@@ -102,7 +97,6 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # every command's form
-    """Print the script, or what may follow words; return the exit status."""
     if options.shell == WORDS:
         for each in completions(options.words):
             print(each.line)
@@ -113,20 +107,17 @@ def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A word that may follow, and what it means."""
-
     word: str
     meaning: str = ""
 
     @property
     def line(self) -> str:
-        """The word and its meaning, as a script reads them."""
         word, meaning = sanitise_line(self.word), sanitise_line(self.meaning)
         return f"{word}\t{meaning}" if meaning else word
 
 
 def completions(words: Sequence[str]) -> list[Completion]:
-    """Return what the last of ``words`` may become, given those before it; the program's own name is not among them."""
+    """Return completions of the last word; the program's name is excluded."""
     *before, current = _joined(words)
     found = _after(before, current)
     flag, equals, value = current.partition("=")
@@ -141,7 +132,7 @@ def completions(words: Sequence[str]) -> list[Completion]:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Return words with ``--flag``, ``=``, ``value`` as one, as bash takes them apart."""
+    """Rejoin ``--flag``, ``=``, ``value``, which bash splits."""
     made: list[str] = []
     joins = False
     for word in words or [""]:
@@ -154,7 +145,6 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def _after(before: Sequence[str], current: str) -> list[Completion]:
-    """Return what may stand after words."""
     if not before:
         return [*_commands(), *_arguments("chat", [], current)] if current.startswith("-") else _commands()
     first, *rest = before
@@ -183,7 +173,6 @@ def _commands(*, topics: bool = False) -> list[Completion]:
 
 
 def _arguments(command: str, before: Sequence[str], current: str) -> list[Completion]:
-    """Return the values of the flag that was just written, else flags, or what may stand where the word does."""
     made: Parser = import_module(f"tokamac.app.commands.{command}").parser()
     flags = {name: action for action in made._actions for name in action.option_strings}
     if "--" in before:
@@ -193,26 +182,24 @@ def _arguments(command: str, before: Sequence[str], current: str) -> list[Comple
         return _values(made, waiting)
     if current.startswith("-"):
         used = set(before)
-        open_ = (action for action in flags.values() if not used & set(action.option_strings) or _repeats(action))
+        open_ = (
+            action
+            for action in flags.values()
+            if not used & set(action.option_strings) or isinstance(action, argparse._AppendAction)
+        )
         action_named = next((word for word in before if isinstance(made, ActionParser) and word in made.actions), None)
         unique = dict.fromkeys(action for action in open_ if _fits(made, action_named, action))
         return [Completion(name, _meaning(action)) for action in unique for name in action.option_strings]
     return _positional(made, before, flags)
 
 
-def _repeats(action: argparse.Action) -> bool:
-    return isinstance(action, argparse._AppendAction)
-
-
 def _fits(made: Parser, named: str | None, action: argparse.Action) -> bool:
-    """Whether a flag goes with the action of the command that was written."""
     return action.help != argparse.SUPPRESS and (
         named is None or not isinstance(made, ActionParser) or made.takes(named, action.dest)
     )
 
 
 def _positional(made: Parser, before: Sequence[str], flags: dict[str, argparse.Action]) -> list[Completion]:
-    """Return the values of the positional argument that the words so far leave next."""
     filled, skip = 0, False
     for word in before:
         takes = flags.get(word)
@@ -234,7 +221,6 @@ def _positional(made: Parser, before: Sequence[str], flags: dict[str, argparse.A
 
 
 def _values(made: Parser, action: argparse.Action) -> list[Completion]:
-    """Return what may be given to a flag or a positional argument."""
     if action.choices is not None:
         return [Completion(str(choice)) for choice in action.choices]
     if isinstance(made, ActionParser) and action.dest == "action":
@@ -260,9 +246,9 @@ def _models() -> list[Completion]:
 
 
 def _chips() -> list[Completion]:
-    from tokamac.engine.perf.hardware import plain_name, table
+    from tokamac.engine.perf.hardware import known_chips, plain_name
 
-    return [Completion(name) for name in dict.fromkeys(plain_name(row["chip"]) for row in table())]
+    return [Completion(name) for name in dict.fromkeys(plain_name(row["chip"]) for row in known_chips())]
 
 
 def _chats() -> list[Completion]:
@@ -285,12 +271,13 @@ def _adapters() -> list[Completion]:
 
 
 def _profiles() -> list[Completion]:
+    from ..chat.settings_form import summary
     from ..settings import default_path, load
-    from ..settings_form import summary
 
     return [Completion(name, summary(profile)) for name, profile in load(default_path()).settings.profiles.items()]
 
 
+# Values by the name of an argument, where the parser takes more than a list of choices.
 VALUES: dict[str, Callable[[], list[Completion]]] = {
     "chip": _chips,
     "chat": _chats,
@@ -303,10 +290,8 @@ VALUES: dict[str, Callable[[], list[Completion]]] = {
     "parallel": lambda: [Completion(str(width)) for width in (1, 2, 4, 8)],
     "resume": lambda: [Completion(FILES)],
 }
-"""Values by the name of an argument, where the parser takes more than a list of choices."""
 
 
 def _meaning(action: argparse.Action) -> str:
-    """Return the first clause of a flag's help."""
     text = " ".join((action.help or "").replace("%%", "%").split())
     return re.split(r"[;:(]| \(", text)[0].strip()[:60]

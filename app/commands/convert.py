@@ -1,8 +1,7 @@
-"""``tokamac convert``: a Hugging Face or MLX model folder in, a quantized MLX folder out.
+"""``tokamac convert``: quantize a Hugging Face or MLX model folder into an MLX folder."""
 
-The work is done by ``tokamac.quant.convert`` (quant/conversion.py shows how it goes). Here: the flags, how far it has come (a bar
-for people, JSON lines for programs), the plan of a dry run, and at the end sizes, quality and the speeds to expect.
-"""
+# Wraps ``tokamac.quant.convert`` (quant/conversion.py) with flags, progress (bar or JSON lines), the dry-run plan, and a
+# report of sizes, quality and expected speeds.
 
 import argparse
 import resource
@@ -15,34 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
-from tokamac.engine.files import expanded
+from tokamac.engine.files import expanded, sizes
 from tokamac.engine.perf.memory import check_address_space
-from tokamac.engine.units import sizes
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
 from ..backend.keep_awake import awake
-from ..options import add_unchecked_flag
-from ..output import Progress, json_line, note, table
 from ..parser import Parser
-from ..sanitise import sanitise_line
-from ..units import UNKNOWN, count, rate, seconds, short, size
-from ..verdict import closeness
+from ..reports.verdict import closeness
+from ..text.sanitise import sanitise_line
+from ..text.terminal import Progress, json_line, note, table
+from ..text.units import UNKNOWN, count, rate, seconds, short, size
 from . import loading
 
 if TYPE_CHECKING:
     from tokamac.quant import Conversion, Plan, TensorDone
     from tokamac.quant.report import StageDone
 
-CONTEXT = 4096
-"""Tokens of context that the speeds at the end are expected at."""
+CONTEXT = 4096  # tokens of context that the speeds at the end are expected at
 
 CONVERTING = "converting"
 
-REST_S = 0.25
-"""Between two JSON lines of one stage: the last of them always comes."""
+REST_S = 0.25  # between two JSON lines of one stage: the last of them always comes
 
+# The public contract's names, in its order.
 RESULT_FIELDS = ("path", "weight_bytes", "bits_per_weight", "source_bytes", "seconds", "peak_memory_bytes", "quality")
-"""The public contract's names, in its order."""
 
 _EXAMPLES = """\
   tokamac convert Qwen/Qwen3-4B-Instruct-2507
@@ -53,85 +48,78 @@ _EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "convert",
-        "Convert a Hugging Face or MLX model to a quantized MLX folder, tensor by tensor, and compare the two at the end. The "
-        "folder appears once it is complete; after an interruption, the same command continues. It also loads in mlx_lm, "
-        "where that has the architecture.",
+        "Quantize a Hugging Face or MLX model into an MLX folder, tensor by tensor, and compare the two. The folder appears "
+        "once it is complete; after an interruption, the same command resumes. It also loads in mlx_lm, if that has the "
+        "architecture.",
         _EXAMPLES,
     )
-    made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face id (downloaded first)")
+    made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face ID (downloaded first)")
     target = made.add_mutually_exclusive_group()
     target.add_argument(
-        "-o", "--output", metavar="DIR", help="the new folder (default: here, named after source and bits)"
+        "-o", "--output", metavar="DIR", help="output folder (default: here, named after source and bits)"
     )
     target.add_argument(
-        "--into", metavar="DIR", help="the folder for the new folder, which is named after source and bits"
+        "--into", metavar="DIR", help="parent of the output folder, which is named after source and bits"
     )
     _add_packing(made)
     _add_finding(made)
     made.add_argument(
-        "--adapter",
-        metavar="DIR|ID",
-        help="a LoRA or DoRA adapter, from mlx-lm or PEFT, to add to the weights before they are packed",
+        "--adapter", metavar="DIR|ID", help="LoRA or DoRA adapter of mlx-lm or PEFT to merge into the weights first"
     )
-    add_unchecked_flag(
-        made, "convert a model although something in its config would be computed otherwise; a note says what"
-    )
-    run = made.add_argument_group("the run")
-    run.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    unchecked = "convert a model even if part of its config is computed differently here; a note says what"
+    made.add_argument("--unchecked", action="store_true", help=unchecked)
+    run = made.add_argument_group("run")
+    run.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     run.add_argument(
-        "--overwrite", action="store_true", help="replace a model folder of that name, once the new one is complete"
+        "--overwrite", action="store_true", help="replace an existing model folder, once the new one is complete"
     )
-    run.add_argument(
-        "--no-verify", dest="verify", action="store_false", help="don't compare the result with its source"
-    )
+    run.add_argument("--no-verify", dest="verify", action="store_false", help="skip the comparison with the source")
     run.add_argument("--json", action="store_true", help="progress and result as JSON lines")
     return made
 
 
 def _add_packing(made: Parser) -> None:
-    group = made.add_argument_group("how weights are packed")
-    group.add_argument("--bits", type=int, choices=BITS, help="bits of a weight (4)")
-    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
+    group = made.add_argument_group("quantization")
+    group.add_argument("--bits", type=int, choices=BITS, help="bits per weight (default: 4)")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (default: 64)")
     group.add_argument(
-        "--mode", choices=MODES, default="affine", help="affine groups, or a microscaling format (affine)"
+        "--mode", choices=MODES, default="affine", help="affine, or a microscaling format (default: affine)"
     )
-    group.add_argument("--recipe", metavar="NAME", help="a rule that gives some tensors more bits, such as mixed_4_6")
+    group.add_argument("--recipe", metavar="NAME", help="mixed-precision recipe of mlx-lm, such as mixed_4_6")
     group.add_argument(
         "--target-bpw", type=float, metavar="X", help="average bits per weight, spent where they help most"
     )
     group.add_argument(
-        "--embed-bits", type=int, choices=(*BITS, UNQUANTIZED), help="for the embedding and the head; 16 is not packed"
+        "--embed-bits",
+        type=int,
+        choices=(*BITS, UNQUANTIZED),
+        help="bits of the embedding and the head; 16 is not quantized",
     )
-    group.add_argument(
-        "--dtype", choices=DTYPES, help="of what is not packed, and of scales (default: as in the source)"
-    )
-    group.add_argument("--dequantize", action="store_true", help="unpack what is packed, and pack nothing")
+    group.add_argument("--dtype", choices=DTYPES, help="type of scales and unquantized weights (default: the source's)")
+    group.add_argument("--dequantize", action="store_true", help="write a quantized model as floats")
 
 
 def _add_finding(made: Parser) -> None:
-    group = made.add_argument_group("how the packed values are found")
+    group = made.add_argument_group("method")
     group.add_argument(
         "--method",
         choices=METHODS,
-        help="search: least squared error in MLX's format; round: MLX's own; gptq, awq: mlx-lm's, by a text (search; for "
-        "mxfp8 round)",
+        help="search: least squared error; round: MLX's own; gptq, awq: mlx-lm's, with a calibration text (default: search; round "
+        "for mxfp8)",
     )
     group.add_argument(
         "--calibration",
         nargs="?",
         const=True,
         metavar="FILE",
-        help="a text for search, gptq or awq to look at; without FILE "
-        "the one that comes with tokamac (put it last, or write --calibration=FILE)",
+        help="calibration text for search, gptq or awq; without FILE the built-in one (put it last, or write --calibration=FILE)",
     )
 
 
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Convert, or say what would be done; return the exit status."""
     if not options.source.strip() or "" in (options.output, options.into):
         parser.error("SOURCE, -o and --into must not be empty")
     multiply_in_float32()  # sensitivities and divergences as small as 1e-5 are compared
@@ -145,7 +133,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _target(options: argparse.Namespace, request: dict[str, Any]) -> Path:
-    """Return the new folder, as an absolute path: who reads it need not know where the command was run."""
+    """Return the new folder as an absolute path: readers may run elsewhere."""
     from tokamac.quant.conversion import default_target
 
     if options.output:
@@ -155,7 +143,7 @@ def _target(options: argparse.Namespace, request: dict[str, Any]) -> Path:
 
 
 def requested(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what Options takes; end with exit status 2 where the flags contradict each other."""
+    """Return keyword arguments for Options; exits with status 2 at contradictory flags."""
     request = {field.name: getattr(options, field.name) for field in fields(Options)}
     if (text := request["calibration"]) is not None:
         request["calibration"] = SHIPPED if text is True else expanded(text)
@@ -220,29 +208,27 @@ def _convert(
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """Bytes that the new folder needs, and that are free on its disk."""
+    """Bytes needed, and free on the target disk."""
 
     needed: int
     free: int
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough."""
         return self.needed <= self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """About how many seconds converting takes, and comparing the result with its source; None is unknown, or not wanted."""
+    """Estimated seconds of conversion and comparison; None is unknown or not wanted."""
 
     converting_s: float | None
     checking_s: float | None
 
 
 def plan_text(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -> str:
-    """Return the plan for people."""
-    from tokamac.quant.card import packing_name
     from tokamac.quant.report import by_part
+    from tokamac.quant.writer import packing_name
 
     rows = [
         [row.part, packing_name(row.packing), count(row.tensors), short(row.parameters), size(row.nbytes)]
@@ -280,7 +266,7 @@ def _time(plan: "Plan", estimate: Estimate) -> str:
 
 
 def plan_json(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -> dict[str, Any]:
-    """Return the plan as one line of JSON, under the names that the finished conversion has."""
+    """Return the plan as one JSON line, with the finished conversion's field names."""
     from tokamac.quant.report import by_part
 
     return {
@@ -303,10 +289,7 @@ def plan_json(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens a second that decoding is expected to reach on this machine, before and after; None is unknown.
-
-    reason: why one is unknown.
-    """
+    """Expected decode tokens/s before and after; None is unknown, ``reason`` says why."""
 
     before_tps: float | None
     after_tps: float | None
@@ -314,7 +297,6 @@ class Speeds:
 
 
 def expected_speeds(before: Path, after: Path) -> Speeds:
-    """Return what to expect of two folders, from their headers and this machine alone."""
     from tokamac.engine.perf.inspection import inspect_model
 
     found: list[float | None] = []
@@ -333,7 +315,6 @@ def expected_speeds(before: Path, after: Path) -> Speeds:
 
 
 def summary(report: "Conversion", speeds: Speeds) -> str:
-    """Return the result for people."""
     found, compared = report.quality, "not compared with the source"
     if found is not None:
         compared = closeness(found.quality, found.relative_error)
@@ -345,15 +326,16 @@ def summary(report: "Conversion", speeds: Speeds) -> str:
             f"{size(report.source_bytes)} → {size(report.weight_bytes)}, {report.bits_per_weight:.2f} bits per weight",
         ],
         ["quality", compared],
-        ["speed", speeds_text(speeds, f", {CONTEXT:,} tokens in")],
-        ["took", f"{seconds(report.seconds)}, and {size(report.peak_memory_bytes)} of memory at most"],
+        ["speed", speeds_text(speeds, f" at {CONTEXT:,} tokens of context")],
+        ["took", f"{seconds(report.seconds)}, and a peak of {size(report.peak_memory_bytes)} of memory"],
     ]
     path = str(report.path)
-    return "\n".join([sanitise_line(path), table(rows), sanitise_line(f"next: tokamac chat {shlex.quote(path)}")])
+    after = f"next: tokamac chat {shlex.quote(path)}"
+    worse = "" if found is None else found.advice
+    return "\n".join([sanitise_line(path), table(rows), sanitise_line(after), *([worse] if worse else [])])
 
 
 def speeds_text(speeds: Speeds, where: str) -> str:
-    """Return the speeds for people, and why they are unknown. where: what is said of the machine's state."""
     said = f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here{where}"
     if speeds.before_tps is None and speeds.after_tps is None:
         said = UNKNOWN
@@ -361,7 +343,7 @@ def speeds_text(speeds: Speeds, where: str) -> str:
 
 
 class ConversionProgress:
-    """Shows stage after stage. ``json``: as lines on stdout; the bar is then only drawn where a terminal sees it."""
+    """Shows stages. json: as lines on stdout, the bar only on a terminal."""
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
@@ -370,7 +352,6 @@ class ConversionProgress:
         self._written_s = 0.0
 
     def fetch(self, source: str) -> Path:
-        """Return the folder of the source, downloaded first if need be."""
         from tokamac.engine.hub import download
 
         if not self._json:
@@ -380,7 +361,6 @@ class ConversionProgress:
         )
 
     def show(self, step: "TensorDone | StageDone") -> None:
-        """Take a step of ``tokamac.quant.convert``."""
         from tokamac.quant.report import StageDone
 
         peak, memory = _peak_memory()
@@ -397,7 +377,6 @@ class ConversionProgress:
             self._write(CONVERTING, step.done_bytes, step.total_bytes, "bytes", peak)
 
     def clear(self) -> None:
-        """Take the bar off the terminal."""
         self._bar.clear()
 
     def _enter(self, stage: str, unit: str) -> None:
@@ -416,7 +395,7 @@ class ConversionProgress:
 
 
 def _peak_memory() -> tuple[int, str]:
-    """Return the most bytes that MLX held, and a text that names the whole process's too."""
+    """Return MLX's peak bytes, and a text that adds the whole process's."""
     import mlx.core as mx
 
     arrays, most = int(mx.get_peak_memory()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,7 @@
-"""``tokamac doctor``: what this installation and this machine are, and what is wrong with them, for a bug report.
+"""``tokamac doctor``: installation and machine checks for a bug report."""
 
-Every check looks, and changes nothing. A check that fails is a line with what to do, never the end of the others. The last one
-loads the embedded model and takes some decode steps: whether MLX computes here, and how fast.
-"""
+# Read-only; a failing check is a line with a fix and never stops the others. The last one runs some decode steps of the
+# embedded model.
 
 import argparse
 import os
@@ -18,25 +17,23 @@ from typing import Literal
 from tokamac.engine.errors import TokamacError
 
 from .. import settings
-from ..output import json_line, note
 from ..parser import Parser
-from ..sanitise import sanitise_line
-from ..units import UNKNOWN, bandwidth, milliseconds, rate, size
+from ..text.sanitise import sanitise_line
+from ..text.terminal import json_line, note
+from ..text.units import UNKNOWN, bandwidth, milliseconds, rate, size
 
 State = Literal["ok", "note", "broken"]
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "textual", "numpy")
 LEAST_PYTHON = (3, 11)
-LEAST_FREE = 2 * 10**9
-"""Bytes free on a disk below which a download or the prompt cache will soon fail."""
+LEAST_FREE = 2 * 10**9  # bytes free on a disk below which a download or the prompt cache will soon fail
 LEAST_COLUMNS, LEAST_ROWS = 40, 12
-STEPS = 48
-"""Tokens that the embedded model writes: some tenths of a second."""
+STEPS = 48  # tokens that the embedded model writes: some tenths of a second
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found. fix: what to do, where it is broken or could be better. section: what it belongs to."""
+    """A check's result. fix: what to do. section: its heading."""
 
     name: str
     value: str
@@ -46,19 +43,17 @@ class Finding:
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "doctor",
-        "Check this installation and this machine: versions, chip, memory, folders, terminal, settings, and a few steps of the "
-        "embedded model. Paste the output into a bug report: it has no private paths.",
+        "Check this installation and machine: versions, chip, memory, folders, terminal, settings, and a few steps of the "
+        "embedded model. The output has no private paths: paste it into a bug report.",
         "  tokamac doctor\n  tokamac doctor --json > report.json",
     )
-    made.add_argument("--json", action="store_true", help="JSON lines, a finding each, the last one the result")
+    made.add_argument("--json", action="store_true", help="findings as JSON lines, the last one the result")
     return made
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # every command's form
-    """Check everything; return 1 where something is broken."""
     found: list[Finding] = []
     section = ""
     for each in findings():
@@ -85,7 +80,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # 
 
 
 def findings() -> Iterator[Finding]:
-    """Yield what every check found. One that fails is itself a finding."""
+    """Yield all findings; a failing check is itself a finding."""
     for section, check in CHECKS.items():
         try:
             for each in check():
@@ -98,14 +93,13 @@ def findings() -> Iterator[Finding]:
 
 
 def private(text: str, home: str | None = None) -> str:
-    """Return a text without the home folder's path, which may hold a name."""
     own = str(Path.home()) if home is None else home
     plain = sanitise_line(text)
     return plain if own in ("", "/") else plain.replace(own, "~")
 
 
 def private_path(path: Path) -> str:
-    """Return a path below the home folder with ~ for it; of any other its last part alone."""
+    """Return a path below home with ~; of any other only its last part."""
     return private(str(path)) if path.is_relative_to(Path.home()) else f"…/{path.name} (outside of ~)"
 
 
@@ -157,12 +151,12 @@ def _machine() -> Iterator[Finding]:
     yield from _memory_speed()
     total, budget, free = memory.machine_total(), memory.array_budget(), memory.available()
     given = settings.load(settings.default_path()).settings.memory_gb
-    limit = size(budget) if given is None else f"{given:g} GB, as the settings say"
+    limit = size(budget) if given is None else f"{given:g} GB, from the settings"
     yield Finding("memory", f"{size(total)}, models may use {limit}, {size(free)} free now")
 
 
 def _memory_speed() -> Iterator[Finding]:
-    from tokamac.engine.perf.machine import here
+    from tokamac.engine.perf.what_if import here
 
     chip = here().chip
     told = f" ({chip.condition})" if chip.condition else f" ({chip.source})"
@@ -170,7 +164,7 @@ def _memory_speed() -> Iterator[Finding]:
 
 
 def _folders() -> Iterator[Finding]:
-    from tokamac.engine.perf import measurement_store
+    from tokamac.engine.perf import hardware
     from tokamac.engine.prompt_cache.folder import default_root
 
     from ..models.local import hub_cache
@@ -180,14 +174,14 @@ def _folders() -> Iterator[Finding]:
         "settings": settings.default_path().parent,
         "chats": default_path().parent,
         "prompt cache": default_root(),
-        "measurements": measurement_store.store_file("bandwidth.json").parent,
+        "measurements": hardware.store_file("bandwidth.json").parent,
         "Hugging Face": hub_cache(),
     }.items():
         yield folder_finding(name, folder)
 
 
 def folder_finding(name: str, folder: Path) -> Finding:
-    """Return whether a folder can be read and written, or made where it is not there, and how much its disk has free."""
+    """Check that a folder is readable and writable, or can be made; report free space."""
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     usable = there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)
     where = f"{private_path(folder)}{'' if folder.exists() else ' (made when needed)'}"
@@ -207,7 +201,6 @@ def _terminal() -> Iterator[Finding]:
 
 
 def terminal_findings(environment: Mapping[str, str], found: os.terminal_size, is_terminal: bool) -> Iterator[Finding]:
-    """Yield what the terminal can do."""
     term = environment.get("TERM", "")
     program = environment.get("TERM_PROGRAM") or ("tmux" if environment.get("TMUX") else "")
     simple = term in ("", "dumb")
@@ -215,7 +208,7 @@ def terminal_findings(environment: Mapping[str, str], found: os.terminal_size, i
     yield Finding("TERM", f"{term or 'not set'}{f', {program}' if program else ''}", "note" if simple else "ok", fix)
     yield Finding("colours", _colours(environment))
     if not is_terminal:
-        yield Finding("size", "stdout is no terminal")
+        yield Finding("size", "stdout is not a terminal")
         return
     small = found.columns < LEAST_COLUMNS or found.lines < LEAST_ROWS
     fix = f"The chat needs about {LEAST_COLUMNS} columns and {LEAST_ROWS} rows." if small else ""
@@ -226,10 +219,9 @@ def terminal_findings(environment: Mapping[str, str], found: os.terminal_size, i
 
 
 def _colours(environment: Mapping[str, str]) -> str:
-    """Return how many colours the terminal says it has."""
     term, wide = environment.get("TERM", ""), environment.get("COLORTERM", "")
     if environment.get("NO_COLOR"):
-        return "none, as NO_COLOR asks"
+        return "none (NO_COLOR is set)"
     if wide in ("truecolor", "24bit"):
         return f"16.7 million (COLORTERM={wide})"
     return "256" if "256color" in term else "none" if term in ("", "dumb") else "16"
@@ -270,12 +262,12 @@ def _steps() -> Iterator[Finding]:
         assert isinstance(last, Finished)
         limits, metrics = engine.limits(len(prompt[0].content)), last.metrics
     gap = None if metrics.itl_ms is None else metrics.itl_ms.p50
-    yield Finding("decode step", f"{milliseconds(gap)} with guide ({rate(metrics.decode_tps)})")
+    yield Finding("decode step", f"{milliseconds(gap)} with guide")
     yield Finding("expected", rate(limits.expected_tps))
     yield Finding("ceiling", rate(metrics.ceiling_tps))
     if not last.text.strip():
         yield Finding(
-            "answer", "empty", "broken", "MLX computes wrongly here. Reinstall it: pip install --force-reinstall mlx"
+            "answer", "empty", "broken", "MLX gives wrong results here. Reinstall it: pip install --force-reinstall mlx"
         )
 
 

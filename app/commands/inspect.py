@@ -1,8 +1,7 @@
-"""``tokamac inspect``: what a model weighs, what a token costs, and what this machine, or another one, makes of it.
+"""``tokamac inspect``: a model's size and cost per token, and its speed here or on another machine."""
 
-Tables for people, one object for programs, what-if tables, and pictures no wider than the terminal: decode rate over context, and
-the roofline with both phases on it. The flags that name another machine are shared with ``models suggest``.
-"""
+# Tables, JSON, what-if tables, and plots as wide as the terminal (decode rate over context, roofline). The flags that
+# name another machine are shared with ``models suggest``.
 
 import argparse
 import math
@@ -15,72 +14,69 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine import metrics
+from tokamac.engine.gguf.places import TABLE
 from tokamac.engine.options import GROUP_SIZES, SPLITS, KVSpec
 
-from ..at_once import at_once_json, at_once_text
 from ..options import (
-    add_adapter_flag,
+    ADAPTER,
+    MODEL,
+    NO_DRAFT,
+    add_flags,
     add_kv_flags,
     gigabytes,
     given_adapter,
     given_draft,
     kv_spec,
     memory_limit,
+    model_name,
     nodes_count,
     positive,
     shares,
     widths,
 )
-from ..output import is_terminal, json_line, note, picked, table
 from ..parser import Parser
-from ..sanitise import sanitise_line
-from ..speculation_gain import gains_json, gains_text
-from ..units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
-from ..verdict import closeness
-from ..without_cache import ROOMY, worth_json, worth_text
+from ..reports.verdict import closeness
+from ..reports.what_if import ROOMY, at_once_json, at_once_text, gains_json, gains_text, worth_json, worth_text
+from ..text.sanitise import sanitise_line
+from ..text.terminal import is_terminal, json_line, note, picked, table
+from ..text.units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
 from . import loading
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tokamac.engine.distributed.speed import NodesOutcome
-    from tokamac.engine.passes.without_cache import CacheWorth
+    from tokamac.engine.lab.without_cache import CacheWorth
     from tokamac.engine.perf.footprint import KVRow, KVTable
     from tokamac.engine.perf.hardware import Chip
-    from tokamac.engine.perf.inspection import Inspection, ModelRef
-    from tokamac.engine.perf.machine import Machine
+    from tokamac.engine.perf.inspection import Inspection, ModelRef, NodesOutcome
     from tokamac.engine.perf.memory import MemoryFit
     from tokamac.engine.perf.roofline import Phase, Prediction
-    from tokamac.engine.perf.what_if import DecodePoint, WhatIfCase, WhatIfOutcome
+    from tokamac.engine.perf.what_if import DecodePoint, Machine, WhatIfCase, WhatIfOutcome
     from tokamac.engine.schedule.capacity import Capacity
     from tokamac.engine.speculation.gain import SpeculationGain
 
 
 def add_place_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--chip``, ``--gpu-cores`` and ``--memory``."""
-    group = parser.add_argument_group("another machine (what is left out is this one)")
-    group.add_argument("--chip", metavar="NAME", help='a chip, such as "Apple M4 Max"')
-    cores = "its GPU cores, which tell bins of one name apart"
+    group = parser.add_argument_group("another machine (default: this one)")
+    group.add_argument("--chip", metavar="NAME", help='chip, such as "Apple M4 Max"')
+    cores = "GPU cores, where a chip comes in several sizes"
     group.add_argument("--gpu-cores", type=positive, metavar="N", help=cores)
-    memory = "its memory, as its maker says it; without --chip, what may be used of this machine's"
+    memory = "memory; without --chip, the limit on this machine"
     group.add_argument("--memory", type=gigabytes, metavar="GB", help=memory)
 
 
 def place_of(parser: Parser, options: argparse.Namespace) -> "Machine | None":
-    """Return the machine that is named; None is this one, as it is. Ends with exit status 2 for flags without effect.
-
-    Raises OptionError.
-    """
+    """Return the named machine; None: this one. Raises OptionError; exits with status 2 at flags without effect."""
     if options.chip is None:
         if options.gpu_cores is not None:
             parser.error("--gpu-cores has no effect without --chip")
         if (limit := memory_limit(options)) is None:
             return None
-        from tokamac.engine.perf.machine import here
+        from tokamac.engine.perf.what_if import here
 
         return here(limit=limit)
     from tokamac.engine.errors import OptionError
-    from tokamac.engine.perf.machine import elsewhere
+    from tokamac.engine.perf.what_if import elsewhere
 
     try:
         return elsewhere(options.chip, options.gpu_cores, options.memory)
@@ -89,7 +85,7 @@ def place_of(parser: Parser, options: argparse.Namespace) -> "Machine | None":
 
 
 def measure_it(model: str, *, here: bool) -> str:
-    """Return what to run, so that this machine's speed with ``model`` is known. here: it need not be downloaded first."""
+    """Return the command that measures ``model`` here. here: it needs no download."""
     name = shlex.quote(model)
     pull = "" if here else f"tokamac models pull {name}, then "
     return f"; measure it: {pull}tokamac bench {name} --machine"
@@ -98,8 +94,7 @@ def measure_it(model: str, *, here: bool) -> str:
 LINK_NAMES = ("thunderbolt5", "ethernet")
 CONTEXT = 4096
 BITS = (2, 3, 4, 5, 6, 8, 16)
-POINTS = 64
-"""Contexts that a curve is drawn through."""
+POINTS = 64  # contexts that a curve is drawn through
 
 # The public contract's names, in its order; --table adds what else is known.
 _FIELDS = (
@@ -109,12 +104,11 @@ _FIELDS = (
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "inspect",
-        "Show a model's size, bits per weight, KV bytes per token, bytes read per decoded token, whether it fits, the ceiling, the "
-        "speed to expect and the wait for the first token: here, or on another machine. A model of the catalogue need not be "
-        "downloaded, and of any other its config.json is enough. With KV flags, or where layers differ: what each layer keeps.",
+        "Show a model's size, bits per weight, KV bytes per token, memory, speed limit, expected speed and time to first token, on "
+        "this machine or another. A config.json is enough, and nothing at all for models of the catalogue. KV flags add a table "
+        "of what each layer keeps.",
         "  tokamac inspect guide\n  tokamac inspect guide --kv-bits 8,4 --kv-window 1024\n"
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --table\n'
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 128 --parallel 1,2,4,8\n'
@@ -122,53 +116,55 @@ def parser() -> Parser:
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --nodes 2 --link thunderbolt5\n'
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
-    made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
-    held, computed = f"tokens held while decoding ({CONTEXT}, or --prompt)", "tokens to compute for the first one"
+    made.add_argument("model", type=_inspected, metavar="MODEL", help=MODEL)
+    held, computed = f"tokens in the context (default: {CONTEXT}, or --prompt)", "tokens of the prompt"
     made.add_argument("--context", type=positive, metavar="N", help=held)
-    made.add_argument("--prompt", type=positive, metavar="N", help=f"{computed} (the whole context)")
-    group = made.add_argument_group("weights (what is left out is as they are)")
-    group.add_argument("--bits", type=int, choices=BITS, help="as if packed with this many bits; 16 is not packed")
-    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
+    made.add_argument("--prompt", type=positive, metavar="N", help=f"{computed} (default: the whole context)")
+    group = made.add_argument_group("weights (default: as they are stored)")
+    group.add_argument("--bits", type=int, choices=BITS, help="as if quantized to this many bits; 16 is not quantized")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (default: 64)")
     add_place_flags(made)
     add_kv_flags(made, cache=False, full=False)
-    add_adapter_flag(made, of_settings=False)
+    made.add_argument("--adapter", metavar="DIR|ID", help=ADAPTER)
     made.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help="with a smaller model beside it that guesses tokens: memory, and what a step of it takes",
+        "--draft", type=_inspected, metavar="MODEL", help="add a draft model: memory of both, and the time of its steps"
     )
     shown = made.add_argument_group("what if")
-    shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
-    chips = "also on every chip of the table; --memory is then that of every Mac in it"
+    shown.add_argument("--table", action="store_true", help="also other precisions, KV bits and contexts")
+    chips = "also every known chip; --memory then applies to each Mac"
     shown.add_argument("--chips", action="store_true", help=chips)
-    cache = (
-        "also what a KV cache is worth: a reply with and without one, its size by layout and bits, requests that fit"
-    )
+    cache = "also without a KV cache: time of a reply, sizes by layout and bits, requests that fit"
     shown.add_argument("--no-cache", action="store_true", help=cache)
-    several = "also so many replies at once: all together and each, memory, what limits them, and how many fit"
+    several = "also N replies in parallel: total and each, memory, bottleneck, and how many fit"
     shown.add_argument("--parallel", type=widths, metavar="N[,N…]", help=several)
-    guesses = "also what guessing ahead gains where such a share of guesses comes true, such as 0.7; with --draft, by a draft model"
+    guesses = (
+        "also the gain of speculative decoding at these acceptance rates, such as 0.7; with --draft, of that model"
+    )
     shown.add_argument("--acceptance", type=shares, metavar="P[,P…]", help=guesses)
-    nodes = made.add_argument_group("several machines like this one, or like the one named")
-    nodes.add_argument("--nodes", type=nodes_count, metavar="N", help="also N of them that hold the model together")
-    nodes.add_argument(
-        "--split", choices=SPLITS, help="each has a part of every layer (tensor, the default), or some layers"
-    )
-    nodes.add_argument("--link", choices=LINK_NAMES, help="what joins them (thunderbolt5)")
-    nodes.add_argument(
-        "--link-latency", type=float, metavar="US", help="microseconds of a short message, in place of the link's"
-    )
-    nodes.add_argument(
-        "--link-rate", type=float, metavar="GBITS", help="its 10^9 bits a second, in place of the link's"
-    )
+    nodes = made.add_argument_group("several such machines")
+    nodes.add_argument("--nodes", type=nodes_count, metavar="N", help="also split over N of them")
+    add_flags(nodes, "--split")
+    nodes.add_argument("--link", choices=LINK_NAMES, help="connection between them (default: thunderbolt5)")
+    nodes.add_argument("--link-latency", type=float, metavar="US", help="latency of a short message, in µs")
+    nodes.add_argument("--link-rate", type=float, metavar="GBITS", help="bandwidth, in Gbit/s")
     plot = "draw decode over context, and the roofline with both phases"
     shown.add_argument("--plot", action="store_true", help=plot)
     made.add_argument("--json", action="store_true", help="one JSON object")
     return made
 
 
+def _inspected(written: str) -> str:
+    """Resolve a model; catalogue names stay."""
+    from ..models.local import is_short
+
+    if not is_short(written) or written == NO_DRAFT:
+        return written
+    from tokamac.engine.perf.catalogue import find
+
+    return model_name(written) if find(written) is None else written
+
+
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Inspect, and return the exit status."""
     kv = kv_spec(parser, options)
     _check(parser, options)
     # With --chips alone, --memory is of the table's machines, and not of this one.
@@ -203,27 +199,29 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         return 0
     _print(options, subject, found)
     if added is not None:
-        note(f"note: with the adapter {added.name}, {added.parameters:,} numbers beside the model's own")
+        note(f"note: with the adapter {added.name}, {added.parameters:,} parameters more")
     if draft is not None:
-        sizes = f"{size(draft.memory.weights)} of weights, {size(draft.memory.kv)} of keys and values at this context"
-        step = "" if found.draft_step is None else f"; a step of it takes about {found.draft_step:.2f} of the model's"
+        sizes = f"{size(draft.memory.weights)} of weights, {size(draft.memory.kv)} of KV cache at this context"
+        step = (
+            "" if found.draft_step is None else f"; one of its steps takes about {found.draft_step:.2f} of the model's"
+        )
         note(f"note: with the draft model {sanitise_line(draft.model)}: {sizes}, in the memory above{step}")
     for each in found.heads:
         what = sanitise_line(each.named)
         if each.trouble:
-            note(f"note: its own heads for further tokens ({what}) are not used: {sanitise_line(each.trouble)}")
+            note(f"note: its own draft heads ({what}) are not used: {sanitise_line(each.trouble)}")
         else:
-            gain = "in the memory above; what they gain is unknown until a reply measures it"
-            note(f"note: its own heads guess ahead: {what}, {size(each.nbytes)} as stored, {gain}")
+            gain = "in the memory above; their gain is unknown until a reply measures it"
+            note(f"note: its own draft heads: {what}, {size(each.nbytes)} as stored, {gain}")
     _remarks(found)
     return 0
 
 
 def _with_draft(found: "Inspection", subject: "ModelRef", name: str) -> "Inspection":
-    """Return what a model costs with this draft model. Raises OptionError where both are here, and their tokens differ."""
+    """Add a draft model. Raises OptionError if both are local and their vocabularies differ."""
     from tokamac.engine.perf.inspection import inspect, model_ref, with_draft
     from tokamac.engine.perf.what_if import WhatIfCase
-    from tokamac.engine.speculation.draft_loading import check_same_tokens
+    from tokamac.engine.speculation.draft_model import check_same_tokens
 
     draft, case = model_ref(name), found.case
     if subject.folder is not None and draft.folder is not None:
@@ -239,13 +237,13 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
             parser.error(f"--{flag.replace('_', '-')} has no effect without --nodes")
     for flag in ("link_latency", "link_rate"):
         if (given := getattr(options, flag)) is not None and not 0 < given < math.inf:
-            parser.error(f"--{flag.replace('_', '-')} is a number above 0")
+            parser.error(f"--{flag.replace('_', '-')} must be above 0")
     if options.nodes is not None and options.adapter is not None:
-        parser.error("--adapter: an adapter can't be added to a model that several nodes hold")
+        parser.error("--adapter: a model on several nodes takes no adapter")
     if options.group_size is not None and options.bits in (None, 16):
         parser.error("--group-size has no effect without --bits below 16")
     if options.json and options.plot:
-        parser.error("--plot draws, so it does not go with --json")
+        parser.error("--plot has no effect with --json")
     for flag in ("adapter", "draft"):
         for name in ("table", "chips", "no_cache", "parallel", "plot"):
             if getattr(options, flag) is not None and getattr(options, name):
@@ -264,7 +262,7 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCas
 
 
 def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
-    """Return the contract's object; with --table and --chips what else is known, and their rows."""
+    """Return the public JSON object; --table and --chips add rows."""
     everything = {**found.to_json(), "quality": _quality(subject)}
     if options.nodes is not None:
         told = _on_nodes(options, subject, found)
@@ -290,7 +288,6 @@ def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection")
 
 
 def _quality(subject: "ModelRef") -> dict[str, Any] | None:
-    """Return what was recorded of the model's quality when it was converted; None where nothing can be said."""
     from tokamac.quant.report import read_recorded
 
     recorded = None if subject.folder is None else read_recorded(subject.folder)
@@ -315,6 +312,10 @@ def _row(found: "WhatIfOutcome") -> dict[str, Any]:
 def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> None:
     as_it_is = subject.folder if found.case.bits is None else None
     print(report(found, quality(as_it_is)))
+    if as_it_is is not None and (as_it_is / TABLE).is_file():
+        from tokamac.engine.gguf.checkpoint import kept_of
+
+        print("\n" + "\n".join(map(str, kept_of(as_it_is))))
     planned = found.kv_table
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
         print(f"\n{kv_report(planned, found.context)}")
@@ -324,15 +325,13 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
         print(f"\n{chips_report(_chips(options, subject, found), memory=options.memory is not None)}")
     if options.no_cache:
         worth = _worth(subject, found)
-        told = (
-            f"what a KV cache is worth is unknown: {worth}" if isinstance(worth, str) else worth_text(worth, columns())
-        )
+        told = f"the gain of a KV cache is unknown: {worth}" if isinstance(worth, str) else worth_text(worth, columns())
         print(f"\n{told}")
     if options.acceptance:
         print(f"\n{gains_text(_gains(options, subject, found), columns())}")
     if options.parallel:
         several = _capacity(options, subject, found)
-        unknown = f"how many replies fit at once is unknown: {several}"
+        unknown = f"how many parallel replies fit is unknown: {several}"
         print(f"\n{unknown if isinstance(several, str) else at_once_text(several, columns())}")
     if options.nodes is not None:
         together = _on_nodes(options, subject, found)
@@ -343,9 +342,8 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
 
 
 def _on_nodes(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "NodesOutcome | str":
-    """Return what several such machines make of the model, or why that is not known."""
-    from tokamac.engine.distributed.speed import LINKS, on_nodes
     from tokamac.engine.errors import OptionError
+    from tokamac.engine.perf.inspection import LINKS, on_nodes
 
     link = LINKS[options.link or LINK_NAMES[0]]
     if options.link_latency is not None:
@@ -359,9 +357,8 @@ def _on_nodes(options: argparse.Namespace, subject: "ModelRef", found: "Inspecti
 
 
 def nodes_text(found: "NodesOutcome", place: "Machine") -> str:
-    """Return what several machines make of a model, with the formula and the numbers put in."""
     link, hops = found.link, found.nodes - 1 if found.split == "tensor" else 1
-    told = "a part of every layer each" if found.split == "tensor" else "some of the layers each, one after another"
+    told = "a part of every layer each" if found.split == "tensor" else "some layers each, one after another"
     speed = ", ".join(
         [
             UNKNOWN if link.gbits is None else f"{link.gbits:g} Gb/s",
@@ -394,8 +391,7 @@ def nodes_text(found: "NodesOutcome", place: "Machine") -> str:
 
 
 def _worth(subject: "ModelRef", found: "Inspection") -> "CacheWorth | str":
-    """Return what a KV cache is worth to the model, or why that is not known."""
-    from tokamac.engine.passes.without_cache import cache_worth
+    from tokamac.engine.lab.without_cache import cache_worth
     from tokamac.engine.perf.footprint import weigh
     from tokamac.engine.perf.what_if import contexts_up_to
 
@@ -407,7 +403,6 @@ def _worth(subject: "ModelRef", found: "Inspection") -> "CacheWorth | str":
 
 
 def _capacity(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "Capacity | str":
-    """Return how so many replies at once do, or why that is not known."""
     from tokamac.engine.errors import OptionError
     from tokamac.engine.schedule.capacity import capacity_of
 
@@ -418,7 +413,7 @@ def _capacity(options: argparse.Namespace, subject: "ModelRef", found: "Inspecti
 
 
 def _gains(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "list[SpeculationGain]":
-    """Return what guessing ahead gains at each share; with no draft model named, by one that is known to fit."""
+    """Return speculation gains per acceptance rate; default draft: one known to fit."""
     from tokamac.engine.perf.catalogue import draft_for
     from tokamac.engine.perf.inspection import model_ref
     from tokamac.engine.speculation.gain import gain_of
@@ -430,7 +425,7 @@ def _gains(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
 
 
 def columns() -> int:
-    """Return the columns that text may take: a terminal's, or as many as it likes."""
+    """Return the terminal's width; unlimited without one."""
     return shutil.get_terminal_size((ROOMY, 24)).columns if is_terminal(sys.stdout) else ROOMY
 
 
@@ -447,7 +442,6 @@ def _plot(subject: "ModelRef", found: "Inspection") -> None:
 
 
 def _remarks(found: "Inspection") -> None:
-    """Say on stderr what is not as it may seem."""
     from tokamac.engine.perf.hardware import FROM, advice, units_of
 
     if found.place.local and (said := advice()) is not None:
@@ -456,7 +450,7 @@ def _remarks(found: "Inspection") -> None:
         needed = f"macOS {'.'.join(map(str, FROM))} or later and MLX's wheel for it"
         note(f"note: prefill is that of neural accelerators, which takes {needed}")
     if found.kv_reason is not None:
-        note(f"note: KV bytes are counted from the config alone, since the caches can't be planned: {found.kv_reason}")
+        note(f"note: KV bytes are those of the config, since the caches can't be planned: {found.kv_reason}")
     if found.reason is not None and found.kv_reason is None:
         measurable = found.place.local and found.ceiling_tps is not None and found.known != "config"
         note(f"note: {found.reason}{measure_it(found.model, here=found.known == 'files') if measurable else ''}")
@@ -471,16 +465,14 @@ def _table(subject: "ModelRef", found: "Inspection") -> "tuple[WhatIfOutcome, ..
 
 
 def _chips(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "tuple[WhatIfOutcome, ...]":
-    from tokamac.engine.perf.machine import everywhere
-    from tokamac.engine.perf.what_if import on_chips
+    from tokamac.engine.perf.what_if import everywhere, on_chips
 
     return on_chips(subject.config, found.case, everywhere(options.memory), own=subject.packing)
 
 
-RUNS_SHOWN = 3
-"""Runs of layers named in a row of the table: models that mix kinds of layers have many short ones."""
+RUNS_SHOWN = 3  # runs of layers named in a row of the table: models that mix kinds of layers have many short ones
 
-FORMS = {"stored": "as stored", "float32": "what is not packed in float32"}
+FORMS = {"stored": "as stored", "float32": "unquantized weights in float32"}
 
 KNOWN = {
     "files": "",
@@ -490,7 +482,7 @@ KNOWN = {
 
 
 def report(found: "Inspection", recorded: str | None = None) -> str:
-    """Return what is known of a model, and of one case of it, as text. recorded: of its quality; None leaves that out."""
+    """Format a model and one case. recorded: its quality; None omits that."""
     parts = [[part.part, short(part.parameters), size(part.bytes), bits(part.bits_per_weight)] for part in found.parts]
     whole = ["all", short(found.parameters), size(found.weight_bytes), bits(found.bits_per_weight)]
     counted = table([["part", "weights", "bytes", "bits"], *parts, whole], right=(1, 2, 3))
@@ -499,7 +491,7 @@ def report(found: "Inspection", recorded: str | None = None) -> str:
 
 
 def quality(folder: "Path | None") -> str | None:
-    """Return how close a converted model was to its source when it was made, or why that is unknown; None for no folder."""
+    """Describe a converted model's quality, or why it is unknown; None for no folder."""
     from tokamac.quant.report import read_recorded
 
     if folder is None:
@@ -507,11 +499,11 @@ def quality(folder: "Path | None") -> str | None:
     found = read_recorded(folder)
     if isinstance(found, str):
         return f"{UNKNOWN}: {found}"
-    return sanitise_line(" ".join([closeness(found.quality, found.relative_error), *found.concerns]))
+    said = [closeness(found.quality, found.relative_error), *([found.advice] if found.advice else found.concerns)]
+    return sanitise_line(". ".join(said))
 
 
 def kv_report(planned: "KVTable", context: int) -> str:
-    """Return a row for each kind of layer, their sum, and what the plan notes."""
     head = ["layers", "kind", "keys", "values", "window", "a token", f"at {context:,}"]
     rows = [_kv_row(row) for row in planned.rows]
     whole = ["all", "", "", "", "", size(planned.bytes_per_token), size(planned.bytes_at_context)]
@@ -520,7 +512,6 @@ def kv_report(planned: "KVTable", context: int) -> str:
 
 
 def cases_report(found: "Sequence[WhatIfOutcome]") -> str:
-    """Return a row for each case of one model at one place, the first what was asked for, and what is to be known of them all."""
     from tokamac.engine.perf.what_if import notes
 
     head = ["weights", "KV", "context", "stored", "memory", "fits", "ceiling", "expected", "first token"]
@@ -529,7 +520,7 @@ def cases_report(found: "Sequence[WhatIfOutcome]") -> str:
 
 
 def chips_report(found: "Sequence[WhatIfOutcome]", *, memory: bool = False) -> str:
-    """Return a row for each chip, of one case. memory: whether it is said if it fits, as where the Macs' memory was named."""
+    """Format a case on each chip. memory: include whether it fits."""
     head = ["chip", "bandwidth", "ceiling", "expected", "prefill", "first token", *(["fits"] if memory else [])]
     rows = [
         [
@@ -547,7 +538,6 @@ def chips_report(found: "Sequence[WhatIfOutcome]", *, memory: bool = False) -> s
 
 
 def fits(memory: "MemoryFit | None") -> str:
-    """Return whether something fits, in a word or two."""
     verdict = None if memory is None else memory.fits
     if verdict and memory is not None and memory.from_others:
         return "tight"
@@ -555,7 +545,6 @@ def fits(memory: "MemoryFit | None") -> str:
 
 
 def bits(value: float | None) -> str:
-    """Return bits per weight."""
     return UNKNOWN if value is None else f"{value:.2f}"
 
 
@@ -593,7 +582,6 @@ def _figures(found: "Inspection") -> list[list[str]]:
 
 
 def _bound(phase: "Phase | None") -> str:
-    """Return what a phase waits for, where that is known."""
     if phase is None or phase.bound is None:
         return ""
     if phase.by_host:
@@ -627,7 +615,7 @@ def _kv_row(row: "KVRow") -> list[str]:
 
 
 def _layers(layers: tuple[int, ...]) -> str:
-    """Return "0-5", or the first few runs of more and how many layers they are in all."""
+    """Format layer numbers as "0-5", or the first runs and a count."""
     from tokamac.engine.perf.footprint import runs
 
     found = [f"{first}-{last}" if last > first else str(first) for first, last in runs(layers)]
@@ -638,15 +626,13 @@ def _layers(layers: tuple[int, ...]) -> str:
 
 WIDEST, NARROWEST, HEIGHT = 100, 40, 18
 TICKS = 5
-HEADROOM = 1.2
-"""The axis ends so far above the highest point that the legend covers no curve."""
+HEADROOM = 1.2  # the axis ends so far above the highest point that the legend covers no curve
 
-LEGEND_SHARE = 0.3
-"""The same on a logarithmic axis, as a share of the powers of ten below."""
+LEGEND_SHARE = 0.3  # the same on a logarithmic axis, as a share of the powers of ten below
 
 
 def decode_plot(points: "Sequence[DecodePoint]", title: str) -> str | None:
-    """Return tokens a second over context: the ceiling, and what is expected. None where neither is known anywhere."""
+    """Plot tokens/s over context: ceiling and expected; None if both are unknown."""
     ceiling = [(at.context, at.ceiling_tps) for at in points if at.ceiling_tps is not None]
     expected = [(at.context, at.expected_tps) for at in points if at.expected_tps is not None]
     if not ceiling:
@@ -667,10 +653,8 @@ def decode_plot(points: "Sequence[DecodePoint]", title: str) -> str | None:
 
 
 def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
-    """Return operations a second over operations a byte: the roof, and where both phases are under it. None without a roof.
-
-    A phase is drawn at its expected speed, or, where that is unknown, on the roof.
-    """
+    """Plot operations/s over operations/byte with both phases; None without a roof."""
+    # A phase is drawn at its expected speed, or on the roof where that is unknown.
     if chip.bandwidth_gbs is None or predicted.ridge is None:
         return None
     gbs, ridge = chip.bandwidth_gbs, predicted.ridge
@@ -710,7 +694,6 @@ def _mark(plot: Any, name: str, phase: "Phase", colour: str) -> None:
 
 
 def _reached_tflops(phase: "Phase") -> float | None:
-    """Return what a phase is expected to reach, or else its roof."""
     took_s = phase.ceiling_s if phase.expected_s is None else phase.expected_s
     reached = None if phase.operations is None else metrics.rate(phase.operations, took_s)
     return None if reached is None else reached / 1e12

@@ -1,59 +1,56 @@
-"""Find and load a model for a command that answers on the terminal, with progress on stderr and Ctrl-C at any time."""
+"""Find and load a model for a terminal command, with progress on stderr and Ctrl-C at any time."""
 
 import argparse
 import os
 import signal
+import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import ModelNotFoundError
-from tokamac.engine.events import LoadProgress
+from tokamac.engine.events import Event, Finished, LoadProgress
 from tokamac.engine.options import KVSpec, Nodes, PromptCacheSpec, Speculation
 
 from .. import INTERRUPTED, settings
 from ..options import adapter_of, is_cpu_exact, memory_limit
-from ..output import Progress, note
+from ..settings import CHAT_KV
+from ..text.terminal import Progress, note
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
 
 
-COMPILING = "compiling kernels for this processor: some seconds, once"
-MEASURING = "measuring what rounding would cost this model, once"
-"""Told where loading waits for that."""
+COMPILING = "compiling CPU kernels: some seconds, once"
+MEASURING = "measuring the rounding error of this model, once"  # told where loading waits for that
 
 
 def load(
+    options: argparse.Namespace,
     model: str,
-    *,
     kv: KVSpec,
-    prompt_cache: PromptCacheSpec | None,
-    memory: int | None,
-    on_interrupt: Callable[[], None] = lambda: None,
-    unchecked: bool = False,
-    adapter: str | None = None,
+    prompt_cache: PromptCacheSpec | None = None,
+    *,
     parallel: int = 1,
     speculation: Speculation | None = None,
-    cpu_exact: bool = False,
     nodes: Nodes | None = None,
+    on_interrupt: Callable[[], None] = lambda: None,
 ) -> "Engine":
-    """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
+    """Load ``model`` with the command's flags, downloading it if needed. Raises TokamacError.
 
-    parallel: replies that will be asked for at once. speculation: what guesses tokens; None is nothing. cpu_exact: a CPU rounds
-    nothing. nodes: the processes that hold it together; None is this one alone.
-
-    Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
-    status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
-    Raises TokamacError.
+    parallel: max parallel replies. speculation: None is off. nodes: None is this process alone.
     """
+    # Ctrl-C during the download raises KeyboardInterrupt and keeps partial files. After it, it calls ``on_interrupt``
+    # and exits with 130: MLX can't stop in the middle of a load.
     from tokamac.engine.hub import download
 
     fetch(model, download.resolve)
-    if adapter is not None:
+    if (adapter := adapter_of(options, model)) is not None:
         fetch(adapter, download.resolve_adapter)
     if speculation is not None and speculation.draft is not None:
         fetch(str(speculation.draft), download.resolve)
@@ -71,12 +68,12 @@ def load(
                 model,
                 kv=kv,
                 prompt_cache=prompt_cache,
-                memory=memory,
-                unchecked=unchecked,
+                memory=memory_limit(options),
+                unchecked=getattr(options, "unchecked", False),
                 adapter=adapter,
                 parallel=parallel,
                 speculation=speculation,
-                cpu_exact=cpu_exact,
+                cpu_exact=is_cpu_exact(options),
                 nodes=nodes,
                 progress=lambda at: tell_loading(at, bar),
             )
@@ -86,45 +83,15 @@ def load(
         note(f"note: {remark}")
     told = ("adapter", "draft", *(("alone",) if parallel > 1 else ()))
     for each in engine.spec.model_notes:  # what was asked for is not done otherwise in silence
-        if kv != KVSpec() or nodes is not None or each.about in told:
+        if kv not in (KVSpec(), CHAT_KV) or nodes is not None or each.about in told:
             note(f"note: {each.text}")
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine
 
 
-def load_for(
-    options: argparse.Namespace,
-    model: str,
-    kv: KVSpec,
-    prompt_cache: PromptCacheSpec | None = None,
-    *,
-    parallel: int = 1,
-    speculation: Speculation | None = None,
-    nodes: Nodes | None = None,
-    on_interrupt: Callable[[], None] = lambda: None,
-) -> "Engine":
-    """Return the engine for ``model`` as the command's flags have it; the others are as for ``load``. Raises TokamacError."""
-    return load(
-        model,
-        kv=kv,
-        prompt_cache=prompt_cache,
-        memory=memory_limit(options),
-        on_interrupt=on_interrupt,
-        unchecked=getattr(options, "unchecked", False),
-        adapter=adapter_of(options, model),
-        parallel=parallel,
-        speculation=speculation,
-        cpu_exact=is_cpu_exact(options),
-        nodes=nodes,
-    )
-
-
 def on_disk(model: str) -> Path:
-    """Return the folder of a model that is here already: to look at one is no reason to download it.
-
-    Raises ModelNotFoundError.
-    """
+    """Return a local model's folder, never downloading. Raises ModelNotFoundError."""
     from tokamac.engine.hub import download
 
     folder = download.find(model)
@@ -134,7 +101,7 @@ def on_disk(model: str) -> Path:
 
 
 def fetch(model: str, act: Callable[..., Path]) -> Path:
-    """Return ``act(model, progress=…)``, which may download, with a bar."""
+    """Call ``act(model, progress=…)``, which may download, with a progress bar."""
     bar = Progress("downloading")
 
     def tell(at: LoadProgress) -> None:
@@ -147,7 +114,6 @@ def fetch(model: str, act: Callable[..., Path]) -> Path:
 
 
 def tell_loading(at: LoadProgress, bar: Progress) -> None:
-    """Show how far loading has come."""
     if at.stage == "compile":
         bar.say(COMPILING)
     elif at.stage == "rounding":
@@ -156,12 +122,64 @@ def tell_loading(at: LoadProgress, bar: Progress) -> None:
         bar.update(at.done, at.total)
 
 
+def process_age_s() -> float:
+    """Return seconds since the process started; its CPU time where the system doesn't tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        began_s = int(fields[19]) / os.sysconf(
+            "SC_CLK_TCK"
+        )  # starttime, the 22nd field; the name before may hold anything
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _mac_age_s() or time.process_time()
+
+
+def _mac_age_s() -> float | None:
+    """The same on macOS, whose kernel gives wall-clock start times. Untested."""
+    if os.uname().sysname != "Darwin":
+        return None
+    import ctypes
+
+    name = (ctypes.c_int * 4)(1, 14, 1, os.getpid())  # CTL_KERN, KERN_PROC, KERN_PROC_PID (sys/sysctl.h)
+    found, size = ctypes.create_string_buffer(1024), ctypes.c_size_t(1024)
+    if ctypes.CDLL("/usr/lib/libSystem.B.dylib").sysctl(name, 4, found, ctypes.byref(size), None, ctypes.c_size_t(0)):
+        return None
+    seconds, micros = struct.unpack_from("=qi", found.raw)  # struct kinfo_proc begins with p_starttime, a timeval
+    began_s: float = seconds + micros / 1e6
+    return max(time.time() - began_s, 0.0)
+
+
+class CommandTime:
+    """Accounts a command's time from process start to each reply's end.
+
+    clock: seconds since process start. Loading counts from construction until ``loaded``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = process_age_s) -> None:
+        self._clock = clock
+        self._start_s = clock()
+        self._load_s = self._from_s = 0.0
+
+    def loaded(self) -> None:
+        self._load_s = self._clock() - self._start_s
+
+    def counted(self, event: Event) -> Event:
+        """Complete ``Finished`` with all time since the start or the last reply; other events are unchanged."""
+        if not isinstance(event, Finished):
+            return event
+        now_s, since_s, spent = self._clock(), self._from_s, (self._start_s, self._load_s)
+        if event.tool_calls:  # the replies that follow count from here
+            self._from_s, self._start_s, self._load_s = now_s, 0.0, 0.0
+        if event.diagnosis is None:
+            return event
+        timed = event.diagnosis.since(now_s - since_s, start_s=spent[0], load_s=spent[1])
+        return replace(event, diagnosis=timed)
+
+
 @contextmanager
 def interrupting(act: Callable[[], None]) -> Iterator[None]:
-    """Let the first Ctrl-C call ``act``, and the second interrupt as usual.
-
-    Without effect outside the main thread, and where the shell asked for Ctrl-C to be ignored (a job in the background).
-    """
+    """Call ``act`` at the first Ctrl-C; the second interrupts as usual."""
+    # No effect outside the main thread, or where the shell ignores SIGINT (background job).
 
     def first(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,6 @@
-"""``tokamac models``: what is in the Hugging Face cache; bring a model there, take it away; which ones would run well.
+"""``tokamac models``: list, pull, remove, search and suggest models."""
 
-With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/puller.py).
-"""
+# With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/processes.py).
 
 import argparse
 import time
@@ -12,44 +11,43 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.perf.memory import giving_way
 
 from ..backend.keep_awake import awake
-from ..options import any_given, limit_of_settings, positive
-from ..output import Progress, json_line, note, picked, table
+from ..models.local import gguf_models
+from ..options import any_given, limit_of_settings, model_name, positive
 from ..parser import ActionParser, Parser
-from ..sanitise import sanitise_line
-from ..speculation_gain import times
-from ..units import UNKNOWN, count, percent, rate, seconds, short, size
+from ..reports.verdict import poor_quality
+from ..reports.what_if import times
+from ..text.sanitise import sanitise_line
+from ..text.terminal import Progress, json_line, note, picked, table
+from ..text.units import UNKNOWN, count, percent, rate, seconds, short, size
 from . import loading
 from .inspect import add_place_flags, fits, measure_it, place_of
 
 if TYPE_CHECKING:
-    from tokamac.engine.hub.download import ModelOnDisk
-    from tokamac.engine.hub.search import HubModel
+    from tokamac.engine.hub.download import HubModel, ModelOnDisk
+    from tokamac.engine.perf.catalogue import Group
     from tokamac.engine.perf.inspection import Prospect
-    from tokamac.engine.perf.machine import Machine
-    from tokamac.engine.perf.what_if import Group, Suggestion
+    from tokamac.engine.perf.what_if import Machine, Suggestion
     from tokamac.engine.speculation.gain import DraftOffer
 
-    from ..models.advice import ModelAdvice
+    from ..models.listing import StartHere
 
+# Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter.
 CONTEXT = 8192
-"""Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter."""
-LINES_APART_S = 0.25
-"""Lines of progress: a reader draws each, and needs no more of them."""
+LINES_APART_S = 0.25  # lines of progress: a reader draws each, and needs no more of them
 ACTIONS = {
-    "list": "size of each, whether it fits and how fast it should be here",
-    "pull": "download a model, or bring it up to date; an interrupted download goes on where it stopped",
-    "remove": "delete a model from the disk",
-    "search": "find models on Hugging Face that run here, those in MLX's format first",
-    "suggest": "one model to start with, and which others run well here or on another machine",
+    "list": "models on disk: size, fit, expected speed",
+    "pull": "download or update a model; an interrupted download resumes",
+    "remove": "delete a model",
+    "search": "find models on Hugging Face that run here, MLX first",
+    "suggest": "a model to start with, and others that run well, here or on another machine",
 }
 SUGGEST_FLAGS = ("context", "chip", "gpu_cores", "memory")
 
 
 def parser() -> ActionParser:
-    """Return what the command takes."""
     made = ActionParser(
         "models",
-        "Models on disk, in the Hugging Face cache that other tools share (HF_HOME moves it). HF_TOKEN opens gated ones.",
+        "Manage models in the Hugging Face cache, which other tools share. HF_HOME moves it, HF_TOKEN opens gated models.",
         "  tokamac models list\n"
         "  tokamac models suggest --context 16384\n"
         "  tokamac models search qwen3 coder\n"
@@ -61,13 +59,15 @@ def parser() -> ActionParser:
         "words",
         nargs="*",
         metavar="ID|WORDS",
-        help="a Hugging Face id, org/name or org/name@revision; words to search for",
+        help="model ID (org/name or org/name@revision) or short name; search: words",
     )
     made.add_argument("--json", action="store_true", help="JSON lines, the last one the result")
     removing = made.add_argument_group("remove")
-    removing.add_argument("--unfinished", action="store_true", help="only what an unfinished download left")
+    removing.add_argument("--unfinished", action="store_true", help="delete only an unfinished download")
     suggesting = made.add_argument_group("suggest")
-    suggesting.add_argument("--context", type=positive, metavar="N", help="prompt length to assume, in tokens (8192)")
+    suggesting.add_argument(
+        "--context", type=positive, metavar="N", help="prompt length to assume, in tokens (default: 8192)"
+    )
     add_place_flags(made)
     made.only(("pull", "remove", "search"), "words")
     made.only(("remove",), "unfinished")
@@ -76,7 +76,6 @@ def parser() -> ActionParser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """List, pull, remove or suggest; return the exit status."""
     _check(parser, options)
     match options.action:
         case "list":
@@ -86,16 +85,20 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         case "search":
             return search(" ".join(options.words), json=options.json)
         case "pull":
-            return pull(options.words[0], json=options.json)
+            try:
+                model = model_name(options.words[0])
+            except argparse.ArgumentTypeError as error:
+                parser.error(str(error))
+            return pull(model, json=options.json)
         case _:
             return remove(options.words[0], unfinished=options.unfinished, json=options.json)
 
 
 def _check(parser: Parser, options: argparse.Namespace) -> None:
-    """End with exit status 2 where something was given that the action does not take, or lacks."""
+    """Exit with status 2 for a missing or unsupported argument of the action."""
     action = options.action
     if action != "suggest" and any_given(options, SUGGEST_FLAGS):
-        parser.error(f"{action} takes no flags of suggest")
+        parser.error(f"{action} takes no --context, --chip, --gpu-cores or --memory")
     if action != "remove" and options.unfinished:
         parser.error(f"{action} takes no --unfinished")
     words = options.words
@@ -111,12 +114,12 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
 
 @awake
 def pull(model: str, *, json: bool) -> int:
-    """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
+    """Download or update a model (loading never updates); return the exit status."""
     from tokamac.engine.hub import download
     from tokamac.engine.hub.names import EMBEDDED
 
     if model in EMBEDDED:
-        note(f"note: {model} is embedded: it is always here and comes with the program")
+        note(f"note: {model} is embedded: it comes with the program")
     if not json:
         print(loading.fetch(model, download.pull))
         return 0
@@ -128,23 +131,28 @@ def pull(model: str, *, json: bool) -> int:
 
 
 def remove(model: str, *, unfinished: bool, json: bool) -> int:
-    """Take a model off the disk, or only what an unfinished download left; return the exit status."""
+    """Delete a model, or only an unfinished download; return the exit status."""
+    from tokamac.engine.errors import OptionError
+    from tokamac.engine.gguf.library import HUB, OLLAMA, owner_of
     from tokamac.engine.hub import cache
 
+    if (kept := owner_of(model, gguf_models(cache.cache_folder()))) is not None and kept.owner != HUB:
+        there = f"`ollama rm {kept.name}` removes it." if kept.owner == OLLAMA else "Remove it there."
+        raise OptionError(f"{model} belongs to {kept.owner}", there)
     freed = cache.discard_unfinished(model) if unfinished else cache.remove_model(model)
     if json:
         json_line({"event": "removed", "id": model, "freed_bytes": freed})
     elif unfinished and not freed:
-        print(f"nothing of {sanitise_line(model)} is unfinished on this disk")
+        print(f"{sanitise_line(model)} has no unfinished download")
     else:
         print(f"removed {sanitise_line(model)}: {size(freed)} freed")
     return 0
 
 
 def search(words: str, *, json: bool) -> int:
-    """Print what Hugging Face finds; return the exit status. With --json a line for each, again once its config has come."""
-    from tokamac.engine.hub import search as hub
-    from tokamac.engine.perf.measurement_store import store_file
+    """Print hub search results; with --json each again once its config arrives."""
+    from tokamac.engine.hub import download as hub
+    from tokamac.engine.perf.hardware import store_file
 
     found: dict[str, hub.HubModel] = {}
     for model in hub.search(words, store_file("configs")):
@@ -156,7 +164,7 @@ def search(words: str, *, json: bool) -> int:
     elif found:
         head = ["model", "format", "size", "context", "licence", "downloads", "good for"]
         print(table([head, *map(_found_row, found.values())], right=(2, 3, 5)))
-        note("note: tokamac models pull ID downloads one; tokamac inspect ID then says how it runs here")
+        note("note: tokamac models pull ID downloads one, tokamac inspect ID shows how it runs here")
     else:
         print(f"Hugging Face has no model for {sanitise_line(words)} that runs here")
     return 0
@@ -175,7 +183,7 @@ def _found_row(model: "HubModel") -> list[str]:
 
 
 class _Lines:
-    """Progress as JSON lines, a few a second."""
+    """Throttled progress as JSON lines."""
 
     def __init__(self) -> None:
         self._told_s: float | None = None
@@ -189,24 +197,30 @@ class _Lines:
 
 
 def list_(*, json: bool) -> int:
-    """Print the embedded model and those in the Hugging Face cache; return the exit status."""
     from tokamac.engine.hub import download
+    from tokamac.engine.hub.cache import ModelOnDisk, cache_folder
 
-    weighed = _weigh((_guide(), *download.list_models()))
+    kept = gguf_models(cache_folder())
+    owners = {each.name: each.owner for each in kept}
+    others = (ModelOnDisk(each.name, each.file, each.nbytes, None, whole=True) for each in kept)
+    weighed = _weigh((_guide(), *download.list_models(), *others))
     if json:
-        json_line({"context": CONTEXT, "models": [_plain(*each) for each in weighed]})
+        plain = [{**_plain(*each), "owner": owners.get(each[0].id)} for each in weighed]
+        json_line({"context": CONTEXT, "models": plain})
     else:
         head = ["model", "size", "bits", "", "expected", "last used"]
-        print(table([head, *(_row(*each) for each in weighed)], right=(1, 2, 4)))
-        held = f"{count(CONTEXT)} tokens held, or all that a model's own context holds"
+        print(table([head, *(_row(*each, owners.get(each[0].id)) for each in weighed)], right=(1, 2, 4)))
+        held = f"{count(CONTEXT)} tokens of context, or all that a model has"
         print(f"\nFit and expected speed are for {held}.")
+        for model, _ in weighed:
+            if worse := poor_quality(model.path):
+                note(f"note: {model.id}: {worse}")
         if len(weighed) == 1:
-            print("Only the embedded model is here. More: tokamac models suggest, then tokamac models pull ID")
+            print("Only the embedded model is here. To get one: tokamac models suggest, then tokamac models pull ID")
     return 0
 
 
 def _guide() -> "ModelOnDisk":
-    """The embedded model, which is always here, as one of the list."""
     from tokamac.assets import asset_path
     from tokamac.engine.hub.cache import ModelOnDisk
     from tokamac.engine.hub.names import GUIDE
@@ -216,10 +230,9 @@ def _guide() -> "ModelOnDisk":
 
 
 def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospect | None]]":
-    """Return each with what this machine makes of it; None where it is not whole."""
+    """Return each model's prospects here; None if incomplete."""
     from tokamac.engine.perf.inspection import prospect
-    from tokamac.engine.perf.machine import here
-    from tokamac.engine.perf.what_if import WhatIfCase
+    from tokamac.engine.perf.what_if import WhatIfCase, here
 
     place, case = here(limit=limit_of_settings()), WhatIfCase(context=CONTEXT, prompt=CONTEXT)
     bar = Progress("estimating", unit="models", plain=False)
@@ -233,13 +246,14 @@ def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospe
     return found
 
 
-def _row(model: "ModelOnDisk", found: "Prospect | None") -> list[str]:
+def _row(model: "ModelOnDisk", found: "Prospect | None", owner: str | None) -> list[str]:
     last = model.last_used_s
-    used = "embedded" if last is None else time.strftime("%Y-%m-%d", time.localtime(last))
+    used = owner or "embedded" if last is None else time.strftime("%Y-%m-%d", time.localtime(last))
     if found is None:
         return [sanitise_line(model.id), size(model.nbytes), "", "incomplete: pull it again", "", used]
     bits = found.outcome.bits_per_weight
-    figures = [UNKNOWN if bits is None else f"{bits:.2f}", found.verdict, rate(found.outcome.expected_tps)]
+    verdict = f"{found.verdict}, worse answers" if poor_quality(model.path) else found.verdict
+    figures = [UNKNOWN if bits is None else f"{bits:.2f}", verdict, rate(found.outcome.expected_tps)]
     return [sanitise_line(model.id), size(model.nbytes), *figures, used]
 
 
@@ -258,71 +272,83 @@ def _plain(model: "ModelOnDisk", found: "Prospect | None") -> dict[str, Any]:
         **picked(outcome, "ceiling_tps", "expected_tps"),
         "verdict": None if found is None else found.verdict,
         "reason": "not complete on this disk" if found is None else found.reason,
+        "advice": poor_quality(model.path) or None,
     }
 
 
 def suggest(parser: Parser, options: argparse.Namespace) -> int:
-    """Print the suggestions; return the exit status."""
     place = place_of(parser, options)
     from tokamac.engine.hub.download import last_speed
-    from tokamac.engine.perf.machine import here
-    from tokamac.engine.perf.what_if import suggestions
+    from tokamac.engine.perf.catalogue import standings
+    from tokamac.engine.perf.what_if import here, nominal, suggestions
     from tokamac.engine.speculation.gain import draft_offer
 
-    from ..backend.advice import model_line
-    from ..models.advice import advise
+    from ..models.listing import NO_START, StartHere
 
-    context = options.context or CONTEXT
-    place = place or here(limit=limit_of_settings())
+    context, limit = options.context or CONTEXT, limit_of_settings()
+    place = place or here(limit=limit)
+    make = nominal(place, limit=limit)
     bar = Progress("estimating", unit="models", plain=False)
     try:
-        found = suggestions(place, context, progress=bar.update)
+        found = suggestions(place, make, context, progress=bar.update)
     finally:
         bar.clear()
-    advice = advise(map(model_line, found), last_speed())
+    first = next((each.repository.id for each in standings(make) if each.start), None)
+    chosen = next((each for each in found if each.id == first), None)
+    start = None if chosen is None else StartHere(chosen.id, chosen.download_bytes, last_speed())
     drafts = {each.id: draft_offer(each, place) for each in found}
     if options.json:
-        start = None if advice.start is None else asdict(advice.start)
-        plain = [{**_suggested_plain(each), "draft": _draft_plain(drafts[each.id])} for each in found]
-        json_line({"context": context, "suggestions": plain, "start_here": start, "note": advice.note or None})
+        begin = None
+        if start is not None and chosen is not None:
+            speeds = picked(chosen.outcome, "expected_tps", "ceiling_tps")
+            begin = {**asdict(start), "download_s": start.download_s, **speeds}
+        plain = [{**_suggested_plain(each), "draft": (draft := drafts[each.id]) and asdict(draft)} for each in found]
+        json_line(
+            {"context": context, "suggestions": plain, "start_here": begin, "note": NO_START if start is None else None}
+        )
         return 0
-    _print(found, advice, place, context, drafts)
+    _print(found, start, place, context, drafts)
     return 0
 
 
 HEADINGS: "dict[Group, str]" = {
     "recommended": "Recommended, best first",
-    "speed unknown": "They fit; their speed here is not known yet",
-    "slow": "Slow, the fastest first",
-    "fit unknown": "Whether they fit is not known",
+    "slow": "Slow",
+    "tight": "Leave little memory",
+    "fit unknown": "Fit unknown",
 }
 
 
 def _print(
     found: "tuple[Suggestion, ...]",
-    advice: "ModelAdvice",
+    start: "StartHere | None",
     place: "Machine",
     context: int,
     drafts: "dict[str, DraftOffer | None]",
 ) -> None:
-    """Print what may fit, group after group, in columns that are alike; then the draft models that are known for them."""
-    possible = [each for each in found if each.group != "does not fit"]
+    from ..models.listing import NO_START
+
+    possible = [each for each in found if "does not fit" not in (each.group, each.verdict)]
     print(f"{sanitise_line(place.chip.label)}, with a prompt of {context:,} tokens\n")
-    if advice.start is not None:
-        print(f"Start here: {advice.start.model}\n            {advice.start.facts}\n")
+    if start is not None:
+        tps = next(each.outcome.expected_tps for each in found if each.id == start.model)
+        speed = [] if tps is None else [f"about {tps:.0f} tok/s"]
+        print(
+            f"Start here: {start.model}\n            {' · '.join([size(start.download_bytes), *speed, start.wait])}\n"
+        )
     head = ["model", "weights", "download", "memory", "ceiling", "expected", "first token", ""]
     first, *rows = table([head, *map(_suggested_row, possible)], right=(1, 2, 3, 4, 5, 6)).splitlines()
     for group, alike in groupby(zip(possible, rows, strict=True), key=lambda pair: pair[0].group):
         print(f"{HEADINGS[group]}\n\n{first}", *(row for _, row in alike), "", sep="\n")
     if not possible:
-        print("none of the catalogue fits")
+        print("No model of the catalogue fits.")
     if pairs := [(each.id, draft) for each in possible if (draft := drafts[each.id]) is not None]:
         true = percent(pairs[0][1].acceptance)
-        print(f"With a draft model beside it, which guesses ahead (tokamac help speed); {true} of its guesses true\n")
+        print(f"With a draft model (tokamac help speed), at an acceptance rate of {true}\n")
         head = ["model", "draft model", "download", "memory of both", "", "gain", "expected"]
         print(table([head, *(_draft_row(*pair) for pair in pairs)], right=(2, 3, 5, 6)))
         print()
-    for line in [*([advice.note] if advice.note else []), *_notes(found, possible, place)]:
+    for line in [*([] if start is not None else [NO_START]), *_notes(found, possible, place)]:
         note(f"note: {line}")
 
 
@@ -333,10 +359,6 @@ def _draft_row(model: str, draft: "DraftOffer") -> list[str]:
     return [model, draft.id, size(draft.download_bytes), taken, fits(memory), gained, rate(draft.expected_tps)]
 
 
-def _draft_plain(draft: "DraftOffer | None") -> dict[str, Any] | None:
-    return None if draft is None else asdict(draft)
-
-
 def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place: "Machine") -> list[str]:
     notes: list[str] = []
     if len(found) > len(possible):
@@ -344,7 +366,7 @@ def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place:
     if place.budget_rule is not None:
         notes.append(place.budget_rule)
     if place.budget_bytes is None:
-        notes.append("whether a model fits is unknown without --memory")
+        notes.append("fit is unknown without --memory")
     if (first := next((each for each in possible if _from_others(each)), None)) is not None:
         notes.append(f"tight for now: for {first.id} {giving_way(_from_others(first))}")
     best: dict[str, str] = {}
@@ -356,7 +378,7 @@ def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place:
 
 
 def _from_others(each: "Suggestion") -> int:
-    """Return what other programs have to give way by for a model that fits."""
+    """Return bytes other programs must give up for a model that fits."""
     memory = each.outcome.memory
     return memory.from_others if memory is not None and each.verdict == "tight" else 0
 

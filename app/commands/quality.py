@@ -1,4 +1,4 @@
-"""``tokamac quality``: how far one model's answers are from another's on a text, or how well one alone predicts it."""
+"""``tokamac quality``: divergence between two models on a text, or one model's perplexity."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from tokamac.engine.options import KVSpec
 from tokamac.quant.report import TOKENS, with_error
 
 from ..backend.keep_awake import awake
-from ..options import limit_of_settings, positive
-from ..output import Progress, json_line, note, table
+from ..options import NO_ADAPTER, positive
 from ..parser import Parser
-from ..units import UNKNOWN, count
+from ..text.terminal import Progress, json_line, note, table
+from ..text.units import UNKNOWN, count
 from . import loading
 
 if TYPE_CHECKING:
@@ -25,51 +25,52 @@ LAYERS_A_ROW = 8
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "quality",
-        "Compare what two models of one tokenizer say of a text: perplexity of each, KL divergence, matching top tokens, and "
-        "how far the outputs of each layer are apart. A is the reference, such as the source of a conversion. One layer is in "
-        "memory at a time. With A alone: its perplexity, loaded as for an answer, but without an adapter and, on a CPU, with "
-        "nothing rounded.",
+        "Compare two models of one tokenizer on a text: perplexity, KL divergence, matching top tokens, and the distance of each "
+        "layer's output. A is the reference, such as the source of a conversion. One layer is in memory at a time. With A alone: "
+        "its perplexity, loaded as for an answer, but without an adapter and, on a CPU, in full precision.",
         "  tokamac quality Qwen/Qwen3-0.6B ./Qwen3-0.6B-4bit\n  tokamac quality guide ./mine --text notes.txt --tokens 2048\n"
         "  tokamac quality ./mine --text book.txt --tokens 100000 --window 4096 --stride 2048",
     )
-    made.add_argument("a", metavar="A", help="the reference: a folder, a Hugging Face id (downloaded first), or guide")
-    made.add_argument("b", nargs="?", metavar="B", help="the model to compare with it")
+    made.add_argument("a", metavar="A", help="reference: a folder, a Hugging Face ID (downloaded first), or guide")
+    made.add_argument("b", nargs="?", metavar="B", help="model to compare with it")
     made.add_argument(
-        "-f", "--text", metavar="FILE", help="the text, read from its beginning (one of our own, in many languages)"
+        "-f", "--text", metavar="FILE", help="text to compare on (default: a built-in one, in many languages)"
     )
-    made.add_argument("--tokens", type=positive, metavar="N", default=TOKENS, help=f"tokens to compare ({TOKENS})")
+    made.add_argument(
+        "--tokens", type=positive, metavar="N", default=TOKENS, help=f"tokens to compare (default: {TOKENS})"
+    )
     made.add_argument(
         "--window",
         type=positive,
         metavar="N",
-        help="tokens read at once, where the text is longer (all; of A alone 2048)",
+        help="tokens read together, for longer texts (default: all; with A alone 2048)",
     )
-    made.add_argument("--stride", type=positive, metavar="N", help="tokens from one window to the next (half a window)")
-    made.add_argument("--json", action="store_true", help="the result as one line of JSON")
+    made.add_argument(
+        "--stride", type=positive, metavar="N", help="tokens from one window to the next (default: half a window)"
+    )
+    made.add_argument("--json", action="store_true", help="one JSON object")
     return made
 
 
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Compare, and return the exit status."""
     if not options.a.strip() or (options.b is not None and not options.b.strip()):
         parser.error("A and B must not be empty")
     if options.tokens < 2:
-        parser.error("--tokens: a token is only compared with the one before it, so 2 are the least")
+        parser.error("--tokens must be at least 2")
     if options.stride is not None and options.window is None:
         parser.error("--stride has no effect without --window")
     from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
     from tokamac.engine.perf.memory import check_address_space
-    from tokamac.quant import calibration
+    from tokamac.quant import streaming
 
     check_backends(installed_backends())
     check_address_space()
     multiply_in_float32()  # divergences as small as 1e-5 are compared
     file = None if options.text is None else expanded(options.text)
-    text = calibration.text(file)
+    text = streaming.calibration_text(file)
     return _perplexity(options, text) if options.b is None else _difference(options, text, from_start=file is not None)
 
 
@@ -131,11 +132,11 @@ def _in_windows(models: "ComparedModels", ids: list[int], window: int, stride: i
 
 
 def _perplexity(options: argparse.Namespace, text: str) -> int:
-    """Say how well one model predicts a text."""
-    from tokamac.quant.calibration import first_ids
+    from tokamac.quant.streaming import first_ids
 
     bar = Progress("reading", unit="tokens")
-    with loading.load(options.a, kv=KVSpec(), prompt_cache=None, memory=limit_of_settings(), cpu_exact=True) as engine:
+    alone = argparse.Namespace(memory=None, adapter=NO_ADAPTER, cpu_exact=True)
+    with loading.load(alone, options.a, KVSpec()) as engine:
         ids = engine.between(lambda: first_ids(engine.tokenizer, text, options.tokens))
         try:
             found = engine.perplexity(ids, window=options.window, stride=options.stride, progress=bar.update)
@@ -156,11 +157,10 @@ def _perplexity(options: argparse.Namespace, text: str) -> int:
 
 
 def _source(options: argparse.Namespace) -> str:
-    return "a text of our own" if options.text is None else str(options.text)
+    return "a built-in text" if options.text is None else str(options.text)
 
 
 def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bool = False) -> str:
-    """Return what people read."""
     quality = found.quality
     rows = [
         ("A", names[0]),
@@ -179,11 +179,11 @@ def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bo
 
 
 def _layers(layers: Sequence[float | None]) -> str:
-    """Return the error of each layer's output, several to a row, each row beginning with the number of its first layer."""
+    """Format each layer's output error, several per row, rows labelled by their first layer."""
     if not layers:
         return "The models' layers don't correspond, so they are not compared one by one."
     cells = [UNKNOWN if error is None else f"{error:.2g}" for error in layers]
     rows = [[str(at), *cells[at : at + LAYERS_A_ROW]] for at in range(0, len(cells), LAYERS_A_ROW)]
     width = max(map(len, rows))
     lines = table([[*row, *[""] * (width - len(row))] for row in rows], right=range(width))
-    return f"relative error of each layer's output, the errors of the layers before it included\n{lines}"
+    return f"relative error of each layer's output, with the errors of earlier layers\n{lines}"

@@ -1,9 +1,12 @@
-"""``tokamac serve``: a local server with the interfaces of OpenAI and Anthropic, until Ctrl-C."""
+"""``tokamac serve``: local server with the OpenAI, Anthropic and Ollama APIs, until Ctrl-C."""
 
 import argparse
 import asyncio
+import json
+import math
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,13 +16,14 @@ from typing import TYPE_CHECKING
 from tokamac.engine.errors import TokamacError
 
 from .. import INTERRUPTED
-from ..backend.chat_server import NEEDS, PORT
 from ..backend.keep_awake import KeepAwake, program
+from ..backend.processes import NEEDS, PORT
 from ..backend.protocol import Load
 from ..options import (
+    MODEL,
     adapter_of,
+    add_flags,
     add_nodes_flags,
-    add_parallel_flag,
     add_reply_flags,
     add_speculation_flags,
     check_speculation_flags,
@@ -28,123 +32,150 @@ from ..options import (
     known_settings,
     kv_spec,
     memory_limit,
+    model_name,
     nodes_of,
     parallel_of,
     sampling,
     speculation_of,
     template_options,
 )
-from ..output import Progress, json_line, note
 from ..parser import Parser
-from ..sanitise import sanitise_line
+from ..text.sanitise import sanitise_line
+from ..text.terminal import Progress, json_line, note
 from .loading import fetch, on_disk, tell_loading
 
 if TYPE_CHECKING:
     from ..serve.model_pool import CardMaker
     from ..serve.request import ServedModel
     from ..serve.server import ServerOptions
+    from ..serve.service import ServiceState
 
 HOST = "127.0.0.1"
-ENGINE_S = 60.0
-"""How long the engine of a chat may take to be there."""
+IDLE_MIN = 30
+HEALTH_S = 5.0  # how long a server may take to say how it is
+ENGINE_S = 60.0  # how long the engine of a chat may take to be there
 
 
 def parser() -> Parser:
-    """Return what the command takes."""
     made = Parser(
         "serve",
-        "Answer programs over HTTP, with the interfaces of OpenAI and Anthropic, until Ctrl-C. Only this machine may ask, "
-        "unless --host says so. A request's own values win over flags.",
+        "Serve OpenAI's, Anthropic's and Ollama's HTTP APIs until Ctrl-C. Listens on localhost unless --host is given. Values in a "
+        "request override flags.",
         "  tokamac serve\n"
         "  tokamac serve mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8 --alias qwen\n"
         "  tokamac serve --print-config\n"
         '  curl localhost:11435/v1/chat/completions -d \'{"messages": [{"role": "user", "content": "Why is decode slow?"}]}\'',
     )
     made.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide (the one picked last)"
+        "model", nargs="?", type=model_name, metavar="MODEL", help=f"{MODEL} (default: the model used last)"
     )
     made.add_argument(
-        "--host", default=HOST, help=f"the address to listen to ({HOST}); another than loopback needs a token"
+        "--host", default=HOST, help=f"address to listen on; others than localhost need a token (default: {HOST})"
     )
     made.add_argument(
-        "--port", type=_port, default=PORT, metavar="N", help=f"the port to listen to ({PORT}); 0 takes a free one"
+        "--port",
+        type=port_number,
+        default=PORT,
+        metavar="N",
+        help=f"port to listen on; 0 picks a free one (default: {PORT})",
     )
     made.add_argument(
         "--alias",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name that the model answers to, too; may be repeated",
+        help="additional model name accepted in requests; repeatable",
     )
     made.add_argument(
-        "--allow", action="append", default=[], metavar="MODEL",
-        help="another model that may be asked for by name, and is then loaded beside this one or in its place; may be repeated",
+        "--allow", action="append", type=model_name, default=[], metavar="MODEL",
+        help="another model that requests may name, loaded when it is asked for; repeatable",
     )  # fmt: skip
     made.add_argument(
-        "--allow-downloaded",
-        action="store_true",
-        help="allow every model of the Hugging Face cache; tokamac models lists them",
+        "--allow-downloaded", action="store_true", help="allow every model in the Hugging Face cache (tokamac models)"
     )
+    made.add_argument(
+        "--idle", type=_minutes, default=IDLE_MIN, metavar="MIN",
+        help=f"minutes after which an unused model leaves memory; the next request loads it again; 0: never (default: {IDLE_MIN})",
+    )  # fmt: skip
     made.add_argument(
         "--require-token",
         action="store_true",
-        help="ask for the token on loopback as well: other users of this machine lack it",
+        help="require the token on localhost too, against other users of this machine",
     )
     made.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name under which a proxy asks; may be repeated",
+        help="additional Host accepted in requests, for proxies; repeatable",
     )
     made.add_argument(
         "--allow-origin", action="append", default=[], metavar="URL",
-        help="a web page that may ask, such as http://localhost:3000 or app://obsidian.md; may be repeated",
+        help="web page allowed to send requests, such as http://localhost:3000 or app://obsidian.md; repeatable",
     )  # fmt: skip
     made.add_argument(
-        "--engine",
-        metavar="SOCKET",
-        help="answer with the engine of a chat, over this socket; /serve in the chat does that",
+        "--engine", metavar="SOCKET", help="use a running chat's engine over this socket (what /serve does)"
     )
-    made.add_argument("--json", action="store_true", help="where it answers, and how many replies run, as JSON lines")
-    made.add_argument(
-        "--print-config", action="store_true", help="what to paste into editors and agents, and no server"
+    made.add_argument("--json", action="store_true", help="print the address and the running replies as JSON lines")
+    service = made.add_mutually_exclusive_group()
+    service.add_argument(
+        "--install", action="store_true", help="serve with these flags whenever you are logged in (launchd, or systemd)"
     )
+    service.add_argument("--status", action="store_true", help="tell how that service is, and exit")
+    service.add_argument("--logs", action="store_true", help="print the end of its log, and exit")
+    service.add_argument("--uninstall", action="store_true", help="stop and remove it, and exit")
+    made.add_argument("--print-config", action="store_true", help="print settings for editors and agents, and exit")
     add_reply_flags(made)
-    add_parallel_flag(made)
+    add_flags(made, "--parallel")
     add_speculation_flags(made)
     add_nodes_flags(made)
     return made
 
 
-def _port(text: str) -> int:
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of minutes, 0 or more")
+    return value
+
+
+def port_number(text: str) -> int:
     if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r:.60} is not a port, 0 to 65535")
     return int(text)
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C, and return the exit status."""
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
-    from ..serve.security import is_loopback
+    from ..serve.server import is_loopback
 
     check_speculation_flags(parser, options)
     model = options.model or default_model()
     if options.allow_host and not is_loopback(options.host):
-        parser.error("--allow-host is for loopback: elsewhere any name may be used, with the token")
+        parser.error("--allow-host works only on localhost: elsewhere any Host is accepted, with the token")
     if options.print_config:
         _print_config(options, model)
         return 0
+    if options.status or options.logs or options.uninstall:
+        return _service(options)
     if any(find_spec(name) is None for name in NEEDS):
-        raise TokamacError("the server needs starlette and uvicorn", "Install them: pip install 'tokamac[serve]'.")
+        raise TokamacError(
+            "the server needs starlette, uvicorn and prometheus-client", "Install them: pip install 'tokamac[serve]'."
+        )
     from tokamac.engine.hub import download
 
     from ..serve.server import listen
 
+    if options.install:
+        _server_options(parser, options, model)  # what would be refused then is refused now
+        return _service(options)
     if options.engine is not None:
         if options.model is not None or options.allow or options.allow_downloaded:
-            parser.error("--engine has the model of the chat: leave out MODEL, --allow and --allow-downloaded")
+            parser.error("--engine uses the model of the chat: leave out MODEL, --allow and --allow-downloaded")
         wait_for_engine(Path(options.engine))
     wanted = _server_options(parser, options, model)
     load = wanted.offer.load
@@ -161,8 +192,53 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         return _serve(options, listening, wanted)
 
 
+def _service(options: argparse.Namespace) -> int:
+    from platformdirs import user_log_path
+
+    from ..serve import service
+
+    log, found = user_log_path("tokamac") / "serve.log", service.manager()
+    if options.install:
+        service.install(found, service.command_of([each for each in sys.argv[2:] if each != "--install"], log))
+        note(f"installed: {found.file}. It serves whenever you are logged in; tokamac serve --status tells how it is")
+    elif options.uninstall:
+        note("removed" if service.uninstall(found) else "there is no such service")
+    elif options.logs:
+        status, text = service.run_tool(found.logs(log))
+        print("\n".join(map(sanitise_line, text.splitlines())))
+        return min(status, 1)
+    else:
+        return _status(found.state(), (options.host, options.port))
+    return 0
+
+
+def _status(state: "ServiceState", address: tuple[str, int]) -> int:
+    """Print what the system and the server say; return 0 where both say that it runs."""
+    from http.client import HTTPConnection, HTTPException
+
+    if state.running is None:
+        note("the service is not installed: tokamac serve --install")
+        return 1
+    print(f"service: {sanitise_line(state.detail)}")
+    host, port = address
+    connection = HTTPConnection(host, port, timeout=HEALTH_S)
+    try:
+        told = {"authorization": f"Bearer {token_file().read_text().strip()}"} if token_file().is_file() else {}
+        connection.request("GET", "/health", headers=told)
+        answer = connection.getresponse()
+        health = json.load(answer) if answer.status == 200 else {"status": f"answers {answer.status}"}
+    except (OSError, ValueError, HTTPException) as error:
+        print(f"{host}:{port}: no answer ({sanitise_line(str(error))})")
+        return 1
+    finally:
+        connection.close()
+    loaded = ", ".join(health.get("loaded", ())) or "none in memory"
+    print(sanitise_line(f"{host}:{port}: {health.get('status')}; {loaded}; {health.get('replies')} replies"))
+    return 0 if state.running else 1
+
+
 def wait_for_engine(path: Path) -> None:
-    """Wait until the engine at a socket answers: its process may just be starting. Raises SharingError."""
+    """Wait until the socket's engine answers: it may still be starting. Raises SharingError."""
     from ..backend.sharing import SharingError, connected
 
     until_s = time.monotonic() + ENGINE_S
@@ -178,13 +254,13 @@ def wait_for_engine(path: Path) -> None:
 
 
 def _shared(url: str) -> "CardMaker | None":
-    """Return what makes the cards of engines, by which chats of the same user find them; None where they can't."""
+    """Return the factory of engine cards for chats of this user; None if unavailable."""
     from ..backend.sharing import EngineCard, SharingError, sharing_folder
 
     try:
         folder = sharing_folder()
     except SharingError as error:
-        note(f"chats will not find this server's engine: {error.one_line()}")
+        note(f"chats can't share this server's engine: {error.one_line()}")
         return None
 
     def card(number: int, load: Load) -> EngineCard:
@@ -198,13 +274,13 @@ def _url(host: str, port: int) -> str:
 
 
 def _needs_token(options: argparse.Namespace) -> bool:
-    from ..serve.security import is_loopback
+    from ..serve.server import is_loopback
 
     return bool(options.require_token) or not is_loopback(options.host)
 
 
 def _print_config(options: argparse.Namespace, model: str) -> None:
-    from ..serve.client_config import KEY, client_config
+    from ..serve.clients import KEY, client_config
 
     key = KEY
     if _needs_token(options):
@@ -216,15 +292,14 @@ def _print_config(options: argparse.Namespace, model: str) -> None:
 def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> "ServerOptions":
     from platformdirs import user_log_path
 
-    from ..models.names import lasting
+    from ..models.local import lasting
     from ..serve.engine import TEXT_EVERY_S
     from ..serve.model_pool import Offer
-    from ..serve.security import token_of
-    from ..serve.server import ServerOptions
+    from ..serve.server import ServerOptions, token_of
 
     guesses, nodes = speculation_of(options, model), nodes_of(parser, options)
     if nodes is not None and (options.allow or options.allow_downloaded):
-        parser.error("other models can't be allowed with several nodes: they hold one")
+        parser.error("several nodes serve one model: leave out --allow and --allow-downloaded")
     load = Load(
         lasting(model),
         kv_spec(parser, options),
@@ -244,7 +319,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
 
     def load_of(other: str) -> Load:
         adapter, draft = known.beside(other)
-        return load.of(other, adapter, draft if load.speculation else None)
+        return load.for_model(other, adapter, draft if load.speculation else None)
 
     for other in options.allow:
         on_disk(other)
@@ -263,11 +338,11 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         origins=tuple(options.allow_origin),
         token=token_of(token_file()) if _needs_token(options) else None,
         log=user_log_path("tokamac") / "serve-engine.log",
+        idle_s=60 * options.idle or math.inf,
     )
 
 
 def token_file() -> Path:
-    """Return where the token is kept."""
     from platformdirs import user_data_path
 
     return user_data_path("tokamac") / "serve-token"

@@ -1,14 +1,13 @@
-"""``tokamac help TOPIC``: one text a topic, in this folder.
+"""``tokamac help TOPIC``: one text file per topic in this folder."""
 
-The first line of a text is its summary. What would drift from the code is a placeholder, filled when the text is read: the
-actions of the chat, and the options that the settings know.
-"""
+# The first line is the summary. Placeholders for the chat's actions and settings' options are filled on reading.
 
 from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 WIDTH = 80
+# Words under which somebody may look for a topic.
 OTHER_NAMES = {
     "bindings": "keys",
     "config": "settings",
@@ -25,17 +24,15 @@ OTHER_NAMES = {
     "status": "exit",
     "window": "kv",
 }
-"""Words under which somebody may look for a topic."""
 
 
 def topics() -> dict[str, str]:
-    """Return the summary of each topic, by name."""
     files = sorted(FOLDER.glob("*.txt"))
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0] for file in files}
 
 
 def topic(name: str) -> str:
-    """Return the text of a topic, its summary first. Raises KeyError where there is none."""
+    """Raises KeyError."""
     file = FOLDER / f"{name}.txt"
     if not file.is_file():
         raise KeyError(name)
@@ -47,7 +44,6 @@ def topic(name: str) -> str:
 
 
 def nearest_topic(word: str, names: list[str]) -> str | None:
-    """Return the topic or command that was probably meant; None where none is like it."""
     from tokamac.engine.hub.names import nearest
 
     return OTHER_NAMES.get(word.lower()) or nearest(word, names)
@@ -72,7 +68,7 @@ def _ids() -> str:
 
 
 def _options(name: str, first: str) -> Callable[[], str]:
-    """Return what lists the options of a table, but the first, which the text has."""
+    """Return a function that lists a table's options except the first, which the text has."""
 
     def listed() -> str:
         from dataclasses import fields

@@ -1,1 +1,1 @@
-"""The chat as lines: for screen readers, for pipes, and wherever there is no screen. Same session, engine process and store."""
+"""The line-based chat for screen readers, pipes and dumb terminals; same session, engine process and store."""

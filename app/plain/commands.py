@@ -1,70 +1,85 @@
-"""The slash commands of the plain chat. What needs no screen is in ``app/chat/commands``; here is what reads and prints lines.
+"""What actions do in the plain chat: most list something that the screen has a dialog for."""
 
-What only a screen can show says so, and names what does the same elsewhere. The versions of a conversation are a numbered outline:
-each message that has other versions, and inside it those that follow.
-"""
-
+import asyncio
+import queue
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from tokamac.engine.errors import TokamacError
-from tokamac.engine.files import expanded
-from tokamac.engine.hub.names import nearest
+from tokamac.engine.errors import OptionError
+from tokamac.engine.events import TextChunk
+from tokamac.engine.hub.names import GUIDE
+from tokamac.engine.options import KVSpec
 
-from .. import units
-from ..backend.shell import ShellCommand, ShellEnding, user_shell, working_folder
-from ..chat import actions, commands
+from .. import INTERRUPTED, WRONG_USAGE
+from ..backend.client import BackendEvent, killed_by
+from ..backend.processes import (
+    ConversionLine,
+    Converter,
+    Ended,
+    HubModelLine,
+    LineProcess,
+    Pulled,
+    Puller,
+    PullLine,
+    PullProgress,
+    Refused,
+    ShellCommand,
+    ShellEnding,
+    StageLine,
+    converter_command,
+    models_command,
+    pull_arguments,
+    search_arguments,
+    user_shell,
+    working_folder,
+)
+from ..backend.protocol import LookedAt, ReplyEvent
+from ..chat import actions, commands, setup
 from ..chat.actions import ACTIONS
-from ..chat.attachments import Draft, output_of, read_named, shell_command
-from ..chat.commands import USUAL, RefusedError, recording_of
-from ..chat.conversation import EDITED, Reply, Tree, Turn
-from ..chat.external_programs import EditorError, edit_text, editor_command
-from ..chat.figures import FIGURES, Explained, Figure, explain
-from ..chat.listing import EXCERPT, ago, date_of, ending_text, part, said_in
-from ..chat.recording import LEFT
+from ..chat.attachments import Draft, output_of, read_named
+from ..chat.connection import GuideChat
+from ..chat.controller import Bridge, RefusedError, first_question, recording_of
+from ..chat.figures import LISTED_FIGURES, explain, listed
+from ..chat.listing import EXCERPT, ago, date_of, excerpt, part
+from ..chat.settings_form import Form, whole_number
 from ..chat.steps import EnginePhase
-from ..models.names import lasting
-from ..settings_form import GROUPS, THE_MODEL, THIS_CHAT, Field, Form, whole_number
+from ..models.jobs import ConversionJob, ConversionPhase
+from ..models.local import FOLDERS_FILE, Folders, hub_cache, lasting, models_on_disk
 from ..store.values import Attachment, StoredChat
-from ..verdict import figures_text
-from . import jobs, processes
-from .console import heard
+from ..text import units
+from ..text.sanitise import sanitise, sanitise_line
+from ..text.units import count, short, size
+from .console import interruptible
+from .view import PlainView, Rarely, WrittenConversion, last_turn, outline
 
-if TYPE_CHECKING:
-    from .repl import Repl
+# Versions are listed as a numbered, nested outline.
 
-PlainCommand = Callable[["Repl", str], None]
+
 MOST_LISTED = 20
+
 
 # Conversations ------------------------------------------------------------------------------------------------------------
 
 
-def new_chat(repl: "Repl", _: str) -> None:
-    """Start another conversation, and say so even where this one is empty."""
-    if repl.begin_new():
-        repl.tell(LEFT)
-    repl.tell("New chat. The model stays loaded.")
-
-
-def chats(repl: "Repl", words: str) -> None:
-    """List the chats that were used last, or those that contain the words."""
-    store, now = recording_of(repl).store, time.time()
+def chats(view: PlainView, words: str) -> None:
+    store, now = recording_of(view.chat).store, time.time()
     found = store.chats(words, limit=MOST_LISTED, pinned_first=True)
     lines = [_chat_line(chat, now) for chat in found]
-    repl.listed = tuple(chat.id for chat in found)
+    view.chat.listed = tuple(chat.id for chat in found)
     if words:
         hits = store.search(words, MOST_LISTED)
         lines += [f"{hit.title}, {hit.role}: {part(hit)} ({hit.chat})" for hit in hits]
-        repl.listed += tuple(hit.chat for hit in hits)
+        view.chat.listed += tuple(hit.chat for hit in hits)
     if lines:
-        repl.say("\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1)))
-        repl.console.aside("/open and a number or an ID opens one.")
+        view.show("\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1)))
+        view.console.aside("/open NUMBER or ID opens one.")
     else:
-        repl.say("No matches." if words else "No chats yet.")
+        view.show("No matches." if words else "No chats yet.")
 
 
 def _chat_line(chat: StoredChat, now: float) -> str:
@@ -74,326 +89,141 @@ def _chat_line(chat: StoredChat, now: float) -> str:
     return f"{chat.title or 'untitled'}, {', '.join(notes)} ({chat.id})"
 
 
-def open_(repl: "Repl", name: str) -> None:
-    """Open a chat by its number in the last list, or by its ID."""
-    recording_of(repl)
-    if not name:
-        raise RefusedError("Write the number or the ID of a chat after the command: /open 1. /chats lists them.")
-    repl.open_chat(repl.find_chat(name).id)
-
-
-def export(repl: "Repl", written: str) -> None:
-    """Export the conversation to a new file."""
-    from ..export import export_chat, free_name
-
-    chat, missing = commands.exported(repl)
-    archive = recording_of(repl).store.archive(chat)
-    path = expanded(written) if written else free_name(archive.chat.title, Path())
-    export_chat(archive, path)
-    repl.tell(f"Exported to {path}. {missing}".strip())
-
-
-def import_(repl: "Repl", written: str) -> None:
-    """Create a chat from a file, and open it."""
-    store = recording_of(repl).store
-    if not written:
-        raise RefusedError("Write the file after the command: /import chat.md (or .json)")
-    repl.open_chat(commands.imported(store.file, written))
-
-
 # Messages and versions ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The versions of ``tree`` as they were listed: ``keys`` of the messages by their numbers, and a line for each."""
-
-    tree: Tree
-    keys: tuple[int, ...]
-    lines: tuple[str, ...]
-
-
-def outline(tree: Tree) -> Outline:
-    """Return the outline as it is now."""
-    shown = {node.key for node in tree.path_to(tree.head)}
-    keys, lines = [], []
-    for key, depth in _versions(tree):
-        keys.append(key)
-        lines.append(f"{'  ' * depth}{len(keys)}. {_outline_line(tree, key, shown=key in shown)}")
-    return Outline(tree, tuple(keys), tuple(lines))
-
-
-def _versions(tree: Tree) -> Iterator[tuple[int, int]]:
-    """Yield every message that has other versions, and how many of those it is inside of."""
-    todo: list[tuple[int | None, int]] = [(None, 0)]
-    while todo:  # a loop: a path may be longer than Python's stack
-        at, depth = todo.pop()
-        if at is not None and len(tree.siblings(at)) > 1:
-            yield at, depth
-            depth += 1
-        todo += [(key, depth) for key in reversed(tree.children(at))]
-
-
-def _outline_line(tree: Tree, key: int, *, shown: bool) -> str:
-    number, many = tree.place(key)
-    turn = sum(each.prompt is not None for each in tree.path_to(key))
-    who, said = said_in(tree.nodes[key], EXCERPT)
-    return f"turn {turn}, {who}, version {number} of {many}{', shown now' if shown else ''}: {said}"
-
-
-def branches(repl: "Repl", number: str) -> None:
-    """List the versions of this chat, or switch to the one with this number in the last list."""
-    tree = repl.session.conversation.tree
-    if not number or repl.outline is None or repl.outline.tree is not tree:
-        repl.outline = outline(tree)
-    keys, lines = repl.outline.keys, repl.outline.lines
+def branches(view: PlainView, number: str) -> None:
+    """List the versions, or switch to one by its number in the last list."""
+    tree = view.chat.session.conversation.tree
+    if not number or view.outline is None or view.outline.tree is not tree:
+        view.outline = outline(tree)
+    keys, lines = view.outline.keys, view.outline.lines
     wanted = whole_number(number) or 0
     if not keys:
-        raise RefusedError(commands.one_version(repl))
+        raise RefusedError(commands.one_version(view.chat))
     if not number:
-        repl.say("\n".join(lines))
-        repl.console.aside("/branches and a number switches to that version.")
+        view.show("\n".join(lines))
+        view.console.aside("/branches NUMBER switches to that version.")
     elif 0 < wanted <= len(keys):
-        repl.go(keys[wanted - 1])
+        view.chat.go(keys[wanted - 1])
     else:
         raise RefusedError(f"There is no version {number:.40}: /branches lists them, 1 to {len(keys)}.")
 
 
-def last_turn(turns: Sequence[Turn]) -> str:
-    """Return the last prompt and its reply, and how many turns there are."""
-    if not turns:
-        return "No messages yet."
-    turn = turns[-1]
-    lines = [f"Turn {len(turns)} of {len(turns)}."] if len(turns) > 1 else []
-    lines += [f"system: {text}" for text in turn.system]
-    lines += [f"you{_version(turn.place)}: {turn.prompt}"] if turn.key or turn.prompt else []  # else there is no prompt
-    lines += [f"attached: {each.name}" for each in turn.attachments]
-    lines += [f"system: {text}" for text in turn.between]
-    return "\n".join([*lines, *([_reply(turn.reply, turn.reply_place)] if turn.reply is not None else [])])
+def first_turn(view: PlainView, _: str) -> None:
+    view.show(last_turn(view.chat.session.turns[:1]))
 
 
-def _reply(reply: Reply, place: tuple[int, int]) -> str:
-    figures = "" if reply.metrics is None else figures_text(reply.metrics)
-    parts = (EDITED if reply.edited else "", reply.compared, ending_text(reply.ending, reply.reason), figures)
-    said = " · ".join(filter(None, parts))
-    return f"{reply.model or 'reply'}{_version(place)}: {reply.text}" + (f"\n({said})" if said else "")
+def last_turn_again(view: PlainView, _: str) -> None:
+    view.show(last_turn(view.chat.session.turns))
 
 
-def _version(place: tuple[int, int]) -> str:
-    return f" (version {place[0]} of {place[1]})" if place[1] > 1 else ""
-
-
-def top(repl: "Repl", _: str) -> None:
-    """Print the first turn."""
-    repl.say(last_turn(repl.session.turns[:1]))
-
-
-def end(repl: "Repl", _: str) -> None:
-    """Print the last turn again."""
-    repl.say(last_turn(repl.session.turns))
-
-
-def context(repl: "Repl", number: str) -> None:
-    """List what is in the context, or leave a part out."""
-    draft = repl.composer.draft
-    repl.perform(repl.session.count_context(draft))
-    repl.driver.settle_counts()
-    use = repl.session.context_use(draft)
+def context(view: PlainView, number: str) -> None:
+    draft = view.line.draft
+    view.chat.perform(view.chat.session.count_context(draft))
+    view.settle_counts()
+    use = view.chat.session.context_use(draft)
     wanted = whole_number(number) or 0
     if number and not 0 < wanted <= len(use.rows):
         raise RefusedError(f"There is no part {number:.40}: /context lists them, 1 to {len(use.rows)}.")
     if number:
         row = use.rows[wanted - 1]
-        repl.tell(use.consequence(wanted - 1))
+        view.tell(use.consequence(wanted - 1))
         if row.key:
-            repl.perform(repl.session.prune(row.key, row.file))
+            view.chat.perform(view.chat.session.prune(row.key, row.file))
         return
     for at, row in enumerate(use.rows, 1):
         left = ", left out" if row.left_out else ""
-        repl.say(f"{at}. {row.kind}, {units.count(row.tokens)} tokens{left}: {row.name[:EXCERPT]}")
-    repl.say(f"{units.count(use.used)} tokens used, {units.count(use.free)} free of {units.count(use.capacity)}.")
-    repl.console.aside("/context and a number leaves a file or a turn out, or sends it again.")
+        view.show(f"{at}. {row.kind}, {units.count(row.tokens)} tokens{left}: {row.name[:EXCERPT]}")
+    view.show(f"{units.count(use.used)} tokens used, {units.count(use.free)} free of {units.count(use.capacity)}.")
+    view.console.aside("/context NUMBER leaves a file or a turn out, or sends it again.")
 
 
-def editor(repl: "Repl", _: str) -> None:
-    """Write a prompt in the user's own editor, and send it."""
-    try:
-        command = editor_command()
-        with repl.away():
-            text = edit_text(command, repl.composer.draft.text)
-    except EditorError as error:
-        raise RefusedError(str(error)) from None
-    if text.strip():
-        repl.say(text)
-        repl.ask(text.strip())
-
-
-def attach(repl: "Repl", path: str) -> None:
-    """Attach a file to the next prompt."""
+def attach(view: PlainView, path: str) -> None:
     if not path:
         raise RefusedError("Write the file after the command: /attach notes.md")
-    _attach(repl, read_named(path, Path()))
+    _attach(view, read_named(path, Path()))
 
 
-def shell(repl: "Repl", text: str) -> None:
-    """Run a shell command, once the user has allowed it, and attach its output to the next prompt."""
+def shell(view: PlainView, text: str) -> None:
+    """Run a shell command, with the user's consent, and attach its output."""
     if not text:
         raise RefusedError("Write the command after the !, such as !ls.")
-    if not repl.console.typed:
-        repl.driver.failed = True
-        raise RefusedError("No one is here to allow a shell command. To send this as a prompt, put a space before it.")
+    if not view.console.typed:
+        view.failed = True
+        raise RefusedError("Nobody is here to allow a shell command. To send this as a prompt, put a space before it.")
     folder = working_folder()
-    repl.tell(
+    view.tell(
         f"This command runs in {folder} with {Path(user_shell()).name}; its output is attached to the next prompt:"
     )
-    repl.console.quote(text)
+    view.console.quote(text)
     try:
-        allowed = repl.console.read("run it? [y]es, [n]o> ").strip().lower() in ("y", "yes")
+        allowed = view.console.read("run it? [y]es, [n]o> ").strip().lower() in ("y", "yes")
     except EOFError:
         allowed = False
     if not allowed:
-        repl.tell("The command was not run.")
+        view.tell("The command was not run.")
         return
     command = ShellCommand(text, folder)
-    with repl.away(), heard(command.stop):
+    with view.away(), interruptible(command.stop):
         output = command.run()
     if output.how:
-        repl.tell(f"The command did not end well: {output.how}.")
+        view.tell(f"The command failed: {output.how}.")
     if output.text or output.ending is not ShellEnding.STOPPED:
-        _attach(repl, output_of(output))
+        _attach(view, output_of(output))
 
 
-def _attach(repl: "Repl", made: Attachment) -> None:
-    draft = repl.composer.draft
+def _attach(view: PlainView, made: Attachment) -> None:
+    draft = view.line.draft
     others = tuple(each for each in draft.attachments if each.name != made.name)
-    repl.composer.draft = Draft(draft.text, (*others, made))
-    repl.tell(f"Attached to the next prompt: {made.name}, {len(made.text):,} characters.")
+    view.line.draft = Draft(draft.text, (*others, made))
+    view.tell(f"Attached to the next prompt: {made.name}, {len(made.text):,} characters.")
 
 
-def detach(repl: "Repl", name: str) -> None:
-    """Remove an attachment, or the last one."""
-    draft = repl.composer.draft
+def detach(view: PlainView, name: str) -> None:
+    draft = view.line.draft
     named = [each for each in draft.attachments if name in ("", each.name)]
     if not named:
         raise RefusedError(f"Nothing called {name} is attached." if name else "Nothing is attached.")
-    repl.composer.draft = Draft(draft.text, tuple(each for each in draft.attachments if each is not named[-1]))
-    repl.tell(f"No longer attached: {named[-1].name}.")
+    view.line.draft = Draft(draft.text, tuple(each for each in draft.attachments if each is not named[-1]))
+    view.tell(f"Detached: {named[-1].name}.")
 
 
 # Models and settings ------------------------------------------------------------------------------------------------------
 
 
-def model(repl: "Repl", name: str) -> None:
-    """Load another model, which the next start then takes, or say which one is loaded."""
-    session = repl.session
+def model(view: PlainView, name: str) -> None:
+    session = view.chat.session
     if not name:
-        repl.say(session.engine.load.model)
+        view.show(session.engine.load.model)
         return
-    name = lasting(name)
-    if not repl.console.typed:  # a script's line: the model before is loaded first, so that there is one to return to
-        repl.driver.settle(loaded=True)
-    repl.chosen.model = name
-    repl.load(session.engine.load.of(name, *repl.preferences.settings.beside(name)))
+    name = lasting(setup.full_name(view.chat, name))
+    if not view.console.typed:  # a script's line: the model before is loaded first, so that there is one to return to
+        view.wait()
+    view.chat.chosen.model = name
+    view.chat.load(session.engine.load.for_model(name, *view.chat.preferences.settings.beside(name)))
     if session.engine.info is not None and session.engine.load.model == name:
-        repl.tell(f"{session.engine.info.name} is loaded.")
+        view.tell(f"{session.engine.info.name} is loaded.")
 
 
-def unload(repl: "Repl", _: str) -> None:
-    """Free the model's memory."""
-    if repl.session.engine.phase is EnginePhase.LOADING and not repl.console.typed:
-        repl.driver.settle(loaded=True)  # typed, the command stops the loading; in a script it is only early
-    if repl.session.engine.phase is EnginePhase.IDLE:
-        repl.tell("The model is unloaded. It reloads when you send a prompt.")
-    repl.perform(repl.session.unload())
-
-
-def system(repl: "Repl", text: str) -> None:
-    """Give this chat a system prompt, or print it."""
-    if not text:
-        repl.say(repl.session.system or "No system prompt.")
-        return
-    commands.apply_choice(repl, repl.preferences.choose_system("" if text.lower() == "none" else text, own=True))
-    repl.tell("The system prompt applies to this chat from the next message on. /system none removes it.")
-
-
-def thinking(repl: "Repl", text: str) -> None:
-    """Print what the chat template is told in this chat, or change it."""
-    if repl.session.engine.info is None and not repl.console.typed:
-        repl.driver.settle(loaded=True)  # a script's line: the model says what it supports
-    commands.thinking(repl, text)
-
-
-SETTINGS = tuple(field for group in GROUPS for field in group.fields)
-
-
-def settings(repl: "Repl", written: str) -> None:
-    """Print the settings, or change one."""
-    name, _, value = written.partition(" ")
-    form, before = Form(), commands.current_sheet(repl)
-    texts = form.texts(before)
-    if not name:
-        for scope, groups in groupby(form.groups, key=lambda group: group.scope):
-            repl.say(f"{scope}:")
-            fields = [field for group in groups for field in group.fields]
-            repl.say("\n".join(_setting_line(field, texts, form) for field in fields))
-        repl.console.aside("/settings NAME VALUE changes one; default as the value goes back to its default.")
-        return
-    if name not in texts:
-        near = nearest(name, texts)
-        raise RefusedError(
-            f"There is no setting {name:.40}. " + (f"Did you mean {near}?" if near else "/settings lists them.")
-        )
-    sheet = form.read({**texts, name: form.defaults[name] if value.lower() == USUAL else value}, own=before.own)
-    text = form.texts(sheet)[name] or "not set"
-    if form.texts(sheet) == texts:
-        repl.tell(f"{name} is already {text}.")
-        return
-    scope = next(group.scope for group in form.groups for field in group.fields if field.name == name)
-    reloads = scope == THE_MODEL and name != "unload_after_min"
-    if reloads:
-        repl.tell(commands.RELOADING)
-    elif scope == THIS_CHAT:
-        where = (
-            "This applies to this chat alone."
-            if sheet.own
-            else "This applies to every chat that has no settings of its own."
-        )
-        repl.tell(where)
-    else:
-        repl.tell(f"{name} is now {text}.")
-    commands.apply_sheet(repl, sheet)
-
-
-def _setting_line(field: Field, texts: Mapping[str, str], form: Form) -> str:
-    """Return a setting, its note, and its default where it differs from that."""
-    text, usual = texts[field.name], form.defaults[field.name]
-    differs = "" if text == usual else f"; default {usual or 'not set'}"
-    return f"{field.name}: {text or 'not set'} ({field.note}{differs})"
+def unload(view: PlainView, _: str) -> None:
+    if view.chat.session.engine.phase is EnginePhase.LOADING and not view.console.typed:
+        view.wait()  # typed, the command stops the loading; in a script it is only early
+    if view.chat.session.engine.phase is EnginePhase.IDLE:
+        view.tell("The model is unloaded. It reloads when you send a prompt.")
+    view.chat.perform(view.chat.session.unload())
 
 
 # Figures ------------------------------------------------------------------------------------------------------------------
 
-LISTED_FIGURES = tuple(figure for figure in FIGURES if figure != "now")
-"""A line is read when no reply is running: nothing has a current rate then."""
-BESIDE: Mapping[Figure, tuple[str, ...]] = {
-    "cached": ("prompt",),
-    "gaps": ("p95", "p99"),
-    "ceiling": ("ceiling",),
-    "expected": ("expected rate",),
-    "context": ("context length",),
-    "peak": ("limit",),
-}
-"""Figures that are listed with some of their inputs."""
 
-
-def gauges(repl: "Repl", name: str) -> None:
-    """Print the figures of the last reply, or explain one."""
-    known = {figure: explain(figure, repl.session) for figure in LISTED_FIGURES}
+def gauges(view: PlainView, name: str) -> None:
     if not name:
-        repl.say("\n".join(_figure_line(figure, each) for figure, each in known.items()))
-        repl.console.aside("/gauges and a name explains a figure: its formula, inputs and source.")
+        view.show(listed(view.chat.session, known=False))
+        view.console.aside("/gauges NAME explains a figure: its formula, inputs and source.")
         return
     wanted = name.casefold()
+    known = {figure: explain(figure, view.chat.session) for figure in LISTED_FIGURES}
     named = [each for figure, each in known.items() if wanted in (figure, each.name.casefold())]
     if not named:
         raise RefusedError(f"There is no figure {name}. /gauges lists them.")
@@ -401,20 +231,14 @@ def gauges(repl: "Repl", name: str) -> None:
     lines = [f"{figure.name}: {figure.value}" + (f" ({figure.why})" if figure.why else ""), figure.meaning]
     lines.append(f"How: {figure.name} = {figure.formula}")
     lines += [f"From: {each.name}: {each.value} ({each.source})" for each in figure.inputs]
-    repl.say("\n".join([*lines, f"Source: {figure.source}"]))
+    view.show("\n".join([*lines, f"Source: {figure.source}"]))
 
 
-def _figure_line(figure: Figure, known: Explained) -> str:
-    beside = [f"{each.name} {each.value}" for each in known.inputs if each.name in BESIDE.get(figure, ())]
-    told = ", ".join([*([known.why] if known.why else []), *beside])
-    return f"{known.name}: {known.value}" + (f" ({told})" if told else "")
+def explain_reply(view: PlainView, turn: str) -> None:
+    from ..reports import verdict
+    from ..reports.cache_use import why
 
-
-def explain_reply(repl: "Repl", turn: str) -> None:
-    """Print why the reply of a turn took as long as it did, or the last one that was measured."""
-    from .. import verdict
-
-    turns = repl.session.turns
+    turns = view.chat.session.turns
     wanted = whole_number(turn) or 0
     if turn and not 0 < wanted <= len(turns):
         raise RefusedError(f"There is no turn {turn:.40}. This chat has {len(turns)}.")
@@ -422,103 +246,517 @@ def explain_reply(repl: "Repl", turn: str) -> None:
     measured = [reply for reply in replies if reply is not None and reply.metrics is not None]
     if not measured:
         raise RefusedError("There is no reply to explain yet." if not turn else f"Nothing was measured of turn {turn}.")
-    reply = repl.session.engine.with_ceiling(measured[-1])
+    reply = view.chat.session.engine.with_ceiling(measured[-1])
     assert reply.metrics is not None
     lines = [] if reply.diagnosis is None else verdict.lines(reply.diagnosis)
-    repl.say("\n".join([verdict.sentence(reply.metrics, reply.diagnosis), *lines]))
+    again = [] if reply.cache is None else [*filter(None, [why(reply.cache)])]
+    view.show("\n".join([verdict.sentence(reply.metrics, reply.diagnosis), *again, *lines]))
 
 
 # The commands -------------------------------------------------------------------------------------------------------------
 
 
-def help_(repl: "Repl", _: str) -> None:
-    """List the commands."""
-    lines = [f"{action.usage}: {action.help}" for action in _available()]
+def editor(view: PlainView, _: str) -> None:
+    """Write a prompt in the user's own editor, and send it."""
+    text = view.edited(view.line.draft.text)
+    if text.strip():
+        view.show(text)
+        view.send(text.strip())
+
+
+def open_(view: PlainView, _: str) -> None:
+    view.tell("Write the number or the ID of a chat after the command: /open 1. /chats lists them.")
+
+
+def edit_earlier(view: PlainView, _: str) -> None:
+    asked = commands.asked_before(view.chat)
+    view.show("\n".join(f"{number}. {excerpt(turn.prompt)}" for number, turn in enumerate(asked, 1)))
+
+
+def links(view: PlainView, _: str) -> None:
+    found = commands.links_of(view.chat)
+    view.show("\n".join(f"{sanitise_line(link.text)}: {link.address}" for link in found))
+
+
+def settings(view: PlainView, _: str) -> None:
+    form = Form(view.chat.session.engine.info)
+    view.show(setup.listed_settings(form, form.texts(setup.current_sheet(view.chat))))
+
+
+def system_prompt(view: PlainView, _: str) -> None:
+    view.show(sanitise(view.chat.session.system) or "No system prompt.")
+
+
+def profiles(view: PlainView, _: str) -> None:
+    view.show(setup.listed_profiles(view.chat))
+
+
+TOOLS_HINT = (
+    "/tools on NAME turns one on in this chat, /tools off NAME off; after /tools ask NAME its calls ask again. "
+    "tokamac help tools explains."
+)
+
+
+def tools(view: PlainView, _: str) -> None:
+    view.show("\n".join([*map(setup.tool_line, setup.listed_tools(view.chat)), TOOLS_HINT]))
+
+
+def keys(view: PlainView, _: str) -> None:
+    view.show("\n".join(map(setup.keys_line, view.chat.preferences.keymap.actions)))
+
+
+def help_(view: PlainView, _: str) -> None:
+    lines = [f"{action.usage}: {action.help}" for action in available()]
     lines += ["A line that ends with a backslash continues on the next one.", 'Lines between two """ are one prompt.']
     lines += ["A line that begins with ! is a shell command, unless a space or a backslash is before it."]
-    repl.say("\n".join(lines))
+    view.show("\n".join(lines))
 
 
-def stop(repl: "Repl", _: str) -> None:
-    """Say how a reply is stopped: none runs while a command is read."""
-    repl.tell("No reply is running. Ctrl-C stops one.")
+def stop(view: PlainView, _: str) -> None:
+    view.tell("No reply is running. Ctrl-C stops one.")
 
 
-def leave(repl: "Repl", _: str) -> None:
-    """Quit; while models are downloaded or converted, once the user has asked twice."""
-    if repl.console.typed and (asks := repl.jobs.before_quitting()):
-        repl.tell(asks)
+# Ctrl-C stops the process. Progress is rare, since a screen reader would talk over everything. The guide has its own
+# engine process, so the chat's model stays loaded.
+
+
+HEAR_S = 1.0  # how often events are read during a process
+BEGUN_S = 0.05  # how soon a process that was to stop before it had started is asked again
+MODEL_FIRST = "Put the model first: /{} MODEL FLAGS. The default is the chat's model."
+Line = TypeVar("Line")
+
+
+def run_aside(
+    process: LineProcess[Line],
+    arguments: Sequence[str],
+    take: Callable[[Line], None],
+    *,
+    meanwhile: Callable[[], None],
+    stopping: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Run ``process`` to its end; its status is INTERRUPTED if Ctrl-C stopped it.
+
+    Args:
+        process: Ctrl-C stops it, even before it has started.
+        take: receives every line.
+        meanwhile: polled, so that engine events are handled.
+        stopping: called once on a stop.
+
+    Raises:
+        OSError: it could not be started.
+    """
+    return asyncio.run(_run_command(process, arguments, take, meanwhile, stopping))
+
+
+async def _run_command(
+    process: LineProcess[Line],
+    arguments: Sequence[str],
+    take: Callable[[Line], None],
+    meanwhile: Callable[[], None],
+    stopping: Callable[[], None],
+) -> Ended:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    with interruptible(lambda: loop.call_soon_threadsafe(stop.set)):
+        run = asyncio.ensure_future(process.run(arguments, take))
+        stopper = asyncio.ensure_future(_stop(process, run, stop, stopping))
+        while not (await asyncio.wait({run}, timeout=HEAR_S))[0]:
+            meanwhile()
+        stopper.cancel()
+        end = run.result()
+        return replace(end, status=INTERRUPTED) if stop.is_set() and end.status else end
+
+
+async def _stop(
+    process: LineProcess[Line], run: asyncio.Future[Ended], stop: asyncio.Event, stopping: Callable[[], None]
+) -> None:
+    await stop.wait()
+    stopping()
+    while not run.done():
+        await process.interrupt()
+        await asyncio.wait({run}, timeout=BEGUN_S)
+
+
+def words_of(written: str, model: str) -> tuple[str, list[str]]:
+    """Return the leading model, else ``model``, and the flags split as in a shell. Raises OptionError."""
+    try:
+        words = shlex.split(written)
+    except ValueError as error:
+        raise OptionError(f"{written} can't be read: {error}", "Close the quotation marks.") from None
+    return (words[0], words[1:]) if words and not words[0].startswith("-") else (model, words)
+
+
+def misplaced(command: str, written: str, end: Ended) -> str:
+    """Return a hint if arguments that begin with a flag were refused: the model may come last."""
+    return MODEL_FIRST.format(command) if end.status == WRONG_USAGE and written.startswith("-") else ""
+
+
+def why(end: Ended) -> str:
+    """Return why a process failed: a signal, or its last words."""
+    if end.status < 0:
+        return killed_by(-end.status)
+    return end.last_line or f"exit status {end.status}"
+
+
+PLANNED_TYPED = " in the background. /jobs shows how far it is, and stops it."
+PLANNED_PIPED = ". Ctrl-C stops it; /convert resumes it."
+# Flags that are added where they belong; kept with a plan, they would plan it again for ever.
+OURS = ("--dry-run", "--json")
+
+
+def convert(view: PlainView, written: str) -> None:
+    """Plan a quantization or run the last plan; in the background if a person types."""
+    if (running := view.jobs.conversions.running) is not None:
+        raise RefusedError(f"{running.source} is still being converted. /jobs shows how far it is, and stops it.")
+    if view.planned and not written and view.console.typed:
+        *flags, _, model = view.planned
+        view.jobs.convert(WrittenConversion(model, tuple(flags)))
+        view.tell(f"Converting {model} in the background. /jobs shows how far it is, and stops it.")
+        return
+    if view.planned and not written:
+        if _run(view, view.planned, dry_run=False) is ConversionPhase.DONE:
+            view.planned = ()
+        return
+    view.planned = ()
+    model, flags = words_of(written, view.chat.session.engine.load.model)
+    placed = any(flag.startswith(("-o", "--output", "--into")) for flag in flags)
+    into = () if placed else (f"--into={view.chat.preferences.settings.models_path}",)
+    arguments = (*into, *(flag for flag in flags if flag not in OURS), "--", model)
+    if _run(view, arguments, dry_run=True, written=written) is ConversionPhase.PLANNED:
+        view.planned = arguments
+        view.tell(f"/convert without arguments runs this plan{PLANNED_TYPED if view.console.typed else PLANNED_PIPED}")
+
+
+def _run(view: PlainView, arguments: tuple[str, ...], *, dry_run: bool, written: str = "") -> ConversionPhase:
+    """Plan or convert and report; return the final phase. written: the command's argument."""
+    job, rarely = ConversionJob(time.monotonic), Rarely()
+    job.begin(dry_run=dry_run)
+
+    def receive(line: ConversionLine) -> None:
+        job.receive(line)
+        if isinstance(line, StageLine) and rarely.due():
+            view.tell(f"{line.stage}: {_share(line)}")
+
+    how = ["--json", *(["--dry-run"] if dry_run else []), *arguments]
+    try:
+        converter = Converter(converter_command())
+        end = run_aside(converter, how, receive, meanwhile=view.rest, stopping=job.stop)
+    except OSError as error:
+        view.tell(f"The conversion could not be started: {error}")
+        return ConversionPhase.FORM
+    job.ended(end)
+    if text := job.text():
+        view.show(text)
+    if job.problem:
+        view.tell(job.problem)
+    if remark := misplaced("convert", written, end):
+        view.tell(remark)
+    if job.converted is not None:
+        view.tell(f"/model {Path(job.converted.path).absolute()} loads it.")
+    return job.phase
+
+
+def _share(at: StageLine) -> str:
+    written = size if at.unit == "bytes" else count
+    of = "" if at.total is None else f" of {written(at.total)}"
+    return f"{written(at.done)}{of}{'' if at.unit == 'bytes' else ' steps'}"
+
+
+def pull(view: PlainView, model: str) -> None:
+    """Download, in the background if a person types; partial files stay."""
+    if view.console.typed:
+        view.jobs.download(model)
+        view.tell(f"Downloading {model} in the background. /jobs shows how far it is, and stops it.")
+        return
+    view.tell(f"Downloading {model}. Ctrl-C stops it; the same command resumes it.")
+    download = _Download(view, model)
+    try:
+        end = run_aside(Puller(models_command()), pull_arguments(model), download.receive, meanwhile=view.rest)
+    except OSError as error:
+        view.tell(f"{model} was not downloaded: {error}")
     else:
-        repl.leaving = True
+        view.tell(download.result(end))
 
 
-COMMANDS: Mapping[str, PlainCommand] = {
-    **commands.COMMANDS,
+class _Download:
+    def __init__(self, view: PlainView, model: str) -> None:
+        self._console = view.console
+        self._model = model
+        self._rarely = Rarely()
+        self._said = ""
+
+    def receive(self, line: PullLine) -> None:
+        match line:
+            case PullProgress(done, total):
+                if self._rarely.due():
+                    of = "" if total is None else f" of {size(total)}"
+                    self._console.note(f"downloading {self._model}: {size(done)}{of}")
+            case Pulled(bytes=nbytes):
+                self._said = f"{self._model} is downloaded, {size(nbytes)}. /model {self._model} loads it."
+            case Refused(error, hint):
+                self._said = f"{self._model} was not downloaded: {error}. {hint}".strip()
+            case _:
+                pass
+
+    def result(self, end: Ended) -> str:
+        if end.status == INTERRUPTED:
+            return f"Stopped. /pull {self._model} resumes it."
+        return self._said or f"{self._model} was not downloaded: {why(end)}"
+
+
+def models(view: PlainView, written: str) -> None:
+    word, _, words = written.partition(" ")
+    if word == "search" and words.strip():
+        view.tell("Searching Hugging Face. Ctrl-C stops it.")
+        found: dict[str, HubModelLine] = {}
+        problem: list[str] = []
+
+        def receive(line: PullLine) -> None:
+            match line:
+                case HubModelLine():
+                    found[line.id] = line
+                case Refused(error, hint):
+                    problem.append(f"{error}. {hint}".strip())
+                case _:
+                    pass
+
+        try:
+            end = run_aside(Puller(models_command()), search_arguments(words), receive, meanwhile=view.rest)
+        except OSError as error:
+            view.tell(f"The search could not be started: {error}")
+            return
+        for each in found.values():
+            facts = (
+                size(each.nbytes),
+                f"context {short(each.context)}",
+                each.licence or "licence unknown",
+                each.good_for,
+            )
+            view.show(f"{each.id}: {', '.join(fact for fact in facts if fact)}")
+        if problem or end.status:
+            view.tell("Stopped." if end.status == INTERRUPTED else (problem or [why(end)])[0])
+        else:
+            view.tell("/pull ID downloads one." if found else "Nothing found for these words that runs here.")
+    elif written:
+        view.tell("/models lists the models here, /models search WORDS searches Hugging Face.")
+    else:
+        folder = view.chat.preferences.settings.models_path
+        for model in models_on_disk(
+            hub_cache(), Folders(view.chat.preferences.home / FOLDERS_FILE).all(), folder
+        ).models:
+            state = "" if model.whole else ", incomplete: /pull resumes it"
+            context = "" if model.context is None else f", context {short(model.context)}"
+            place = f", in {model.path.parent}" if model.home in ("models", "other") else ""
+            view.show(
+                f"{model.model}: {size(model.nbytes)}{context}{place}{state}{f'. {model.worse}' if model.worse else ''}"
+            )
+        view.console.aside("/model NAME loads one. /models search WORDS searches Hugging Face.")
+
+
+def what_if(view: PlainView, written: str) -> None:
+
+    model, flags = words_of(written, view.chat.session.engine.load.model)
+    asked = first_question(view.chat.session, model)
+    own_size = any(flag.startswith(("--context", "--prompt")) for flag in flags)
+    size = () if own_size else (f"--context={asked.context}", f"--prompt={asked.prompt}")
+    lines: list[str] = []
+    inspect = LineProcess([sys.executable, "-m", "tokamac.app.cli", "inspect", "--table"], _text)
+    try:
+        asks = [*size, *_kv_flags(asked.kv, flags), *flags, "--", model]
+        end = run_aside(inspect, asks, lines.append, meanwhile=view.rest)
+    except OSError as error:
+        view.tell(f"The comparison could not be started: {error}")
+        return
+    if lines:
+        view.show("\n".join(lines))
+    for remark in (_remark(end), misplaced("whatif", written, end)):
+        if remark:
+            view.tell(remark)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\n")
+
+
+def _remark(end: Ended) -> str:
+    if end.status == INTERRUPTED:
+        return "Stopped."
+    if end.status < 0 or (end.status and not end.last_line):
+        return f"The comparison failed: {why(end)}"
+    return end.last_line
+
+
+def _kv_flags(kv: KVSpec, own: Sequence[str]) -> Iterator[str]:
+    """Yield the flags for ``kv`` that the command supports and the user's ``own`` don't override."""
+    # Bits and window of one override drop the chat's related ones: the combination may be invalid.
+    given = {flag.partition("=")[0] for flag in own}
+    if kv.quantized and "--kv-bits" not in given:
+        yield f"--kv-bits={kv.key_bits},{kv.value_bits}"
+        yield f"--kv-group-size={kv.group_size}"
+    if kv.window is not None and "--kv-window" not in given:
+        yield f"--kv-window={kv.window}"
+        yield f"--kv-keep={kv.keep}"
+
+
+TAIL = 40  # characters of what a new version goes on from
+LISTED_STEPS = 12  # slow steps that /steps lists
+
+
+def steps(view: PlainView, written: str) -> None:
+    """List the last reply's steps, explain one, or continue from it with another token."""
+    from ..chat.reply_steps import ReplySteps, visible, why_not
+
+    found = view.chat.session.conversation.reply_at(None)
+    if found is None or found.reply is None:
+        raise RefusedError("There is no reply to walk through yet.")
+    shown = ReplySteps(found.reply)
+    if not written:
+        view.show("\n".join(shown.summary(LISTED_STEPS)))
+        view.console.aside(f"/steps and a number from 1 to {len(shown):,} explains a step and its likely tokens.")
+        return
+    number, choice = _numbers(written)
+    if shown.recorded and not 1 <= number <= len(shown):
+        raise RefusedError(f"This reply has {len(shown):,} steps.")
+    view.wait()
+    if why := why_not(view.chat.session, found.reply):
+        shown.receive(LookedAt(found.key, ended=True, error=why))
+    else:
+        question = shown.question(found.key, view.chat.session.prompt_before(found.key), view.chat.session.template)
+        view.look_again(question, shown.receive)
+    if not 1 <= number <= len(shown):
+        raise RefusedError(f"This reply has {len(shown):,} steps.")
+    if choice is not None:
+        begun = shown.branch(number - 1, choice)
+        tail = visible((begun.thinking + begun.text)[-TAIL:])
+        view.tell(f"A new version of the reply goes on from “…{tail}”.")
+        view.chat.reply(lambda: view.chat.session.branch_from(found.key, begun))
+        return
+    lines = (f"{line.label:<9} {line.text}".rstrip() for line in shown.lines(number - 1))
+    view.show("\n".join([shown.title(number - 1), *lines]))
+    if remark := shown.status():
+        view.tell(remark)
+
+
+def _numbers(written: str) -> tuple[int, int | None]:
+    """Parse a step and optionally an alternative token. Raises RefusedError."""
+    numbers = [whole_number(word) for word in written.split()]
+    match numbers:
+        case [int(step)]:
+            return step, None
+        case [int(step), int(choice)]:
+            return step, choice
+        case _:
+            raise RefusedError(
+                "Write the number of a step after the command: /steps 12. /steps 12 2 continues with its token 2."
+            )
+
+
+Events = queue.SimpleQueue[BackendEvent | None]  # what the guide's process says; None is Ctrl-C
+
+
+def ask(view: PlainView, question: str) -> None:
+    """Ask the guide, statelessly; its process ends after the answer."""
+    if not question:
+        view.tell("Write the question after the command: /guide What does --kv-bits 8,4 do?")
+        return
+    events: Events = queue.SimpleQueue()
+    bridge = view.chat.bridge.another()
+    bridge.post = lambda event, _: events.put(event)
+    with interruptible(lambda: events.put(None)):
+        bridge.start()
+        try:
+            said = _answer(view, bridge, question, events)
+        finally:
+            bridge.end()
+    if said:
+        view.tell(said)
+
+
+def _answer(view: PlainView, bridge: Bridge, question: str, events: Events) -> str:
+    """Print the answer as it streams; return a remark on its end, or ""."""
+    guide = GuideChat()
+    for request in (*guide.start(), *guide.ask(question)):
+        bridge.ask(request)
+    bridge.set_busy(True)
+    view.console.begin(GUIDE)
+    for event in as_they_come(events, meanwhile=view.rest):
+        if event is None:
+            break
+        if isinstance(event, ReplyEvent) and isinstance(event.event, TextChunk):
+            view.console.grow(event.event.text, event.event.kind)
+        for request in guide.on_event(event):
+            bridge.ask(request)
+        if not guide.busy:
+            break
+    view.console.end()
+    return "The guide was stopped." if guide.busy else guide.problem
+
+
+def as_they_come(events: Events, *, meanwhile: Callable[[], None]) -> Iterator[BackendEvent | None]:
+    """Yield the guide's events forever. meanwhile: called by the clock, so that the chat's engine is polled."""
+    heard_s = time.monotonic()
+    while True:
+        if time.monotonic() - heard_s >= HEAR_S:
+            heard_s = time.monotonic()
+            meanwhile()
+        try:
+            yield events.get(timeout=HEAR_S)
+        except queue.Empty:
+            continue
+
+
+def jobs(view: PlainView, written: str) -> None:
+    """List background jobs, or stop one by number, or the only one."""
+    listed = view.jobs.lines()
+    if not listed:
+        raise RefusedError("No downloads or conversions. /pull and /convert start one.")
+    word, _, rest = written.partition(" ")
+    if not word:
+        view.show("\n".join(f"{number}. {line}" for number, line in enumerate(listed, 1)))
+        view.console.aside("/jobs stop NUMBER stops one.")
+        return
+    number = whole_number(rest.strip()) if rest.strip() else 1 if len(listed) == 1 else None
+    if word != "stop" or number is None or not 1 <= number <= len(listed):
+        raise RefusedError(f"Write /jobs stop and a number from 1 to {len(listed)}.")
+    view.tell(view.jobs.stop(number))
+
+
+# By the registry's ids; the other actions are in ``app/chat/commands``, or need the full screen.
+LISTS: Mapping[str, Callable[[PlainView, str], None]] = {
     "stop": stop,
-    "new_chat": new_chat,
     "chats": chats,
     "open": open_,
-    "export": export,
-    "import": import_,
     "branches": branches,
     "context": context,
-    "scroll_top": top,
-    "scroll_end": end,
+    "scroll_top": first_turn,
+    "scroll_end": last_turn_again,
+    "edit_earlier": edit_earlier,
+    "links": links,
     "choose_model": model,
-    "models": processes.models,
-    "jobs": jobs.jobs,
+    "models": models,
+    "pull": pull,
+    "jobs": jobs,
     "unload": unload,
-    "system_prompt": system,
     "settings": settings,
-    "thinking": thinking,
+    "system_prompt": system_prompt,
+    "profile": profiles,
+    "tools": tools,
+    "keys": keys,
     "gauges": gauges,
     "explain": explain_reply,
-    "steps": processes.steps,
-    "what_if": processes.what_if,
-    "convert": processes.convert,
+    "steps": steps,
+    "what_if": what_if,
+    "convert": convert,
     "editor": editor,
     "attach": attach,
     "detach": detach,
     "shell": shell,
-    "ask_guide": processes.ask,
+    "ask_guide": ask,
     "help": help_,
-    "leave": leave,
+    "leave": lambda view, _: view.quit(),
 }
-"""By the registry's ids."""
-INSTEAD = dict.fromkeys(("toggle_panel", "all_figures"), " Here, /gauges prints the figures.")
+DONE = frozenset((*commands.COMMANDS, *LISTS))  # the actions that need no screen
 
 
-def obey(repl: "Repl", text: str) -> bool:
-    """Run the slash command in ``text``; return whether it is one."""
-    written = actions.parse(text, multiline=True)
-    if written is None and (to_run := shell_command(text)) is not None:
-        written = actions.Command("!", to_run, actions.by_slash("shell"))
-    if written is None:
-        return False
-    word, argument, action = written.word, written.argument, written.action
-    try:
-        if action is None:
-            repl.tell(f"{actions.unknown(word)} /help lists them. To send this as a prompt, put a space before it.")
-        elif argument and not action.for_plain.argument:
-            repl.tell(f"{word} takes no argument. To send this as a prompt, put a space before it.")
-        elif (command := COMMANDS.get(action.id)) is not None:
-            command(repl, argument)
-        else:
-            instead = INSTEAD.get(action.id, "")
-            repl.tell(f"/{action.slash} needs the full screen: quit, and open it with tokamac chat.{instead}")
-    except TokamacError as error:
-        repl.tell(error.one_line())
-    return True
-
-
-def completed(before: str, begun: str) -> list[str]:
-    """Return what the word ``begun`` can become after ``before``: a command, or the name of a setting."""
-    if not before:
-        names = [f"/{action.slash}" + (" " if action.argument else "") for action in _available()]
-        return [name for name in names if begun.startswith("/") and name.startswith(begun.lower())]
-    return [f"{field.name} " for field in SETTINGS if before.split() == ["/settings"] and field.name.startswith(begun)]
-
-
-def _available() -> Iterator[actions.Action]:
-    """Yield the actions whose commands the plain chat has."""
-    return (action.for_plain for action in ACTIONS if action.slash and action.id in COMMANDS)
+def available() -> Iterator[actions.Action]:
+    """Yield the actions that have a command here."""
+    return (action.for_plain for action in ACTIONS if action.slash and action.id in DONE)

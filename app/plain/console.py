@@ -1,10 +1,11 @@
-"""Where the plain chat reads and writes: lines in, text out as it comes; no cursor moves, and no escape sequence gets through.
+"""Terminal I/O of the plain chat: lines in, streamed text out; no cursor movement or escape sequences.
 
-Ctrl-C is heard between two steps, not raised: an exception could come in the middle of one. ``LineComposer`` has the unsent text.
+Ctrl-C sets a flag between steps instead of raising, so no step is torn. ``LineComposer`` holds unsent text.
 """
 
 import codecs
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,19 +16,17 @@ from io import TextIOWrapper
 from tokamac.engine.events import TextKind
 
 from ..chat.attachments import Draft, joined
-from ..output import dim, is_terminal, note, quote
-from ..sanitise import Sanitiser, sanitise
+from ..store.values import Attachment
+from ..text.sanitise import Sanitiser, sanitise
+from ..text.terminal import dim, is_terminal, note, quote
 
-Complete = Callable[[str, str], list[str]]
-"""Returns what a word can become, given the line before it and its beginning."""
-BLOCK = '"""'
-"""Alone on a line: the lines up to another one are one prompt."""
-MORE = "... "
-"""Before a line that continues a prompt."""
+Complete = Callable[[str, str], list[str]]  # returns what a word can become, given the line before it and its beginning
+BLOCK = '"""'  # alone on a line: the lines up to another one are one prompt
+MORE = "... "  # before a line that continues a prompt
 
 
 class Console:
-    """stdin and stdout. typed: a person types the lines. shown: a person reads the text."""
+    """stdin and stdout. typed: a person types. shown: a person reads."""
 
     def __init__(self) -> None:
         self.typed = sys.stdin is not None and sys.stdin.isatty()
@@ -48,7 +47,7 @@ class Console:
     # Reading --------------------------------------------------------------------------------------------------------------
 
     def prepare(self, sent: Iterable[str], complete: Complete) -> None:
-        """Let the user recall what was ``sent``, newest first, and ``complete`` words with Tab."""
+        """Set the history (newest first) and Tab completion."""
         if not self._edits:
             return
         with suppress(ImportError):  # not every Python has it; the line is then as the terminal edits it
@@ -59,18 +58,20 @@ class Console:
             readline.set_completer(_completer(complete))
             readline.set_completer_delims(" ")
             readline.parse_and_bind("bind ^I rl_complete" if is_libedit() else "tab: complete")
+            if not is_libedit() and os.environ.get("TERM", "dumb") != "dumb":  # elsewhere a pasted line is a message
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def read(self, prompt: str, draft: str = "") -> str:
-        """Return the user's input: a line, made safe; several, where they end with a backslash or are in a block.
+        """Return sanitized input: a line, or several by trailing backslashes or in a block.
 
-        draft: the text that the line begins with. Raises EOFError at the end of the input, KeyboardInterrupt at Ctrl-C.
+        draft: initial text. Raises EOFError, and KeyboardInterrupt at Ctrl-C.
         """
         with self.holding():
             return sanitise(self._lines(prompt, draft))
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold notes back while a line is typed, or another program has the terminal."""
+        """Buffer notes while a line is typed or another program has the terminal."""
         self._held = []
         try:
             yield
@@ -116,12 +117,11 @@ class Console:
     # Writing --------------------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Write lines that were asked for."""
         sys.stdout.write(f"{sanitise(text)}\n")
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Write a line beside the text, on a line of its own; while a line is read, after that."""
+        """Write a note on its own line; deferred while a line is read."""
         if self._held is not None:
             self._held.append(text)
             return
@@ -130,13 +130,13 @@ class Console:
         note(text)
 
     def quote(self, text: str) -> None:
-        """Write what the user is asked to allow: whole, with its line breaks. Not while a line is read."""
+        """Write a consent request in full, line breaks included. Not while a line is read."""
         if self.shown:
             self.end()
         quote(text)
 
     def announce(self, news: Callable[[], list[str]]) -> None:
-        """Write ``news`` above the prompt, unless something is typed there: then they are not asked for yet. From any thread."""
+        """Write ``news`` above the prompt, or later (without calling it) if something is typed. Thread-safe."""
         if self._held is None or not self._prompt or _typed_so_far():
             return
         if lines := news():
@@ -147,7 +147,6 @@ class Console:
             sys.stdout.flush()
 
     def aside(self, text: str) -> None:
-        """Write a line for a person only, faint where possible."""
         if self.shown:
             safe = sanitise(text)
             self._write(f"{dim(safe) if safe and is_terminal(sys.stdout) else safe}\n")
@@ -160,14 +159,13 @@ class Console:
         self._replies += 1
 
     def head(self, text: str) -> None:
-        """Begin a reply under a line of its own, for a person and for a script."""
         above = "\n" if self._replies else ""
         self.begin("")
         self._label = ""
         self._write(f"{above}{sanitise(text)}\n")
 
     def grow(self, text: str, kind: TextKind) -> None:
-        """Write more of the reply at once. Thinking is only mentioned, once."""
+        """Write more of the reply immediately; thinking is mentioned once."""
         if kind == "thinking":
             if not self._thought:
                 self._thought = True
@@ -179,7 +177,6 @@ class Console:
             self._label = ""
 
     def end(self) -> None:
-        """End the reply's last line."""
         if self._last != "\n":
             self._write("\n")
 
@@ -190,7 +187,6 @@ class Console:
 
 
 def is_libedit() -> bool:
-    """Whether this Python edits lines by libedit, which lacks some abilities of GNU Readline."""
     try:
         import readline
     except ImportError:
@@ -200,7 +196,6 @@ def is_libedit() -> bool:
 
 
 def _typed_so_far() -> bool:
-    """Whether there is text in the line that is being read."""
     try:
         import readline
     except ImportError:
@@ -210,7 +205,7 @@ def _typed_so_far() -> bool:
 
 @contextmanager
 def _starting_with(draft: str) -> Iterator[None]:
-    """Let the next line begin with ``draft``, where this Python can."""
+    """Prefill the next line with ``draft``, where this Python can."""
     try:
         import readline
     except ImportError:
@@ -224,7 +219,7 @@ def _starting_with(draft: str) -> Iterator[None]:
 
 
 def _completer(complete: Complete) -> Callable[[str, int], str | None]:
-    """Return ``complete`` as readline calls it: for one completion after another."""
+    """Adapt ``complete`` to readline's one-at-a-time protocol."""
     import readline
 
     def completion(text: str, state: int) -> str | None:
@@ -235,11 +230,9 @@ def _completer(complete: Complete) -> Callable[[str, int], str | None]:
 
 
 @contextmanager
-def heard(act: Callable[[], object]) -> Iterator[None]:
-    """Let every Ctrl-C call ``act``, on the main thread and between two steps of what runs there.
-
-    No effect on another thread, or where the shell asked to ignore Ctrl-C (a job in the background).
-    """
+def interruptible(act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` at every Ctrl-C, on the main thread between two steps."""
+    # No effect on another thread, or where the shell ignores SIGINT (background job).
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
@@ -253,10 +246,9 @@ def heard(act: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Hold Ctrl-C back until this is over, so that a change is complete."""
     came: list[bool] = []
     try:
-        with heard(lambda: came.append(True)):
+        with interruptible(lambda: came.append(True)):
             yield
     finally:
         if came:
@@ -265,7 +257,7 @@ def unbroken() -> Iterator[None]:
 
 @contextmanager
 def noticed() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C has come since, whoever heard it. For the main thread."""
+    """Yield a function that tells whether Ctrl-C came since. Main thread only."""
     ear, mouth = os.pipe()
     for end in (ear, mouth):
         os.set_blocking(end, False)
@@ -284,40 +276,86 @@ def noticed() -> Iterator[Callable[[], bool]]:
         os.close(mouth)
 
 
-class LineComposer:
-    """The unsent text. draft: what the next line begins with, and its attachments. editing: the prompt that it replaces, if any."""
+HEARD_S = 0.2  # a thread that is woken by Ctrl-C has stopped waiting by then
+
+
+class Meanwhile:
+    """Runs ``work`` on a thread every ``every_s`` seconds, only while the main thread is ``waiting`` or ``working``."""
+
+    # Readline loses a Ctrl-C that comes between the prompt and the wait for a key: Python notes it, nothing wakes
+    # the waiting thread. This thread gets it too and sends it again.
+
+    def __init__(self, every_s: float, work: Callable[[], None]) -> None:
+        self._every_s = every_s
+        self._work = work
+        self._waits = 0  # how many have begun
+        self._over = threading.Event()
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._ear, self._mouth = os.pipe()
+        for end in (self._ear, self._mouth):
+            os.set_blocking(end, False)
+        threading.Thread(target=self._run, name="meanwhile", daemon=True).start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Run work during the block and make Ctrl-C wake this thread. Main thread only."""
+        with self.working():
+            before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Run work during the block; finishes it on exit, despite Ctrl-C. Main thread only."""
+        with suppress(BlockingIOError):  # what an earlier wait was woken by
+            os.read(self._ear, 4096)
+        self._waits += 1
+        self._turn.release()
+        try:
+            yield
+        finally:
+            with unbroken():  # without its turn back, this thread could not give it away again
+                self._turn.acquire()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        # The pipe stays open: a wait may still name one end to the signal's handler.
+        self._over.set()
+        os.write(self._mouth, b"\0")
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
+        while not self._over.is_set():
+            if not select.select([self._ear], [], [], self._every_s)[0]:
+                with self._turn:
+                    self._work()
+                continue
+            with suppress(BlockingIOError):
+                if signal.SIGINT in os.read(self._ear, 4096):
+                    self._see_that_it_woke(self._waits)
+
+    def _see_that_it_woke(self, wait: int) -> None:
+        threading.Event().wait(HEARD_S)
+        if self._turn.acquire(blocking=False):  # nobody took it back: the wait goes on
+            self._turn.release()
+            if wait == self._waits:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+class LineBox:
+    """The input line: what it begins with when it is read, and what is attached to it."""
 
     def __init__(self) -> None:
         self.draft = Draft()
-        self.editing: int | None = None
-        self._aside = Draft()  # the draft of the next prompt, during an edit
-        self._edited = Draft()  # the edited prompt as it was
 
-    @property
-    def unsent(self) -> Draft:
-        """All unsent text. An edit that has changed nothing does not count."""
-        if self.editing is None:
-            return self.draft
-        return joined([self._aside, *([] if self.draft == self._edited else [self.draft])])
+    def put(self, draft: Draft) -> None:
+        self.draft = draft
 
-    def begin_edit(self, key: int, draft: Draft) -> None:
-        """Let the next line replace the prompt ``key``, which was ``draft``; the draft waits for the line after."""
-        if self.editing is None:
-            self._aside = self.draft
-        self.editing, self.draft, self._edited = key, draft, draft
+    def give_back(self, text: str, attachments: tuple[Attachment, ...] = ()) -> None:
+        self.draft = joined([Draft(text, attachments), self.draft])
 
-    def end_edit(self) -> None:
-        """End the edit, if there is one, and return to the draft."""
-        if self.editing is not None:
-            self.hold(self._aside)
-
-    def hold(self, draft: Draft) -> None:
-        """Replace all unsent text, an edit too."""
-        self.draft, self.editing, self._aside = draft, None, Draft()
-
-    def give_back(self, draft: Draft) -> None:
-        """Put a prompt that was not sent before the draft."""
-        if self.editing is None:
-            self.draft = joined([draft, self.draft])
-        else:
-            self._aside = joined([draft, self._aside])
+    def mark(self, editing: str) -> None:
+        """Show nothing: a line has no border."""

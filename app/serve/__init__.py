@@ -1,1 +1,1 @@
-"""A local HTTP server on the engine, with the interfaces of OpenAI and of Anthropic: for editors, agents and scripts."""
+"""Local HTTP server with the OpenAI and Anthropic APIs, for editors, agents and scripts."""

@@ -1,61 +1,193 @@
-"""Answers one request over HTTP: reads its body within bounds, follows its replies, and ends them when the client goes away.
-
-A stream's status waits for the engine's first word, so that a prompt that is refused is a plain 400. A client that waits longer is
-sent comments that say so. A client that reads slowly holds its own replies up (``ServedEngine``), and nobody's else.
-"""
+"""Answers an HTTP request: bounded body, replies collected or streamed, cancelled when the client disconnects."""
 
 import asyncio
+import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from tokamac.engine.events import Finished
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    ModelSpec,
+    PrefillProgress,
+    TextChunk,
+    TokenLogprob,
+    ToolCall,
+    Truncated,
+)
 
-from ..backend.protocol import ModelInfo
+from ..reports import cache_use
 from .engine import ReplyFeed, ServedEngine
-from .errors import RequestError, stopping, unexpected
-from .record import Exchange, ServedReply, as_json
+from .request import RequestError, ServedRequest, stopping, unexpected
 
-LONGEST_BODY = 32 * 2**20
-"""Bytes: a conversation that fills a context of a million tokens is about 5 MB."""
-BODY_S = 30.0
-"""How long a body may take to arrive."""
-WRITE_S = 60.0
-"""How long a client may take to read what its connection holds."""
-FIRST_S = 10.0
-"""After how long a stream begins although the engine has said nothing yet: the reply waits for its turn."""
+
+@dataclass(slots=True)
+class ServedReply:
+    choice: int
+    of_page: bool = False  # a web page reads it: it is told nothing of other prompts
+    ignored: tuple[str, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    text: str = ""
+    thinking: str = ""
+    thinking_tokens: int = 0
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    thinking_logprobs: list[TokenLogprob] = field(default_factory=list)
+    truncated: Truncated | None = None
+    load_s: float | None = None
+    ended: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        match event:
+            case PrefillProgress(_, total, cached):
+                self.prompt_tokens, self.cached_tokens = total, cached
+            case TextChunk(text, "thinking", ids, logprobs):
+                self.thinking += text
+                self.thinking_tokens += len(ids)
+                self.thinking_logprobs += logprobs
+            case TextChunk(text, _, _, logprobs):
+                self.text += text
+                self.logprobs += logprobs
+            case ToolCall(problem=""):
+                self.calls.append(event)
+            case Truncated():
+                self.truncated = event
+            case Finished():
+                self.ended = event
+                self.logprobs += last_logprobs(event)
+
+    @property
+    def end(self) -> Finished:
+        assert self.ended is not None
+        return self.ended
+
+    @property
+    def reason(self) -> str:
+        return "tool_calls" if self.calls and self.end.reason == "cancelled" else self.end.reason
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.end.metrics.generated_tokens
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        more: dict[str, Any] = {} if self.truncated is None else {"truncated": asdict(self.truncated)}
+        if self.ignored:
+            more["ignored"] = list(self.ignored)
+        if mistyped := {call.id: list(call.mistyped) for call in self.calls if call.mistyped}:
+            more["mistyped"] = mistyped
+        if self.end.reason == "loop":
+            more["loop"] = True
+        if self.end.cache is not None:
+            more["cache"] = cache_use.as_json(self.end.cache, texts=not self.of_page)
+        if self.load_s is not None:
+            more["load_s"] = self.load_s
+        if self.end.doubts:
+            more["doubts"] = list(self.end.doubts)
+        return {**asdict(self.end.metrics), **more}
+
+
+def last_logprobs(end: Finished) -> tuple[TokenLogprob, ...]:
+    """Return logprobs of tokens after the last text, without the end mark or stop text that ended the reply."""
+    return end.logprobs if end.reason in ("length", "loop") else ()
+
+
+class Exchange(Protocol):
+    """A request and its answer in the format of one API.
+
+    ping: bytes to send while a client waits, or b"". media_type: of a stream. load_s: until its model was in memory.
+    ignored: fields of the request that changed nothing.
+    """
+
+    request: ServedRequest
+    ping: bytes
+    media_type: str = "text/event-stream; charset=utf-8"
+    load_s: float = 0.0
+    ignored: Collection[str]
+
+    def whole(self, replies: Sequence[ServedReply]) -> dict[str, Any]:
+        """Return the body for a client that doesn't stream."""
+
+    def chunks(self, reply: ServedReply, event: Event) -> Iterable[bytes]:
+        """Yield the stream chunks for an event, which ``reply`` has already received."""
+
+    def last(self, replies: Sequence[ServedReply]) -> Iterable[bytes]:
+        """Yield the end of the stream, once all replies have ended."""
+
+    def failed(self, error: RequestError) -> bytes:
+        """Return the end of a stream that failed."""
+
+
+def as_json(value: object) -> bytes:
+    """Return ASCII JSON; a lone surrogate from a model stays an escape."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def sse(data: object, event: str = "") -> bytes:
+    """Return a server-sent event (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    named = f"event: {event}\n".encode() if event else b""
+    return named + b"data: " + as_json(data) + b"\n\n"
+
+
+# A stream's HTTP status waits for the first engine event, so that a refused prompt is a plain 400; while waiting longer, SSE
+# comments are sent. A slow client delays only its own replies (``ServedEngine``).
+
+
+LONGEST_BODY = 32 * 2**20  # bytes: a conversation that fills a context of a million tokens is about 5 MB
+PACKED = ("gzip", "deflate")
+BODY_S = 30.0  # how long a body may take to arrive
+WRITE_S = 60.0  # how long a client may take to read what its connection holds
+FIRST_S = 10.0  # after how long a stream begins although the engine has said nothing yet: the reply waits for its turn
 PING_S = 10.0
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-]
+HEADERS = [(b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
 
 T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection, or stopped reading."""
+    """The client disconnected or stopped reading."""
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What the log tells of a request, beside its path and status: nothing that anybody wrote."""
+    """What came of a request, for the log, which never contains user text, and for /v1/requests. id: sent with the answer."""
 
+    id: str = ""
     replies: Sequence[ServedReply] = ()
+    model: str = ""
+    client: str = ""
+    of_page: bool = False
     error: str = ""
+    body_bytes: int = 0
+
+    def loaded(self, seconds: float) -> None:
+        """Note that the request waited so long until its model was in memory."""
+        for each in self.replies:
+            each.load_s = seconds
+
+
+def _too_long() -> RequestError:
+    return RequestError(
+        f"the body has more than {LONGEST_BODY:,} bytes", "Send less.", status=413, code="body_too_large"
+    )
 
 
 async def read_body(request: Request) -> bytes:
-    """Return a request's body. Raises RequestError for one that is too long, or too long on its way."""
-    too_long = RequestError(
-        f"the body has more than {LONGEST_BODY:,} bytes", "Send less.", status=413, code="body_too_large"
-    )
+    """Return a body, unpacked. Raises RequestError for one that is too large, too slow, or packed in another way than it says."""
+    too_long, packed = _too_long(), request.headers.get("content-encoding", "identity").strip().lower()
+    if packed not in (*PACKED, "identity"):
+        raise RequestError(
+            f"a body packed as {packed!r:.40} can't be read", f"Send it as it is, or as {' or '.join(PACKED)}.", status=415,
+            code="unsupported_encoding",
+        )  # fmt: skip
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said) > LONGEST_BODY:
         raise too_long
@@ -71,17 +203,31 @@ async def read_body(request: Request) -> bytes:
         raise RequestError(
             f"the body took more than {BODY_S:g} s", "Send it faster.", status=408, code="timeout"
         ) from None
-    return b"".join(pieces)
+    body = b"".join(pieces)
+    return await asyncio.to_thread(unpacked, body) if packed in PACKED else body
+
+
+def unpacked(body: bytes) -> bytes:
+    """Return what a body in gzip or zlib holds. Raises RequestError, without unpacking more than ``LONGEST_BODY``."""
+    reader = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        found = reader.decompress(body, LONGEST_BODY + 1)
+    except zlib.error:
+        found = b""
+    if len(found) > LONGEST_BODY:
+        raise _too_long()
+    if not reader.eof:
+        raise RequestError(
+            "the body is not whole gzip or deflate", "Pack it again, or send it as it is.", code="invalid_json"
+        )
+    return found
 
 
 class Answering:
-    """Makes the replies of one exchange and writes the answer.
+    """Runs the replies of one exchange and writes the response.
 
     Args:
-        engine: makes them.
-        model: what the exchange was read for.
-        exchange: what was asked, and the words of the answer.
-        as_error: writes an error in the words of the interface.
+        as_error: formats errors for the API.
         stopping: set when the server ends.
         outcome: filled for the log.
     """
@@ -89,7 +235,7 @@ class Answering:
     def __init__(
         self,
         engine: ServedEngine,
-        model: ModelInfo,
+        model: ModelSpec,
         exchange: Exchange,
         as_error: Callable[[RequestError], Mapping[str, Any]],
         stopping: asyncio.Event,
@@ -99,11 +245,14 @@ class Answering:
         self._engine, self._model, self._exchange, self._as_error = engine, model, exchange, as_error
         self._stopping, self._outcome = stopping, outcome
         count = len(exchange.request.prompts) * exchange.request.n
-        self._records = outcome.replies = [ServedReply(number) for number in range(count)]
+        ignored = tuple(exchange.ignored)
+        self._records = outcome.replies = [
+            ServedReply(number, of_page=outcome.of_page, ignored=ignored) for number in range(count)
+        ]
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Answer, as an ASGI application. The replies end with it, however it ends."""
+        """ASGI application; replies are cancelled when it exits."""
         self._send = send
         try:
             try:
@@ -134,7 +283,7 @@ class Answering:
                 if isinstance(event, RequestError):
                     raise event
                 if self._is_told(self._records[number], event):
-                    self._records[number].take(event)
+                    self._records[number].add(event)
         await self._write_json(200, self._exchange.whole(self._records))
 
     async def _stream(self, replies: ReplyFeed) -> None:
@@ -150,8 +299,8 @@ class Answering:
                     raise event
                 record = self._records[number]
                 if self._is_told(record, event):
-                    record.take(event)
-                    out += exchange.told(record, event)
+                    record.add(event)
+                    out += exchange.chunks(record, event)
             if self._have_ended():
                 out += exchange.last(self._records)
             await self._write(b"".join(out), more=not self._have_ended())
@@ -160,13 +309,13 @@ class Answering:
         return all(record.ended is not None for record in self._records)
 
     def _is_told(self, record: ServedReply, event: object) -> bool:
-        """Whether the client is told of it: of a reply that ends with its first call, nothing but its end follows that."""
+        """Whether to send an event: after a reply's final call only its end is sent."""
         if not self._exchange.request.one_call or not record.calls:
             return True
         return isinstance(event, Finished)
 
     async def _fail(self, error: RequestError) -> None:
-        self._outcome.error = error.code
+        self._outcome.error, error.request_id = error.code, self._outcome.id
         if error.code == "invalid_schema":
             error.param = self._exchange.request.form
         if self._has_begun:
@@ -177,7 +326,8 @@ class Answering:
     async def _write(self, body: bytes, *, more: bool = True) -> None:
         if not self._has_begun:
             self._has_begun = True
-            await self._sent({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            headers = [(b"content-type", self._exchange.media_type.encode()), *HEADERS]
+            await self._sent({"type": "http.response.start", "status": 200, "headers": headers})
         if body or not more:
             await self._sent({"type": "http.response.body", "body": body, "more_body": more})
 
@@ -191,7 +341,7 @@ class Answering:
         await self._sent({"type": "http.response.body", "body": body})
 
     async def _sent(self, message: dict[str, Any]) -> None:
-        """Send, unless the client stopped reading. Raises ClientLeftError."""
+        """Send. Raises ClientLeftError if the client stopped reading."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await self._send(message)
@@ -200,10 +350,7 @@ class Answering:
 
 
 async def while_wanted(work: Coroutine[Any, Any, T], receive: Receive, stop: asyncio.Event) -> T:
-    """Return what ``work`` returns. It is cancelled once nobody waits for it.
-
-    Raises ClientLeftError where the client has left, and RequestError where the server is stopped.
-    """
+    """Await ``work``, cancelled on disconnect (ClientLeftError) or server stop (RequestError)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     stopped = asyncio.ensure_future(stop.wait())
@@ -218,13 +365,11 @@ async def while_wanted(work: Coroutine[Any, Any, T], receive: Receive, stop: asy
 
 
 async def _gone(receive: Receive) -> None:
-    """Return once the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _ended(task: "asyncio.Future[Any]") -> None:
-    """Cancel a task and wait for its end, whatever that is."""
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
@@ -235,12 +380,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Timed:
-    """Seconds since it was made."""
-
     def __init__(self) -> None:
         self._began_s = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """So many."""
         return time.monotonic() - self._began_s

@@ -1,36 +1,44 @@
-"""Anthropic's messages: https://docs.anthropic.com/en/api/messages, and its count of tokens.
+"""Anthropic's Messages API, https://docs.anthropic.com/en/api/messages, and token counting."""
 
-Marks for its prompt cache (``cache_control``) are met in any case: all that was computed of a prompt is kept and found again.
-A call that breaks off while it is streamed stays as far as it came, as where Anthropic's own model reaches its limit; its text is
-the next block, and it alone makes no ``stop_reason`` "tool_use".
-"""
+# ``cache_control`` needs no action: every computed prompt is cached. A streamed call that breaks off stays partial, as at
+# Anthropic's own limits; its text becomes the next block, and it alone makes no ``stop_reason`` "tool_use".
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from tokamac.engine.events import Event, Finished, Message, Piece, PrefillProgress, TextChunk, ToolCall, ToolCallDelta
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    Message,
+    ModelSpec,
+    Piece,
+    PrefillProgress,
+    TextChunk,
+    ToolCall,
+    ToolCallDelta,
+)
 from tokamac.engine.options import Thinking, ToolSpec
 
-from .errors import RequestError, unsupported
-from .fields import Fields
-from .record import Exchange, ServedReply, as_json, sse
+from .answering import Exchange, ServedReply, as_json, sse
 from .request import (
-    NamedMessage,
+    Fields,
+    RequestError,
     ServedModel,
     ServedRequest,
     ToolChoice,
     check_one_schema,
     check_tools,
     conversation,
-    joined,
     json_schema,
     must_call,
     part_text,
     read_sampling,
     read_template,
+    result_text,
     text_of,
+    thinking_budget,
     thinking_of,
     tool_call,
     tool_spec,
@@ -45,23 +53,24 @@ KINDS = {"answer": "text", "thinking": "thinking"}
 
 
 class MessageExchange(Exchange):
-    """A request and its answer. counting: only the tokens of the prompt are wanted."""
+    """A request and its response. counting: only count prompt tokens."""
 
     ping = PING
 
     def __init__(self, body: Mapping[str, Any], model: ServedModel, *, counting: bool = False) -> None:
-        """Read the request. Raises RequestError."""
+        """Parse the request. Raises RequestError."""
         given, info = Fields(body), model.info
+        self.ignored = given.ignored
         model.check_name(given.text("model"))
         self.model, self.id = model.id, f"msg_{uuid4().hex}"
-        choice = _tool_choice(given, _tools(given))
+        choice = _tool_choice(given, _tools(given, info))
         check_tools(choice.tools, info)
         effort, schema, schema_param = _output(given)
         check_one_schema(given, schema, schema_param)
-        thinking, more = _thinking(given, model, effort)
+        thinking, more = _thinking(given, info, effort)
         messages = conversation(_messages(given), info, "messages")
-        most = given.whole("max_tokens", 1)
-        if most is None and not counting:
+        most = given.limit("max_tokens")
+        if not given.has("max_tokens") and not counting:
             raise given.missing("max_tokens")
         self.request = ServedRequest(
             (messages,),
@@ -72,17 +81,15 @@ class MessageExchange(Exchange):
             one_call=choice.one_call,
             form=choice.form or schema_param,
         )
-        given.only("service_tier", "auto", "standard_only")
-        given.only("speed", "standard")
+        given.ignore_unless("service_tier", "auto", "standard_only")
+        given.ignore_unless("speed", "standard")
         given.idle("metadata", "cache_control")
-        given.refuse(("container", "mcp_servers", "context_management"), "it is for Anthropic's own service")
         given.done()
         self._open = ""  # the kind of the block that is being told
         self._blocks = 0
         self._has_begun = False
 
     def whole(self, replies: Sequence[ServedReply]) -> dict[str, Any]:
-        """See ``Exchange``."""
         (reply,) = replies
         content: list[dict[str, Any]] = []
         if reply.thinking:
@@ -95,8 +102,7 @@ class MessageExchange(Exchange):
         usage = self._usage(reply, reply.generated_tokens)
         return {**self._head(content, usage), **_ended(reply), "tokamac": reply.figures}
 
-    def told(self, reply: ServedReply, event: Event) -> Iterator[bytes]:
-        """See ``Exchange``."""
+    def chunks(self, reply: ServedReply, event: Event) -> Iterator[bytes]:
         if not self._has_begun and isinstance(event, PrefillProgress | Piece | Finished):
             self._has_begun = True
             head = self._head([], self._usage(reply, 0))
@@ -124,7 +130,6 @@ class MessageExchange(Exchange):
                 yield from self._closed()
 
     def last(self, replies: Sequence[ServedReply]) -> Iterator[bytes]:
-        """See ``Exchange``."""
         (reply,) = replies
         usage = self._usage(reply, reply.generated_tokens)
         yield sse(
@@ -133,7 +138,6 @@ class MessageExchange(Exchange):
         yield sse({"type": "message_stop"}, "message_stop")
 
     def failed(self, error: RequestError) -> bytes:
-        """See ``Exchange``."""
         return sse(anthropic_error(error), "error")
 
     def _head(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +147,7 @@ class MessageExchange(Exchange):
 
     @staticmethod
     def _usage(reply: ServedReply, generated: int) -> dict[str, Any]:
-        """Return the usage: what was read from the prompt cache does not count as input."""
+        """Return usage; cached tokens don't count as input."""
         return {
             "input_tokens": reply.prompt_tokens - reply.cached_tokens,
             "cache_read_input_tokens": reply.cached_tokens,
@@ -175,39 +179,40 @@ class MessageExchange(Exchange):
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """Return an error as Anthropic's interface writes it."""
     kind = ERRORS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.one_line()}, "request_id": None}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.one_line()},
+        "request_id": error.request_id or None,
+    }
 
 
 def _ended(reply: ServedReply) -> dict[str, Any]:
-    """Return why a reply ended."""
     by = reply.end.stopped_by
     if reply.reason == "stop" and isinstance(by, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": by}
-    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reply.reason, "end_turn")
+    reason = {"length": "max_tokens", "loop": "max_tokens", "tool_calls": "tool_use"}.get(reply.reason, "end_turn")
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _tools(given: Fields) -> tuple[ToolSpec, ...]:
+def _tools(given: Fields, info: ModelSpec) -> tuple[ToolSpec, ...]:
     found = []
     for tool in given.each("tools"):
-        tool.one_of("type", ("custom",))
-        spec = tool_spec(tool, "input_schema")
+        if (kind := tool.text("type") or "custom") != "custom":
+            tool.ignore(kind)  # one of Anthropic's own, which has no definition
+            continue
+        spec = tool_spec(tool, info, "input_schema")
         if examples := tool.items("input_examples"):
             told = [spec.description, "Examples of its input:", *(as_json(each).decode() for each in examples)]
             spec = replace(spec, description="\n".join(filter(None, told)))
         found.append(spec)
-        tool.only("strict", False)
-        tool.only("defer_loading", False)
-        tool.only("eager_input_streaming", True, False)
-        tool.idle("cache_control")
+        tool.ignore_unless("defer_loading", False)
+        tool.idle("cache_control", "eager_input_streaming")
         tool.done()
     return tuple(found)
 
 
 def _tool_choice(given: Fields, tools: tuple[ToolSpec, ...]) -> ToolChoice:
-    """Return which tools may be called, and must be."""
     if (choice := given.inner("tool_choice")) is None:
         return ToolChoice(tools)
     choice.needed_text("type")
@@ -220,10 +225,8 @@ def _tool_choice(given: Fields, tools: tuple[ToolSpec, ...]) -> ToolChoice:
 
 
 def _output(given: Fields) -> tuple[str | None, str | None, str]:
-    """Return how much to think, the JSON Schema of the answer (None: text), and the field that has it.
-
-    ``output_format`` is what the schema was in before it became a part of ``output_config``.
-    """
+    """Return (effort, JSON Schema or None, its field)."""
+    # ``output_format`` held the schema before ``output_config`` did.
     effort, schema, param = None, None, "json_schema"
     if (output := given.inner("output_config")) is not None:
         effort = output.text("effort")
@@ -244,55 +247,39 @@ def _format(given: Fields) -> str:
     return schema
 
 
-def _thinking(given: Fields, model: ServedModel, effort: str | None) -> tuple[Thinking | None, dict[str, Any]]:
-    """Return the mode of thinking, and the budget as an option of the template's. effort: of ``output_config``."""
-    param, more = "thinking" if effort is None else "output_config.effort", {}
+def _thinking(given: Fields, info: ModelSpec, effort: str | None) -> tuple[Thinking | None, dict[str, Any]]:
+    """Return the thinking mode, and its budget as a template option. effort: of ``output_config``."""
+    field, more = "thinking" if effort is None else "output_config.effort", {}
     if (wanted := given.inner("thinking")) is not None:
         kind = wanted.one_of("type", ("enabled", "disabled", "adaptive"))
-        budget = wanted.whole("budget_tokens", 1)
-        wanted.only("display", "summarized")  # it is shown whole
-        wanted.done()
         if kind == "disabled":
-            effort, param = "none", "thinking"
+            effort, field = "none", "thinking"
+            wanted.idle("budget_tokens")
         elif kind == "enabled":
             effort = effort or "medium"
-        if budget is not None and kind == "enabled":
-            more["thinking_budget"] = budget
-    return thinking_of(effort, model.info, param), more
+            more = thinking_budget(wanted, "budget_tokens", info)
+        wanted.idle("display")  # it is shown whole
+        wanted.done()
+    return thinking_of(effort, info, given, field), more
 
 
-def _messages(given: Fields) -> Iterator[NamedMessage]:
+def _messages(given: Fields) -> Iterator[Message]:
     if system := text_of(given, "system"):
-        yield NamedMessage(Message("system", system), "system")
+        yield Message("system", system)
     if not given.has("messages"):
         raise given.missing("messages")
-    turn: list[Message] = []
-    where = ""
     for each in given.each("messages"):
-        role = given_role(each)
-        for message in _assistant(each) if role == "assistant" else _user(each):
-            if turn and not turn[-1].role == message.role != "tool":
-                yield NamedMessage(joined(turn), where)
-                turn = []
-            turn.append(message)
-            where = each.where
+        match each.needed_text("role"):
+            case "assistant":
+                yield _assistant(each)
+            case "system":
+                yield Message("system", text_of(each))
+            case _:
+                yield from _user(each)
         each.done()
-    if turn:
-        yield NamedMessage(joined(turn), where)
-
-
-def given_role(given: Fields) -> str:
-    """Return whose message it is."""
-    role = given.needed_text("role")
-    if role not in ("user", "assistant"):
-        raise unsupported(
-            given.name("role"), repr(role)[:40], "Use user or assistant; system is a field of the request."
-        )
-    return role
 
 
 def _user(given: Fields) -> list[Message]:
-    """Return the results of tools, each as its own message, and then what the user says."""
     content = given.raw("content")
     if isinstance(content, str):
         return [Message("user", content)]
@@ -300,7 +287,7 @@ def _user(given: Fields) -> list[Message]:
     for block in given.each("content"):
         if block.text("type") == "tool_result":
             block.idle("is_error", "cache_control")
-            found = text_of(block)
+            found = result_text(block)
             if block.flag("is_error"):
                 found = f"Error: {found}"
             results.append(Message("tool", found, tool_call_id=block.needed_text("tool_use_id")))
@@ -311,11 +298,10 @@ def _user(given: Fields) -> list[Message]:
     return [*results, *said]
 
 
-def _assistant(given: Fields) -> list[Message]:
-    """Return what the assistant thought, said and called."""
+def _assistant(given: Fields) -> Message:
     content = given.raw("content")
     if isinstance(content, str):
-        return [Message("assistant", content)]
+        return Message("assistant", content)
     thinking, texts, calls = "", [], []
     for block in given.each("content"):
         match block.text("type"):
@@ -323,25 +309,23 @@ def _assistant(given: Fields) -> list[Message]:
                 thinking += block.needed_text("thinking")
                 block.idle("signature", "cache_control")
                 block.done()
+            case "redacted_thinking":
+                block.idle("data")
+                block.done()
             case "tool_use":
                 block.idle("cache_control", "caller")
                 arguments = block.raw("input")
                 calls.append(
-                    tool_call(block, block.needed_text("name"), as_json({} if arguments is None else arguments).decode(),
+                    tool_call(block.needed_text("name"), as_json({} if arguments is None else arguments).decode(),
                               block.needed_text("id"))
                 )  # fmt: skip
                 block.done()
-            case _:
+            case "text":
                 texts.append(part_text(block))
-    return [Message("assistant", "\n".join(texts), thinking, tuple(calls))]
+            case kind:
+                block.ignore(kind or "type")  # what Anthropic's own service did
+    return Message("assistant", "\n".join(texts), thinking, tuple(calls))
 
 
 def count_of(tokens: int) -> dict[str, int]:
-    """Return the answer to a count of tokens."""
     return {"input_tokens": tokens}
-
-
-def check_counted(error: str) -> None:
-    """Raise RequestError where a prompt can't be counted."""
-    if error:
-        raise RequestError(error, code="invalid_prompt")

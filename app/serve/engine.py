@@ -1,28 +1,31 @@
-"""The engine's process as the server has it: asked for replies, heard in the event loop, started again when it dies.
+"""The server's engine process: requests, events on the event loop, restart after a crash."""
 
-    request ─ Generate ─▶ engine's process ─ events ─▶ reader's thread ─▶ event loop ─▶ the queue of each request
-
-The engine is a process of its own here as in the chat: what ends it ends no server, and writing HTTP takes nothing from its turns.
-"""
+#     request ─ Generate ─▶ engine process ─ events ─▶ reader thread ─▶ event loop ─▶ queue per request
+#
+# A separate process, so an engine crash doesn't end the server, and HTTP work doesn't slow decoding.
 
 import asyncio
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, Piece, ToolCall
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelSpec, Piece, ToolCall
 from tokamac.engine.options import TemplateOptions
 
 from ..backend.client import CHILD_COMMAND, BackendEvent, Died, EngineLink, EngineProcess
 from ..backend.keep_awake import KeepAwake
 from ..backend.protocol import (
+    AskEmbeddings,
     AskTokens,
     AskWhatIf,
     Cancel,
+    Embedded,
     EngineNotice,
     Generate,
     GoOn,
@@ -33,7 +36,6 @@ from ..backend.protocol import (
     Loaded,
     Loading,
     MemoryUse,
-    ModelInfo,
     ModelLine,
     PromptTokens,
     Question,
@@ -44,41 +46,119 @@ from ..backend.protocol import (
     WhatIf,
 )
 from ..backend.sharing import EngineGuest, SharingError
-from .admission import Admission, ReplyCost
-from .errors import EngineDownError, RequestError, of_engine
-from .request import Prompt, ServedRequest
+from .embeddings import TOGETHER, EmbeddingRequest
+from .request import KINDS, EngineDownError, Prompt, RequestError, ServedRequest, of_engine
 
+# How many requests may wait for the engine, and how long a client that is turned away should stay away. Pure
+# arithmetic.
+
+MOST_WAITING = 8  # replies that may wait, as a multiple of those that are made at once
+MOST_WAIT_S = 120.0  # a longer wait than this is refused: clients give up after some minutes, and then ask again
+RECENT = 32  # replies whose mean is "of late"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyCost:
+    """A reply's cost: seconds from its turn to its end, KV bytes; None is unknown."""
+
+    seconds: float
+    kv_bytes: int | None
+
+
+class Admission:
+    """Admission control by open replies.
+
+    Args:
+        parallel: max parallel replies.
+
+    Attributes:
+        open: running or waiting replies.
+        room_bytes: KV budget of all replies; None: unlimited.
+    """
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel = parallel
+        self.open = 0
+        self.room_bytes: int | None = None
+        self._costs: deque[ReplyCost] = deque(maxlen=RECENT)
+
+    @property
+    def places(self) -> int:
+        known = [each.kv_bytes for each in self._costs if each.kv_bytes]
+        if self.room_bytes is None or not known:
+            return self.parallel
+        return max(1, min(self.parallel, int(self.room_bytes / (sum(known) / len(known)))))
+
+    @property
+    def waiting(self) -> int:
+        return max(0, self.open - self.places)
+
+    def wait_s(self, more: int = 1) -> float | None:
+        """Return the expected wait of the last of ``more`` replies; None if unknown."""
+        if self.open + more <= self.places:
+            return 0.0
+        if not self._costs:
+            return None
+        mean_s = sum(each.seconds for each in self._costs) / len(self._costs)
+        return math.ceil((self.open + more - self.places) / self.places) * mean_s
+
+    def enter(self, replies: int) -> None:
+        """Admit ``replies``. Raises RequestError, admitting none, if too many wait."""
+        waits = self.wait_s(replies)
+        before = self.open + replies - self.places
+        too_many = before > MOST_WAITING * self.parallel and self.open > 0
+        if too_many or (waits is not None and waits > MOST_WAIT_S and self.open > 0):
+            seconds = max(1, math.ceil((waits or 10.0) / 2))
+            raise RequestError(
+                f"{self.waiting} replies wait for their turn already",
+                f"Try again in {seconds} s.",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=seconds,
+            )
+        self.open += replies
+
+    def leave(self, cost: ReplyCost | None = None) -> None:
+        """Note a reply's end. cost: None if failed or cancelled."""
+        self.open -= 1
+        if cost is not None:
+            self._costs.append(cost)
+
+
+def check_told(told: PromptTokens, code: str) -> None:
+    """Raise RequestError where a prompt has no tokens. code: unless its error is one of the engine's."""
+    if told.error:
+        raise RequestError(told.error, param="", code=KINDS.get(told.kind, (400, code))[1])
+
+
+# Events that wait for a client's connection: at the first its replies are held, at the second they go on.
 BEHIND, CAUGHT_UP = 256, 64
-"""Events that wait for a client's connection: at the first its replies are held, at the second they go on."""
-TEXT_EVERY_S = 1 / 60
-"""How long text may wait for more of it: as long as the engine's own thread lets it."""
-RETRY_S = 5
-"""When to try again where nothing is known of how long loading takes."""
-LASTED_S = 10.0
-"""An engine that dies sooner after it was loaded is not started again before somebody asks."""
+TEXT_EVERY_S = 1 / 60  # how long text may wait for more of it: as long as the engine's own thread lets it
+RETRY_S = 5  # when to try again where nothing is known of how long loading takes
+LASTED_S = 10.0  # an engine that dies sooner after it was loaded is not started again before somebody asks
 
 DIED = "Died"
+# Why a model can't be loaded, by the class of the error: status and code; other reasons are the request's.
 LOADING = {
     "MemoryLimitError": (503, "out_of_memory"),
     "DeviceError": (503, "device_failed"),
     DIED: (503, "engine_unavailable"),
 }
-"""Why a model can't be loaded, by the class of the error: status and code; other reasons are the request's."""
 
+# A process that another program holds: how often its successor is looked for once it is gone, and for how long.
 JOIN_S, LOST_S = 0.5, 30.0
-"""A process that another program holds: how often its successor is looked for once it is gone, and for how long."""
 
 State = Literal["loading", "ready", "down"]
+# The number of a reply among those of its request, and what came of it: an error ends it.
 Told = tuple[int, Event | RequestError]
-"""The number of a reply among those of its request, and what came of it: an error ends it."""
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """The replies to one request, and what came of them that nobody has read.
+    """Replies of one request and their undelivered events.
 
-    unasked: by the number of a prompt's first reply, those that begin once it has read the prompt. replies: by their ids, their
-    numbers. left: those that have not ended. held: whether the engine was told to wait.
+    unasked: replies to start once a prompt's first reply (by number) has prefilled it. replies: numbers by id. left: running.
+    held: the engine is paused.
     """
 
     one_call: bool
@@ -90,21 +170,16 @@ class OpenRequest:
 
 
 class ServedEngine:
-    """The engine's process, one after another, and the requests that are open. Used in the event loop's thread alone.
+    """The engine process (restarted on a crash) and open requests. Event loop thread only.
 
     Args:
-        load: the model, and how it is loaded.
-        log: the file of the process.
-        note: told what a person at the terminal should know.
-        command: starts the process.
-        keeper: keeps the machine awake while replies are made.
-        share: where other programs of the user may ask the same process; None: nowhere.
-        join: the socket of a process that is there already, of which whatever model it has is taken; None: one is started.
+        note: receives messages for the terminal.
+        share: socket for guests; None: not shared.
+        join: socket of an existing engine, used with whatever model it has; None: start one.
 
     Attributes:
-        state: what the engine is doing. problem: why it is down.
-        info, memory: the loaded model, and what it took when it was loaded.
-        admission: how many replies are open.
+        problem: why it is down.
+        memory: as of the load.
     """
 
     def __init__(
@@ -120,7 +195,7 @@ class ServedEngine:
     ) -> None:
         self.state: State = "loading"
         self.problem = self._problem_kind = ""
-        self.info: ModelInfo | None = None
+        self.info: ModelSpec | None = None
         self.memory = MemoryUse()
         self.admission = Admission(load.parallel)
         self.on_progress: Callable[[LoadProgress], None] = lambda _: None
@@ -136,6 +211,7 @@ class ServedEngine:
         self._ids = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
         self._questions: dict[int, asyncio.Future[PromptTokens]] = {}
+        self._embeddings: dict[int, asyncio.Future[Embedded]] = {}
         self._weighings: dict[int, asyncio.Future[tuple[ModelLine, ...]]] = {}
         self._changed = asyncio.Event()
         self._loads = 0  # the number of the last load that was heard of
@@ -146,13 +222,13 @@ class ServedEngine:
     # Its life -------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Have the model loaded, in a new process unless one was begun; ``ready`` waits for it."""
+        """Begin loading in a new or begun process; ``ready`` awaits it."""
         self.begin()
         self._ask(self._load)
         self._tell_busy()
 
     def begin(self) -> None:
-        """Start a process, unless one runs that has loaded nothing. Raises EngineDownError where it can't be."""
+        """Start a process unless an unloaded one runs. Raises EngineDownError."""
         if self._process is not None and self._process.alive and self.state == "loading":
             return
         self.state, self.problem, self._began_s = "loading", "", time.monotonic()
@@ -161,28 +237,28 @@ class ServedEngine:
         self._number += 1  # by which its events are known: the first may come before it is held here
         loop, number = self._loop, self._number
 
-        def hear(event: BackendEvent) -> None:
+        def receive(event: BackendEvent) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._hear, number, event)
+                loop.call_soon_threadsafe(self._receive, number, event)
 
         try:
-            self._process = self._connected(hear)
+            self._process = self._connected(receive)
         except (OSError, SharingError) as error:
             why = getattr(error, "strerror", None) or error
             self.state, self.problem, self._problem_kind = "down", f"the engine can't be started: {why}", DIED
             self._changed.set()
             raise self._down() from error
 
-    def _connected(self, hear: Callable[[BackendEvent], object]) -> EngineLink:
+    def _connected(self, receive: Callable[[BackendEvent], object]) -> EngineLink:
         if self._join is not None:
-            return EngineGuest(self._join, hear, follows=True)
-        process = EngineProcess(self._command, self._log, hear)
+            return EngineGuest(self._join, receive, follows=True)
+        process = EngineProcess(self._command, self._log, receive)
         if self._share is not None:
             process.send(Share(str(self._share)))
         return process
 
     async def weigh(self, names: Sequence[str], context: int) -> tuple[ModelLine, ...]:
-        """Return what models on the disk would take here, with keys and values of such a context. Raises RequestError."""
+        """Return the needs of local models at a KV context. Raises RequestError."""
         self.begin()
         id = next(self._ids)
         answer: asyncio.Future[tuple[ModelLine, ...]] = self._loop.create_future()
@@ -195,7 +271,7 @@ class ServedEngine:
             self._weighings.pop(id, None)
 
     def limit_memory(self, nbytes: int | None) -> None:
-        """Let the model take so many bytes from now on; None is the system's limit."""
+        """Set the byte limit; None: the system's limit."""
         if nbytes != self._load.memory:
             self._load = replace(self._load, memory=nbytes)
             if self.state == "ready":
@@ -203,7 +279,7 @@ class ServedEngine:
                 self._reckon_room()
 
     async def ready(self) -> None:
-        """Wait until the model is loaded. Raises RequestError where it is not going to be."""
+        """Wait for the load. Raises RequestError if it fails."""
         while self.state == "loading":
             await self._changed.wait()
         if self.state == "down":
@@ -211,20 +287,18 @@ class ServedEngine:
             raise RequestError(self.problem, status=status, code=code, retry_after_s=RETRY_S if status == 503 else None)
 
     async def close(self) -> None:
-        """End the process; what it computed of prompts is written before."""
         self._closing = True
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
 
     def _down(self) -> EngineDownError:
-        """Return what a client is told while there is no engine."""
         began_s = self._began_s if self.state == "loading" else time.monotonic()  # it is started again
         left = RETRY_S if self._load_s is None else max(1, round(began_s + self._load_s - time.monotonic()))
         why = self.problem or "the model is being loaded"
         return EngineDownError(why, left)
 
     def _check(self) -> None:
-        """Raise EngineDownError where there is no engine; start one that was given up."""
+        """Raise EngineDownError if there is no engine; restarts one that was given up."""
         if self.state == "down" and not self._closing and self._join is None:
             problem = self.problem
             self.start()
@@ -245,9 +319,34 @@ class ServedEngine:
 
     # Requests -------------------------------------------------------------------------------------------------------------
 
+    def check(self, request: ServedRequest) -> None:
+        """Raise RequestError for what the engine would refuse after a long look. Any thread."""
+        biases, size = request.sampling.logit_bias, 0 if self.info is None else self.info.vocabulary_size
+        if size and biases and biases[-1][0] >= size:
+            why = f"token id {biases[-1][0]} is not in the vocabulary of {size:,}"
+            raise RequestError(why, "Use the model's own tokenizer.", param="logit_bias", code="unsupported_value")
+        self.check_length(request.prompts)
+
+    def check_length(self, prompts: Sequence[Prompt], contexts: int = 1) -> None:
+        """Raise RequestError for a prompt that has more tokens than so many contexts, whatever they are. Any thread."""
+        info, kv = self.info, self._load.kv
+        if info is None or info.capacity is None or info.rolls or kv.when_full == "truncate-middle":
+            return
+        for prompt in prompts:
+            # What templates may leave out: white space at both ends, and parts of replies.
+            said = [each.content for each in prompt if isinstance(each, Message) and each.role != "assistant"]
+            texts = [prompt] if isinstance(prompt, str) else said
+            least = sum(info.longest_pieces.least_tokens(each.strip()) for each in texts)
+            if least > contexts * info.capacity:
+                raise of_engine(
+                    "ContextError",
+                    f"the prompt has at least {least:,} tokens, but the model's context is {info.capacity:,}",
+                    "Shorten it, or start the server with --on-full truncate-middle.",
+                )
+
     @asynccontextmanager
-    async def replies(self, request: ServedRequest, model: ModelInfo) -> "AsyncIterator[ReplyFeed]":
-        """Ask ``model`` for the replies to a request; those that run when the block is left are cancelled. Raises RequestError."""
+    async def replies(self, request: ServedRequest, model: ModelSpec) -> "AsyncIterator[ReplyFeed]":
+        """Start the replies of a request; leaving the block cancels them. Raises RequestError."""
         self._check()
         if self.info != model:
             raise self._down()
@@ -279,7 +378,6 @@ class ServedEngine:
             self._tell_busy()
 
     def _asked(self, request: ServedRequest, prompt: Prompt, sample: int, load: int) -> Generate:
-        """Return what asks for sample ``i`` of a prompt of the model of that load."""
         return Generate(
             next(self._ids),
             tuple(each for each in prompt if isinstance(each, Message)),
@@ -292,7 +390,7 @@ class ServedEngine:
         )
 
     def _generate(self, opened: OpenRequest, first: int, asked: Sequence[Generate]) -> None:
-        """Ask for replies whose numbers begin with ``first``."""
+        """Start replies numbered from ``first``."""
         for number, each in enumerate(asked, first):
             opened.replies[each.id] = number
             opened.left.add(each.id)
@@ -303,8 +401,9 @@ class ServedEngine:
 
     async def _tokens_of(self, text: str) -> tuple[int, ...]:
         told = await self.tokens(text)
-        if told.error or not told.tokens:
-            raise RequestError(told.error or "the prompt is empty", param="prompt", code="invalid_prompt")
+        check_told(told, "invalid_prompt")
+        if not told.tokens:
+            raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
         return told.tokens
 
     async def tokens(
@@ -315,7 +414,7 @@ class ServedEngine:
         *,
         continues: bool = False,
     ) -> PromptTokens:
-        """Return the tokens of a text, or of a conversation, which may end with a reply that goes on. Raises EngineDownError."""
+        """Tokenize a text or conversation. continues: it ends with a reply to be continued. Raises EngineDownError."""
         self._check()
         id, load = next(self._ids), self._loads
         answer: asyncio.Future[PromptTokens] = self._loop.create_future()
@@ -329,8 +428,27 @@ class ServedEngine:
             raise self._down()
         return told
 
+    async def embeddings(self, asked: EmbeddingRequest) -> list[Embedded]:
+        """Embed texts, some at a time: replies take turns. Raises RequestError."""
+        made = []
+        for first in range(0, len(asked.texts), TOGETHER):
+            self._check()
+            id = next(self._ids)
+            answer: asyncio.Future[Embedded] = self._loop.create_future()
+            self._embeddings[id] = answer
+            self._ask(
+                AskEmbeddings(id, asked.texts[first : first + TOGETHER], asked.prompt, asked.dimensions, asked.truncate)
+            )
+            try:
+                told = await answer
+            finally:
+                self._embeddings.pop(id, None)
+            if told.error:
+                raise of_engine(told.kind, told.error, told.hint)
+            made.append(told)
+        return made
+
     def _forget(self, opened: OpenRequest, id: int, cost: ReplyCost | None = None) -> None:
-        """A reply is over."""
         if id in opened.left:
             opened.left.discard(id)
             self._open.pop(id, None)
@@ -338,7 +456,6 @@ class ServedEngine:
             self._tell_busy()
 
     def read(self, opened: OpenRequest) -> None:
-        """Let replies go on whose client has caught up."""
         if opened.held and opened.came.qsize() <= CAUGHT_UP:
             opened.held = False
             self._hold(opened)
@@ -349,13 +466,13 @@ class ServedEngine:
 
     # What the process says ------------------------------------------------------------------------------------------------
 
-    def _hear(self, number: int, event: BackendEvent) -> None:
+    def _receive(self, number: int, event: BackendEvent) -> None:
         if number != self._number:
             return
         match event:
             case ReplyEvent(id, said):
                 if (opened := self._open.get(id)) is not None and isinstance(said, Event):
-                    self._take(opened, id, said)
+                    self._receive_event(opened, id, said)
             case RequestFailed(int(id), error, hint, kind):
                 if (opened := self._open.get(id)) is not None:
                     number = opened.replies[id]
@@ -364,6 +481,9 @@ class ServedEngine:
             case PromptTokens(id):
                 if (answer := self._questions.get(id)) is not None and not answer.done():
                     answer.set_result(event)
+            case Embedded(id):
+                if (vectors := self._embeddings.get(id)) is not None and not vectors.done():
+                    vectors.set_result(event)
             case WhatIf(id, answer, error) if answer is not None or error:
                 if (weighed := self._weighings.get(id)) is not None and not weighed.done():
                     weighed.set_result(() if answer is None else answer.models)
@@ -384,7 +504,7 @@ class ServedEngine:
             case Died(why, last_line):
                 self._died(f"the engine ended ({why})", last_line)
 
-    def _take(self, opened: OpenRequest, id: int, said: Event) -> None:
+    def _receive_event(self, opened: OpenRequest, id: int, said: Event) -> None:
         number = opened.replies[id]
         if isinstance(said, Piece | ToolCall | Finished):
             # It has read its prompt: the others find that in the prompt cache.
@@ -401,7 +521,7 @@ class ServedEngine:
             opened.held = True
             self._hold(opened)
 
-    def _loaded(self, info: ModelInfo, memory: MemoryUse) -> None:
+    def _loaded(self, info: ModelSpec, memory: MemoryUse) -> None:
         self._loaded_s = time.monotonic()
         if self.state == "loading":
             self._load_s = self._loaded_s - self._began_s
@@ -443,7 +563,6 @@ class ServedEngine:
             self._changed.set()
 
     def _join_again(self) -> None:
-        """Go on with the process that follows one that died, as soon as it is there."""
         if self._closing or self.state != "down":
             return
         problem = self.problem
@@ -462,20 +581,22 @@ class ServedEngine:
             number = opened.replies[id]
             self._forget(opened, id)
             opened.came.put_nowait((number, error))
-        waiting: list[asyncio.Future[Any]] = [*self._questions.values(), *self._weighings.values()]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._questions.values(),
+            *self._embeddings.values(),
+            *self._weighings.values(),
+        ]
         for answer in waiting:
             if not answer.done():
                 answer.set_exception(error)
 
 
 class ReplyFeed:
-    """The replies to one request, while they are made."""
-
     def __init__(self, engine: ServedEngine, opened: OpenRequest) -> None:
         self._engine, self._opened = engine, opened
 
     async def next(self, within_s: float | None = None) -> list[Told]:
-        """Return what came since the last call, in order: at least one, but none after ``within_s`` seconds without any."""
+        """Return events since the last call: at least one, or none after ``within_s`` seconds."""
         came = self._opened.came
         try:
             first = came.get_nowait()

@@ -1,18 +1,17 @@
-"""The models of a server by name: which are in memory, which may come, and who leaves for them.
+"""A server's models: resident ones, admission, eviction."""
 
-    request ─ name ─▶ lease ─▶ in memory: at once
-                              else, one at a time: weigh it ─▶ who is idle leaves ─▶ who is busy ends and leaves ─▶ load
-
-Each model has an engine's process of its own, so a model that leaves gives back all that it held, and one that dies takes no other
-with it. A model that is leased never leaves. While a load waits for a busy one, further requests for that one stand in the same
-line, or two models that have room for one would never take turns. Requests for a model that is on its way wait for the same load,
-which ends when the last of them has left.
-"""
+#     request ─ name ─▶ lease ─▶ in memory: immediate
+#                               else one at a time: weigh ─▶ evict idle ─▶ wait for busy, evict ─▶ load
+#
+# One engine process per model, so an eviction frees everything and a crash affects one model. Leased models are never
+# evicted. While a load waits for a busy model, new requests for that one queue behind it, or two models with room for one
+# would never alternate. Requests for a loading model share the load, which is cancelled when the last of them leaves.
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,21 +22,70 @@ from tokamac.engine.hub.cache import list_models
 from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import Sampling, TemplateOptions
 
-from .. import units
 from ..backend.protocol import Load
 from ..backend.sharing import EngineCard
+from ..text import units
 from .engine import ServedEngine
-from .errors import RequestError, stopping
-from .request import ServedModel
-from .room import InMemory, eviction, shares
+from .request import RequestError, ServedModel, stopping
 
+# Which models leave memory for another one. Pure arithmetic: who is in use never leaves, of the others the least
+# recently used.
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A resident model. nbytes: with a context; None is unknown. used: increases with each use."""
+
+    name: str
+    nbytes: int | None
+    in_use: bool
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Models to evict, LRU first. idle: immediately. busy: after use. fits: False if it can't fit even alone."""
+
+    idle: tuple[str, ...] = ()
+    busy: tuple[str, ...] = ()
+    fits: bool = True
+
+
+def eviction(wanted: int | None, held: Sequence[InMemory], budget: int | None) -> Eviction:
+    """Choose evictions for ``wanted`` bytes; an unknown size counts as all memory."""
+    if wanted is not None and budget is not None and wanted > budget:
+        return Eviction(fits=False)
+    left = sorted(held, key=lambda each: (each.in_use, each.used))
+    leaving: list[InMemory] = []
+    while left and not _fit(wanted, left, budget):
+        leaving.append(left.pop(0))
+    idle = tuple(each.name for each in leaving if not each.in_use)
+    busy = tuple(each.name for each in leaving if each.in_use)
+    return Eviction(idle, busy)
+
+
+def _fit(wanted: int | None, beside: Sequence[InMemory], budget: int | None) -> bool:
+    taken = [each.nbytes for each in beside if each.nbytes is not None]
+    if wanted is None or budget is None or len(taken) < len(beside):
+        return False
+    return wanted + sum(taken) <= budget
+
+
+def shares(taken: Mapping[str, int | None], budget: int | None) -> dict[str, int | None]:
+    """Return byte limits per model, with the rest divided evenly. None: the system's limit, if any is unknown."""
+    known = [each for each in taken.values() if each is not None]
+    if budget is None or len(known) < len(taken):
+        return dict.fromkeys(taken, None)
+    spare = max(0, budget - sum(known)) // len(taken)
+    return {name: (nbytes or 0) + spare for name, nbytes in taken.items()}
+
+
+# Tokens of keys and values that a model is given room for, beside its weights, when it is asked whether it fits.
 CONTEXT = 8192
-"""Tokens of keys and values that a model is given room for, beside its weights, when it is asked whether it fits."""
-WAIT_S = 120.0
-"""How long a request may wait for models that are in use to end their replies; then it is refused."""
+WAIT_S = 120.0  # how long a request may wait for models that are in use to end their replies; then it is refused
 RETRY_S = 10
-LISTED_S = 5.0
-"""How long the list of models on the disk is believed."""
+LONGEST_KEEP_S = 1e7  # more than this is for ever, and more than timers take
+LISTED_S = 5.0  # how long the list of models on the disk is believed
 
 Loads = Callable[[str], Load]
 EngineMaker = Callable[[Load, Path, Path | None], ServedEngine]
@@ -46,10 +94,10 @@ CardMaker = Callable[[int, Load], EngineCard]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be asked for by name.
+    """Models that can be requested.
 
-    load, id, aliases: the model that a request means which names none, how it is loaded, what else it is called. allowed: other
-    models. any_downloaded: whatever is whole in the Hugging Face cache, too. load_of: how another one is loaded.
+    load, id, aliases: the default model. allowed: others. any_downloaded: also any complete model in the Hugging Face
+    cache. load_of: load settings of another model.
     """
 
     load: Load
@@ -61,22 +109,21 @@ class Offer:
 
     @property
     def several(self) -> bool:
-        """Whether another model than the one may be asked for."""
         return bool(self.allowed) or self.any_downloaded
 
     def loaded_as(self, id: str) -> Load:
-        """Return how a model is loaded."""
         if id == self.id:
             return self.load
-        return self.load.of(id, None, None) if self.load_of is None else self.load_of(id)
+        return self.load.for_model(id, None, None) if self.load_of is None else self.load_of(id)
 
 
 @dataclass(slots=True)
 class Resident:
-    """A model in memory, or on its way there.
+    """A resident or loading model.
 
-    nbytes: what it takes with a context; None is unknown. leases: requests, and guests of its engine, that use it. leaving: it is
-    to leave once none does. card: where other programs of the user find its engine.
+    nbytes: with a context; None is unknown. leases: requests and guests. leaving: evict once unused. card: of its shared
+    engine. keep_alive_s: how long it stays unused; None as the server has it. expires_s: when it leaves, since 1970. loaded_s:
+    when it was loaded, monotonic.
     """
 
     id: str
@@ -89,18 +136,21 @@ class Resident:
     leases: int = 0
     used: int = 0
     leaving: bool = False
+    keep_alive_s: float | None = None
+    expiry: asyncio.TimerHandle | None = None
+    expires_s: float = math.inf
+    loaded_s: float = 0.0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def served(self) -> ServedModel:
-        """What is served of it, once it is loaded."""
         assert self.model is not None
         return self.model
 
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A model that waits for its turn to be loaded, or is being loaded. waiting: requests, each of which gets a lease."""
+    """A queued or running load. waiting: requests that each get a lease."""
 
     id: str
     waiting: int = 0
@@ -108,15 +158,15 @@ class PendingLoad:
 
 
 class ModelPool:
-    """The models of a server. Used in the event loop's thread alone.
+    """The server's models. Event loop thread only.
 
     Args:
-        offer: what may be asked for.
-        make_engine: makes an engine from how its model is loaded, its log, and where it is shared.
-        card: makes what is said of an engine that other programs of the user may use, of its socket; None: they may not.
-        log: the log of the first engine's process; those of others stand beside it.
-        note: told what a person at the terminal should know.
-        sampling, template: what holds where a request says nothing.
+        make_engine: from load settings, log and share socket.
+        card: makes the engine card of a socket; None: not shared.
+        log: the first engine's; others are next to it.
+        note: receives messages for the terminal.
+        sampling, template: request defaults.
+        idle_s: how long an unused model stays, unless a request says otherwise; inf for ever.
     """
 
     def __init__(
@@ -129,13 +179,16 @@ class ModelPool:
         sampling: Sampling = Sampling(),  # noqa: B008  # frozen
         template: TemplateOptions = TemplateOptions(),  # noqa: B008
         card: CardMaker | None = None,
+        idle_s: float = math.inf,
     ) -> None:
+        self._idle_s = idle_s
         self._offer, self._make_engine, self._log, self._note = offer, make_engine, log, note
         self._sampling, self._template = sampling, template
         self._card = card
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, PendingLoad] = {}
         self._turn = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._uses = itertools.count(1)
         self._budget = offer.load.memory
         self._weighed: dict[str, int] = {}
@@ -147,19 +200,18 @@ class ModelPool:
 
     @property
     def first_engine(self) -> ServedEngine:
-        """The engine of the model that the server was started with."""
         return self._first.engine
 
     async def start(self) -> ServedModel:
-        """Load the first model and return it. Raises RequestError."""
+        """Load the first model. Raises RequestError."""
         async with self._turn:
             self._first.engine.start()
             await self._first.engine.ready()
             self._is_loaded(self._first)
+        self._leave_later(self._first)
         return self.default
 
     async def close(self) -> None:
-        """End the processes."""
         self._closing = True
         for load in self._loads.values():
             load.task.cancel()
@@ -171,23 +223,19 @@ class ModelPool:
 
     @property
     def default(self) -> ServedModel:
-        """The model that a request means which names none, as it was last loaded."""
         assert self._first.model is not None
         return self._first.model
 
     @property
     def loaded(self) -> list[Resident]:
-        """Those in memory, the one used last first."""
         return sorted((each for each in self._residents.values() if each.model), key=lambda each: -each.used)
 
     @property
     def busy(self) -> tuple[int, int]:
-        """How many replies are being made, and how many wait."""
         admissions = [each.engine.admission for each in self.loaded]
         return sum(min(each.open, each.places) for each in admissions), sum(each.waiting for each in admissions)
 
     async def offered(self) -> list[str]:
-        """Return the ids of models that may be asked for and are not loaded."""
         here = {each.id for each in self.loaded}
         return [
             id
@@ -198,9 +246,13 @@ class ModelPool:
     # Leases ---------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def lease(self, name: str | None) -> AsyncIterator[Resident]:
-        """Hold the model of this name in memory, loaded first if need be. Raises RequestError where it can't be had."""
+    async def lease(self, name: str | None, keep_alive_s: float | None = None) -> AsyncIterator[Resident]:
+        """Hold a model in memory, loading it if needed. Raises RequestError.
+
+        keep_alive_s: how long it shall stay afterwards, until another request says otherwise; inf for ever.
+        """
         resident = await self._leased(await self.meant(name))
+        resident.keep_alive_s = resident.keep_alive_s if keep_alive_s is None else keep_alive_s
         try:
             yield resident
         finally:
@@ -211,19 +263,38 @@ class ModelPool:
         resident.used = next(self._uses)
         if not resident.leases:
             resident.idle.set()
+            self._leave_later(resident)
+
+    def _leave_later(self, resident: Resident) -> None:
+        keep_s = self._idle_s if resident.keep_alive_s is None else resident.keep_alive_s
+        if keep_s > LONGEST_KEEP_S or not resident.id or self._closing:  # a chat's engine is the chat's to end
+            return
+        loop = asyncio.get_running_loop()
+        resident.expires_s = time.time() + keep_s
+        why = f"nobody used it for {units.seconds(keep_s)}" if keep_s else "its keep_alive is over"
+        resident.expiry = loop.call_later(
+            keep_s, lambda: self._leaving.add(loop.create_task(self._expire(resident, why)))
+        )
+
+    async def _expire(self, resident: Resident, why: str) -> None:
+        """Give an unused model's memory back: the next request loads it again."""
+        async with self._turn:
+            if not resident.leases and self._residents.get(resident.id) is resident and not self._closing:
+                await self._let_go([resident], f"{why}; the next request loads it again")
+                self._share()
+        self._leaving = {task for task in self._leaving if not task.done()}
 
     def _count_guests(self, resident: Resident, count: int) -> None:
-        """Each guest of a model's engine holds it, as a request does."""
         while resident.guests < count:
             resident.guests += 1
-            self._take(resident)
+            self._hold(resident)
         while resident.guests > count:
             resident.guests -= 1
             self._give_back(resident)
 
     async def meant(self, name: str | None) -> str:
-        """Return the id of the model that a name means. Raises RequestError."""
-        offer = self._offer
+        """Resolve a name to an ID, with or without Ollama's tag. Raises RequestError."""
+        offer, name = self._offer, None if name is None else name.removesuffix(":latest")
         if name is None or name in (offer.id, *offer.aliases) or name in self.default.names:
             return offer.id
         for each in self.loaded:
@@ -236,11 +307,11 @@ class ModelPool:
     def _unknown(self, name: str) -> RequestError:
         known = [self._offer.id, *self._offer.allowed, *self._downloaded[1]]
         if not self._offer.several:
-            why = f"the model {name!r:.200} is not loaded"
+            why = f"model {name!r:.200} not found"
             hint = f"This server has {self._offer.id}. Ask for that, or start it with --allow {name:.200}."
         else:
             near = nearest(name, known)
-            why = f"the model {name!r:.200} may not be asked for"
+            why = f"model {name!r:.200} not found: it may not be asked for"
             hint = f"Did you mean {near}?" if near else f"There are {', '.join(known[:5])}{', …' if known[5:] else ''}."
         return RequestError(why, hint, status=404, param="model", code="model_not_found")
 
@@ -254,10 +325,9 @@ class ModelPool:
         return found
 
     async def _leased(self, id: str) -> Resident:
-        """Return the model of this id with one lease more."""
         resident = self._residents.get(id)
         if resident is not None and resident.model is not None and not resident.leaving:
-            return self._take(resident)
+            return self._hold(resident)
         if (load := self._loads.get(id)) is None:
             load = self._loads[id] = PendingLoad(id)
             load.task = asyncio.ensure_future(self._lease_to_all(load))
@@ -272,18 +342,17 @@ class ModelPool:
         return load.task.result()
 
     async def _lease_to_all(self, load: PendingLoad) -> Resident:
-        """Return a model with a lease for each request that waits for it, loaded in its turn if need be."""
         try:
             async with self._turn:  # a lock of asyncio lets in who asked first
                 resident = self._residents.get(load.id) or await self._loaded(load.id)
                 for _ in range(load.waiting):
-                    self._take(resident)
+                    self._hold(resident)
                 return resident
         finally:
             self._forget(load)
 
     def _leave(self, load: PendingLoad) -> None:
-        """A request waits no more: its lease is given back, and what nobody waits for is not loaded."""
+        """Release a waiting request's lease; cancels a load that nobody awaits."""
         load.waiting -= 1
         if load.task.done():
             if not load.task.cancelled() and load.task.exception() is None:
@@ -296,8 +365,11 @@ class ModelPool:
         if self._loads.get(load.id) is load:
             del self._loads[load.id]
 
-    def _take(self, resident: Resident) -> Resident:
+    def _hold(self, resident: Resident) -> Resident:
         resident.leases += 1
+        if resident.expiry is not None:
+            resident.expiry.cancel()
+            resident.expiry, resident.expires_s = None, math.inf
         resident.idle.clear()
         resident.used = next(self._uses)
         return resident
@@ -320,7 +392,7 @@ class ModelPool:
         return resident
 
     async def _loaded(self, id: str) -> Resident:
-        """Load a model, once who has to leave for it has left. Raises RequestError, leaving none behind."""
+        """Load after evictions. Raises RequestError, leaving nothing behind."""
         if self._closing:
             raise stopping()
         resident = self._admit(id)
@@ -347,7 +419,7 @@ class ModelPool:
         return resident
 
     def _renew(self, resident: Resident) -> None:
-        """What an engine has is served from here on: a chat whose engine this is may have loaded another model."""
+        """Update what is served: a chat that owns the engine may have loaded another model."""
         info = resident.engine.info
         assert info is not None
         if resident.model is None or resident.model.info != info:
@@ -359,7 +431,7 @@ class ModelPool:
         self._show(resident)
 
     def _show(self, resident: Resident) -> None:
-        """Have other programs find a model's engine; who looked while it was started again has removed its card."""
+        """Publish the engine's card again: during a restart, others may have removed it."""
         if resident.card is None or self._closing or self._residents.get(resident.id) is not resident:
             return
         try:
@@ -369,6 +441,7 @@ class ModelPool:
 
     def _is_loaded(self, resident: Resident) -> None:
         engine, offer = resident.engine, self._offer
+        resident.loaded_s = time.monotonic()
         if resident.id == offer.id:
             self._first = resident
         if self._budget is None and len(self._residents) == 1:
@@ -377,7 +450,6 @@ class ModelPool:
         resident.nbytes = None if resident.nbytes is None else max(known)
 
     async def _weigh(self, wanted: Resident) -> None:
-        """Find what models take that nobody has weighed: the one that is wanted, and the first."""
         unknown = [each for each in self._residents.values() if each.nbytes is None]
         names: dict[str, list[str]] = {}
         for each in unknown:
@@ -392,7 +464,7 @@ class ModelPool:
                 )
 
     async def _make_room(self, wanted: Resident) -> None:
-        """Have models leave until there is room. Raises RequestError where there is none, or not in time."""
+        """Evict until it fits. Raises RequestError if impossible or not in time."""
         while True:  # who is idle may be in use once another one has left
             beside = [each for each in self._residents.values() if each is not wanted]
             held = [InMemory(each.id, each.nbytes, bool(each.leases), each.used) for each in beside]
@@ -400,7 +472,7 @@ class ModelPool:
             if not leave.fits:
                 raise self._too_large(wanted)
             if leave.idle:
-                await self._let_go([self._residents[leave.idle[0]]], wanted.id)
+                await self._let_go([self._residents[leave.idle[0]]], f"{wanted.id} needs it")
             elif leave.busy:
                 await self._outlast([self._residents[id] for id in leave.busy], wanted.id)
             else:
@@ -416,7 +488,7 @@ class ModelPool:
         )
 
     async def _outlast(self, busy: Sequence[Resident], wanted: str) -> None:
-        """Wait until models are idle, and let them go. Raises RequestError after ``WAIT_S``."""
+        """Wait for models to become idle and evict them. Raises RequestError after ``WAIT_S``."""
         for each in busy:
             each.leaving = True
         try:
@@ -432,12 +504,12 @@ class ModelPool:
         finally:
             for each in busy:
                 each.leaving = False
-        await self._let_go(busy, wanted)
+        await self._let_go(busy, f"{wanted} needs it")
 
-    async def _let_go(self, idle: Sequence[Resident], wanted: str) -> None:
-        """Have models leave memory; from here on nobody finds them."""
+    async def _let_go(self, idle: Sequence[Resident], why: str) -> None:
+        """Evict models; they can't be found from here on."""
         for each in idle:
-            self._note(f"{each.id} leaves memory for {wanted}")
+            self._note(f"{each.id} leaves memory: {why}")
             self._hide(each)
             del self._residents[each.id]
         await _finished(asyncio.gather(*(each.engine.close() for each in idle)))
@@ -448,7 +520,6 @@ class ModelPool:
             resident.card.remove()
 
     def _share(self) -> None:
-        """Let each model take its share of the memory."""
         taken = {each.id: each.nbytes for each in self._residents.values()}
         share = shares(taken, self._budget) if len(taken) > 1 else dict.fromkeys(taken, self._offer.load.memory)
         for each in self._residents.values():
@@ -456,7 +527,7 @@ class ModelPool:
 
 
 async def _finished(work: Awaitable[Any]) -> None:
-    """Wait for the end of ``work``, though this task is cancelled meanwhile: a process has its log and socket until it ends."""
+    """Wait for ``work`` even if this task is cancelled: a process holds its log and socket to its end."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -1,29 +1,243 @@
-"""What every interface asks of the engine in the end: prompts, sampling, what the chat template is told; and how it is read.
-
-Each interface has words of its own for the same things. Here are those that they share; their files have the rest.
-"""
+"""A request: strict JSON fields, the errors of every API, and what all APIs share: prompts, sampling, template, tools."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
-from tokamac.engine.errors import OptionError
-from tokamac.engine.events import Message, ToolCall
+from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.events import Message, ModelSpec, ToolCall
 from tokamac.engine.options import EMPTY_SCHEMA, Sampling, TemplateOptions, Thinking, ToolSpec, sample_of
+from tokamac.engine.text.calls import UnreadableCallError, mended_object
 
-from ..backend.protocol import ModelInfo
-from .errors import RequestError, unsupported
-from .fields import Fields
+from .body import UnreadableBodyError, read_object
 
-Prompt = tuple[Message, ...] | str | tuple[int, ...]
-"""A conversation, a text as it is, or token ids."""
+T = TypeVar("T")
 
-MOST_REPLIES = 64
-"""To one request."""
+# The engine's errors by class: status and code.
+KINDS: dict[str, tuple[int, str]] = {
+    "GrammarError": (400, "invalid_schema"),
+    "OptionError": (400, "unsupported_value"),
+    "TemplateError": (400, "invalid_prompt"),
+    "ContextError": (400, "context_length_exceeded"),
+    "MemoryLimitError": (400, "out_of_memory"),  # not even beside no other reply: what fits later waits
+    "AnotherModelError": (503, "model_changed"),
+    "DeviceError": (503, "device_failed"),
+    "EngineClosedError": (503, "engine_stopped"),
+}
+
+
+class RequestError(TokamacError):
+    """A refused or failed request.
+
+    Args:
+        status: HTTP status.
+        param: field at fault; "" if none.
+        code: machine-readable.
+        retry_after_s: None if a retry won't help.
+
+    Attributes:
+        request_id: of the request that it answers, "" before that is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        status: int = 400,
+        param: str = "",
+        code: str = "invalid_request",
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message, hint)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.request_id = ""
+
+
+def unsupported(param: str, what: str, hint: str = "Leave it out.") -> RequestError:
+    return RequestError(f"{param}: {what} is not supported", hint, param=param, code="unsupported_value")
+
+
+def unexpected() -> RequestError:
+    """Error for an internal failure; details are in the log."""
+    return RequestError("this should not happen; the server's log says where", status=500, code="internal")
+
+
+def stopping() -> RequestError:
+    return RequestError("the server is being stopped", status=503, code="server_stopping")
+
+
+def of_engine(kind: str, message: str, hint: str) -> RequestError:
+    """Convert an engine error. kind: its class."""
+    status, code = KINDS.get(kind, (500, "engine_error"))
+    return RequestError(message, hint, status=status, code=code, retry_after_s=5 if status == 503 else None)
+
+
+class EngineDownError(RequestError):
+    """The engine is down and being restarted."""
+
+    def __init__(self, why: str, retry_after_s: int) -> None:
+        hint = f"It is being started again: try in {retry_after_s} s."
+        super().__init__(why, hint, status=503, code="engine_unavailable", retry_after_s=retry_after_s)
+
+
+# ``null`` counts as absent, as in the emulated APIs.
+
+
+MOST_IGNORED = 32  # fields that an answer names
+LONGEST_NAME = 80  # characters of such a name
+POSITION = re.compile(r"\[\d+\]")
+ODD = re.compile(r"[^\w.\[\]-]", re.ASCII)  # nothing that a field of an interface is called: it may be anything
+
+
+def parsed(body: bytes) -> Mapping[str, Any]:
+    """Parse a JSON object. Raises RequestError."""
+    try:
+        return read_object(body)
+    except UnreadableBodyError as error:
+        raise unreadable(*error.args) from None
+
+
+def unreadable(why: str, hint: str) -> RequestError:
+    return RequestError(why, hint, code="invalid_json")
+
+
+class Fields:
+    """An object's fields, each read once. What has no effect is noted, and never an error.
+
+    where: its path in errors; "" is the body. ignored: names of fields without effect, shared by the body's objects.
+    """
+
+    def __init__(self, given: object, where: str = "", ignored: dict[str, None] | None = None) -> None:
+        self.where = where
+        self.ignored: dict[str, None] = {} if ignored is None else ignored
+        if not isinstance(given, dict):
+            raise self.wrong("", "an object")
+        self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._read: set[str] = set()
+
+    def name(self, field: str) -> str:
+        return f"{self.where}.{field}" if self.where and field else self.where or field
+
+    def wrong(self, field: str, what: str) -> RequestError:
+        name = self.name(field)
+        return RequestError(f"{name or 'the body'} is not {what}", "Check its type.", param=name, code="invalid_type")
+
+    def has(self, field: str) -> bool:
+        return field in self._given
+
+    def raw(self, field: str) -> Any:
+        self._read.add(field)
+        return self._given.get(field)
+
+    def _typed(self, field: str, kind: type[T], what: str) -> T | None:
+        value = self.raw(field)
+        if value is not None and type(value) is not kind:  # True is no whole number
+            raise self.wrong(field, what)
+        return value
+
+    def text(self, field: str) -> str | None:
+        return self._typed(field, str, "a text")
+
+    def needed_text(self, field: str) -> str:
+        if (value := self.text(field)) is None:
+            raise self.missing(field)
+        return value
+
+    def missing(self, field: str) -> RequestError:
+        return RequestError(f"{self.name(field)} is missing", "Give it.", param=self.name(field), code="missing_field")
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        value = self._typed(field, bool, "true or false")
+        return default if value is None else value
+
+    def whole(self, field: str, least: int = 0, most: int | None = None) -> int | None:
+        value = self._typed(field, int, "a whole number")
+        if value is not None and (value < least or (most is not None and value > most)):
+            bounds = f"{least} or more" if most is None else f"{least} to {most}"
+            raise RequestError(f"{self.name(field)} {value} is out of range", f"Use {bounds}.", param=self.name(field))
+        return value
+
+    def items(self, field: str) -> list[Any] | None:
+        return self._typed(field, list, "a list")
+
+    def limit(self, field: str) -> int | None:
+        """Return a number of tokens; -1, as llama.cpp's clients write it, is no limit."""
+        return None if self.raw(field) == UNLIMITED else self.whole(field, 1)
+
+    def nested(self, field: str) -> "Fields":
+        """Return the object in a field, which must be there; "" is this one."""
+        if field and (inner := self.inner(field)) is not None:
+            return inner
+        if field:
+            raise self.missing(field)
+        return self
+
+    def inner(self, field: str) -> "Fields | None":
+        value = self.raw(field)
+        return None if value is None else Fields(value, self.name(field), self.ignored)
+
+    def each(self, field: str) -> list["Fields"]:
+        items = enumerate(self.items(field) or ())
+        return [Fields(item, f"{self.name(field)}[{at}]", self.ignored) for at, item in items]
+
+    def texts(self, field: str) -> tuple[str, ...] | None:
+        value = self.raw(field)
+        if value is None:
+            return None
+        found = [value] if isinstance(value, str) else value
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise self.wrong(field, "a text or a list of texts")
+        return tuple(found)
+
+    def one_of(self, field: str, allowed: Collection[str]) -> str | None:
+        value = self.text(field)
+        if value is not None and value not in allowed:
+            raise unsupported(self.name(field), repr(value)[:80], f"Use {', '.join(allowed)}.")
+        return value
+
+    def ignore(self, *fields: str) -> None:
+        """Read fields that can't be honoured and whose absence the client can't notice."""
+        for field in fields:
+            self._read.add(field)
+            if len(self.ignored) < MOST_IGNORED:
+                self.ignored[ODD.sub("?", POSITION.sub("[]", self.name(field)))[:LONGEST_NAME]] = None
+
+    def ignore_unless(self, field: str, *met: object) -> None:
+        """Read a field of which only the values ``met`` are met."""
+        value = self.raw(field)
+        if value is not None and not any(value == each and type(value) is type(each) for each in met):
+            self.ignore(field)
+
+    def idle(self, *fields: str) -> None:
+        """Read fields without effect: client bookkeeping, and wishes met in any case."""
+        self._read.update(fields)
+
+    def refuse(self, fields: Iterable[str], why: str) -> None:
+        for field in fields:
+            if self.has(field):
+                raise RequestError(f"{self.name(field)} is not supported: {why}", "Leave it out.",
+                                   param=self.name(field), code="unsupported_field")  # fmt: skip
+
+    def done(self) -> None:
+        """Note the fields that nobody read; an empty value asks for nothing."""
+        self.ignore(*(name for name in self._given.keys() - self._read if self._given[name] not in ([], {}, "")))
+
+
+Prompt = tuple[Message, ...] | str | tuple[int, ...]  # a conversation, a text as it is, or token ids
+
+MOST_REPLIES = 64  # to one request
 MOST_DIGITS = 9
+UNLIMITED = -1
+# The words of the interfaces for how much to think, and the modes of templates that stand for each, best first.
 EFFORTS: Mapping[str, tuple[Thinking, ...]] = {
     "none": ("off",),
     "minimal": ("low", "on"),
@@ -33,27 +247,19 @@ EFFORTS: Mapping[str, tuple[Thinking, ...]] = {
     "xhigh": ("high", "on"),
     "max": ("high", "on"),
 }
-"""The words of the interfaces for how much to think, and the modes of templates that stand for each, best first."""
-PARTS = ("text", "input_text", "output_text")
-"""Parts of a message that are text."""
+PARTS = ("text", "input_text", "output_text")  # parts of a message that are text
+THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")  # and that are thinking
+# Fields of Sampling that the interfaces write in other ways.
 NOT_PLAIN = {"max_tokens", "logprobs", "logit_bias", "stop"}
-"""Fields of Sampling that the interfaces write in other ways."""
+LATER_SYSTEM = "System message: "  # before one in a user's turn, where the template takes one only at the beginning
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The loaded model, and what it is called.
-
-    Args:
-        id: as it was asked for when the server was started.
-        aliases: other names that it answers to.
-        info: what the engine says of it.
-        sampling, template: what holds where a request says nothing.
-        created: when it was loaded, in seconds since 1970.
-    """
+    """The loaded model with its names and default options. created: seconds since 1970."""
 
     id: str
-    info: ModelInfo
+    info: ModelSpec
     aliases: tuple[str, ...] = ()
     sampling: Sampling = Sampling()  # noqa: RUF009  # frozen
     template: TemplateOptions = TemplateOptions()  # noqa: RUF009
@@ -61,11 +267,9 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it answers to, its id first."""
         return tuple(dict.fromkeys((self.id, self.info.name, *self.aliases)))
 
     def check_name(self, name: str | None) -> None:
-        """Raise RequestError unless a request means this model; one that names none does."""
         if name is not None and name not in self.names:
             raise RequestError(
                 f"the model {name!r:.200} is not loaded",
@@ -78,10 +282,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What the engine is asked: ``n`` replies to each prompt.
+    """A parsed request: ``n`` replies to each prompt.
 
-    stream: whether the client reads while they are written. one_call: a reply ends with its first call of a tool. form: the field
-    that says what form a reply is to have.
+    one_call: end a reply at its first tool call. form: the field that constrains the reply's format, for errors.
     """
 
     prompts: tuple[Prompt, ...]
@@ -98,12 +301,10 @@ class ServedRequest:
             raise RequestError(f"n: more than {MOST_REPLIES} replies to one request", "Ask several times.", param="n")
 
     def sampling_of(self, sample: int) -> Sampling:
-        """Return how sample ``i`` of a prompt is drawn: with a seed of its own, so that they differ."""
         return sample_of(self.sampling, sample)
 
 
 def checked(param: str, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returns; where the engine refuses an option, raise a RequestError that names ``param``."""
     try:
         return make()
     except OptionError as error:
@@ -112,7 +313,6 @@ def checked(param: str, make: Callable[[], Any]) -> Any:
 
 
 def check_one_schema(given: Fields, schema: str | None, param: str) -> None:
-    """Raise RequestError for a schema that is given in two ways; ``json_schema`` is also the name in Sampling."""
     if given.has("json_schema"):
         check_grammars("json_schema")
         if schema is not None:
@@ -122,20 +322,21 @@ def check_one_schema(given: Fields, schema: str | None, param: str) -> None:
 
 
 def read_sampling(given: Fields, base: Sampling, *, stop: str = "stop", **own: Any) -> Sampling:
-    """Return ``base`` with the fields that Sampling has under the same name, and with ``own``, where these are not None.
+    """Return ``base`` updated with the request's Sampling fields and ``own``, where not None.
 
-    Args:
-        given: the request's fields.
-        base: what holds where it says nothing.
-        stop: what it calls stop texts.
-        own: fields of Sampling that the interface has read itself.
+    stop: the API's name for stop texts.
     """
-    found = {each.name: given.raw(each.name) for each in fields(Sampling) if each.name not in NOT_PLAIN}
+    plain = (each.name for each in fields(Sampling) if each.name not in NOT_PLAIN)
+    found = {name: value for name in plain if (value := given.raw(name)) is not None}
+    if (penalty := given.raw("repeat_penalty")) is not None:
+        found.setdefault("repetition_penalty", penalty)
+    found |= {name: off for name, off in (("top_k", 0), ("seed", None)) if found.get(name) == UNLIMITED}
     found |= {"stop": given.texts(stop), "logit_bias": _biases(given)}
     found |= {name: value for name, value in own.items() if value is not None}
     found = {name: value for name, value in found.items() if value is not None}
     for name, value in found.items():
-        checked(given.name(stop if name == "stop" else name), partial(Sampling, **{name: value}))
+        alone = checked(given.name(stop if name == "stop" else name), partial(Sampling, **{name: value}))
+        found[name] = getattr(alone, name)  # checked biases are not checked again: there may be very many
     return checked("", lambda: replace(base, **found))  # type: ignore[no-any-return]
 
 
@@ -148,48 +349,45 @@ def _biases(given: Fields) -> dict[int | str, Any] | None:
     return {int(name) if name.isdecimal() and len(name) <= MOST_DIGITS else name: bias for name, bias in biases.items()}
 
 
-def thinking_of(effort: str | None, info: ModelInfo, param: str) -> Thinking | None:
-    """Return the model's own mode for how much to think; None leaves it to the template. Raises RequestError."""
-    if effort is None:
-        return None
-    if effort not in EFFORTS:
-        raise unsupported(param, repr(effort)[:60], f"Use {', '.join(EFFORTS)}.")
-    found = next((mode for mode in EFFORTS[effort] if mode in info.thinking_modes), None)
-    if found is None and not (effort == "none" and not info.thinks):
-        knows = f"It knows: {', '.join(info.thinking_modes)}." if info.thinking_modes else "Leave it out."
-        does = "has no such mode of thinking" if info.thinks else "does not think"
-        raise RequestError(f"{param} {effort}: {info.name} {does}", knows, param=param, code="unsupported_value")
+def thinking_of(effort: str | None, info: ModelSpec, given: Fields, field: str) -> Thinking | None:
+    """Return the model's thinking mode for an effort; None leaves it to the template. field: what is ignored else."""
+    found = next((mode for mode in EFFORTS.get(effort or "", ()) if mode in info.thinking_modes), None)
+    if effort is not None and found is None and not (effort == "none" and not info.thinks):
+        given.ignore(field)
     return found
 
 
+def thinking_budget(given: Fields, field: str, info: ModelSpec) -> dict[str, int]:
+    """Return the template option for a budget, where the model thinks."""
+    budget = given.whole(field)
+    if budget is not None and not info.thinks:
+        given.ignore(field)
+    return {} if budget is None or not info.thinks else {"thinking_budget": budget}
+
+
 def read_template(given: Fields, model: ServedModel, thinking: Thinking | None, **own: Any) -> TemplateOptions:
-    """Return the model's options with what a request says: its mode of thinking, and ``chat_template_kwargs``."""
-    keywords = given.raw("chat_template_kwargs")
-    if keywords is not None and not isinstance(keywords, dict):
-        raise given.wrong("chat_template_kwargs", "an object")
-    if unread := sorted((keywords or {}).keys() - set(model.info.template_names)):
-        name = f"chat_template_kwargs.{unread[0]:.60}"
-        raise RequestError(
-            f"{name}: the chat template does not read it", "Leave it out.", param=name, code="unsupported_field"
-        )
+    if (keywords := given.inner("chat_template_kwargs")) is not None:
+        read = {name: value for name in model.info.template_names if (value := keywords.raw(name)) is not None}
+        keywords.done()
+        own["keywords"] = {**model.template.values, **read}
     if thinking is not None:
         own["thinking"] = thinking
-    if keywords:
-        own["keywords"] = {**model.template.values, **keywords}
     return checked(given.name("chat_template_kwargs"), lambda: replace(model.template, **own))  # type: ignore[no-any-return]
 
 
-def tool_spec(given: Fields, parameters: str = "parameters") -> ToolSpec:
-    """Return a function that a request defines: its name, description and the schema of its arguments."""
-    name, description = given.needed_text("name"), given.text("description") or ""
-    schema = given.raw(parameters)
+def tool_spec(given: Fields, info: ModelSpec, parameters: str = "parameters", name: str = "") -> ToolSpec:
+    """Return a function. name: another than its own."""
+    name, description = name or given.needed_text("name"), given.text("description") or ""
+    schema, strict = given.raw(parameters), given.flag("strict")
+    if strict and not (info.holds_calls and find_spec("llguidance") is not None):
+        given.ignore("strict")
+        strict = False
     return checked(  # type: ignore[no-any-return]
-        given.where, lambda: ToolSpec(name, description, EMPTY_SCHEMA if schema is None else schema)
+        given.where, lambda: ToolSpec(name, description, EMPTY_SCHEMA if schema is None else schema, strict)
     )
 
 
-def check_tools(tools: Sequence[ToolSpec], info: ModelInfo) -> None:
-    """Raise RequestError for tools that the model can't be given."""
+def check_tools(tools: Sequence[ToolSpec], info: ModelSpec) -> None:
     if tools and not info.takes_tools:
         why = f"tools: {info.name} can't call any; its chat template has no place for them"
         raise RequestError(why, "Leave them out, or serve another model.", param="tools", code="unsupported_field")
@@ -198,9 +396,9 @@ def check_tools(tools: Sequence[ToolSpec], info: ModelInfo) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools a model is told of, and of which it has to call one: none of them where it may choose.
+    """The offered tools, and which of them must be called (none: the model may choose).
 
-    one_call: it calls one at most. form: the field that says so.
+    one_call: at most one call. form: the request field that requires it.
     """
 
     tools: tuple[ToolSpec, ...]
@@ -210,32 +408,28 @@ class ToolChoice:
 
 
 def must_call(tools: Sequence[ToolSpec], names: Sequence[str], param: str, *, one_call: bool = False) -> ToolChoice:
-    """Return the choice by which one of these tools has to be called. Raises RequestError."""
-    known = [each.name for each in tools]
-    if unknown := [name for name in names if name not in known]:
-        raise RequestError(
-            f"{param}: there is no tool {unknown[0]!r:.140}",
-            f"tools defines {', '.join(known) or 'none'}.",
-            param=param,
-        )
+    """Require a call of one of these tools. Raises RequestError."""
+    _check_known(tools, names, param, f"tools defines {', '.join(each.name for each in tools) or 'none'}.")
     if not names:
         raise RequestError(f"{param}: there is no tool to call", "Define it in tools.", param=param)
     check_grammars(param)
     return ToolChoice(tuple(tools), tuple(names), one_call, param)
 
 
-def among(tools: Sequence[ToolSpec], names: Sequence[str], param: str, mode: str) -> ToolChoice:
-    """Return the choice of some of the tools that a request defines. mode: "required" where one has to be called."""
-    if mode == "required":
-        return must_call(tools, names, param)
+def _check_known(tools: Sequence[ToolSpec], names: Sequence[str], param: str, hint: str) -> None:
     known = {each.name for each in tools}
     if unknown := [name for name in names if name not in known]:
-        raise RequestError(f"{param}: there is no tool {unknown[0]!r:.140}", "Define it in tools.", param=param)
+        raise RequestError(f"{param}: there is no tool {unknown[0]!r:.140}", hint, param=param)
+
+
+def among(tools: Sequence[ToolSpec], names: Sequence[str], param: str, mode: str) -> ToolChoice:
+    if mode == "required":
+        return must_call(tools, names, param)
+    _check_known(tools, names, param, "Define it in tools.")
     return ToolChoice(tuple(each for each in tools if each.name in names))
 
 
 def check_grammars(param: str) -> None:
-    """Raise RequestError where nothing can hold a reply to a form."""
     if find_spec("llguidance") is None:
         raise RequestError(
             f"{param}: holding a reply to a form needs llguidance",
@@ -246,7 +440,7 @@ def check_grammars(param: str) -> None:
 
 
 def json_schema(given: Fields, field: str = "schema") -> str:
-    """Return the JSON Schema that a field holds, as text. Raises RequestError."""
+    """Return a field's JSON Schema as text. Raises RequestError."""
     schema = given.raw(field)
     if schema is None:
         raise given.missing(field)
@@ -256,21 +450,69 @@ def json_schema(given: Fields, field: str = "schema") -> str:
     return json.dumps(schema, ensure_ascii=False)
 
 
-def tool_call(given: Fields, name: str, arguments: str, id: str) -> ToolCall:
-    """Return an assistant's call. Raises RequestError for arguments that are not a JSON object."""
-    return checked(given.where, lambda: ToolCall(name, arguments or "{}", id))  # type: ignore[no-any-return]
+def tool_call(name: str, arguments: str, id: str) -> ToolCall:
+    """Return an assistant's call; one with a problem where its arguments can't be read."""
+    with suppress(OptionError):
+        return ToolCall(name, arguments or "{}", id)
+    with suppress(OptionError, UnreadableCallError):
+        return ToolCall(name, mended_object(arguments), id)
+    return ToolCall(name, arguments, id, problem="its arguments are not a JSON object")
 
 
 def text_of(given: Fields, field: str = "content", kinds: Sequence[str] = PARTS) -> str:
-    """Return a text, or the texts of a list of parts, a line each; "" where there is none. Raises RequestError for other parts."""
+    """Return a text, or the text parts joined by newlines; "" if absent. Raises RequestError for other parts."""
     value = given.raw(field)
     if value is None or isinstance(value, str):
         return value or ""
     return "\n".join(part_text(part, kinds) for part in given.each(field))
 
 
+def result_text(given: Fields, field: str = "content") -> str:
+    """Return the text of a tool's result: a line stands for each part that is no text."""
+    if not isinstance(given.raw(field), list):
+        return text_of(given, field)
+    lines = []
+    for part in given.each(field):
+        if (kind := part.needed_text("type")) in PARTS:
+            lines.append(part_text(part))
+        else:
+            lines.append(f"[{kind:.40} left out: only text can be read]")
+            part.ignore(kind)
+    return "\n".join(lines)
+
+
+def said_and_thought(given: Fields) -> tuple[str, str]:
+    """Return an assistant's text, and what parts of it are thinking, of any model. Raises RequestError."""
+    if not isinstance(given.raw("content"), list):
+        return text_of(given), ""
+    said, thought = [], []
+    for part in given.each("content"):
+        kind = part.needed_text("type")
+        if kind in THOUGHTS:
+            thought.append(
+                next((text for field in (kind, "thinking", "text", "summary") if (text := plain_text(part, field))), "")
+            )
+            part.idle("signature", "data", "id", "status")
+            part.done()
+        elif kind == "refusal":
+            said.append(part.needed_text("refusal"))
+            part.done()
+        elif kind in PARTS:
+            said.append(part_text(part))
+        else:
+            part.ignore(kind)  # what a service of another did, or another model drew
+    return "\n".join(said), "\n\n".join(each for each in thought if each)
+
+
+def plain_text(part: Fields, field: str) -> str:
+    """Return a field's text, and that of its parts."""
+    value = part.raw(field)
+    parts = value if isinstance(value, list) else [value]
+    texts = [each.get("text") if isinstance(each, dict) else each for each in parts]
+    return "\n".join(each for each in texts if isinstance(each, str))
+
+
 def part_text(part: Fields, kinds: Sequence[str] = PARTS) -> str:
-    """Return the text of one part of a message."""
     kind = part.needed_text("type")
     if kind not in kinds:
         raise unsupported(part.name("type"), f"{kind!r:.40}", "Only text can be read.")
@@ -281,7 +523,6 @@ def part_text(part: Fields, kinds: Sequence[str] = PARTS) -> str:
 
 
 def joined(turn: Sequence[Message]) -> Message:
-    """Return messages of one role that follow each other as one."""
     return replace(
         turn[0],
         content="\n\n".join(each.content for each in turn if each.content),
@@ -290,48 +531,26 @@ def joined(turn: Sequence[Message]) -> Message:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NamedMessage:
-    """A message, and what it is called in errors."""
+def conversation(given: Iterable[Message], info: ModelSpec, param: str) -> tuple[Message, ...]:
+    """Return messages for the engine, each tool result with its function's name. Raises RequestError for none.
 
-    message: Message
-    where: str
-
-
-def conversation(given: Iterable[NamedMessage], info: ModelInfo, param: str) -> tuple[Message, ...]:
-    """Return messages as the engine takes them, with each result's function named.
-
-    System messages at the beginning become one where the chat template takes only one. Raises RequestError for none at all, for a
-    later one that it would leave out, and for a result of no call.
+    Users and assistants in a row become one turn: many templates want them to alternate. So do system messages at the
+    beginning, where the template takes no others; a later one is part of the user's turn there.
     """
     out: list[Message] = []
-    opening: list[str] = []  # what system messages at the beginning say, where they become one
     names: dict[str, str] = {}
+    alone = ("tool", "system") if info.later_system else ("tool",)
     for each in given:
-        message = each.message
+        message = each
         if message.role == "tool":
-            if message.tool_call_id not in names:
-                raise RequestError(
-                    f"{each.where}: no call before it has the id {message.tool_call_id!r:.80}",
-                    "Send the assistant's message with its calls as well.",
-                    param=each.where,
-                )
-            message = replace(message, name=message.name or names[message.tool_call_id])
+            message = replace(message, name=message.name or names.get(message.tool_call_id, ""))
         names |= {call.id: call.name for call in message.tool_calls}
-        if message.role == "system" and not info.later_system:
-            if len(out) > 1 or (out and not opening):
-                raise RequestError(
-                    f"{each.where}: the chat template of {info.name} takes a system message only at the beginning",
-                    "Put it there.",
-                    param=each.where,
-                    code="unsupported_value",
-                )
-            opening.append(message.content)
-            out[:1] = [message]
+        if message.role == "system" and not info.later_system and any(other.role != "system" for other in out):
+            message = Message("user", f"{LATER_SYSTEM}{message.content}")
+        if out and message.role == out[-1].role not in alone:
+            out[-1] = joined((out[-1], message))
         else:
             out.append(message)
-    if opening:
-        out[0] = replace(out[0], content="\n\n".join(opening))
     if not out:
         raise RequestError(f"{param} is empty", "Send at least one message.", param=param)
     return tuple(out)

@@ -1,6 +1,4 @@
-"""Conversations on disk: one SQLite file of chats, each a tree of messages in which nothing finished is ever overwritten.
+"""Conversations on disk: one SQLite file of chats, each a tree of messages; finished ones never change."""
 
-``store`` is the front: everything the chat and the command line ask for; ``values`` is what they get, ``export`` one conversation
-as Markdown or JSON and back. Behind the front stand the file with its tables and versions (``database``), rows (``messages``) and
-full-text ``search``. No MLX, no Textual, no asyncio: a store belongs to the one thread that opened it.
-"""
+# ``store`` is the API, ``values`` its results, ``export`` Markdown and JSON; behind it are ``database`` and
+# ``messages``. No MLX, Textual or asyncio: a store belongs to the thread that opened it.

@@ -1,33 +1,38 @@
-"""The file of chats: its tables, its versions, who can read it, and a connection that is durable and patient with others.
+"""The chat database: schema, migrations, permissions, and a durable connection with retries."""
 
-The tables are the list of steps that lead to them. A step that has been released is never changed: a new one is added. A newer
-file is never written; an older one is copied first. The file lies in a folder of its own that only its user can read.
-
-    chats ──head──▶ messages ──parent──▶ messages        search: an index of the words of every message that is not partial
-                        ▲── attachments
-
-That a parent is older than its child makes a ring impossible; that keys hold the chat too keeps every tree within its chat.
-"""
+# The schema is the list of migrations. A released step never changes. A newer file is never written; an older
+# one is backed up first. The file is in a folder that only its user can read.
+#
+#     chats ──head──▶ messages ──parent──▶ messages        search: index of the words of all finished messages
+#                         ▲── attachments
+#
+# Parents are older than children, so there are no cycles; keys include the chat, so trees don't cross chats.
+#
+# Only SQLite may open an existing file: closing any descriptor drops all of the process's locks on it, SQLite's
+# too (https://sqlite.org/howtocorrupt.html, 2.2), and another program would then delete the log.
 
 import datetime
+import errno
 import itertools
 import os
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokamac.engine.files import check_regular
+from tokamac.engine.files import HELD, FileId, check_regular, exists, file_id, is_dir
 
-from .values import StoreError, damaged, fold, refused, told
+from .values import StoreError, StoreReplacedError, damaged, explained, fold, refused
 
-Step = tuple[str, ...]
-"""SQL statements that lead from one version to the next."""
+Step = tuple[str, ...]  # SQL statements that lead from one version to the next
 
-APPLICATION_ID = 0x546B4D63
-"""Says in the file's header that it is ours: "TkMc"."""
+APPLICATION_ID = 0x546B4D63  # says in the file's header that it is ours: "TkMc"
 
 _CHATS = """
 CREATE TABLE chats (
@@ -100,9 +105,11 @@ CREATE TRIGGER finished_stays BEFORE UPDATE ON messages WHEN old.state <> 'parti
 END""",
 )
 
+# FTS5's own rows of totals and of structure, as in an index of nothing: with broken ones SQLite opens none, even to
+# mend it.
 EMPTY_INDEX = "REPLACE INTO search_data (id, block) VALUES (1, x''), (10, x'00000000000000')"
-"""FTS5's own rows of totals and of structure, as in an index of nothing: with broken ones SQLite opens none, even to mend it."""
 
+# Messages of the role "tool", and calls. SQLite changes no CHECK, so the table is made anew, with what hangs on it.
 _TOOLS: Step = (
     "DROP VIEW finished",
     _MESSAGES.replace("TABLE messages", "TABLE messages_with_tools")
@@ -117,8 +124,8 @@ _TOOLS: Step = (
     _MESSAGES_BEING_WRITTEN,
     *(statement for statement in _SEARCH if "VIRTUAL" not in statement),
 )
-"""Messages of the role "tool", and calls. SQLite changes no CHECK, so the table is made anew, with what hangs on it."""
 
+# What leads to each version, from 1; the program's version is their number.
 STEPS: tuple[Step, ...] = (
     (
         _CHATS,
@@ -130,23 +137,17 @@ STEPS: tuple[Step, ...] = (
         *_SEARCH,
     ),
     _TOOLS,
-    (
-        "ALTER TABLE chats ADD COLUMN pinned_at REAL",
-        "ALTER TABLE chats ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
-    ),
+    ("ALTER TABLE chats ADD COLUMN pinned_at REAL", "ALTER TABLE chats ADD COLUMN folder TEXT NOT NULL DEFAULT ''"),
 )
-"""What leads to each version, from 1; the program's version is their number."""
 
 
 NAME = "chats.db"
-LARGEST_BYTES = 1 << 44
-"""SQLite reads what it needs of a file, however large: this is no bound but its own."""
+LARGEST_BYTES = 1 << 44  # SQLite reads what it needs of a file, however large: this is no bound but its own
+# What SQLite keeps beside a file. The log holds what is not yet in the file itself.
 COMPANIONS = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a file. The log holds what is not yet in the file itself."""
 
 
 def default_path() -> Path:
-    """Return where chats are kept: below ``TOKAMAC_DATA_DIR``, else below the user's data folder."""
     import platformdirs
 
     given = os.environ.get("TOKAMAC_DATA_DIR")
@@ -154,41 +155,52 @@ def default_path() -> Path:
 
 
 def prepare(path: Path) -> None:
-    """Make the folder and the file, for their user alone, where they are missing, and close them to others where they are not.
-
-    SQLite gives its log and index files the mode of the file, so there is no moment at which another user could read them.
-    """
+    """Create the folder and file for this user alone, or restrict their permissions."""
+    # SQLite gives its log and index files the mode of the file: no other user can read them at any moment.
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _close_to_others(path.parent, 0o700)
         check_regular(files := _files(path), LARGEST_BYTES)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        if not exists(path):
+            with suppress(FileExistsError):  # O_EXCL: one that is there by now, and may be in use, is not opened
+                os.close(os.open(files[-1], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        if is_dir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(path, os.R_OK | os.W_OK):
+            code = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code))
         for file in files:
-            if file.exists():
+            with suppress(FileNotFoundError):
                 _close_to_others(file, 0o600)
     except OSError as problem:
         raise refused(path, problem) from problem
 
 
 def _files(path: Path) -> list[Path]:
-    """Return what belongs to the file, and it last: a log that is left behind would be played into a new file."""
-    return [*(path.with_name(path.name + tail) for tail in COMPANIONS), path]
+    """Return the database's files, the main one last: a log left behind would be replayed into a new file."""
+    place = _place(path)
+    return [*(place.with_name(place.name + tail) for tail in COMPANIONS), place]
+
+
+def _place(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def set_aside(path: Path, now: datetime.datetime) -> Path:
-    """Move the file and what belongs to it into a new folder beside it; return the file there. Nothing is removed or replaced."""
+    """Move the database's files into a new folder next to it; return the new path. Replaces nothing."""
     if not path.exists():
         raise StoreError(
             f"There is no {path} to set aside", "Nothing needs to be done: a new one is made when it is opened."
         )
     try:
-        folder = _new_folder(path.parent, f"set-aside-{now:%Y%m%d-%H%M%S}")
-        for file in _files(path):
+        files = _files(path)
+        folder = _new_folder(files[-1].parent, f"set-aside-{now:%Y%m%d-%H%M%S}")
+        for file in files:
             if file.exists():
                 file.rename(folder / file.name)
     except OSError as problem:
         raise refused(path, problem) from problem
-    return folder / path.name
+    return folder / files[-1].name
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -207,10 +219,7 @@ def _close_to_others(path: Path, mode: int) -> None:
 
 
 def check_version(connection: sqlite3.Connection, path: Path, known: int) -> int:
-    """Return the file's version, 0 for an empty one, inside the caller's transaction.
-
-    Raises StoreError where the file is newer than ``known``, or not ours.
-    """
+    """Return the file's version (0: empty), in the caller's transaction. Raises StoreError if newer or not ours."""
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
     empty = connection.execute("SELECT NOT EXISTS (SELECT 1 FROM sqlite_master)").fetchone()[0]
@@ -225,7 +234,7 @@ def check_version(connection: sqlite3.Connection, path: Path, known: int) -> int
 
 
 def migrate(connection: sqlite3.Connection, path: Path, steps: tuple[Step, ...]) -> None:
-    """Bring the file to version ``len(steps)``, inside the caller's writing transaction, after copying what it held."""
+    """Migrate to version ``len(steps)`` after a backup, in the caller's write transaction."""
     version = check_version(connection, path, len(steps))  # another process may have done it while we waited
     if version == len(steps):
         return
@@ -240,35 +249,83 @@ def migrate(connection: sqlite3.Connection, path: Path, steps: tuple[Step, ...])
     connection.execute(f"PRAGMA user_version = {len(steps)}")
 
 
-def back_up(path: Path, version: int) -> Path:
-    """Copy the file as it is committed, log included, to a new one beside it; return that. The caller keeps writers out."""
-    copy = path.with_name(f"{path.stem}.v{version}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}")
+def vet(path: Path) -> None:
+    """Check a foreign file: intact, ours, and reading its tables runs nothing of it. Raises StoreError."""
+    names = "('chats', 'messages', 'attachments')"
+    plain = f"SELECT count(*) FROM sqlite_master WHERE name IN {names} AND type = 'table' AND sql LIKE 'CREATE TABLE%'"
+    computed = f"SELECT 1 FROM sqlite_master m, pragma_table_xinfo(m.name) c WHERE m.name IN {names} AND c.hidden"
     try:
-        os.close(os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-    except BaseException as problem:
-        copy.unlink(missing_ok=True)  # half a copy is none
-        if isinstance(problem, OSError):
-            raise refused(copy, problem) from problem
-        raise
+        with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as connection:
+            connection.execute("PRAGMA trusted_schema = OFF")
+            check_version(connection, path, len(STEPS))
+            if connection.execute(plain).fetchone() != (3,) or connection.execute(computed).fetchone():
+                raise damaged(path, "its tables are others")
+            if (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise damaged(path, found)
+    except sqlite3.Error as error:
+        raise explained(error, path) from error
+
+
+def back_up(path: Path, version: int) -> Path:
+    """Copy the committed file, log included; return the copy. The caller keeps writers out."""
+    copy = path.with_name(f"{path.stem}.v{version}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}")
+    with _new_copy(copy) as target, closing(sqlite3.connect(path)) as source:
+        source.backup(target)
     return copy
 
 
-PATIENCE_S = 10.0
-"""How long another process may keep the file busy; each of ours takes milliseconds."""
-OLDEST_SQLITE = (3, 37, 0)
-"""The first with strict tables."""
+@contextmanager
+def _new_copy(path: Path) -> Iterator[sqlite3.Connection]:
+    """Yield a new file for a copy, removed on failure. Raises StoreError."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as problem:
+        raise refused(path, problem) from problem
+    try:
+        with closing(sqlite3.connect(path)) as target:
+            yield target
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a copy is none
+        raise
+
+
+_SHARE = (  # takes the lock that every reader of SQLite has: https://sqlite.org/src/file?name=src/os_unix.c, SHARED_FIRST
+    "import fcntl, os, sys; handle = os.open(sys.argv[1], os.O_RDONLY);"
+    "fcntl.lockf(handle, fcntl.LOCK_SH, 510, 0x40000002); print(flush=True); sys.stdin.read()"
+)
+
+
+@contextmanager
+def _shared_elsewhere(path: Path) -> Iterator[None]:
+    # The last one to close would write a log into the file that is no longer its log. Python has a switch for that
+    # from 3.12 on; until then another process holds the file open for reading.
+    command = (sys.executable, "-I", "-S", "-c", _SHARE, str(path))
+    try:
+        reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError as problem:
+        raise refused(path, problem) from problem
+    with reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        yield
+
+
+PATIENCE_S = 10.0  # how long another process may keep the file busy; each of ours takes milliseconds
+OLDEST_SQLITE = (3, 37, 0)  # the first with strict tables
 
 T = TypeVar("T")
 
 
-class Database:
-    """An open file of chats; use it from the thread that made it. Methods raise StoreError.
+# Every connection of this process. They share SQLite's index of a log, so one to a new log has to wait for those to an old one.
+_OPEN: "weakref.WeakSet[Database]" = weakref.WeakSet()
+_DOOR = threading.Condition()
 
-    Commits are on the disk when they return (``synchronous = FULL``, and ``fullfsync`` for macOS): what was acknowledged outlives
-    a loss of power too.
-    read_only: write nothing, so that it may be where nothing can be written.
+
+class Database:
+    """An open chat database, for the thread that made it. Methods raise StoreError.
+
+    Commits are durable (``synchronous = FULL``, ``fullfsync`` on macOS), power loss included. Raises
+    StoreReplacedError, and writes nothing, if another program replaced the file or its log.
     """
 
     def __init__(
@@ -276,18 +333,38 @@ class Database:
     ) -> None:
         _check_library()
         self.path = path
+        self._place = _place(path)
         self._version = len(steps)
         self._patience_s = patience_s
-        if not read_only:
-            prepare(path)
-        with told(path):
-            self._connection = _to_read(path, patience_s) if read_only else _connected(str(path), patience_s)
+        self._files: tuple[FileId | None, ...] = ()
+        with _DOOR:
+            if any(each.is_replaced() for each in self._others()):
+                raise StoreReplacedError.replaced(path)
+            if not read_only:
+                prepare(path)
+            with self._explaining():
+                self._connection = _to_read(path, patience_s) if read_only else _connected(str(path), patience_s)
+            _OPEN.add(self)
+        self._let_go = weakref.finalize(self, HELD.pop, id(self), None)
         try:
-            with told(path):
+            with self._explaining():
                 (self._set_up_reading if read_only else self._set_up)(steps)
+            HELD[id(self)] = frozenset(filter(None, map(file_id, _files(path))))
+            if not read_only:
+                self._files = self._there()
         except BaseException:
-            self._connection.close()
+            self.close()
             raise
+
+    def _others(self) -> "list[Database]":
+        return [each for each in _OPEN if each is not self and each._place == self._place]
+
+    def _there(self) -> tuple[FileId | None, ...]:
+        return file_id(self._place), file_id(self._place.with_name(f"{self._place.name}-wal"))
+
+    def is_replaced(self) -> bool:
+        """Whether another program replaced or removed the file or its log. Thread-safe; microseconds."""
+        return bool(self._files) and self._there() != self._files
 
     def _set_up(self, steps: tuple[Step, ...]) -> None:
         connection = self._connection
@@ -308,6 +385,7 @@ class Database:
             with self._transaction():
                 migrate(connection, self.path, steps)
         connection.execute("PRAGMA foreign_keys = ON")  # after migrations, which may rebuild tables
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # SQLite makes the log when it first reads
 
     def _set_up_reading(self, steps: tuple[Step, ...]) -> None:
         if (version := self._patiently(lambda: self._version_found(len(steps)))) < len(steps):
@@ -325,14 +403,13 @@ class Database:
             self._roll_back()
 
     def read(self, sql: str, values: dict[str, Any] | tuple[Any, ...] = ()) -> list[sqlite3.Row]:
-        """Return the rows of one question, as they all were at one moment."""
-        with told(self.path):
+        with self._explaining():
             return self._connection.execute(sql, values).fetchall()
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Several questions about one and the same moment."""
-        with told(self.path):
+    def reading(self, *, replaced: bool = False) -> Iterator[sqlite3.Connection]:
+        """Run several queries on one snapshot. replaced: read the opened file even if it was replaced."""
+        with self._explaining(replaced=replaced):
             self._connection.execute("BEGIN")
             try:
                 yield self._connection
@@ -341,29 +418,65 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, and alone: what is read in here can't be changed by another process before it is written."""
-        with told(self.path), self._transaction() as connection:
+        """An exclusive write transaction: no other process changes what is read in it."""
+        with self._explaining(), self._transaction() as connection:
             check_version(connection, self.path, self._version)  # another process may have brought the file up to date
             yield connection
 
     def check(self) -> None:
-        """Read the whole file and raise StoreDamagedError if it is not whole. Seconds, for gigabytes."""
-        with told(self.path):
+        with self._explaining():
             found = [str(row[0]) for row in self._connection.execute("PRAGMA quick_check(3)")]
             if found != ["ok"]:
                 raise damaged(self.path, "; ".join(found))
             if self._connection.execute("PRAGMA foreign_key_check").fetchone() is not None:
                 raise damaged(self.path, "a message belongs to nothing")
 
+    def changes(self) -> int:
+        return int(self.read("PRAGMA data_version")[0][0])
+
+    def copy_to(self, path: Path) -> None:
+        with _new_copy(path) as copy, self._explaining():
+            try:
+                self._connection.backup(copy)
+            except sqlite3.Error as error:
+                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                    raise explained(error, path) from error
+                raise
+
     def merge_log(self) -> None:
-        """Write the log into the file and empty it, as far as no other process reads in it."""
-        with told(self.path):
+        with self._explaining():
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def close(self) -> None:
-        """Close the file. May be called again."""
-        with told(self.path):
-            self._connection.close()
+    def close(self, *, alone: bool = False) -> None:
+        """Close, repeatably. alone: return once no other connection of this process is open to the file."""
+        with _DOOR, self._explaining(replaced=True):
+            if self in _OPEN:
+                # Of a file that is not at its place any more, SQLite itself writes no log back.
+                replaced = self.is_replaced()
+                beside = replaced and self._there()[0] == self._files[0]
+                with _shared_elsewhere(self._place) if beside else nullcontext():
+                    self._connection.close()
+                if not replaced:
+                    self._files = ()  # what becomes of it from now on is nothing to this one
+                self._let_go()
+                _OPEN.discard(self)
+                _DOOR.notify_all()
+            if alone and not _DOOR.wait_for(lambda: not self._others(), self._patience_s):
+                raise StoreError(f"The chats in {self.path} are in use", "Try again.")
+
+    @contextmanager
+    def _explaining(self, *, replaced: bool = False) -> Iterator[None]:
+        """Convert SQLite's errors to StoreError, except programming errors. replaced: allow a replaced file."""
+        if not replaced and self.is_replaced():
+            raise StoreReplacedError.replaced(self.path)
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise
+        except sqlite3.Error as error:
+            if not replaced and self.is_replaced():
+                raise StoreReplacedError.replaced(self.path) from error
+            raise explained(error, self.path) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -380,7 +493,7 @@ class Database:
             self._connection.execute("ROLLBACK")
 
     def _patiently(self, action: Callable[[], T]) -> T:
-        """Do it again while another process is in the way: in some places SQLite says so at once, whatever its time-out."""
+        # In some places SQLite reports busy immediately, whatever its time-out.
         until = time.monotonic() + self._patience_s
         while True:
             try:
@@ -407,7 +520,6 @@ def _connected(name: str, patience_s: float, *, uri: bool = False) -> sqlite3.Co
 
 
 def _to_read(path: Path, patience_s: float) -> sqlite3.Connection:
-    """Return a connection that changes nothing, if all that was committed can be read so."""
     address = f"{path.absolute().as_uri()}?mode=ro"
     connection = _connected(address, patience_s, uri=True)
     try:

@@ -1,38 +1,33 @@
-"""One conversation out of the store into a file, and back in.
+"""Import and export of one conversation. Reading raises ShapeError for invalid records."""
 
-    export.write(Path("chat.md"), export.to_markdown(store.archive(chat.id)))      the branch it stands on, to read
-    export.write(Path("chat.json"), export.to_json(store.archive(chat.id)))        all of it
-    store.adopt(export.read(Path("chat.json"), now=time.time()))                   either, or another program's Markdown
-
-What is read is data: it is checked, stored as it is, and nothing in it is followed or run.
-
-Markdown is the conversation, on the branch on which it stands, with a line of figures below each reply. It reads well anywhere, and
-comes back with every text as it was; settings and measurements of messages are in JSON alone. What the text can't say stands in
-short comments, each on a line of its own. What a comment opens reaches to the next one:
-
-    <!-- tokamac-chat {"version": 2, "title": "Bandwidth", …} -->
-    # Bandwidth
-
-    <!-- tokamac-message {"role": "user", "created": "…"} -->
-    ## You
-
-    Why is decode memory-bound?
-
-    <!-- tokamac-end -->
-
-``tokamac-thinking`` holds folded text, after which ``tokamac-text`` opens the message's own, ``tokamac-attachment`` a fenced one,
-and ``tokamac-figures`` the line that only people read. A line of a message that begins like such a comment gets a backslash before
-it, which Markdown does not show. Version 1, which Tokamac 0.1 wrote, is read too: all metrics stood in its comments. So is what
-other programs wrote: a heading, or a bold line, with a known name begins each message.
-
-JSON holds all branches. It is read strictly: an unknown key is an error that names it. Moments are ISO 8601 in UTC. Ids of chats
-and drafts stay behind: the one is the store's, the other was never sent.
-
-    {"format": "tokamac-chat", "version": 1, "chat": {…, "head": 4},
-     "messages": [{"id": 1, "parent": null, "role": "user", "created": "…", "state": "complete", "text": "…"}, …]}
-
-Messages come parents first; ``thinking``, ``model``, ``settings``, ``metrics``, ``calls`` and ``attachments`` may be missing.
-"""
+#     export.write(Path("chat.md"), export.to_markdown(store.archive(chat.id)))      the current branch
+#     export.write(Path("chat.json"), export.to_json(store.archive(chat.id)))        all of it
+#     store.adopt(export.read(Path("chat.json"), now=time.time()))                   either, or foreign Markdown
+#
+# Markdown round-trips texts; settings and metrics are only in JSON. Metadata is in comments on lines of their
+# own, each valid until the next:
+#
+#     <!-- tokamac-chat {"version": 2, "title": "Bandwidth", …} -->
+#     # Bandwidth
+#
+#     <!-- tokamac-message {"role": "user", "created": "…"} -->
+#     ## You
+#
+#     Why is decode memory-bound?
+#
+#     <!-- tokamac-end -->
+#
+# Others: ``tokamac-thinking``, then ``tokamac-text``; ``tokamac-attachment``; ``tokamac-figures``, for people
+# only. A message line like such a comment gets a leading backslash. Also reads version 1 (Tokamac 0.1), with
+# metrics in comments, and foreign Markdown, where a known name as a heading or in bold begins a message.
+#
+# JSON is strict: unknown keys are errors. Times are ISO 8601 in UTC; chat ids and drafts are not exported.
+#
+#     {"format": "tokamac-chat", "version": 1, "chat": {…, "head": 4},
+#      "messages": [{"id": 1, "parent": null, "role": "user", "created": "…", "state": "complete", "text": "…"}, …]}
+#
+# Parents come first; ``thinking``, ``model``, ``settings``, ``metrics``, ``calls``, ``attachments`` are
+# optional.
 
 import json
 import os
@@ -46,9 +41,10 @@ from typing import Any, TypeVar
 from tokamac.engine.errors import OptionError, access_hint
 from tokamac.engine.events import Role, ToolCall
 from tokamac.engine.files import TooLargeError, read_bytes, to_disk
+from tokamac.engine.metrics import Metrics
 
-from .. import units
-from ..strict_json import ShapeError, build
+from ..reports.verdict import figures_text
+from ..text.strict_json import ShapeError, build
 from .values import (
     Archive,
     Attachment,
@@ -63,18 +59,15 @@ from .values import (
 )
 
 VERSION = 1
-MARKDOWN_VERSION = 2
-"""Of Markdown; 1 is read as well."""
+MARKDOWN_VERSION = 2  # of Markdown; 1 is read as well
 T = TypeVar("T")
+# Times of chats are before it: later ones are no date in every time zone.
 LAST_S = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""Times of chats are before it: later ones are no date in every time zone."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRecord:
-    """What a file says about a chat."""
-
     title: str
     title_origin: TitleOrigin
     created: str
@@ -84,8 +77,6 @@ class ChatRecord:
 
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """What a file says about a message, but for its texts and its place."""
-
     role: Role
     created: str
     state: State = "complete"
@@ -94,14 +85,11 @@ class MessageRecord:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentRecord:
-    """What a file says about an attachment, but for its text."""
-
     name: str
     kind: str = "text"
 
 
 def chat_record(chat: StoredChat) -> dict[str, Any]:
-    """Return what a file keeps of a chat."""
     return {
         "title": chat.title,
         "title_origin": chat.title_origin,
@@ -113,7 +101,6 @@ def chat_record(chat: StoredChat) -> dict[str, Any]:
 
 
 def chat_from(record: object, where: str) -> StoredChat:
-    """Return the chat of a record, without messages. Raises ShapeError."""
     table, (settings,) = _without(record, where, "settings")
     read = build(ChatRecord, table, where)
     return StoredChat(
@@ -128,7 +115,6 @@ def chat_from(record: object, where: str) -> StoredChat:
 
 
 def message_record(message: StoredMessage) -> dict[str, Any]:
-    """Return what a file keeps of a message, but for its texts and its place."""
     record: dict[str, Any] = {"role": message.role, "created": _moment(message.created_at), "state": message.state}
     if message.model:
         record["model"] = message.model
@@ -142,7 +128,6 @@ def message_record(message: StoredMessage) -> dict[str, Any]:
 
 
 def message_from(record: object, where: str, number: int, parent: int | None) -> StoredMessage:
-    """Return the message of a record at its place, without its texts. Raises ShapeError."""
     table, (settings, metrics, calls) = _without(record, where, "settings", "metrics", "calls")
     read = build(MessageRecord, table, where)
     created = _seconds(read.created, f"{where}.created")
@@ -160,19 +145,17 @@ def _calls(records: object, where: str) -> tuple[ToolCall, ...]:
 
 
 def attachment_from(record: object, where: str, text: str) -> Attachment:
-    """Return the attachment of a record. Raises ShapeError."""
     read = build(AttachmentRecord, record, where)
     return Attachment(read.name, text, read.kind)
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
-    """Return a value as JSON that a UTF-8 file can hold."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
     return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)  # they stand inside strings only
 
 
 def loads(text: str) -> Any:
-    """Return the value of a JSON text, in which no key stands twice and every number is one. Raises ValueError."""
+    """Parse JSON without duplicate keys or non-finite numbers. Raises ValueError."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except RecursionError:
@@ -180,7 +163,7 @@ def loads(text: str) -> Any:
 
 
 def taken(table: Any, where: str, key: str, kind: type[T]) -> T:
-    """Return a value of a table that must be there and of that type. Raises ShapeError."""
+    """Return a required value of this type. Raises ShapeError."""
     if key not in table:
         raise ShapeError(f"{where}: no field {key!r}")
     value: T = build(kind, table[key], f"{where}.{key}")
@@ -188,7 +171,6 @@ def taken(table: Any, where: str, key: str, kind: type[T]) -> T:
 
 
 def _without(record: object, where: str, *keys: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return the record without these keys, and their values, None for those that are missing."""
     if not isinstance(record, dict):
         raise ShapeError(f"{where}: not an object")
     return {k: v for k, v in record.items() if k not in keys}, [record.get(key) for key in keys]
@@ -232,14 +214,13 @@ FORMAT = "tokamac-chat"
 
 
 def to_json(archive: Archive) -> str:
-    """Return the conversation as JSON."""
     messages = [_record(message) for message in archive.messages]
     chat = {**chat_record(archive.chat), "head": archive.chat.head}
     return dumps({"format": FORMAT, "version": VERSION, "chat": chat, "messages": messages}, indent=2) + "\n"
 
 
 def from_json(text: str) -> Archive:
-    """Return the conversation in a JSON text. Raises ValueError (ShapeError) that says what is wrong, and where."""
+    """Parse a JSON conversation. Raises ValueError (ShapeError) that names the place."""
     value = loads(text)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ShapeError(f'it has no "format": "{FORMAT}"')
@@ -316,12 +297,10 @@ _WHO = {"system": "System", "user": "You", "assistant": "Assistant", "tool": "To
 
 
 def is_ours(text: str) -> bool:
-    """Return whether the text was written by ``to_markdown``, whatever was edited since."""
     return bool(re.match(r"\ufeff?\s*<!-- tokamac-chat ", text))
 
 
 def to_markdown(archive: Archive) -> str:
-    """Return the messages from the chat's beginning to its head as Markdown."""
     chat = {"version": MARKDOWN_VERSION, **chat_record(archive.chat)}
     parts = [f"{_mark('chat', chat)}# {_plain(archive.chat.title or 'Chat')}\n\n"]
     parts += [_message(message) for message in branch(archive)]
@@ -329,7 +308,7 @@ def to_markdown(archive: Archive) -> str:
 
 
 def from_markdown(text: str) -> Archive:
-    """Return the conversation in what ``to_markdown`` wrote. Raises ValueError (ShapeError) that says what is wrong, and where."""
+    """Parse ``to_markdown`` output. Raises ValueError (ShapeError) that names the place."""
     text = text.removeprefix("\ufeff").lstrip()
     if text.partition("\n")[0].endswith("\r"):  # an editor has changed all line ends
         text = text.replace("\r\n", "\n")
@@ -342,7 +321,7 @@ def from_markdown(text: str) -> Archive:
     _require_heading(sections[-1], 0)
     messages: list[StoredMessage] = []
     for section in sections[1:-1]:
-        _take(section, messages)
+        _read_section(section, messages)
     record = dict(sections[0].record)
     if not 1 <= build(int, record.pop("version", None), "line 1: version") <= MARKDOWN_VERSION:
         raise ShapeError(f"it is not of version 1 or {MARKDOWN_VERSION}, which this tokamac reads")
@@ -351,8 +330,6 @@ def from_markdown(text: str) -> Archive:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A comment, what it says, what follows it, and the number of its line."""
-
     kind: str
     record: dict[str, object]
     body: str
@@ -372,8 +349,7 @@ def _sections(text: str) -> Iterator[_Section]:
         yield _Section(mark[1], record, text[mark.end() : end], line)
 
 
-def _take(section: _Section, messages: list[StoredMessage]) -> None:
-    """Add what the section says to the messages, or to the last of them."""
+def _read_section(section: _Section, messages: list[StoredMessage]) -> None:
     where = f"line {section.line}"
     if section.kind == "message":
         number = len(messages) + 1
@@ -404,7 +380,6 @@ def _take(section: _Section, messages: list[StoredMessage]) -> None:
 
 
 def _without_gap(body: str) -> str:
-    """Return a text without the blank line that parts it from the next comment."""
     return body[:-2] if body.endswith("\n\n") else body.removesuffix("\n")
 
 
@@ -433,23 +408,15 @@ def _message(message: StoredMessage) -> str:
 
 
 def figures_line(message: StoredMessage) -> str:
-    """Return a reply's figures on one line: ``72 tok/s · 37 tokens · first token 0.06 s · model``; "" where none are known."""
+    """Return ``72 tok/s · 370 tokens · first token 0.06 s · model``; "" if nothing is known."""
     measured = (message.metrics or {}).get("metrics")
     if message.role != "assistant" or not isinstance(measured, Mapping):
         return ""
-    decode, tokens, first = (_positive(measured.get(key)) for key in ("decode_tps", "generated_tokens", "ttft_s"))
-    parts = [
-        "" if decode is None else units.rate(decode),
-        "" if tokens is None else f"{units.count(int(tokens))} tokens",
-        "" if first is None else f"first token {units.seconds(first)}",
-    ]
-    known = [part for part in parts if part]
-    return " · ".join([*known, *([_plain(message.model)] if message.model else [])]) if known else ""
-
-
-def _positive(value: object) -> float | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
-    return float(value) if number else None  # type: ignore[arg-type]
+    try:
+        figures = figures_text(build(Metrics, dict(measured), "metrics"))
+    except ShapeError:  # of another program, or of another version
+        return ""
+    return f"{figures} · {_plain(message.model)}" if message.model else figures
 
 
 def _attachment(attachment: Attachment) -> str:
@@ -461,13 +428,12 @@ def _attachment(attachment: Attachment) -> str:
 
 
 def _mark(kind: str, record: dict[str, object] | None = None) -> str:
-    """Return a comment. No text in it can end it: angle brackets stand in strings only, where JSON may escape them."""
+    """Return a comment that no text can end: angle brackets occur only in strings, where JSON escapes them."""
     said = "" if record is None else " " + dumps(record).replace("<", "\\u003c").replace(">", "\\u003e")
     return f"<!-- tokamac-{kind}{said} -->\n"
 
 
 def branch(archive: Archive) -> list[StoredMessage]:
-    """Return the messages from the conversation's beginning to where it stands."""
     by_id = {message.id: message for message in archive.messages}
     out, at = [], archive.chat.head
     while at is not None:
@@ -477,12 +443,10 @@ def branch(archive: Archive) -> list[StoredMessage]:
 
 
 def _plain(name: str) -> str:
-    """Return a name that begins no comment: it is only shown, and read back from the comment before it."""
     return one_line(name).replace("<", "‹")
 
 
 def _require_heading(section: _Section, lines: int) -> None:
-    """Raise ShapeError where more stands under a comment than its heading: it would be lost."""
     if sum(bool(line.strip()) for line in section.body.split("\n")) > lines:
         raise ShapeError(f"line {section.line}: there is text after tokamac-{section.kind} that belongs to no message")
 
@@ -512,7 +476,7 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
 def from_foreign_markdown(text: str, now: float) -> Archive:
-    """Return the conversation, dated ``now`` (seconds since 1970). Raises ShapeError where no message begins."""
+    """Parse foreign Markdown, dated ``now`` (seconds since 1970). Raises ShapeError if no message begins."""
     title, parts = _parts(text.removeprefix("\ufeff").replace("\r\n", "\n"))
     if not parts:
         raise ShapeError("no message begins in it: a line such as ## User or ## Assistant must stand before each")
@@ -526,7 +490,6 @@ def from_foreign_markdown(text: str, now: float) -> Archive:
 
 
 def _parts(text: str) -> tuple[str, list[tuple[Role, str]]]:
-    """Return the title before the first message, and of each message who speaks and what is said."""
     before: list[str] = []
     parts: list[tuple[Role, list[str]]] = []
     fence = ""
@@ -546,7 +509,6 @@ def _speaker(line: str) -> Role | None:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence that is open after a line: a longer or equal one of the same kind ends it."""
     match = _FENCE.match(line)
     if match is None:
         return fence
@@ -556,12 +518,11 @@ def _fence_after(line: str, fence: str) -> str:
     return "" if ends else fence
 
 
-MAX_BYTES = 256 << 20
-"""A conversation of fifty million words: what is larger is something else."""
+MAX_BYTES = 256 << 20  # a conversation of fifty million words: what is larger is something else
 
 
 def parse(text: str, *, now: float) -> Archive:
-    """Return the conversation in a text of either kind; ``now`` dates what has no date. Raises StoreError."""
+    """Parse JSON or Markdown; ``now`` dates undated messages. Raises StoreError."""
     try:
         if text.lstrip("\ufeff \t\r\n").startswith("{"):
             return from_json(text.lstrip("\ufeff"))
@@ -573,7 +534,7 @@ def parse(text: str, *, now: float) -> Archive:
 
 
 def read(path: Path, *, now: float) -> Archive:
-    """Return the conversation in a file. Raises StoreError."""
+    """Read a conversation from a file. Raises StoreError."""
     try:
         return parse(read_bytes(path, MAX_BYTES).decode("utf-8"), now=now)
     except TooLargeError as problem:
@@ -586,7 +547,7 @@ def read(path: Path, *, now: float) -> Archive:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a new file that its user alone can read. Raises StoreError where there is one, or it can't be written."""
+    """Write a new file, readable by its user only. Raises StoreError if it exists or can't be written."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -1,9 +1,4 @@
-"""Messages and chats as rows: read, and added. Every function works inside the transaction that its caller has begun.
-
-Also who is writing a reply: a process holds a locked file for as long as it lives, and the reply carries the file's name. The
-system lets go of a lock when its process ends, however it ends. A process number could belong to another program by now, and a
-heartbeat stops while a computer sleeps.
-"""
+"""Rows of chats and messages, in the caller's transaction, and full-text search; missing ones raise StoreError."""
 
 import contextlib
 import fcntl
@@ -12,20 +7,23 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import ToolCall
 
-from ..strict_json import ShapeError, build
+from ..text.strict_json import ShapeError, build
 from .values import (
     LEFT_OUT,
     Archive,
     Attachment,
+    Hit,
     Json,
+    Merged,
     StoredChat,
     StoredMessage,
     StoreError,
@@ -51,12 +49,11 @@ WITH RECURSIVE up (id, parent, depth) AS (
 
 
 def chat_of(row: sqlite3.Row) -> StoredChat:
-    """Return a row of the table as a value."""
     return StoredChat(**{**dict(row), "settings": json.loads(row["settings"])})
 
 
 def as_json(value: Json) -> str:
-    """Return an object as it is stored. Raises StoreError for what JSON can't hold."""
+    """Return JSON to store. Raises StoreError for other values."""
     try:
         return json.dumps(dict(value), allow_nan=False)  # ASCII: halves of surrogate pairs too
     except (TypeError, ValueError, RecursionError) as error:
@@ -66,7 +63,6 @@ def as_json(value: Json) -> str:
 
 
 def chat(connection: sqlite3.Connection, name: str) -> StoredChat:
-    """Return the chat of exactly this id. Raises StoreError."""
     row = connection.execute("SELECT * FROM chats WHERE id = ?", (name,)).fetchone()
     if row is None:
         raise StoreError(f"There is no chat {name!r:.20}", "It may have been purged, here or in another window.")
@@ -74,18 +70,14 @@ def chat(connection: sqlite3.Connection, name: str) -> StoredChat:
 
 
 def update_chat(connection: sqlite3.Connection, name: str, **columns: Any) -> StoredChat:
-    """Set columns of a chat and return it. Raises StoreError where there is none."""
     names = ", ".join(f"{column} = :{column}" for column in columns)
     connection.execute(f"UPDATE chats SET {names} WHERE id = :id", {**columns, "id": name})
     return chat(connection, name)
 
 
-def add_chat(connection: sqlite3.Connection, draft: StoredChat) -> StoredChat:
-    """Add a chat under an id of its own, whatever its ``id``, and without its head; return it as it is."""
-    while True:
+def add_chat(connection: sqlite3.Connection, draft: StoredChat, name: str = "") -> StoredChat:
+    while not name or connection.execute("SELECT 1 FROM chats WHERE id = ?", (name,)).fetchone():
         name = "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH))
-        if not connection.execute("SELECT 1 FROM chats WHERE id = ?", (name,)).fetchone():
-            break
     _insert(
         connection, "chats", id=name, title=one_line(storable(draft.title)), title_origin=draft.title_origin,
         created_at=draft.created_at, updated_at=draft.updated_at, model=storable(draft.model),
@@ -95,7 +87,6 @@ def add_chat(connection: sqlite3.Connection, draft: StoredChat) -> StoredChat:
 
 
 def message(connection: sqlite3.Connection, name: int) -> StoredMessage:
-    """Return one message. Raises StoreError."""
     found = select(connection, "FROM messages m WHERE m.id = ?", name)
     if not found:
         raise StoreError(f"There is no message {name}", "Its chat may have been purged, here or in another window.")
@@ -103,27 +94,24 @@ def message(connection: sqlite3.Connection, name: int) -> StoredMessage:
 
 
 def path(connection: sqlite3.Connection, head: int) -> list[StoredMessage]:
-    """Return the messages that lead to ``head``, from the first one to it."""
     return select(connection, "FROM up JOIN messages m ON m.id = up.id ORDER BY up.depth DESC", head, before=_UP)
 
 
 def select(connection: sqlite3.Connection, source: str, *values: Any, before: str = "") -> list[StoredMessage]:
-    """Return messages ``m`` of a source in SQL, each with its place among its siblings and its attachments."""
     rows = connection.execute(f"{before} {_SELECT} {source}", values).fetchall()
     attached = _attachments(connection, [row["id"] for row in rows])
     return [_message_of(row, attached.get(row["id"], ())) for row in rows]
 
 
 def require_within(connection: sqlite3.Connection, name: str, message_id: int) -> None:
-    """Raise StoreError unless the message is one of the chat's."""
     if connection.execute("SELECT 1 FROM messages WHERE chat = ? AND id = ?", (name, message_id)).fetchone() is None:
         raise StoreError(f"Chat {name} has no message {message_id}", "Open the chat again.")
 
 
 def add(connection: sqlite3.Connection, draft: StoredMessage, *, owner: str | None = None) -> StoredMessage:
-    """Add a message where it says, and let the chat stand at it; one that was deleted is back: what is said now must not be lost.
+    """Add a message and move the chat's head to it; undeletes the chat. Raises StoreError.
 
-    owner: the claim of the process that writes it, if partial. Raises StoreError for a chat or parent that is not there.
+    owner: the claim of the writing process, if partial.
     """
     chat(connection, draft.chat)
     if draft.parent is not None:
@@ -136,7 +124,7 @@ def add(connection: sqlite3.Connection, draft: StoredMessage, *, owner: str | No
 
 
 def adopt(connection: sqlite3.Connection, archive: Archive) -> StoredChat:
-    """Add a whole chat under a new id and its messages under new ids; what was partial is stopped. Raises StoreError."""
+    """Add a chat with new ids; partial messages become stopped. Raises StoreError."""
     name = add_chat(connection, archive.chat).id
     made: dict[int | None, int | None] = {None: None}
     for each in archive.messages:
@@ -146,15 +134,74 @@ def adopt(connection: sqlite3.Connection, archive: Archive) -> StoredChat:
         made[each.id] = _add(connection, replace(each, chat=name, parent=made[each.parent], state=state))
     if archive.chat.head not in made:
         raise StoreError(f"The chat stands at message {archive.chat.head}, which is not in it")
-    settings = dict(archive.chat.settings)
-    if settings.pop(LEFT_OUT, None) is not None:
-        moved = sorted((made[key], file) for key, file in left_out_of(archive.chat.settings) if key in made)
-        settings |= {LEFT_OUT: moved} if moved else {}
-    return update_chat(connection, name, head=made[archive.chat.head], settings=as_json(settings))
+    settings = as_json(_with_ids(archive.chat.settings, made))
+    return update_chat(connection, name, head=made[archive.chat.head], settings=settings)
+
+
+def _with_ids(settings: Json, made: Mapping[int | None, int | None]) -> Json:
+    if LEFT_OUT not in settings:
+        return settings
+    moved = sorted((made[key], file) for key, file in left_out_of(settings) if key in made)
+    rest = {key: value for key, value in settings.items() if key != LEFT_OUT}
+    return {**rest, LEFT_OUT: moved} if moved else rest
+
+
+def merge(connection: sqlite3.Connection, archive: Archive, *, stopped: bool = False) -> Merged:
+    """Add what is missing here of a chat from another file; changes nothing existing. Raises StoreError.
+
+    A new chat keeps its id if free. stopped: add unfinished replies as stopped; else leave them to their writer.
+    """
+    known = connection.execute("SELECT * FROM chats WHERE id = ?", (archive.chat.id,)).fetchone()
+    if known is not None and known["created_at"] == archive.chat.created_at:
+        name, here = archive.chat.id, select(connection, "FROM messages m WHERE m.chat = ?", archive.chat.id)
+    else:
+        own = archive.chat.id if re.fullmatch(f"[{ID_CHARS}]{{{ID_LENGTH}}}", archive.chat.id) else ""
+        name, here, known = add_chat(connection, archive.chat, own).id, [], None
+    whole = {_content(each): each.id for each in here}
+    begun = {_beginning(each): each for each in here}
+    made: dict[int | None, int | None] = {None: None}
+    added = 0
+    for each in archive.messages:
+        if each.parent not in made:
+            continue  # it follows a reply that is still being written
+        draft = replace(each, chat=name, parent=made[each.parent])
+        found = whole.get(_content(draft))
+        if each.state == "partial":
+            same = begun.get(_beginning(draft))
+            found = same.id if same is not None and (stopped or same.state == "partial") else None
+            if found is None and not stopped:
+                continue
+            draft = replace(draft, state="stopped")
+        if found is None:
+            found, added = _add(connection, draft), added + 1
+        made[each.id] = found
+    head = next((made[key] for key in _upwards(archive) if key in made), None)
+    if known is None:
+        kept = {"pinned_at": archive.chat.pinned_at, "deleted_at": archive.chat.deleted_at}
+        update_chat(connection, name, head=head, settings=as_json(_with_ids(archive.chat.settings, made)), **kept)
+    elif added and head is not None and known["head"] in {None, *(each.id for each in path(connection, head))}:
+        update_chat(connection, name, head=head)  # it goes on from where the chat stands
+    return Merged(name, {old: new for old, new in made.items() if old and new}, added, is_new=known is None)
+
+
+def _beginning(message: StoredMessage) -> tuple[Any, ...]:
+    return message.parent, message.role, message.created_at
+
+
+def _content(message: StoredMessage) -> tuple[Any, ...]:
+    said = message.state, message.text, message.thinking, message.calls, message.attachments
+    return (*_beginning(message), *said)
+
+
+def _upwards(archive: Archive) -> Iterator[int | None]:
+    parents = {each.id: each.parent for each in archive.messages}
+    at = archive.chat.head
+    while at is not None:
+        yield at
+        at = parents.get(at)
 
 
 def _add(connection: sqlite3.Connection, draft: StoredMessage, *, owner: str | None = None) -> int:
-    """Add a message, whatever its ``id`` and place; return its id."""
     made = _insert(
         connection, "messages", chat=draft.chat, parent=draft.parent, role=draft.role, state=draft.state, owner=owner,
         created_at=draft.created_at, model=storable(draft.model), settings=as_json(draft.settings),
@@ -168,13 +215,11 @@ def _add(connection: sqlite3.Connection, draft: StoredMessage, *, owner: str | N
 
 
 def _insert(connection: sqlite3.Connection, table: str, **columns: Any) -> int:
-    """Add a row and return its number."""
     names, values = ", ".join(columns), ", ".join(f":{name}" for name in columns)
     return int(connection.execute(f"INSERT INTO {table} ({names}) VALUES ({values})", columns).lastrowid or 0)
 
 
 def _attachments(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tuple[Attachment, ...]]:
-    """Return the attachments of these messages, by message."""
     found: dict[int, tuple[Attachment, ...]] = {}
     wanted = "SELECT * FROM attachments WHERE message IN (SELECT value FROM json_each(?)) ORDER BY message, position"
     for row in connection.execute(wanted, (json.dumps(ids),)):
@@ -194,12 +239,10 @@ def _message_of(row: sqlite3.Row, attachments: tuple[Attachment, ...]) -> Stored
 
 
 def calls_as_json(calls: Sequence[ToolCall]) -> str | None:
-    """Return calls as they are stored; None where there is none."""
     return json.dumps([asdict(each) for each in calls]) if calls else None
 
 
 def _calls_of(stored: str | None) -> tuple[ToolCall, ...]:
-    """Return stored calls. What another version wrote and this one can't read becomes a call that could not be read."""
     if stored is None:
         return ()
     try:
@@ -209,12 +252,14 @@ def _calls_of(stored: str | None) -> tuple[ToolCall, ...]:
     return read
 
 
+# Claims on unfinished replies: a process locks a file while it lives, and its replies carry the file's
+# name. The system frees locks however a process ends; process ids are reused, and heartbeats stop during sleep.
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _PREFIX = "writer-"
 
 
 class Claim:
-    """A token that is alive until ``release``, or until this process ends."""
+    """A token, alive until ``release`` or until this process ends."""
 
     def __init__(self, folder: Path) -> None:
         """Raises StoreError where ``folder`` can't be written."""
@@ -234,13 +279,11 @@ class Claim:
             raise refused(folder, problem) from problem
 
     def release(self) -> None:
-        """Let go of the token."""
         self._path.unlink(missing_ok=True)
         os.close(self._handle)
 
 
 def is_alive(folder: Path, token: str) -> bool:
-    """Return whether the process that made the token still holds it."""
     if not _TOKEN.fullmatch(token):
         return False
     try:
@@ -262,7 +305,6 @@ def is_alive(folder: Path, token: str) -> bool:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what processes left that ended without a release."""
     for path in folder.glob(f"{_PREFIX}*"):
         if not is_alive(folder, path.name.removeprefix(_PREFIX)):
             with contextlib.suppress(OSError):
@@ -271,3 +313,147 @@ def tidy(folder: Path) -> None:
 
 def _file(folder: Path, token: str) -> Path:
     return folder / f"{_PREFIX}{token}"
+
+
+# All words must match; the last may be a prefix. Words are quoted, so FTS operators mean nothing. The index
+# splits where letters and digits end, so text without any (``->``, emoji) and scripts without spaces use LIKE
+# instead.
+
+
+# What of a longer query is used: its beginning. Each further word could only take hits away.
+MAX_CHARS, MAX_WORDS = 1000, 32
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai and Lao, Burmese, Khmer
+    "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"  # Japanese, Chinese
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """match: an FTS query, or empty. parts: texts that must also occur."""
+
+    match: str
+    parts: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.match and not self.parts
+
+
+def parse(typed: str) -> Query:
+    words = storable(typed[:MAX_CHARS]).split()[:MAX_WORDS]
+    indexed = [word for word in words if _is_indexed(word)]
+    quoted = ['"' + word.replace('"', '""') + '"' for word in indexed]
+    if indexed and words[-1] is indexed[-1] and not typed[:MAX_CHARS][-1:].isspace():
+        quoted[-1] += "*"  # it may still be being typed
+    return Query(" ".join(quoted), tuple(word for word in words if not _is_indexed(word)))
+
+
+def like(part: str) -> str:
+    return "%" + re.sub(r"([\\%_])", r"\\\1", part) + "%"
+
+
+def _is_indexed(word: str) -> bool:
+    return not _UNSPACED.search(word) and any(unicodedata.category(char)[0] in "LN" for char in word)
+
+
+SNIPPET_CHARS = 160
+_BEFORE_CHARS = 40  # shown before the first match, so that it stands where the eye looks even on a narrow line
+
+Mark = tuple[int, int]
+
+# What is looked through: the user's messages, replies, and the system messages of an import, which are shown like them.
+SEARCHED = "m.state <> 'partial'"
+_COLUMNS = "m.id, m.chat, m.role, m.created_at, c.title"
+_INDEXED = f"""
+SELECT {_COLUMNS}, highlight(search, 0, :open, :close) AS shown
+FROM search CROSS JOIN messages m ON m.id = search.rowid CROSS JOIN chats c ON c.id = m.chat
+WHERE search MATCH :match AND {SEARCHED} AND c.deleted_at IS NULL"""
+_SCANNED = f"""
+SELECT {_COLUMNS}, m.text AS shown
+FROM messages m CROSS JOIN chats c ON c.id = m.chat
+WHERE {SEARCHED} AND c.deleted_at IS NULL"""
+
+
+def search(connection: sqlite3.Connection, query: Query, limit: int) -> list[Hit]:
+    if query.is_empty or limit <= 0:
+        return []
+    # The index marks matches inside the text. Nobody can have put these marks into a message: they are drawn now.
+    opening, closing = f"<{secrets.token_hex(8)}>", f"</{secrets.token_hex(8)}>"
+    sql = _INDEXED if query.match else _SCANNED
+    sql += "".join(f" AND m.text LIKE :part{number} ESCAPE '\\'" for number in range(len(query.parts)))
+    values = {f"part{number}": like(part) for number, part in enumerate(query.parts)}
+    rows = connection.execute(
+        f"{sql} ORDER BY {'search.rowid' if query.match else 'm.id'} DESC LIMIT :limit",
+        {**values, "match": query.match, "open": opening, "close": closing, "limit": limit},
+    )
+    return [_hit(row, opening, closing, query.parts) for row in rows]
+
+
+def merge_index(connection: sqlite3.Connection, pages: int) -> bool:
+    """Merge a part of the index, which drops deleted words; return whether more is left.
+
+    pages: to write; negative for the first part (https://www.sqlite.org/fts5.html#the_merge_command).
+    """
+    before = connection.total_changes
+    connection.execute("INSERT INTO search (search, rank) VALUES ('merge', ?)", (pages,))
+    return connection.total_changes - before > 1
+
+
+def _hit(row: sqlite3.Row, opening: str, closing: str, parts: Iterable[str]) -> Hit:
+    text, marks = unmarked(row["shown"], opening, closing)
+    marks = joined([*marks, *found(text, parts)])
+    start, end = window(text, marks[0] if marks else (0, 0))
+    inside = tuple((max(a, start) - start, min(b, end) - start) for a, b in marks if a < end and b > start)
+    return Hit(
+        chat=row["chat"],
+        title=row["title"],
+        message=row["id"],
+        role=row["role"],
+        created_at=row["created_at"],
+        snippet=text[start:end],
+        marks=inside,
+        start=start,
+        length=len(text),
+    )
+
+
+def unmarked(shown: str, opening: str, closing: str) -> tuple[str, list[Mark]]:
+    marks: list[Mark] = []
+    pieces = shown.split(opening)
+    out = [pieces[0]]
+    at = len(pieces[0])
+    for piece in pieces[1:]:
+        inside, _, after = piece.partition(closing)
+        marks.append((at, at + len(inside)))
+        out += [inside, after]
+        at += len(inside) + len(after)
+    return "".join(out), marks
+
+
+def found(text: str, parts: Iterable[str]) -> Iterator[Mark]:
+    for part in parts:
+        for match in re.finditer(re.escape(part), text, re.IGNORECASE):
+            yield match.span()
+
+
+def joined(marks: Iterable[Mark]) -> list[Mark]:
+    out: list[Mark] = []
+    for begin, end in sorted(marks):
+        if out and begin < out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def window(text: str, mark: Mark) -> Mark:
+    start = max(0, mark[0] - _BEFORE_CHARS)
+    if start > 0:
+        space = text.find(" ", start, mark[0])
+        start = space + 1 if space >= 0 else start
+    end = min(len(text), start + SNIPPET_CHARS)
+    if end < len(text):
+        space = text.rfind(" ", max(mark[1], start), end)
+        end = space if space >= 0 else end
+    return start, max(end, min(mark[1], start + SNIPPET_CHARS))

@@ -1,40 +1,36 @@
-"""What the store gives and takes: frozen values, texts that it can hold, and what can go wrong.
+"""The store's values and errors."""
 
-Moments are seconds since 1970, UTC, to the microsecond.
-
-    TokamacError
-    └── StoreError                what failed, and what to do
-        ├── NoChatError           no chat has that id
-        └── StoreDamagedError     the file is no longer whole: Store.set_aside keeps it and makes room for a new one
-"""
+# Times are seconds since 1970, UTC, to the microsecond.
+#
+#     TokamacError
+#     └── StoreError                failure and remedy
+#         ├── NoChatError           unknown id
+#         ├── StoreReplacedError    file or log was replaced: Store.follow reopens it
+#         └── StoreDamagedError     file is corrupt: Store.set_aside makes room for a new one
 
 import errno
 import re
 import sqlite3
 import unicodedata
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.events import Role, ToolCall
+from tokamac.engine.events import Message, Role, ToolCall
 
+# Of a message: whole; being written; ended early by the user or by a crash; ended by an error.
 State = Literal["complete", "partial", "stopped", "failed"]
-"""Of a message: whole; being written; ended early by the user or by a crash; ended by an error."""
-FinalState = Literal["complete", "stopped", "failed"]
-"""Of a message that never changes again."""
+FinalState = Literal["complete", "stopped", "failed"]  # of a message that never changes again
+# Who made a title: the first words of the chat, a model, or the user, whose title no model replaces.
 TitleOrigin = Literal["words", "model", "user"]
-"""Who made a title: the first words of the chat, a model, or the user, whose title no model replaces."""
-Json = Mapping[str, Any]
-"""An object that JSON can hold. The store keeps it and does not look inside, but for LEFT_OUT."""
+Json = Mapping[str, Any]  # an object that JSON can hold. The store keeps it and does not look inside, but for LEFT_OUT.
+# The key, in a chat's settings, of what is kept but not sent: [[message, file], …]; a file of "" is the whole turn.
 LEFT_OUT = "left_out"
-"""The key, in a chat's settings, of what is kept but not sent: [[message, file], …]; a file of "" is the whole turn."""
 
 
 def left_out_of(settings: Json) -> set[tuple[int, str]]:
-    """Return what a chat's settings leave out, as (message, file)."""
     stored = settings.get(LEFT_OUT)
     pairs = [each for each in stored if isinstance(each, list) and len(each) == 2] if isinstance(stored, list) else []
     return {(key, name) for key, name in pairs if type(key) is int and isinstance(name, str)}
@@ -42,35 +38,37 @@ def left_out_of(settings: Json) -> set[tuple[int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A file's text that goes with a message. kind: what it is, such as ``text``, ``code`` or ``pdf``."""
+    """A file's text attached to a message. kind: such as ``text``, ``code`` or ``pdf``."""
 
     name: str
     text: str
     kind: str = "text"
 
 
+# Of a call: it was run; running it failed, or it was stopped meanwhile; the user did not allow it, or it was stopped
+# before.
 Outcome = Literal["done", "failed", "refused"]
-"""Of a call: it was run; running it failed, or it was stopped meanwhile; the user did not allow it, or it was stopped before."""
+# The states in which results are stored.
 OUTCOMES: Mapping[Outcome, FinalState] = {"done": "complete", "failed": "failed", "refused": "stopped"}
-"""The states in which results are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came of a call. text: what the model is told."""
-
     call: ToolCall
     text: str
     outcome: Outcome = "done"
 
+    @property
+    def as_message(self) -> Message:
+        return Message("tool", self.text, tool_call_id=self.call.id, name=self.call.name)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChat:
-    """One conversation. ``title`` is empty until there is a message.
+    """A conversation. ``title`` is empty until there is a message.
 
-    settings: what holds for this chat alone (sampling, KV, system prompt). head: the message at which the chat now stands; None
-    until there is one. updated_at: when a message last came. deleted_at: None unless it was deleted and not yet purged.
-    pinned_at: when the user pinned it; None where it is not. folder: its name; "" is none.
+    settings: overrides of this chat (sampling, KV, system prompt). head: current message, None for none.
+    updated_at: time of the last message. deleted_at, pinned_at: None where it isn't. folder: "" for none.
     """
 
     id: str
@@ -89,11 +87,10 @@ class StoredChat:
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """One node of a chat's tree. ``id`` is greater than its parent's, and never used again.
+    """A node of a chat's tree. ``id`` is greater than its parent's and never reused.
 
-    model, settings, metrics: what wrote a reply, how, and what it cost; empty, and None, for other messages.
-    calls: of a reply, those of tools; of role "tool", the one whose result it is.
-    position, siblings: the place among the messages with the same parent, counted from 0 in order of age, and how many they are.
+    model, settings, metrics: of a reply; else empty and None. calls: a reply's tool calls; for role "tool" the
+    one it answers. position, siblings: index (from 0, by age) and number of messages with the same parent.
     """
 
     id: int
@@ -115,8 +112,6 @@ class StoredMessage:
 
 @dataclass(frozen=True, slots=True)
 class BranchPreview:
-    """One node of the tree view: a message without its text. preview: how it begins, on one line. children: how many."""
-
     id: int
     parent: int | None
     role: Role
@@ -128,10 +123,10 @@ class BranchPreview:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A message that a search found.
+    """A search hit.
 
-    snippet: a part of the message's text, from the character ``start`` on. marks: the matches in it, as (begin, end) in characters
-    of the snippet, in order and apart. length: characters of the whole text, so that both ends can be told from a cut.
+    snippet: a part of the text from character ``start``. marks: sorted, disjoint (begin, end) in the snippet.
+    length: characters of the whole text.
     """
 
     chat: str
@@ -147,22 +142,46 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A conversation outside the store: a chat and its messages, parents first. Ids mean something in here only."""
+    """A chat and its messages, parents first. Ids are local to it."""
 
     chat: StoredChat
     messages: tuple[StoredMessage, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of a merge. ids: new message ids by old ones. added: messages that were missing here."""
+
+    chat: str
+    ids: Mapping[int, int]
+    added: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Merged chats of a replaced file, by id. unread: chats that could not be read."""
+
+    chats: Mapping[str, Merged]
+    unread: int = 0
+
+
 class StoreError(TokamacError):
-    """The store of chats can't do what was asked; nothing was changed."""
+    """A store operation failed; nothing was changed."""
 
 
 class NoChatError(StoreError):
-    """No chat has the id that was given, nor one that begins so."""
+    """No chat has this id or id prefix."""
+
+
+class StoreReplacedError(StoreError):
+    @classmethod
+    def replaced(cls, path: Path) -> Self:
+        return cls(f"Another program replaced {path}", "Try again.")
 
 
 class StoreDamagedError(StoreError):
-    """The file of chats is broken: ``Store.repair`` mends its index, and failing that, ``Store.set_aside`` keeps it."""
+    """The chat file is corrupt: ``Store.repair`` rebuilds its index; else ``Store.set_aside`` keeps it."""
 
 
 _ASIDE = "`tokamac chats repair --set-aside` sets the file aside, unchanged, and starts a new one."
@@ -182,19 +201,7 @@ _CAUSES = {
 }
 
 
-@contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Turn what SQLite raises about the file at ``path`` into a StoreError. A mistake of the caller's is let through."""
-    try:
-        yield
-    except sqlite3.ProgrammingError:
-        raise
-    except sqlite3.Error as error:
-        raise explained(error, path) from error
-
-
 def explained(error: sqlite3.Error, path: Path) -> StoreError:
-    """Return what SQLite's error means for the person whose chats are in ``path``."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # it comes from Python, which could not decode what SQLite read
         return damaged(path, str(error))
@@ -208,19 +215,16 @@ def explained(error: sqlite3.Error, path: Path) -> StoreError:
 
 
 def damaged(path: Path, finding: str) -> StoreDamagedError:
-    """Return the error for a file that is no longer whole."""
     return StoreDamagedError(
         f"{path} is damaged ({finding})", f"`tokamac chats repair` mends its search index; failing that, {_ASIDE}"
     )
 
 
 def beyond_repair(error: StoreDamagedError) -> StoreDamagedError:
-    """Return the error for a file of which more than the search index is broken."""
     return StoreDamagedError(error.message, f"A new search index does not mend that: {_ASIDE}")
 
 
 def refused(path: Path, problem: OSError) -> StoreError:
-    """Return the error for a file or folder that the system does not let us use."""
     hint = _FULL if problem.errno in (errno.ENOSPC, errno.EDQUOT) else access_hint(problem, _DENIED)
     return StoreError(f"The chats in {path} can't be used: {problem.strerror or problem}", hint)
 
@@ -232,28 +236,20 @@ _DECORATION = re.compile(r"^[\s#>*+=-]+")
 
 
 def storable(text: str) -> str:
-    """Return ``text`` as it will be read back: NUL, at which SQLite's text functions stop, and halves of surrogate pairs,
-    which UTF-8 can't hold, become ``�``. Everything else is kept as it is.
-    """
+    """Return ``text`` with NUL (ends SQLite's text functions) and lone surrogates (no UTF-8) as ``�``."""
     return _UNSTORABLE.sub("\ufffd", text)
 
 
 def fold(text: str) -> str:
-    """Return ``text`` without case and accents, for comparing."""
     apart = unicodedata.normalize("NFKD", text.casefold())
     return "".join(char for char in apart if not unicodedata.combining(char))
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with every run of white space as one space."""
     return " ".join(text.split())
 
 
 def title_of(text: str, chars: int = TITLE_CHARS) -> str:
-    """Return a title made of the first words of ``text``: its first line that says something, cut between words.
-
-    Empty where no line does.
-    """
     for line in text.split("\n"):
         words = "" if _FENCE.match(line) else one_line(_DECORATION.sub("", line))
         if words:

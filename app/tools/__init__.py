@@ -1,1 +1,1 @@
-"""Tools: functions that a model may call, each with its user's consent."""
+"""Tools: functions that a model may call with the user's consent."""

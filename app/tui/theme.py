@@ -1,12 +1,8 @@
-"""Tokamac's own themes, colours of text that can be read in every theme, and the few things drawn as text.
+"""Tokamac's themes, readable text colours for every theme, and bars."""
 
-``tokamac-dark`` and ``tokamac-light`` are the default, by the terminal's background (``background``): in 24 bits, or the nearest of
-256; their greys are nearly neutral, as the nearest of a bluish dark grey would be navy blue or black. ``terminal`` has only the
-sixteen colours that the user chose for their terminal, on its own background; what is chosen is reversed there.
-
-Many themes have accents or greys too close to their background for text. So the colours of text (``text-muted``, ``text-primary``
-…) and of prose are derived until they have the contrast of WCAG 2.
-"""
+# ``tokamac-dark`` and ``tokamac-light``: 24 bits or the nearest of 256; greys are nearly neutral, since a
+# bluish dark grey would become navy or black. ``terminal``: the user's sixteen colours. Many themes' accents
+# and greys lack contrast, so text colours are derived until they meet WCAG 2.
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,27 +11,23 @@ from textual.color import BLACK, WHITE, Color
 from textual.content import Content
 from textual.theme import Theme
 
-LEAST = 4.5
-"""The contrast that running text needs, by WCAG 2."""
+LEAST = 4.5  # the contrast that running text needs, by WCAG 2
 
 
 def contrast(one: Color, other: Color) -> float:
-    """Return the contrast of two opaque colours: 1 of equal ones, 21 of black and white."""
+    """Return the contrast of two opaque colours: 1 (equal) to 21."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
 def luminance(colour: Color) -> float:
-    """Return the relative luminance, from 0 of black to 1 of white."""
+    """Return the relative luminance, 0 (black) to 1."""
     red, green, blue = (_linear(part / 255) for part in colour.rgb)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def readable(colour: Color, grounds: Iterable[Color]) -> Color:
-    """Return ``colour``, made just light or dark enough to have the contrast ``LEAST`` on each of ``grounds``.
-
-    Where no colour has, the better of black and white is returned.
-    """
+    """Return ``colour`` with contrast ``LEAST`` on each of ``grounds``, else black or white."""
     behind = tuple(grounds)
     target = max((WHITE, BLACK), key=lambda end: _worst(end, behind))
     steps = (colour.blend(target, percent / 100) for percent in range(101))
@@ -43,10 +35,8 @@ def readable(colour: Color, grounds: Iterable[Color]) -> Color:
 
 
 def muted(foreground: Color, grounds: Iterable[Color], floor: int) -> Color:
-    """Return the first of ``grounds`` mixed with just enough ``foreground`` to have the contrast ``LEAST`` on each of them.
-
-    floor: the least per cent of the foreground. The colour is opaque: rows are drawn ahead, before their ground is known.
-    """
+    """Mix ``foreground`` into the first ground up to contrast ``LEAST``. floor: minimum per cent."""
+    # Opaque, since rows are drawn ahead, before their ground is known.
     behind = tuple(grounds)
     steps = (behind[0].blend(foreground, percent / 100) for percent in range(floor, 101))
     return next((step for step in steps if _worst(step, behind) >= LEAST), readable(foreground, behind))
@@ -146,26 +136,19 @@ LIGHT = Theme(
 )
 
 
-AUTOMATIC = "automatic"
-"""In place of a theme's name: the dark or the light one, by the terminal's background."""
-FAINT = "$text-muted"
-"""The style of secondary text."""
+AUTOMATIC = "automatic"  # in place of a theme's name: the dark or the light one, by the terminal's background
+FAINT = "$text-muted"  # the style of secondary text
+# The style of a label beside its value, and of the line below a reply: dimmer than the rest in every theme.
 LABEL = "$text-label"
-"""The style of a label beside its value, and of the line below a reply: dimmer than the rest in every theme."""
-LEAST_MUTED = 55
-"""Per cent of the foreground in muted text. Less may be readable, but looks like a mistake."""
-SELECTED = 0.25
-"""Share of the primary colour in the ground of a selected row, as in the style sheets of lists."""
+LEAST_MUTED = 55  # per cent of the foreground in muted text. Less may be readable, but looks like a mistake.
+SELECTED = 0.25  # share of the primary colour in the ground of a selected row, as in the style sheets of lists
 ACCENTS = ("primary", "secondary", "accent", "warning", "error", "success")
+# The colours of prose, and what other themes have for them.
 PROSE = {"prose-code": "secondary", "prose-marker": "primary", "prose-heading": "primary"}
-"""The colours of prose, and what other themes have for them."""
 
 
 def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of text that ``theme`` does not set itself, readable on its background and surface.
-
-    colours: all that Textual derives from the theme. A terminal's own colours are unknown and stay as they are.
-    """
+    """Return readable text variables that ``theme`` doesn't set; terminal colours, unknown, stay."""
     sources = {f"text-{name}": name for name in ACCENTS} | PROSE
     if theme.ansi:
         # A share of a colour that nobody knows is that colour; the terminal itself can dim it.
@@ -187,7 +170,6 @@ def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_of(name: str, most: int) -> str:
-    """Return ``name``, or an ellipsis and its end, in ``most`` cells; two at least."""
     if cell_len(name) <= most:
         return name
     end = name[1 - max(most, 2) :]
@@ -201,13 +183,12 @@ EMPTY = "$foreground 25%"
 
 
 def bar(share: float | None, width: int, style: str = "$primary") -> Content:
-    """Return a bar filled to ``share`` (0…1); empty where it is unknown. The rest is a thin line, so that it needs no colours."""
+    """Return a bar filled to ``share`` (0…1, None: empty), readable without colours."""
     filled = 0 if share is None else round(min(max(share, 0.0), 1.0) * width)
     return Content.styled("━" * filled, style) + Content.styled("─" * (width - filled), EMPTY)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the last ``width`` values as a row of ticks, from zero to the largest."""
     shown = values[-width:]
     top = max(shown, default=0.0)
     if top <= 0:

@@ -1,11 +1,8 @@
-"""Which class computes a model type: one of ours where mlx-lm has none, else mlx-lm's.
+"""Model classes by ``model_type``: ours where mlx-lm has none, else mlx-lm's."""
 
-A file in this folder is one architecture, named as its ``model_type``. It holds what mlx-lm's model files hold: ``ModelArgs``, a
-dataclass that takes what it knows of a normalised config (engine/model/config.py), and ``Model``, with ``layers`` and, where
-needed, ``sanitize`` and ``make_cache``. Where mlx-lm's layers compute the same, they are composed or subclassed. Golden values
-(tests/golden) prove every one. Nothing is registered with mlx-lm, so its other users see no change. Importing this package loads
-no MLX; its files do.
-"""
+# Each file is one architecture in mlx-lm's form: ``ModelArgs`` of a normalised config (engine/model/config.py),
+# ``Model``, optional ``sanitize`` and ``make_cache``. Golden values (tests/golden) verify it. Nothing is
+# registered with mlx-lm, and this package loads no MLX.
 
 import importlib
 import pkgutil
@@ -14,11 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from ..files import import_mlx_lm
+from ..mlx_lm_package import find_models
 
 PREFIX = __name__ + "."
-MODEL_MODULES = ("mlx_lm.models.", PREFIX)
-"""Prefixes of modules with model classes."""
+MODEL_MODULES = ("mlx_lm.models.", PREFIX)  # prefixes of modules with model classes
 
 SAME_CLASS = {
     # model type: the module whose class computes it. The language parts of newer models are published alone, too.
@@ -35,31 +31,55 @@ SAME_CLASS = {
 }
 
 
+# The modules that mlx-lm itself takes for other names (``mlx_lm/utils.py``, which brings transformers; a test compares).
+BY_TYPE = {
+    "mistral": "llama",
+    "llava": "mistral3",
+    "phi-msft": "phixtral",
+    "falcon_mamba": "mamba",
+    "joyai_llm_flash": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl": "qwen2_vl",
+    "minimax_m2": "minimax",
+    "iquestcoder": "llama",
+    "xverse": "llama",
+    "gemma4_unified": "gemma4",
+    "deepseek_v41_text": "deepseek_v41",
+}
+BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
+
+
 @cache
 def own_architectures() -> frozenset[str]:
-    """Return the model types that have a file in this folder."""
     return frozenset(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def loads_in_mlx_lm(kind: str) -> bool:
-    """Return whether mlx-lm by itself has the class that computes this model type here."""
     return kind not in own_architectures() and kind not in SAME_CLASS
 
 
 def find_classes(config: Mapping[str, Any]) -> tuple[Callable[..., Any], type[Any]]:
-    """Return Model and ModelArgs for a config's ``model_type``.
-
-    A file of ours takes precedence over a class of that name in another version of mlx-lm: ours is the one proved here.
-    Raises ValueError, ImportError or AttributeError where there is no language model of that type.
-    """
+    """Return Model and ModelArgs of a config. Raises ValueError, ImportError or AttributeError if there is none."""
+    # Ours takes precedence over a class of another mlx-lm version: ours is the verified one.
     kind = SAME_CLASS.get(config["model_type"], config["model_type"])
     if not re.fullmatch(r"[\w-]+", kind):
         raise ValueError(f"{kind!r} is not a model type")
-    import_mlx_lm()
+    find_models()
     if kind in own_architectures():
         module = importlib.import_module(PREFIX + kind)
         return module.Model, module.ModelArgs
-    from mlx_lm.utils import _get_classes
-
-    found: tuple[Callable[..., Any], type[Any]] = _get_classes({**config, "model_type": kind})
-    return found
+    named = config.get("architectures") or ()
+    for architecture in (named,) if isinstance(named, str) else named:
+        if (kind, architecture) in BY_ARCHITECTURE:
+            kind = BY_ARCHITECTURE[kind, architecture]
+            break
+    else:
+        kind = BY_TYPE.get(kind, kind)
+    name = f"mlx_lm.models.{kind}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # a library that the model needs
+            raise
+        raise ValueError(f"mlx-lm has no model {kind}") from error
+    return module.Model, module.ModelArgs

@@ -1,4 +1,4 @@
-"""Layers that several of our architectures share."""
+"""Layers shared by several of our architectures."""
 
 from collections.abc import Callable
 
@@ -36,20 +36,20 @@ class GatedFeedForward(nn.Module):
 
 
 def activation(name: str) -> Callable[[mx.array], mx.array]:
-    """Return the function that a config names. Raises ModelUnsupportedError."""
+    """Return a config's activation. Raises ModelUnsupportedError."""
     if name not in ACTIVATIONS:
         raise ModelUnsupportedError(f"its activation {name!r} is not known", "Choose another model.")
     return ACTIVATIONS[name]
 
 
 def route_evenly(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """Return the k likeliest experts and each one's share among them, in no order: logits (B, T, E) → two of (B, T, k)."""
+    """Return the top-k experts and their shares, unordered: logits (B, T, E) → two of (B, T, k)."""
     chosen = mx.stop_gradient(mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k])
     return chosen, mx.softmax(mx.take_along_axis(logits, chosen, axis=-1).astype(mx.float32), axis=-1)
 
 
 def router_bits(name: str) -> property:
-    """Return a ``quant_predicate`` that keeps eight bits for routers, modules whose path ends with ``name``."""
+    """Return a ``quant_predicate`` with 8 bits for routers: paths ending with ``name``."""
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:  # noqa: ARG001
         return {"group_size": 64, "bits": 8} if path.endswith(name) else True

@@ -1,4 +1,4 @@
-"""Arcee's AFM: a Llama whose feed-forward block has no gate and squares what its ReLU lets through."""
+"""Arcee's AFM: a Llama whose ungated feed-forward uses squared ReLU."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,6 @@ from ._layers import activation
 
 @dataclass
 class ModelArgs(llama.ModelArgs):
-    """A Llama's, and the activation."""
-
     hidden_act: str = "relu2"
     tie_word_embeddings: bool = False
 
@@ -33,7 +31,7 @@ class FeedForward(nn.Module):
 
 
 class Model(llama.Model):
-    """The language model: token ids (B, T) → logits (B, T, V)."""
+    """Token ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)

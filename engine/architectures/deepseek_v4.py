@@ -1,10 +1,8 @@
-"""DeepSeek V4 (Flash and Pro), which mlx-lm 0.32.2 lacks: layers that see far tokens compressed, and four residual streams.
+"""DeepSeek V4 (Flash and Pro), which mlx-lm 0.32.2 lacks: compressed attention, and four residual streams."""
 
-Follows transformers 5.23's ``models/deepseek_v4`` and takes what is the same from mlx-lm's class for V4.1: hyper-connections, the
-experts and the shared one. What differs: in V4 every layer compresses by itself (in V4.1 some share), a compressed sparse layer's
-groups overlap and its indexer has its own compressor, queries are normed by head, the first layers choose experts by a table of
-token ids, a head of its own joins the streams, and nothing is rounded to fp8 or fp4 on the way.
-"""
+# Follows transformers 5.23's ``models/deepseek_v4``, and reuses mlx-lm's V4.1: hyper-connections and experts. V4
+# differs: every layer compresses by itself (V4.1 shares), sparse groups overlap with their own indexer compressor,
+# queries are normed per head, first layers route by token id, a head joins the streams, no fp8/fp4 rounding.
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,8 +16,8 @@ from mlx_lm.models.deepseek_v41 import Experts, HyperConnection, SharedMLP
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import ModelUnsupportedError
-from ..kv.attention_kernel import BLOCK_BYTES
-from ..kv.compressed import CompressedCache
+from ..kv.costs import BLOCK_BYTES
+from ..kv.layout import CompressedCache
 from ..model.corrected_layers import ScaledRoPE, yarn
 from ..model.weights import times_scales
 
@@ -28,8 +26,6 @@ SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "he
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """What a normalised config says (engine/model/config.py), which lists the layers as transformers 5 does."""
-
     layer_types: list[str]
     mlp_layer_types: list[str]
     compress_rates: dict[str, int]
@@ -83,12 +79,11 @@ class ModelArgs(BaseModelArgs):
             raise _unknown("norm_topk_prob", False)
 
     def ratio(self, layer: int) -> int:
-        """Tokens to a compressed entry of a layer; 0 where it has none."""
+        """Tokens per compressed entry of a layer; 0 for none."""
         kind = self.layer_types[layer]
         return 0 if kind == SLIDING else int(self.compress_rates[kind])
 
     def rope(self, *, compressed: bool) -> ScaledRoPE:
-        """Return the rotation of the layers that compress, or that of those which only slide."""
         named = (self.rope_parameters or {}).get("compress" if compressed else "main")
         theta, given = (self.compress_rope_theta, self.rope_scaling) if compressed else (self.rope_theta, None)
         if isinstance(named, dict):
@@ -119,7 +114,7 @@ SCORES: dict[str, Callable[[mx.array], mx.array]] = {
 
 
 def rotate(x: mx.array, rope: ScaledRoPE, first: int, *, every: int = 1, back: bool = False) -> mx.array:
-    """Rotate the last numbers of x (…, T, D) as at positions first, first + every, …; ``back``: rotate them back."""
+    """Rotate the last channels of x (…, T, D) at positions first, first + every, …; ``back``: inverse."""
     tail = x[..., -rope.dims :].astype(mx.float32)
     periods = -rope._freqs if back else rope._freqs
     tail = mx.fast.rope(
@@ -131,9 +126,9 @@ def rotate(x: mx.array, rope: ScaledRoPE, first: int, *, every: int = 1, back: b
 
 
 class Compressor(nn.Module):
-    """Makes one entry of each group of ``ratio`` tokens: a mean of their values, weighted number by number.
+    """Compresses each ``ratio`` tokens to an entry: a mean of values with channel-wise weights.
 
-    overlapping: an entry also takes in the group before its own, by other values than that group's own entry.
+    overlapping: an entry also includes the previous group, by separate values.
     """
 
     def __init__(self, args: ModelArgs, ratio: int, size: int, *, overlapping: bool) -> None:
@@ -146,7 +141,7 @@ class Compressor(nn.Module):
         self._ratio, self._size, self._overlapping = ratio, size, overlapping
 
     def add(self, x: mx.array, cache: CompressedCache, number: int, rope: ScaledRoPE) -> None:
-        """Add the next tokens x (B, N, hidden), and append the entries of the groups that they close."""
+        """Add tokens x (B, N, hidden), and append entries of completed groups."""
         closed = cache.close(number, self.kv_proj(x), self.gate_proj(x))
         if closed is None:
             return
@@ -159,12 +154,12 @@ class Compressor(nn.Module):
         cache.append(number, rotate(entries, rope, cache.groups * self._ratio, every=self._ratio))
 
     def _with_group_before(self, rows: mx.array) -> mx.array:
-        """rows (B, 1 + G, ratio, 2 size) → (B, G, 2 ratio, size): the first half of the group before, the second of its own."""
+        """rows (B, 1 + G, ratio, 2 size) → (B, G, 2 ratio, size): previous group's first half, own second half."""
         return mx.concatenate([rows[:, :-1, :, : self._size], rows[:, 1:, :, self._size :]], axis=2)
 
 
 class Indexer(nn.Module):
-    """Chooses for each query the entries that it attends to, by keys compressed for that alone."""
+    """Selects entries for each query by separately compressed keys."""
 
     def __init__(self, args: ModelArgs, ratio: int) -> None:
         super().__init__()
@@ -175,9 +170,9 @@ class Indexer(nn.Module):
         self._heads, self._size, self._ratio = args.index_n_heads, args.index_head_dim, ratio
 
     def __call__(self, x: mx.array, latent: mx.array, keys: mx.array, first: int, rope: ScaledRoPE) -> mx.array:
-        """Return the chosen entries (B, N, topk) of queries from position ``first`` on, −1 where there are fewer.
+        """Return chosen entries (B, N, topk) of queries from position ``first``, −1 for none.
 
-        x (B, N, hidden); latent (B, N, q_lora_rank); keys (B, E, size), more than ``topk`` of them.
+        x (B, N, hidden); latent (B, N, q_lora_rank); keys (B, E, size), E > ``topk``.
         """
         batch, count, _ = x.shape
         queries = mx.unflatten(self.q_b_proj(latent), -1, (self._heads, self._size)).swapaxes(1, 2)
@@ -196,7 +191,7 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries of many heads over rows that are key and value at once: a window, and a compressor's entries."""
+    """Multi-head queries over shared key-value rows: a window, and compressed entries."""
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
@@ -219,7 +214,6 @@ class Attention(nn.Module):
         self._eps, self._window, self._ratio = args.rms_norm_eps, args.sliding_window, ratio
 
     def make_cache(self) -> CompressedCache:
-        """Return an empty cache of this layer."""
         overlapping = "indexer" in self
         reach = self._ratio if overlapping else 0
         return CompressedCache(self._window, self._ratio, reach, 2 if overlapping else int(self._ratio > 0))
@@ -253,7 +247,7 @@ class Attention(nn.Module):
         return joined
 
     def _attend(self, queries: mx.array, rows: mx.array, entries: mx.array | None, first: int) -> mx.array:
-        """queries (B, H, N, D) from position ``first`` on over rows (B, T, D), their own last, and entries (B, E, D)."""
+        """queries (B, H, N, D) from position ``first``, over rows (B, T, D) with their own last, entries (B, E, D)."""
         count = queries.shape[2]
         mask = None if count == 1 else self._sees_rows(count, rows.shape[1])
         if entries is not None:
@@ -264,7 +258,7 @@ class Attention(nn.Module):
         return self._weigh(queries, rows[:, None], mask)
 
     def _attend_chosen(self, queries: mx.array, rows: mx.array, entries: mx.array, chosen: mx.array) -> mx.array:
-        """queries (B, H, N, D) over rows (B, T, D), their own last, and the entries chosen for each, (B, N, k), −1 for none."""
+        """queries (B, H, N, D) over rows (B, T, D), their own last, and chosen (B, N, k) entries, −1 for none."""
         batch, heads, count, size = queries.shape
         width = min(self._window, rows.shape[1])
         at = rows.shape[1] - count + mx.arange(count)[:, None] - mx.arange(width)[None]  # (N, W), the own token first
@@ -280,7 +274,7 @@ class Attention(nn.Module):
         return mx.concatenate(outs, axis=2)
 
     def _sees_rows(self, count: int, held: int) -> mx.array:
-        """Return which of ``held`` rows each of the last ``count`` tokens sees, (N, T)."""
+        """Return the mask (N, T) of ``held`` rows for the last ``count`` tokens."""
         behind = held - count + mx.arange(count)[:, None] - mx.arange(held)[None]
         return (behind >= 0) & (behind < self._window)
 
@@ -298,22 +292,19 @@ class Attention(nn.Module):
 
 
 def query_blocks(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield parts of ``count`` queries whose temporaries take about BLOCK_BYTES."""
     size = max(1, BLOCK_BYTES // max(bytes_each, 1))
     for begin in range(0, count, size):
         yield slice(begin, min(begin + size, count))
 
 
 def _gather(rows: mx.array, indices: mx.array) -> mx.array:
-    """rows (B, T, D), indices (B, n, k) → (B, n, k, D); any row where an index is −1."""
+    """rows (B, T, D), indices (B, n, k) → (B, n, k, D); any row for −1."""
     batch, held, size = rows.shape
     first = (mx.arange(batch) * held)[:, None, None]  # of each sequence, where all lie in one
     return rows.reshape(-1, size)[mx.maximum(indices, 0) + first]
 
 
 class Router(nn.Module):
-    """Chooses a token's experts by score, or by a table of token ids; scores weigh them either way."""
-
     def __init__(self, args: ModelArgs, *, hashed: bool) -> None:
         super().__init__()
         self.weight = mx.zeros((args.n_routed_experts, args.hidden_size))
@@ -328,7 +319,7 @@ class Router(nn.Module):
         )
 
     def __call__(self, x: mx.array, ids: mx.array) -> tuple[mx.array, mx.array]:
-        """x (T, hidden), ids (T,) → the chosen experts and their weights, (T, k) each."""
+        """x (T, hidden), ids (T,) → experts and weights, (T, k) each."""
         scores = self._score(x.astype(mx.float32) @ self.weight.astype(mx.float32).T)
         if "tid2eid" in self:
             chosen = self.tid2eid[ids].astype(mx.int32)
@@ -339,8 +330,6 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The weighted outputs of the chosen experts, and the shared expert's."""
-
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         self.gate = Router(args, hashed=args.mlp_layer_types[layer] == "hash_moe")
@@ -357,8 +346,6 @@ class Mixture(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a mixture, each of one stream that is joined from several and goes back to all of them."""
-
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(args, layer)
@@ -384,14 +371,12 @@ def _join(streams: mx.array, weights: mx.array) -> mx.array:
 
 
 def _spread(out: mx.array, streams: mx.array, post: mx.array, mix: mx.array) -> mx.array:
-    """Mix the streams by mix (B, N, S, S), and add out (B, N, hidden) weighted by post (B, N, S)."""
+    """Mix streams by mix (B, N, S, S), plus out (B, N, hidden) weighted by post (B, N, S)."""
     mixed = mix.swapaxes(-1, -2) @ streams.astype(mx.float32)
     return (post[..., None] * out.astype(mx.float32)[..., None, :] + mixed).astype(streams.dtype)
 
 
 class StreamHead(nn.Module):
-    """Joins the streams after the last layer."""
-
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.hc_fn = mx.zeros((args.hc_mult, args.hc_mult * args.hidden_size))
@@ -407,8 +392,6 @@ class StreamHead(nn.Module):
 
 
 class Layers(nn.Module):
-    """Everything but the output head."""
-
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
@@ -428,8 +411,6 @@ class Layers(nn.Module):
 
 
 class Model(nn.Module):
-    """DeepSeek V4 as mlx-lm's loader and caches take a model."""
-
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args, self.model_type = args, args.model_type
@@ -443,17 +424,15 @@ class Model(nn.Module):
 
     @property
     def layers(self) -> list[DecoderLayer]:
-        """The decoder layers."""
         layers: list[DecoderLayer] = self.model.layers
         return layers
 
     def make_cache(self) -> list[CompressedCache]:
-        """Return empty caches, one a layer."""
         return [layer.self_attn.make_cache() for layer in self.layers]
 
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict[str, int]]:
-        """How a conversion packs a module: what makes and chooses entries is published unpacked, and gets 8 bits."""
+        """Quantization per module: those that make and select entries, published unpacked, get 8 bits."""
 
         def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:
             if "compressor." in path or path.endswith("weights_proj"):
@@ -464,17 +443,15 @@ class Model(nn.Module):
 
     @property
     def cast_predicate(self) -> Callable[[str], bool]:
-        """Whether a conversion may cast a tensor: weights of streams, gates, experts and sinks stay float32."""
+        """Whether a tensor may be cast: streams, gates, experts' and sinks' stay float32."""
         kept = re.compile(r"_hc\.|hc_head\.|\.sinks$|\.position_bias$|\.e_score_correction_bias$")
         return lambda name: kept.search(name) is None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return weights under our names, whether published, saved by transformers, or ours already."""
         return rename_weights(weights, self.args.o_groups)
 
 
-MTP = re.compile(r"^(model\.)?mtp\.")
-"""The heads that predict further tokens, which are left out."""
+MTP = re.compile(r"^(model\.)?mtp\.")  # the heads that predict further tokens, which are left out
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.w([123])\.(\w+)$")
 EXPERT_LAYERS = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 RENAMED = tuple(
@@ -507,14 +484,12 @@ RENAMED = tuple(
 )
 
 
+# An nvfp4 tensor's own scale is 1 where its largest number is this; MLX keeps the largest number itself.
 SCALES_2_TO_GLOBAL = 448.0 * 6.0
-"""An nvfp4 tensor's own scale is 1 where its largest number is this; MLX keeps the largest number itself."""
-TILE = 128
-"""Rows and columns of the fp8 blocks that share a scale."""
+TILE = 128  # rows and columns of the fp8 blocks that share a scale
 
 
 def rename_weights(weights: dict[str, mx.array], groups: int) -> dict[str, mx.array]:
-    """Return weights under our names, packed as in MLX: experts stacked, the grouped projection as one matrix a group. Lazy."""
     found: dict[str, mx.array] = {}
     stacks: dict[str, dict[int, mx.array]] = {}
     for name, value in repack(weights).items():
@@ -543,10 +518,9 @@ def rename_weights(weights: dict[str, mx.array], groups: int) -> dict[str, mx.ar
 
 
 def repack(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return weights with the published fp8 and fp4 numbers in MLX's words, their scales beside them.
+    """Repack published fp8 and fp4 for MLX.
 
-    Scales that are powers of two (e8m0) make mxfp8 and mxfp4; those in e4m3 beside a tensor's own make nvfp4. By any other scales
-    the numbers are multiplied, to bfloat16.
+    Power-of-two scales (e8m0) give mxfp8 and mxfp4, e4m3 with a tensor scale nvfp4; others are multiplied to bfloat16.
     """
     found = dict(weights)
     for name, value in weights.items():
@@ -568,7 +542,6 @@ def repack(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _row_scales(numbers: mx.array, scales: mx.array) -> mx.array:
-    """Return a scale for every 32 numbers of a row: fp4's as they are, or fp8's from tiles."""
     if scales.shape[0] == numbers.shape[0]:
         return scales
     return mx.repeat(mx.repeat(scales, TILE, axis=0)[: numbers.shape[0]], TILE // 32, axis=1)[

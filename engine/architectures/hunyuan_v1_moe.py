@@ -1,4 +1,4 @@
-"""Hunyuan A13B: the dense Hunyuan with a mixture of experts, one of them shared, in place of its feed-forward."""
+"""Hunyuan A13B: the dense Hunyuan with a mixture of experts, one shared."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,11 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from ._layers import GatedFeedForward, route_evenly, router_bits
 
-Each = int | list[int]
-"""One number for all layers, or a list of them."""
+Each = int | list[int]  # one number for all layers, or a list of them
 
 
 @dataclass
 class ModelArgs(hunyuan_v1_dense.ModelArgs):
-    """A dense Hunyuan's, and those of the experts."""
-
     num_experts: Each = 1
     moe_topk: Each = 1
     moe_intermediate_size: Each | None = None
@@ -32,8 +29,6 @@ def _at(given: Each, layer: int) -> int:
 
 
 class Router(nn.Module):
-    """How much a token asks for each expert."""
-
     def __init__(self, hidden: int, experts: int) -> None:
         super().__init__()
         self.wg = nn.Linear(hidden, experts, bias=False)
@@ -45,8 +40,6 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The shared expert, and the chosen ones by their shares among the chosen."""
-
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         experts = _at(args.num_experts, layer)
@@ -66,7 +59,7 @@ class Mixture(nn.Module):
 
 
 class Model(hunyuan_v1_dense.Model):
-    """The language model: token ids (B, T) → logits (B, T, V)."""
+    """Token ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)

@@ -1,4 +1,4 @@
-"""MiniMax M3's language model by itself, as mlx-lm computes it within the vision model."""
+"""MiniMax M3's language model, as mlx-lm computes it within the vision model."""
 
 import re
 from dataclasses import dataclass
@@ -18,17 +18,16 @@ SAVED = (
 
 @dataclass
 class ModelArgs(minimax_m3_vl.TextArgs):
-    """Of the language part."""
+    """Arguments of the language part."""
 
 
 class Model(minimax_m3_vl.Model):
-    """The language model: token ids (B, T) → logits (B, T, V)."""
+    """Token ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(minimax_m3_vl.ModelArgs(text_config=args, model_type=args.model_type))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Accept weights named with or without the part's prefix, and as transformers saves the part alone."""
         named = {}
         for name, value in weights.items():
             full = PREFIX + name.removeprefix(PREFIX)

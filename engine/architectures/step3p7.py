@@ -1,4 +1,4 @@
-"""Step 3.7 Flash: Step 3.5 with vision. The language model is mlx-lm's Step 3.5; the vision part is left out."""
+"""Step 3.7 Flash: mlx-lm's Step 3.5; the vision part is omitted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,12 @@ PREFIX = "language_model."
 
 @dataclass
 class ModelArgs(base.BaseModelArgs):
-    """text_config: what Step 3.5's arguments are made from."""
-
     model_type: str
     text_config: dict[str, Any]
 
 
 class Model(nn.Module):
-    """The language model: token ids (B, T) → logits (B, T, V)."""
+    """Token ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -29,35 +27,29 @@ class Model(nn.Module):
         self.language_model = step3p5.Model(step3p5.ModelArgs.from_dict(args.text_config))
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """Compute the logits of the token after each."""
         logits: mx.array = self.language_model(inputs, cache)
         return logits
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers, first to last."""
         layers: list[nn.Module] = self.language_model.layers
         return layers
 
     def make_cache(self) -> list[Any]:
-        """Make the caches of a new sequence."""
         caches: list[Any] = self.language_model.make_cache()
         return caches
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Accept the language model's weights with a prefix, or named as Step 3.5's."""
         named = {name.removeprefix(PREFIX): value for name, value in weights.items()}
         text = {name: value for name, value in named.items() if name.startswith(("model.", "lm_head."))}
         return {PREFIX + name: value for name, value in self.language_model.sanitize(text).items()}
 
     @property
     def cast_predicate(self) -> Callable[[str], bool]:
-        """Which weights take the model's type."""
         predicate: Callable[[str], bool] = self.language_model.cast_predicate
         return predicate
 
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], Any]:
-        """How many bits a module gets at least."""
         predicate: Callable[[str, nn.Module], Any] = self.language_model.quant_predicate
         return predicate

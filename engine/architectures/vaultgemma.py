@@ -1,4 +1,4 @@
-"""VaultGemma: a Gemma 2 without the norms after attention and feed-forward, trained with differential privacy."""
+"""VaultGemma: Gemma 2 without post-norms, trained with differential privacy."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,6 @@ from ._layers import GatedFeedForward
 
 @dataclass
 class ModelArgs(gemma2.ModelArgs):
-    """Gemma 2's, and what mlx-lm's class for it leaves out."""
-
     query_pre_attn_scalar: float = 256
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
@@ -27,8 +25,6 @@ class ModelArgs(gemma2.ModelArgs):
 
 
 class Attention(gemma2.Attention):
-    """Gemma 2's, whose soft cap may be absent."""
-
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
         self.rope = initialize_rope(
@@ -54,7 +50,7 @@ class Attention(gemma2.Attention):
 
 
 class Body(gemma2.GemmaModel):
-    """The layers: token ids (B, T) → (B, T, D)."""
+    """Token ids (B, T) → (B, T, D)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
@@ -64,7 +60,6 @@ class Body(gemma2.GemmaModel):
             layer.post_attention_layernorm = layer.post_feedforward_layernorm = nn.Identity()
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """One mask serves all layers of a kind, made by the first one's cache."""
         kinds, window = self.args.layer_types, self.args.sliding_window
         x = self.embed_tokens(inputs) * self.args.hidden_size**0.5
         caches = cache or [None] * len(self.layers)
@@ -84,7 +79,7 @@ class Body(gemma2.GemmaModel):
 
 
 class Model(nn.Module):
-    """The language model: token ids (B, T) → logits (B, T, V)."""
+    """Token ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -92,18 +87,15 @@ class Model(nn.Module):
         self.model = Body(args)
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """Compute the logits of the token after each."""
         logits: mx.array = self.model.embed_tokens.as_linear(self.model(inputs, cache))
         cap = self.args.final_logit_softcapping
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers, first to last."""
         layers: list[nn.Module] = self.model.layers
         return layers
 
     def make_cache(self) -> list[Any]:
-        """Make the caches of a new sequence."""
         slides = (kind == "sliding_attention" for kind in self.args.layer_types)
         return [RotatingKVCache(max_size=self.args.sliding_window) if each else KVCache() for each in slides]

@@ -1,8 +1,4 @@
-"""The process of every rank but the first: ``python -m tokamac.engine.distributed.follower``. Started by team.py.
-
-Records on stdin, what it says on stdout, all else to stderr. When stdin closes, rank 0 is gone, and it ends at once, whatever it
-computes.
-"""
+"""Both sides of a load on several machines; ``python -m`` of it is the process of other ranks, which team.py starts."""
 
 import gc
 import os
@@ -11,24 +7,50 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import TokamacError, computing_error
+from ..errors import OptionError, TokamacError, computing_error
+from ..events import LoadProgress
 from ..files import raise_open_files
-from ..options import KVSpec, LoadRequest
-from .channel import Channel, Record, records
-from .team import BEAT_S, join_group, token_bytes_of
+from ..loading import load
+from ..options import KVSpec, LoadRequest, Split
+from ..runner import Runner
+from .team import BEAT_S, Channel, NodeShare, Record, Team, join_group, records, token_bytes_of
 
 if TYPE_CHECKING:
-    from ..runner import Runner
     from .mirror import PassReplay
 
 
-class NodeFollower:
-    """One process of a group. group: MLX's, once joined."""
+def load_together(
+    team: Team,
+    split: Split,
+    request: LoadRequest,
+    progress: Callable[[LoadProgress], None],
+) -> Runner:
+    """Return rank 0's Runner once all have loaded; on the engine's thread. Raises TokamacError."""
+    # Computed prompts stay in memory only: each node has a part of them.
+    if request.adapter is not None:
+        raise OptionError(
+            "an adapter can't be added to a model that several nodes hold",
+            "Load it without nodes, or without the adapter (--adapter none).",
+        )
+    gc.collect()  # what held an earlier model refers to itself
+    group = team.connect()
+    prompts = request.prompt_cache
+    request = replace(request, prompt_cache=None if prompts is None else replace(prompts, disk=False))
+    # To guess, and to keep prompts, is for this one.
+    told = replace(request, model=str(request.model), prompt_cache=None, speculation=None)
+    team.load({"request": asdict(told), "split": split})
+    return load(request, progress, share=NodeShare(group, group.rank(), group.size(), split), team=team)
 
+
+# Records on stdin, answers on stdout, logs on stderr. A closed stdin means that rank 0 is gone: it ends immediately.
+
+
+class NodeFollower:
     def __init__(self, out: Channel) -> None:
         self._out = out
         self._files: dict[str, str] = {}
@@ -38,7 +60,6 @@ class NodeFollower:
         self._loaded = self._held = 0  # which load, and the bytes of its model alone
 
     def run(self, told: "queue.SimpleQueue[Record]") -> None:
-        """Do what is told, for ever; what fails while the group computes ends the process."""
         while True:
             record = told.get()
             match record["do"]:
@@ -51,7 +72,7 @@ class NodeFollower:
                     self._out.send({"said": "begun"})
                 case "connect":
                     with self._telling_failures():
-                        self._connect(str(record["backend"]))
+                        self._group = join_group(str(record["backend"]), self._files)
                 case "load":
                     with self._telling_failures(f"failed {record['number']}"):
                         self._load(record)
@@ -69,7 +90,6 @@ class NodeFollower:
             threading.Event().wait(BEAT_S)
 
     def _tell_room(self) -> None:
-        """Say that it lives, how many bytes there are beside the model, and how many a token takes of them."""
         found: Record = {}
         if (runner := self._runner) is not None and (budget := runner.runtime.memory_budget) is not None:
             room, token_bytes = budget - self._held, token_bytes_of(runner.runtime.plan)
@@ -90,15 +110,12 @@ class NodeFollower:
                 sys.stderr.flush()
                 os._exit(1)
 
-    def _connect(self, backend: str) -> None:
-        self._group = join_group(backend, self._files)
-
     def _load(self, record: Record) -> None:
         import mlx.core as mx
 
         from ..loading import described, load
         from .mirror import PassReplay
-        from .split import NodeShare
+        from .team import NodeShare
 
         self._unload()
         share = NodeShare(self._group, self._group.rank(), self._group.size(), record["split"])
@@ -124,7 +141,6 @@ class NodeFollower:
 
 
 def follow() -> None:
-    """Follow rank 0 until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     raise_open_files()
     out = Channel(os.dup(1))

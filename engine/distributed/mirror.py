@@ -1,14 +1,11 @@
-"""Rank 0's model, caches and operations on them: each is told to the followers, then done here; and what does it there.
+"""Mirrors rank 0's operations: recorded for followers, then done here; and their replay."""
 
-    handle     a number for the caches of one sequence, for a slice, for frozen states: rank 0 gives it, all ranks keep it
-    record     {"do": "forward", "lanes": [3], "ids": [[…]]}          told before it is done, so that the others begin as early
-
-Every pass is launched when it is told, with the same results asked for on all ranks: so they meet at MLX's collectives in the same
-order. The ids of a decode step are not known to the host yet; they go through a collective of their own, inside the pass. That is
-why only rank 0 chooses tokens: logits that differ in a last bit can't make ranks go different ways.
-
-What was dropped here is dropped there with the next record.
-"""
+#     handle     a number for a sequence's caches, a slice or frozen states, from rank 0, kept by all
+#     record     {"do": "forward", "lanes": [3], "ids": [[…]]}          sent first, so that others begin as early
+#
+# All ranks launch each pass with the same outputs, so MLX's collectives meet in order. A decode step's ids,
+# unknown to the host, use a collective inside the pass: only rank 0 chooses tokens, so differing last bits
+# can't diverge ranks. Dropped objects are released with the next record.
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,23 +17,17 @@ import mlx.core as mx
 
 from ..errors import OptionError
 from ..kv.attention import AttendingCache, forced, forcing_fused
-from ..kv.attention_kernel import AttentionDevice
-from ..kv.operations import LOCAL, TakesBack
+from ..kv.costs import AttentionDevice
 from ..kv.plan import CachePlan
-from ..kv.rewind import BeforePass
-from ..kv.snapshot import KVSlice, States
+from ..kv.snapshot import LOCAL, BeforePass, KVSlice, States, TakesBack
 from ..model.head import are_asked_for, asking_for_logits
-from .channel import Record
-from .team import Team
+from .team import Record, Team
 
-AHEAD = 2
-"""Passes that a follower launches before it waits for the first of them."""
+AHEAD = 2  # passes that a follower launches before it waits for the first of them
 POOL_CLEAR_PASSES = 256
 
 
 class HeldSlice(tuple[Any, ...]):
-    """A slice of rank 0's caches, of which the others have theirs."""
-
     handle: int
     dropped: deque[int]
 
@@ -45,8 +36,6 @@ class HeldSlice(tuple[Any, ...]):
 
 
 class HeldStates(tuple[Any, ...]):
-    """The same of frozen states."""
-
     handle: int
     dropped: deque[int]
 
@@ -55,8 +44,6 @@ class HeldStates(tuple[Any, ...]):
 
 
 class Mirror:
-    """Tells the followers what rank 0 does. group: MLX's. vocabulary: how many tokens there are."""
-
     def __init__(self, team: Team, group: Any, vocabulary: int) -> None:
         self._team, self.group, self.vocabulary = team, group, vocabulary
         self._count = 0
@@ -64,19 +51,16 @@ class Mirror:
         self._caches: dict[int, int] = {}  # by the id of the first of them
 
     def tell(self, **record: Any) -> None:
-        """Have the followers do it."""
         dropped = []
         while self._dropped:
             dropped.append(self._dropped.popleft())
         self._team.tell({**record, "drop": dropped} if dropped else record)
 
     def new_handle(self) -> int:
-        """Return a number that nothing has."""
         self._count += 1
         return self._count
 
     def know(self, caches: list[Any], handle: int) -> None:
-        """Take note of which caches a handle means."""
         key = id(caches[0])
         self._caches[key] = handle
         finalize(caches[0], self._forget, key, handle).atexit = False
@@ -87,11 +71,9 @@ class Mirror:
         self._dropped.append(handle)
 
     def handle(self, caches: list[Any]) -> int | None:
-        """Return which caches these are; None where the followers have none of them."""
         return self._caches.get(id(caches[0]))
 
-    def of(self, caches: list[Any]) -> int:
-        """Return which caches these are."""
+    def known_handle(self, caches: list[Any]) -> int:
         found = self.handle(caches)
         if found is None:
             raise OptionError(
@@ -100,35 +82,29 @@ class Mirror:
         return found
 
     def slice(self, piece: KVSlice) -> HeldSlice:
-        """Return a slice as held by all; the caller tells its handle."""
         held = HeldSlice(piece)
         held.handle, held.dropped = self.new_handle(), self._dropped
         return held
 
     def states(self, states: States) -> HeldStates:
-        """Return states as held by all."""
         held = HeldStates(states)
         held.handle, held.dropped = self.new_handle(), self._dropped
         return held
 
     def fail(self, error: BaseException) -> None:
-        """What was told was not done here, so the group is out of step."""
         self._team.fail(f"computing failed on this machine ({' '.join(str(error).split())[:200]})")
 
 
 class SharedModel:
-    """Stands for mlx-lm's module on rank 0: a pass is told, then launched."""
-
     def __init__(self, module: Any, mirror: Mirror) -> None:
         self._module, self._mirror = module, mirror
 
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        """ids (1, N) → logits (1, N, V), launched; where none are asked for, nobody may use them."""
+        """ids (1, N) → logits (1, N, V), launched; unusable if not requested."""
         return self.forward(ids, [cache])
 
     @property
     def layers(self) -> Any:
-        """None of them can be had: what looks at a model to plan for it comes too late."""
         raise OptionError(
             "several nodes hold this model, with the keys and values that it was loaded for",
             "Load it with these settings, or without nodes.",
@@ -140,7 +116,7 @@ class SharedModel:
         logits, fused = step or are_asked_for(), forced()
         mirror.tell(
             do="forward",
-            lanes=[mirror.of(lane) for lane in lanes],
+            lanes=[mirror.known_handle(lane) for lane in lanes],
             ids=None if step else ids.tolist(),
             logits=logits,
             fused=fused is not None,
@@ -156,11 +132,9 @@ class SharedModel:
 
 
 def share_ids(ids: mx.array, group: Any, vocabulary: int) -> mx.array:
-    """Return rank 0's ids (B, 1) on all ranks, which is given zeros on the others.
-
-    Where another node is gone, MLX computes on with what memory held, and a lookup has no bounds: no id is beyond ``vocabulary``.
-    Launched at once: a rank whose layers come later in a pipeline does not look at them, and would leave the others waiting.
-    """
+    """Return rank 0's ids (B, 1) on all ranks; others pass zeros."""
+    # Clamped to ``vocabulary``: if a node is gone, MLX computes on with garbage, and lookups have no bounds.
+    # Launched immediately: a later pipeline rank doesn't look at them, and would leave the others waiting.
     summed = mx.distributed.all_sum(ids.astype(mx.uint32), group=group)
     shared = mx.minimum(summed, mx.array(vocabulary - 1, mx.uint32))
     mx.async_eval(shared)  # type: ignore[no-untyped-call]
@@ -170,7 +144,6 @@ def share_ids(ids: mx.array, group: Any, vocabulary: int) -> mx.array:
 def run(
     module: Any, ids: mx.array, lanes: Sequence[list[Any]], *, logits: bool, fused: AttentionDevice | None
 ) -> mx.array:
-    """Launch a pass: the same on all ranks."""
     with forcing_fused(fused):
         if logits:
             with asking_for_logits():
@@ -185,12 +158,9 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan(CachePlan):
-    """Makes caches here and there."""
-
     mirror: Mirror = field(repr=False, compare=False, kw_only=True)
 
     def make(self, keep: int | None = None) -> list[Any]:
-        """Make the caches of one conversation."""
         made, handle = CachePlan.make(self, keep), self.mirror.new_handle()
         self.mirror.tell(do="make", keep=keep, handle=handle)
         self.mirror.know(made, handle)
@@ -198,41 +168,32 @@ class SharedPlan(CachePlan):
 
 
 class SharedTakeBack:
-    """Takes a pass back here and there."""
-
     def __init__(self, caches: list[Any], mirror: Mirror) -> None:
-        self._before, self._mirror, self._of = BeforePass(caches), mirror, mirror.of(caches)
+        self._before, self._mirror, self._of = BeforePass(caches), mirror, mirror.known_handle(caches)
         mirror.tell(do="before", caches=self._of)
 
     def take_back(self, wrong: int, read: int) -> int:
-        """Take back the last ``wrong`` tokens of a pass that read so many."""
         self._mirror.tell(do="back", caches=self._of, wrong=wrong, read=read)
         return self._before.take_back(wrong, read)
 
 
 class SharedOperations:
-    """What is done to caches and slices, here and there."""
-
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
 
     def forward(self, model: SharedModel, ids: mx.array, lanes: Sequence[list[Any]]) -> mx.array:
-        """Run the next tokens of several sequences. A draft model's are this machine's alone."""
         return model.forward(ids, lanes) if isinstance(model, SharedModel) else LOCAL.forward(model, ids, lanes)
 
     def before_pass(self, caches: list[Any]) -> TakesBack:
-        """Remember what caches hold before a pass that may be taken back."""
         known = self._mirror.handle(caches) is not None
         return SharedTakeBack(caches, self._mirror) if known else LOCAL.before_pass(caches)
 
     def cut(self, caches: list[Any], start: int, stop: int) -> KVSlice:
-        """Return copies of tokens."""
         made = self._mirror.slice(LOCAL.cut(caches, start, stop))
         self._tell("cut", caches=[caches], numbers=[start, stop], makes=[made])
         return made
 
     def cut_off(self, caches: list[Any], bounds: Sequence[int]) -> list[KVSlice]:
-        """Move the last tokens out."""
         made = [self._mirror.slice(piece) for piece in LOCAL.cut_off(caches, bounds)]
         self._tell("cut_off", caches=[caches], numbers=list(bounds), makes=made)
         return list[KVSlice](made)
@@ -240,53 +201,44 @@ class SharedOperations:
     def extend(
         self, caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None = None, *, reserve: int = 0
     ) -> None:
-        """Append tokens."""
         LOCAL.extend(caches, piece, start, stop, reserve=reserve)
         self._tell("extend", caches=[caches], slices=[piece], numbers=[start, stop, reserve])
 
     def share(self, held: list[Any], empty: list[Any], tokens: int) -> int:
-        """Have empty caches begin with what others hold."""
         found = LOCAL.share(held, empty, tokens)
         self._tell("share", caches=[held, empty], numbers=[tokens])
         return found
 
     def own_prefixes(self, caches: list[Any]) -> None:
-        """Copy what caches share."""
         LOCAL.own_prefixes(caches)
         self._tell("own_prefixes", caches=[caches])
 
     def split(self, piece: KVSlice, at: int) -> tuple[KVSlice, KVSlice]:
-        """Divide a slice."""
         first, second = (self._mirror.slice(each) for each in LOCAL.split(piece, at))
         self._tell("split", slices=[piece], numbers=[at], makes=[first, second])
         return first, second
 
     def part(self, piece: KVSlice, start: int | None, stop: int | None) -> KVSlice:
-        """Return a part of a slice."""
         made = self._mirror.slice(LOCAL.part(piece, start, stop))
         self._tell("part", slices=[piece], numbers=[start, stop], makes=[made])
         return made
 
     def join(self, pieces: Sequence[KVSlice]) -> KVSlice:
-        """Return consecutive slices as one."""
         made = self._mirror.slice(LOCAL.join(pieces))
         self._tell("join", slices=pieces, makes=[made])
         return made
 
     def freeze(self, caches: list[Any]) -> States:
-        """Return the states of what does not grow."""
         made = self._mirror.states(LOCAL.freeze(caches))
         self._tell("freeze", caches=[caches], makes=[made])
         return made
 
     def thaw(self, caches: list[Any], states: States) -> None:
-        """Put states back."""
         assert isinstance(states, HeldStates)
         LOCAL.thaw(caches, states)
         self._tell("thaw", caches=[caches], states=states.handle)
 
     def rewind(self, caches: list[Any], n: int) -> None:
-        """Trim what does not grow."""
         LOCAL.rewind(caches, n)
         self._tell("rewind", caches=[caches], numbers=[n])
 
@@ -302,7 +254,7 @@ class SharedOperations:
     ) -> None:
         self._mirror.tell(
             do=do,
-            caches=[self._mirror.of(each) for each in caches],
+            caches=[self._mirror.known_handle(each) for each in caches],
             slices=[each.handle for each in slices if isinstance(each, HeldSlice)],
             numbers=list(numbers),
             makes=[each.handle for each in makes],
@@ -311,10 +263,7 @@ class SharedOperations:
 
 
 class PassReplay:
-    """Does on a follower what rank 0 told.
-
-    fused: what this machine's attention is, where it is to be fused. vocabulary: how many tokens there are.
-    """
+    """Replays rank 0's records on a follower. fused: this machine's fused attention."""
 
     def __init__(self, module: Any, plan: CachePlan, group: Any, *, fused: AttentionDevice, vocabulary: int) -> None:
         self._module, self._plan, self._group = module, plan, group
@@ -325,7 +274,7 @@ class PassReplay:
         self._passes = 0
 
     def do(self, record: Record) -> None:
-        """Do it. Raises whatever MLX raises: this rank is out of step then."""
+        """Replay a record. Raises MLX's errors: then this rank is out of step."""
         match record["do"]:
             case "forward":
                 self._forward(record)

@@ -1,45 +1,208 @@
-"""Rank 0's end of the followers: starts them, tells them what to do, and notices when one is gone or silent.
-
-A process joins MLX's group once, so a team lives as long as its process and serves one model after another. Followers end when
-their stdin does: however this process goes, none stays behind.
-"""
+"""Rank 0's team: the hosts, their followers, the records sent to them, and the part of the model each has."""
 
 import atexit
+import json
 import logging
 import os
+import shlex
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ..device import end_without_mlx
-from ..errors import DeviceError, OptionError, TokamacError
-from ..options import Nodes
-from .channel import Channel, Record, records
-from .hosts import NodeHost, NodeHosts, hosts_of
-
-BEAT_S = 1.0
-"""A follower says so often that it lives, whatever it computes."""
-ROOM_TOKENS = 4096
-"""Over so many, what a token takes is a mean: windows take no more."""
-SILENCE_S = 8.0
-"""After which it counts as lost."""
-LINK_SILENCE_S = 9.0
-"""After which a step does, where all say that they live: later, so that a node that is silent is named."""
-CONNECT_S = 60.0
-"""In which all have to start and to find each other."""
-LEAVE_S = 2.0
-"""How long MLX gets to notice that the group is broken, before the process ends without it."""
+from ..errors import DeviceError, ModelUnsupportedError, OptionError, TokamacError, access_hint
+from ..files import expanded, read_text
+from ..model.safetensors import Part
+from ..options import MOST_NODES, NODE_BACKENDS, Backend, Nodes, Split
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from ..kv.plan import CachePlan
+
+# Not ``mlx.launch`` itself: it keeps a core busy (MLX 0.32.4), forwards output ten times a second, and doesn't
+# pass on a closed stdin. Processes get MLX's same variables.
+
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT = 32323  # where rank 0 listens, the next ones above it: the port of `mlx.launch`
+FOLLOWER = "tokamac.engine.distributed.follower"
+# Asks for no password, and ends within six seconds once the other machine is silent.
+SSH = (
+    "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3",
+)  # fmt: skip
+
+_WRITE_ONE = "Let mlx.distributed_config write one (tokamac help nodes)."
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHost:
+    """A machine. ssh: name or loopback address. ips: listens there. rdma: device per peer.
+
+    python: an interpreter with tokamac; None: this one's path.
+    """
+
+    ssh: str
+    ips: tuple[str, ...] = ()
+    rdma: tuple[Any, ...] = ()
+    python: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.ssh in (LOOPBACK, "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHosts:
+    machines: tuple[NodeHost, ...]
+    backend: Backend = "ring"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def variables(self, rank: int) -> dict[str, str]:
+        found = {**self.env, "MLX_RANK": str(rank)}
+        if self.backend == "jaccl":
+            found["MLX_JACCL_COORDINATOR"] = f"{self.machines[0].ips[0]}:{FIRST_PORT}"
+        return found
+
+    def files(self) -> dict[str, str]:
+        if self.backend == "jaccl":
+            return {"MLX_IBV_DEVICES": json.dumps([each.rdma for each in self.machines])}
+        ports = free_ports(len(self.machines)) if all(each.is_here for each in self.machines) else None
+        listens, port = list[list[str]](), FIRST_PORT
+        for rank, each in enumerate(self.machines):
+            listens.append([f"{ip}:{ports[rank] if ports else port + at}" for at, ip in enumerate(each.ips)])
+            port += len(each.ips)
+        return {"MLX_HOSTFILE": json.dumps(listens)}
+
+    def command(self, rank: int) -> list[str]:
+        host = self.machines[rank]
+        if host.is_here:
+            return [host.python or sys.executable, "-m", FOLLOWER]
+        return [*SSH, "--", host.ssh, shlex.join(["exec", host.python or sys.executable, "-m", FOLLOWER])]
+
+
+def hosts_of(nodes: Nodes) -> NodeHosts:
+    """Return the machines of ``nodes``. Raises OptionError."""
+    if nodes.hostfile is None:
+        if nodes.backend == "jaccl":
+            raise OptionError("jaccl needs the names of RDMA devices", f"Give a hostfile. {_WRITE_ONE}")
+        return NodeHosts(tuple(NodeHost(LOOPBACK, (LOOPBACK,)) for _ in range(nodes.count or 0)))
+    path = expanded(nodes.hostfile)
+    try:
+        found = _read(json.loads(read_text(path)), nodes.backend)
+    except OSError as error:
+        raise OptionError(
+            f"the hostfile {path} can't be read: {error.strerror or error}", access_hint(error, _WRITE_ONE)
+        ) from error
+    except TokamacError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise OptionError(f"{path} is not a hostfile: {type(error).__name__}: {error}", _WRITE_ONE) from error
+    return found
+
+
+def _read(given: Any, backend: Backend | None) -> NodeHosts:
+    top: Mapping[str, Any] = {"hosts": given} if isinstance(given, list) else given
+    machines = tuple(_host(each) for each in top["hosts"])
+    if not 2 <= len(machines) <= MOST_NODES:
+        raise OptionError(f"the hostfile names {len(machines)} machines", f"Name 2 to {MOST_NODES}, this one first.")
+    wanted = backend or top.get("backend") or "ring"
+    if wanted not in NODE_BACKENDS:
+        raise OptionError(
+            f"the hostfile wants the backend {wanted!r:.40}", f"Use {' or '.join(NODE_BACKENDS)} (--backend)."
+        )
+    env = dict(_variable(each) for each in top.get("envs", []))
+    for rank, each in enumerate(machines):
+        if not each.ips and (wanted == "ring" or rank == 0):
+            raise OptionError(f"the hostfile gives {each.ssh} no IP address", _WRITE_ONE)
+        if wanted == "jaccl" and len(each.rdma) != len(machines):
+            raise OptionError(f"the hostfile gives {each.ssh} no RDMA device for each machine", _WRITE_ONE)
+    return NodeHosts(machines, wanted, env)
+
+
+def _host(given: Mapping[str, Any]) -> NodeHost:
+    ssh, ips, python = given["ssh"], given.get("ips", []), given.get("python")
+    if not isinstance(ssh, str) or not ssh or ssh.startswith("-") or not ssh.isprintable():
+        raise OptionError(f"{ssh!r:.60} is not the name of a machine", _WRITE_ONE)
+    if not isinstance(ips, list) or not all(isinstance(ip, str) for ip in ips):
+        raise OptionError(f"the hostfile's addresses of {ssh} are not a list of texts", _WRITE_ONE)
+    if python is not None and not isinstance(python, str):
+        raise OptionError(f"the hostfile's python of {ssh} is no path", _WRITE_ONE)
+    return NodeHost(ssh, tuple(ips), tuple(given.get("rdma", [])), python)
+
+
+def _variable(given: str) -> tuple[str, str]:
+    name, mark, value = given.partition("=")
+    if not mark or not name.replace("_", "").isalnum() or not name.isascii():
+        raise OptionError(f"the hostfile's {given!r:.60} sets no variable", "Write NAME=VALUE.")
+    return name, value
+
+
+def free_ports(count: int) -> Sequence[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+# A process joins MLX's group only once, so a team serves several models. Followers end when their stdin closes:
+# none stays behind.
+
+
+# Records between rank 0 and a follower: one JSON object a line, over the pipes of the follower's process.
+
+Record = Mapping[str, Any]
+
+LONGEST_LINE = 1 << 24  # bytes: the ids of a piece of a prompt are a small part of it
+
+
+class Channel:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, record: Record) -> None:
+        """Write a record; thread-safe. Raises OSError once nobody reads."""
+        line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        with self._lock:
+            while line:
+                line = line[os.write(self._fd, line) :]
+
+
+def records(stream: IO[bytes]) -> Iterator[Record]:
+    while line := stream.readline(LONGEST_LINE):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(record, dict):
+            return
+        yield record
+
+
+BEAT_S = 1.0  # a follower says so often that it lives, whatever it computes
+ROOM_TOKENS = 4096  # over so many, what a token takes is a mean: windows take no more
+SILENCE_S = 8.0  # after which it counts as lost
+# After which a step does, where all say that they live: later, so that a node that is silent is named.
+LINK_SILENCE_S = 9.0
+CONNECT_S = 60.0  # in which all have to start and to find each other
+LEAVE_S = 2.0  # how long MLX gets to notice that the group is broken, before the process ends without it
+
 
 T = TypeVar("T")
 
@@ -50,8 +213,6 @@ AGAIN = "Check that machine and the link to it, then start again."
 
 @dataclass(slots=True)
 class Member:
-    """A follower. said: what it said last of each kind. last_line: of its log."""
-
     rank: int
     host: NodeHost
     process: "subprocess.Popen[bytes]"
@@ -61,15 +222,14 @@ class Member:
     last_line: str = ""
 
     def name(self, size: int) -> str:
-        """Return what a person calls it."""
         return f"node {self.rank + 1} of {size} ({self.host.ssh})"
 
 
 class Team:
-    """All processes of a group, seen from rank 0.
+    """A group's processes, seen from rank 0.
 
-    connected: whether MLX has a group. stuck_s: how long the engine has been at a step that takes far too long; it is given the
-    seconds that any may take, and None is not. when_lost: called, by any thread, with the reason, when the group can't go on.
+    stuck_s: given a limit in seconds, how long the engine overran it, or None. when_lost: called with the reason,
+    on any thread.
     """
 
     def __init__(self, nodes: Nodes, hosts: NodeHosts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,7 +271,7 @@ class Team:
         return member
 
     def connect(self) -> Any:
-        """Return MLX's group, once all have joined it. Called on the engine's thread. Raises DeviceError."""
+        """Return MLX's group once all joined; on the engine's thread. Raises DeviceError."""
         self.await_all("begun", CONNECT_S)
         os.environ.update(self.hosts.variables(0))
         self.tell({"do": "connect", "backend": self.hosts.backend})
@@ -132,7 +292,7 @@ class Team:
         return group
 
     def guarding(self, loading: "Future[T]") -> T:
-        """Wait for what loads on the engine's thread, and no longer than the group lives. Raises the reason."""
+        """Wait for loading on the engine's thread. Raises the reason if the group is lost."""
         while True:
             try:
                 return loading.result(BEAT_S)
@@ -144,7 +304,7 @@ class Team:
                     raise self.error from None
 
     def tell(self, record: Record) -> None:
-        """Have every follower do what a record says. Raises the reason where the group can't go on."""
+        """Send a record to every follower. Raises the reason if the group is lost."""
         if self.error is not None:
             raise self.error
         try:
@@ -156,27 +316,24 @@ class Team:
             raise (self.error or DeviceError("the nodes are closed")) from error
 
     def load(self, request: Record) -> None:
-        """Have every follower load a model; ``await_loaded`` tells when they have."""
         self._loads += 1
         self.tell({"do": "load", "number": self._loads, **request})
 
     def await_loaded(self) -> list[Record]:
-        """Return what each follower says of the model that it loaded. Raises what one of them failed with."""
+        """Return each follower's loaded model. Raises a follower's error."""
         return self.await_all(f"loaded {self._loads}", failed=f"failed {self._loads}")
 
     def allowed(self, held: int, token_bytes: int) -> int | None:
-        """Return the bytes that arrays of this process may take as the others' memory allows; see ``allowed_by``."""
         with self._changed:
             said = [member.said.get("alive", {}) for member in self._members]
         return allowed_by([each for each in said if each.get("loaded") == self._loads], held, token_bytes)
 
     def unload(self) -> None:
-        """Have every follower let go of its model."""
         with suppress(TokamacError):
             self.tell({"do": "unload"})
 
     def await_all(self, what: str, within_s: float | None = None, *, failed: str = "failed") -> list[Record]:
-        """Return what each follower says of ``what``, and forget it. Raises what one of them failed with."""
+        """Return and forget each follower's answer ``what``. Raises a follower's error."""
         until = None if within_s is None else self._clock() + within_s
         with self._changed:
             while self.error is None and not all(what in each.said or failed in each.said for each in self._members):
@@ -193,11 +350,10 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that this one started."""
         return [member.process.pid for member in self._members]
 
     def fail(self, why: str) -> None:
-        """The group can't go on: this process did not do what it told the others, mostly since one of them ended."""
+        """Mark the group lost: this process didn't do what it sent, mostly since a node ended."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.error is not None, BEAT_S
@@ -205,7 +361,6 @@ class Team:
         self._lose(why)
 
     def close(self) -> None:
-        """End the followers. Safe to call again."""
         self._closed = True
         atexit.unregister(self.close)
         for member in self._members:
@@ -272,7 +427,6 @@ class Team:
 
 
 def _kill(member: Member) -> None:
-    """End a follower, and what it started."""
     if member.process.poll() is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(member.process.pid, signal.SIGKILL)
@@ -292,7 +446,6 @@ def _failure(record: Record, who: str) -> TokamacError:
 
 
 def join_group(backend: str, files: Mapping[str, str]) -> Any:
-    """Return MLX's group of this process, whose rank the environment says. files: that MLX reads, by variable."""
     import mlx.core as mx
 
     kept = list[Path]()
@@ -309,29 +462,25 @@ def join_group(backend: str, files: Mapping[str, str]) -> Any:
 
 
 def versions() -> Mapping[str, str]:
-    """Return what must be the same on all nodes."""
     from importlib import metadata
 
     return {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
 
 
 def token_bytes_of(plan: "CachePlan") -> int:
-    """Return what a token takes of this process's memory in a long context."""
     return plan.bytes_at(ROOM_TOKENS) // ROOM_TOKENS
 
 
 def allowed_by(others: Sequence[Record], held: int, token_bytes: int) -> int | None:
-    """Return the bytes that arrays of rank 0 may take, so that what tokens take on the others fits there; None where none says.
+    """Return the bytes for rank 0's arrays, so that tokens fit on every node; None if no node says.
 
-    others: what each said last, of its room beside the model and of a token. held, token_bytes: what the model takes on rank 0, and
-    a token of its keys and values, which differs where layers are not divided evenly.
+    others: their free bytes and bytes per token. held, token_bytes: rank 0's, which differ if layers divide unevenly.
     """
     rooms = [other["room"] * token_bytes // other["token_bytes"] for other in others if other.get("token_bytes")]
     return held + max(min(rooms), 0) if rooms else None
 
 
 def check_same(mine: Record, theirs: Sequence[Record], hosts: NodeHosts) -> None:
-    """Raise OptionError where a node has another model, or other versions."""
     for rank, other in enumerate(theirs, 1):
         for name, value in mine.items():
             if other.get(name) != value:
@@ -341,13 +490,12 @@ def check_same(mine: Record, theirs: Sequence[Record], hosts: NodeHosts) -> None
                 )
 
 
-_teams: list[Team] = []
-"""The one of this process, once it has one."""
+_teams: list[Team] = []  # the one of this process, once it has one
 _lock = threading.Lock()
 
 
 def join(nodes: Nodes) -> Team:
-    """Return the team of this process, started where there is none. Raises DeviceError, or OptionError where it is another one."""
+    """Return this process's team, started if missing. Raises DeviceError, or OptionError for other nodes."""
     with _lock:
         if _teams and _teams[0].error is not None and not _teams[0].connected:
             _teams.clear()  # MLX knows of no group yet
@@ -359,3 +507,144 @@ def join(nodes: Nodes) -> Team:
     if (team.nodes.count, team.nodes.hostfile, team.nodes.backend) != (nodes.count, nodes.hostfile, nodes.backend):
         raise OptionError("this process has joined other nodes already", "Start another one.")
     return team
+
+
+# ``shard`` is observed on numbers that name their indices, so no class, packing or fusing needs special knowledge.
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+# Numbers of a config that a rank has a part of, where layers are split.
+WIDTHS = (*HEADS, "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    group: Any
+    rank: int
+    size: int
+    split: Split
+
+    def divide(self, module: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
+        """Keep this rank's part of a lazy module; return its config, and divided parameters' parts.
+
+        Raises ModelUnsupportedError where the class or shape doesn't allow it.
+        """
+        kind = str(config.get("model_type"))
+        if self.split == "pipeline":
+            return self._by_layers(module, config, kind), {}
+        whole = _parameters(module)
+        twin = deepcopy(module, {id(array): _hollow(array) for array in whole.values()})
+        own = self._by_heads(module, config, kind)
+        return own, self._parts(twin, _parameters(module))
+
+    def connect(self, module: Any) -> None:
+        if self.split == "pipeline" and (inner := _pipelined(module)) is not None:
+            inner.pipeline_rank, inner.pipeline_size = self.rank, self.size
+
+    @property
+    def note(self) -> str:
+        what = "a part of every layer" if self.split == "tensor" else "some of the layers"
+        return f"{self.size} nodes hold the model, each {what}"
+
+    def _by_heads(self, module: Any, config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        if not callable(getattr(module, "shard", None)):
+            raise ModelUnsupportedError(
+                f"mlx-lm's class for {kind} can't split its layers over several nodes",
+                "Take another model" + (", or --split pipeline." if _pipelined(module) is not None else "."),
+            )
+        text = config.get("text_config", config)
+        for name in HEADS:
+            if (count := text.get(name)) is not None and count % self.size:
+                raise ModelUnsupportedError(
+                    f"{self.size} nodes can't divide its {count} {name.removeprefix('num_').replace('_', ' ')}",
+                    "Use a number of nodes that divides it.",
+                )
+        try:
+            module.shard(self.group)
+        except (ValueError, AssertionError) as error:
+            raise ModelUnsupportedError(
+                f"its layers can't be split over {self.size} nodes: {' '.join(str(error).split())[:200]}",
+                "Use another number of nodes.",
+            ) from error
+        return _changed(config, {name: text[name] // self.size for name in WIDTHS if text.get(name)})
+
+    def _parts(self, twin: Any, own: "Mapping[str, mx.array]") -> dict[str, Part]:
+        import mlx.core as mx
+        import numpy as np
+        from mlx.utils import tree_unflatten
+
+        whole, axes = _parameters(twin), dict[str, int]()
+        for name, array in whole.items():
+            if name in own and own[name].ndim == array.ndim:
+                differ = [axis for axis, size in enumerate(array.shape) if size != own[name].shape[axis]]
+                if len(differ) == 1:
+                    axes[name] = differ[0]
+        most = max((whole[name].shape[axis] for name, axis in axes.items()), default=0)
+        # Random, or what a class computes from one could be another.
+        names = np.random.default_rng(0).choice(np.iinfo(np.int32).max, most, replace=False).astype(np.int32)
+        index_of = {int(name): index for index, name in enumerate(names)}
+
+        def named(array: mx.array, axis: int) -> mx.array:
+            line = mx.array(names[: array.shape[axis]]).reshape([-1 if at == axis else 1 for at in range(array.ndim)])
+            return mx.broadcast_to(line, array.shape)
+
+        twin.update(tree_unflatten([(name, named(whole[name], axis)) for name, axis in axes.items()]))
+        twin.shard(self.group)
+        divided, parts = _parameters(twin), dict[str, Part]()
+        del twin
+        for name, axis in axes.items():
+            array = divided.pop(name)  # one at a time, since each is computed
+            line = array[tuple(slice(None) if at == axis else slice(1) for at in range(array.ndim))]
+            if array.size and array.dtype == mx.int32 and mx.all(array == line).item():
+                indices = [index_of.get(int(each), -1) for each in np.array(line).flat]
+                if -1 not in indices:
+                    parts[name] = Part.of_indices(axis, indices)
+        return parts
+
+    def _by_layers(self, module: Any, config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        inner = _pipelined(module)
+        if inner is None:
+            raise ModelUnsupportedError(
+                f"mlx-lm's class for {kind} can't give layers to several nodes",
+                "Take another model" + (", or --split tensor." if callable(getattr(module, "shard", None)) else "."),
+            )
+        whole = len(module.layers)
+        if whole < self.size:
+            raise ModelUnsupportedError(f"{self.size} nodes can't divide its {whole} layers", "Use fewer nodes.")
+        inner.pipeline(self.group)
+        inner.pipeline_rank, inner.pipeline_size = 0, 1  # until ``connect``
+        begin, end = inner.start_idx, inner.end_idx
+        text = config.get("text_config", config)
+        own = {
+            name: value[begin:end] for name, value in text.items() if isinstance(value, list) and len(value) == whole
+        }
+        return _changed(config, {**own, "num_hidden_layers": len(module.layers)})
+
+
+def _hollow(array: "mx.array") -> "mx.array":
+    import mlx.core as mx
+
+    return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
+
+
+def _parameters(module: Any) -> "dict[str, mx.array]":
+    from mlx.utils import tree_flatten
+
+    return dict(tree_flatten(module.parameters()))
+
+
+def _pipelined(module: Any) -> Any:
+    from mlx_lm.models.pipeline import PipelineMixin
+
+    found = [each for _, each in module.named_modules() if isinstance(each, PipelineMixin)]
+    return found[0] if len(found) == 1 else None
+
+
+def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    own = deepcopy(dict(config))
+    text = own.get("text_config", own)
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    if heads and hidden and not text.get("head_dim"):
+        text["head_dim"] = hidden // heads
+    text.update(changes)
+    return own

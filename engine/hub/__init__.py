@@ -1,1 +1,1 @@
-"""The Hugging Face hub: names of models, its cache on disk, downloads."""
+"""The Hugging Face hub: model names, the cache on disk, downloads."""

@@ -1,9 +1,4 @@
-"""The Hugging Face cache on disk, as other tools share it: what is whole, what there is, and removing it.
-
-<HF_HUB_CACHE>/models--org--name/refs/main              the commit that a branch stands for
-                                 blobs/<sha256>         contents; <sha256>.incomplete while they arrive
-                                 snapshots/<commit>/…   the files of a commit: links into blobs
-"""
+"""The Hugging Face cache on disk, as other tools share it, and the model folders of other applications."""
 
 import json
 import re
@@ -14,27 +9,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError, ModelError, ModelNotFoundError
-from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, TOKENIZER_FILES, expanded, is_dir, read_text
+from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, TOKENIZER_FILES, expanded, is_dir, is_file, read_text
 from ..model.safetensors import find_shards, read_header
 from .names import EMBEDDED, ID, folder_name, id_of, nearest
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
+# <HF_HUB_CACHE>/models--org--name/refs/main              the commit of a branch
+#                                  blobs/<sha256>         contents; <sha256>.incomplete during download
+#                                  snapshots/<commit>/…   the files of a commit: links into blobs
 
+
+# Ids share much with one another, owners and endings above all, so that the usual likeness would find one for any.
 ALIKE = 0.75
-"""Ids share much with one another, owners and endings above all, so that the usual likeness would find one for any."""
 
 
 def meant(model: str, cache: Path) -> str | None:
-    """Return an embedded model, one of the catalogue or one in the folder ``cache``; None where none is called nearly so."""
+    """Return the embedded, catalogued or cached model with the closest name, or None."""
     names = {**{each: each for each in EMBEDDED}, **dict(_catalogued()), **dict(_in_cache(cache))}
     near = nearest(model, names, ALIKE)
     return None if near is None or names[near] == model else names[near]
 
 
 def _catalogued() -> Iterator[tuple[str, str]]:
-    """Yield the names that a model of the catalogue goes by, and the id of the repository that each stands for."""
     from ..perf.catalogue import catalogue
 
     for entry in catalogue():
@@ -53,31 +51,25 @@ def _in_cache(cache: Path) -> Iterator[tuple[str, str]]:
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-REFERENCE_BYTES = 4096
-"""The file of a branch, which holds a commit, at most."""
+REFERENCE_BYTES = 4096  # the file of a branch, which holds a commit, at most
+# How transformers ends the names of architectures that write text.
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""How transformers ends the names of architectures that write text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repo:
-    """A repository of the hub, at a branch, tag or commit."""
-
     id: str
     revision: str = "main"
 
     @property
     def folder(self) -> Path:
-        """Its folder in the cache, there or not."""
         return cache_folder() / folder_name(self.id)
 
     @property
     def reference(self) -> Path:
-        """The file that says which commit the revision was when it was last downloaded."""
         return self.folder / "refs" / self.revision
 
     def snapshot(self, commit: str) -> Path:
-        """The folder with the files of a commit."""
         return self.folder / "snapshots" / commit
 
     def __str__(self) -> str:
@@ -86,7 +78,7 @@ class Repo:
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """A model in the cache. ``nbytes`` counts all its revisions; ``whole``: nothing lacks. last_used_s: a Unix time, or None."""
+    """A model in the cache. ``nbytes`` covers all revisions; ``last_used_s`` is a Unix time or None."""
 
     id: str
     path: Path
@@ -96,20 +88,17 @@ class ModelOnDisk:
 
 
 def cache_folder() -> Path:
-    """Return where the hub's client keeps its downloads (HF_HUB_CACHE, HF_HOME)."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def whole_snapshot(repo: Repo) -> Path | None:
-    """Return the repository's folder on disk if all of it is there, else None. No network."""
     folder = _recorded(repo)
     return folder if folder is not None and is_whole(folder) else None
 
 
 def whole_adapter(repo: Repo) -> Path | None:
-    """Return the repository's folder on disk if it holds a whole adapter, else None. No network."""
     folder = _recorded(repo)
     if folder is None or not (folder / ADAPTER_CONFIG).is_file():
         return None
@@ -124,7 +113,6 @@ def whole_adapter(repo: Repo) -> Path | None:
 
 
 def _recorded(repo: Repo) -> Path | None:
-    """Return the folder of the commit that the revision was when it was last downloaded; None where that is not known."""
     commit = repo.revision
     if not _COMMIT.fullmatch(commit):
         try:
@@ -135,7 +123,6 @@ def _recorded(repo: Repo) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has a config, a tokenizer, and weights that are as long as their headers and the index say."""
     if not _config(folder) or not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     try:
@@ -146,7 +133,6 @@ def is_whole(folder: Path) -> bool:
 
 
 def list_models() -> tuple[ModelOnDisk, ...]:
-    """Return the models in the cache that write text, by id."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -158,10 +144,7 @@ def list_models() -> tuple[ModelOnDisk, ...]:
 
 
 def remove_model(model: str) -> int:
-    """Delete a model, all revisions of it, from the cache, and return the bytes freed.
-
-    Raises ModelNotFoundError where it is not there, DownloadError where it can't be deleted.
-    """
+    """Delete all revisions; return the bytes freed. Raises ModelNotFoundError, DownloadError."""
 
     repo = repo_of(model)
     if not repo.folder.is_dir():
@@ -176,10 +159,7 @@ def remove_model(model: str) -> int:
 
 
 def discard_unfinished(model: str) -> int:
-    """Delete what has arrived of a download that did not end, and return the bytes freed: none where nothing has arrived.
-
-    A revision that is whole stays. Raises DownloadError where something can't be deleted.
-    """
+    """Delete the parts of an unfinished download; return the bytes freed. Raises DownloadError."""
 
     repo = repo_of(model)
     if not repo.folder.is_dir():
@@ -201,7 +181,6 @@ def _undeletable(error: OSError) -> DownloadError:
 
 
 def _on_disk(repo: "CachedRepoInfo") -> ModelOnDisk | None:
-    """Return a cached repository as a model; None when it does not write text."""
     revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
     if not revisions:
         return None
@@ -216,7 +195,6 @@ def _on_disk(repo: "CachedRepoInfo") -> ModelOnDisk | None:
 
 
 def writes_text(folder: Path) -> bool:
-    """Whether a folder has the config of a model that writes text."""
     config = _config(folder)
     architectures = config.get("architectures") or []
     if not architectures:
@@ -225,7 +203,6 @@ def writes_text(folder: Path) -> bool:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json; {} where there is none that can be read."""
     try:
         config = json.loads(read_text(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -234,7 +211,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def repo_of(model: str) -> Repo:
-    """Return the repository that ``model`` names; raise ModelNotFoundError unless it is ``org/name[@revision]``."""
+    """Return the named repository. Raises ModelNotFoundError unless ``org/name[@revision]``."""
     match = ID.fullmatch(model)
     if match is None or ".." in model or match["id"].endswith((".", "-")):
         raise _no_repository(model)
@@ -256,3 +233,65 @@ def _no_repository(model: str) -> ModelNotFoundError:
     near = meant(model, cache_folder())
     usual = "No folder has this name, and a Hugging Face id looks like org/name; guide is the embedded model."
     return ModelNotFoundError(f"there is no model {model!r}", usual if near is None else f"Did you mean {near}?")
+
+
+# <models>/<publisher>/<model>/config.json, *.safetensors    MLX and safetensors, loadable
+# <models>/<publisher>/<model>/*.gguf                        GGUF, only counted
+
+# ~/.lmstudio-home-pointer names LM Studio's home; its settings.json names a moved models folder.
+
+
+HOMES = (".lmstudio", ".cache/lm-studio")
+SETTINGS = ("Library/Application Support/LM Studio/settings.json", ".config/LM Studio/settings.json")
+POINTER = ".lmstudio-home-pointer"
+POINTER_BYTES = 4096
+MOST = 1000  # folders that are looked at, at most: a moved models folder may be anything
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModels:
+    folders: tuple[Path, ...] = ()
+    gguf: tuple[Path, ...] = ()
+
+
+def lm_studio_models(home: Path | None = None) -> OtherModels:
+    folders: list[Path] = []
+    gguf: list[Path] = []
+    for root in dict.fromkeys(root.resolve() for root in _models_folders(home or Path.home())):
+        for folder in _model_folders(root):
+            if is_file(folder / "config.json") and any(folder.glob("*.safetensors")):
+                folders.append(folder)
+            elif any(folder.glob("*.gguf")):
+                gguf.append(folder)
+    return OtherModels(tuple(folders), tuple(gguf))
+
+
+def _models_folders(home: Path) -> Iterator[Path]:
+    homes = [home / name for name in HOMES]
+    try:
+        if named := read_text(home / POINTER, POINTER_BYTES).strip():
+            homes.insert(0, expanded(named.splitlines()[0]))
+    except (OSError, ValueError):
+        pass  # most have none
+    for settings in (*(each / "settings.json" for each in homes), *(home / name for name in SETTINGS)):
+        if (moved := _moved(settings)) is not None:
+            yield moved
+    yield from (each / "models" for each in homes)
+
+
+def _moved(settings: Path) -> Path | None:
+    try:
+        found = json.loads(read_text(settings))
+    except (OSError, ValueError, RecursionError):
+        return None
+    named = found.get("downloadsFolder") if isinstance(found, dict) else None
+    return expanded(named) if isinstance(named, str) and named.strip() and "\0" not in named else None
+
+
+def _model_folders(root: Path) -> Iterator[Path]:
+    try:
+        publishers = sorted(each for each in root.iterdir() if each.is_dir())[:MOST]
+        for publisher in publishers:
+            yield from sorted(each for each in publisher.iterdir() if each.is_dir())[:MOST]
+    except OSError:
+        return  # not there, or not for us to read

@@ -1,22 +1,8 @@
-"""Where a model is: a folder, the embedded ``guide``, or a Hugging Face id, downloaded once and then used offline.
-
-    resolve("guide")                          assets/guide/model; "guide-draft" is assets/guide/draft
-    resolve("~/models/mine")                  that folder
-    resolve("mlx-community/Qwen3-4B-4bit")    its snapshot in the Hugging Face cache, downloaded unless whole
-    resolve("org/name@v1.0")                  a branch, a tag or a commit
-
-A download has a plan first, then goes file by file, each one able to resume where it stopped:
-
-    listing ─▶ what is missing ─▶ room on the disk? ─▶ small files, then weights: blobs/<etag>.incomplete ─▶ checked ─▶
-    blobs/<etag> ─▶ linked into the snapshot ─▶ whole? ─▶ refs/<revision>
-
-Nothing is ever whole by its name alone: a blob is renamed after its checksum, a revision recorded after its last file.
-The bytes are fetched here, over HTTP with Range, because today's client (2.4) starts a file over after an interruption;
-its own ``hf_hub_download`` then finds and links them, so that the cache stays the one all Hugging Face tools share.
-"""
+"""Models of the Hugging Face hub: downloaded, and searched for, MLX first, then what can be loaded or converted."""
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import re
@@ -24,19 +10,22 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, TokamacError
 from ..events import LoadProgress
 from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, exists, expanded, is_dir, to_disk
+from ..gguf.library import ollama_file
+from ..gguf.places import find_gguf
 from ..model.safetensors import find_shards
-from ..model.stored_heads import MEDUSA_FILE, MTP_FILE
-from ..perf import measurement_store
+from ..model.weights import MEDUSA_FILE, MTP_FILE
+from ..perf import hardware
 from .cache import (
     ModelOnDisk,
     Repo,
@@ -48,10 +37,22 @@ from .cache import (
     whole_adapter,
     whole_snapshot,
 )
-from .names import EMBEDDED, ID
+from .names import EMBEDDED, ID, folder_name
 
 if TYPE_CHECKING:
     from hashlib import _Hash
+
+    from huggingface_hub import ModelInfo
+    from huggingface_hub.hf_api import ExpandModelProperty_T
+
+# resolve("guide")                          assets/guide/model; "guide-draft" is assets/guide/draft
+# resolve("~/models/mine")                  that folder
+# resolve("mlx-community/Qwen3-4B-4bit")    its snapshot in the Hugging Face cache, downloaded unless whole
+# resolve("org/name@v1.0")                  a branch, a tag or a commit
+
+# A file downloads to blobs/<etag>.incomplete, is renamed after its checksum, then linked into the snapshot;
+# refs/<revision> is written after the last file. The bytes are fetched here, with HTTP Range, because the
+# client (2.4) restarts a file after an interruption; its ``hf_hub_download`` then finds and links them.
 
 
 __all__ = [
@@ -69,27 +70,31 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
 WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
-BESIDE = (MTP_FILE, MEDUSA_FILE)
-"""Heads for further tokens, where a model has them."""
+BESIDE = (MTP_FILE, MEDUSA_FILE)  # heads for further tokens, where a model has them
 
+# What an embedding model's states go through (embedding.py).
+POOLED = re.compile(r"\d_\w+/(config\.json|model\.safetensors)", re.ASCII)
+
+# What an adapter needs: its weights in either format, and its config.
 ADAPTER_WANTED = (PEFT_WEIGHTS, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
-"""What an adapter needs: its weights in either format, and its config."""
 
 OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}
 
-RETRIES = 5
-"""Attempts without a new byte before a connection is given up."""
+RETRIES = 5  # attempts without a new byte before a connection is given up
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-RETRY_S = 0.5
-"""Wait before the first new attempt; each one after waits this much longer."""
+RETRY_S = 0.5  # wait before the first new attempt; each one after waits this much longer
 
 
 def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
-    """Return the folder of ``model``, downloading it first when it is a Hugging Face id that is not whole on disk.
+    """Return the folder of ``model``; an id that isn't whole on disk is downloaded.
 
-    progress: told the bytes so far and in all. cancelled: asked often; True ends the download, what arrived is kept.
-    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    Args:
+        progress: Receives the bytes so far and in all.
+        cancelled: Polled; True ends the download and keeps the bytes received.
+
+    Raises:
+        TokamacError: ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
     """
     return find(model) or download(repo_of(str(model)), progress, cancelled)
 
@@ -97,10 +102,7 @@ def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: C
 def resolve_adapter(
     adapter: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None
 ) -> Path:
-    """Return the folder of an adapter, downloading it first when it is a Hugging Face id that is not whole on disk.
-
-    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
-    """
+    """``resolve`` for an adapter; raises the same errors."""
     path = expanded(adapter)
     if str(adapter).strip() and is_dir(path):
         return path
@@ -116,34 +118,37 @@ def resolve_adapter(
 
 
 def find(model: str | Path) -> Path | None:
-    """Return the folder of ``model`` if it is whole on disk; None for a Hugging Face id that is not.
-
-    Raises ModelNotFoundError for what is neither.
-    """
+    """Return the folder of a model that is whole on disk, else None. Raises ModelNotFoundError for no valid name."""
     return _local(model) or whole_snapshot(repo_of(str(model)))
 
 
 def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
-    """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
-
-    An embedded model is as new as the program. Raises like ``resolve``.
-    """
+    """Update a model from the hub, even if it is on disk. Raises like ``resolve``."""
     if model in EMBEDDED:
         return _embedded(model)
     return download(repo_of(model), progress, cancelled)
 
 
 def _local(model: str | Path) -> Path | None:
-    """The folder that ``model`` names; None where it can only be an id."""
     if isinstance(model, str) and model in EMBEDDED:
         return _embedded(model)
     if not str(model).strip():
         return None
     path = expanded(model)
+    if (gguf := find_gguf(path)) is not None:
+        from ..gguf.checkpoint import folder_of
+
+        return folder_of(gguf)
     if is_dir(path):
         return path
     if exists(path):
-        raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
+        raise ModelNotFoundError(
+            f"{path} is a file, and no GGUF model", "Name a GGUF file, or the folder that holds config.json."
+        )
+    if isinstance(model, str) and (kept := ollama_file(model)) is not None:
+        from ..gguf.checkpoint import folder_of
+
+        return folder_of(kept)
     if isinstance(model, Path) or _is_path(model):
         hint = "Check the path, or name a Hugging Face id such as org/name."
         if str(path) in EMBEDDED:
@@ -166,8 +171,7 @@ def _is_path(model: str) -> bool:
 
 
 def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
-    """Return the error for a download that does not fit."""
-    from ..units import sizes
+    from ..files import sizes
 
     wanted, left = sizes(needed, free)
     return DownloadError(
@@ -177,12 +181,11 @@ def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether the connection failed. Told by name: the client brings its own httpx, or httpx2."""
+    # Recognised by name: the client brings its own httpx, or httpx2.
     return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def translate(error: Exception, repo: Repo) -> Exception:
-    """Return what the user should read of ``error``; itself when it is nothing known."""
     from huggingface_hub import errors as hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -241,7 +244,6 @@ def _refused(status: int, url: str, repo: Repo) -> DownloadError:
 
 
 def _then(do: str, repo: Repo) -> str:
-    """What to do, and that the next attempt resumes where this one ended, if anything has arrived."""
     arrived = (repo.folder / "blobs").glob("*" if whole_snapshot(repo) is None else "*.incomplete")
     return f"{do} {ADVICE}" if any(path.stat().st_size for path in arrived) else do
 
@@ -266,7 +268,6 @@ def _disk(error: OSError, repo: Repo) -> DownloadError:
 
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Keep the client's log lines and warnings off the screen: our errors say what matters of them."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -280,7 +281,7 @@ def quiet_client() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository. ``etag`` names its blob: the SHA-256 of a ``large`` file, else git's SHA-1."""
+    """A repository file. ``etag`` names its blob: SHA-256 for a ``large`` file, else git's SHA-1."""
 
     name: str
     nbytes: int
@@ -288,32 +289,28 @@ class RemoteFile:
     large: bool
 
     def blob(self, repo: Repo) -> Path:
-        """Where the cache keeps its contents."""
         return repo.folder / "blobs" / self.etag
 
     def partial(self, repo: Repo) -> Path:
-        """Where they are while they arrive."""
         return repo.folder / "blobs" / f"{self.etag}.incomplete"
 
     def digest(self) -> "_Hash":
-        """Return a digest that has seen none of the contents; at the end its hexdigest must be the etag."""
         return hashlib.sha256() if self.large else hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False)
 
 
 SPEED_FILE, SPEED_KEY = "download.json", "10^6 bytes a second of the last download"
 
+# What a download moves, and for how long, before its speed says something: small files are mostly waiting.
 TELLING_BYTES, TELLING_S = 16 << 20, 2.0
-"""What a download moves, and for how long, before its speed says something: small files are mostly waiting."""
 
 
 def last_speed() -> float | None:
-    """Return the bytes a second that the last download on this machine arrived with; None where there was none."""
-    known = measurement_store.read(measurement_store.store_file(SPEED_FILE), SPEED_KEY)
+    known = hardware.read(hardware.store_file(SPEED_FILE), SPEED_KEY)
     return None if known is None else known * 1e6
 
 
 class Meter:
-    """Bytes so far, of all files; reports at most 20 times a second, and raises DownloadError once cancelled."""
+    """Bytes of all files; reports at most 20 times per second; raises DownloadError once cancelled."""
 
     def __init__(self, total: int, progress: Progress, cancelled: Cancelled) -> None:
         self.total = total
@@ -325,19 +322,16 @@ class Meter:
         self._told_s = 0.0
 
     def keep_speed(self) -> None:
-        """Keep how fast the bytes came, if there were enough to tell."""
         took_s = time.monotonic() - self._began_s
         if self._arrived >= TELLING_BYTES and took_s >= TELLING_S:
             speed = {SPEED_KEY: self._arrived / took_s / 1e6}
-            measurement_store.keep(measurement_store.store_file(SPEED_FILE), speed)
+            hardware.keep(hardware.store_file(SPEED_FILE), speed)
 
     def receive(self, nbytes: int) -> None:
-        """Count bytes that the hub sent."""
         self._arrived += nbytes
         self.add(nbytes)
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are on disk now; negative ones are gone again."""
         self.done += nbytes
         now = time.monotonic()
         if now - self._told_s >= 0.05 or self.done >= self.total:
@@ -350,7 +344,7 @@ class Meter:
 def download(
     repo: Repo, progress: Progress | None = None, cancelled: Cancelled | None = None, *, adapter: bool = False
 ) -> Path:
-    """Return the repository's folder, whole. adapter: of an adapter's files alone.
+    """Download a repository, or its adapter files alone; return its folder.
 
     Raises DownloadError, ModelNotFoundError, ModelDamagedError or ModelUnsupportedError.
     """
@@ -377,7 +371,6 @@ def download(
 
 
 def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]]:
-    """Return the commit that the revision stands for, and those of its files that are wanted, by pattern."""
     from huggingface_hub import HfApi, constants
 
     timeout = constants.HF_HUB_ETAG_TIMEOUT
@@ -388,9 +381,12 @@ def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]
         if item.lfs
         else RemoteFile(item.rfilename, item.size or 0, item.blob_id or "", large=False)
         for item in siblings
-        if "/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in (*wanted, *BESIDE))
+        if POOLED.fullmatch(item.rfilename)
+        or ("/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in (*wanted, *BESIDE)))
     ]
-    if not any(file.name.endswith(".safetensors") and file.name not in BESIDE for file in files):
+    if not any(
+        file.name.endswith(".safetensors") and file.name not in BESIDE and "/" not in file.name for file in files
+    ):
         kinds = {Path(item.rfilename).suffix for item in siblings} & OTHER_WEIGHTS
         has = f" (only {', '.join(sorted(kinds))} files)" if kinds else ""
         raise ModelUnsupportedError(
@@ -407,7 +403,6 @@ def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]
 
 
 def _is_there(path: Path, file: RemoteFile) -> bool:
-    """Whether a file is on disk at its full length; one that is not is taken away, contents too, to be fetched anew."""
     if not path.exists():
         return False
     if path.stat().st_size == file.nbytes:
@@ -418,7 +413,7 @@ def _is_there(path: Path, file: RemoteFile) -> bool:
 
 
 def _check_disk_space(repo: Repo, missing: list[RemoteFile]) -> int:
-    """The bytes that are still to be fetched. Raises DownloadError where they don't fit on the disk."""
+    """Return the bytes to fetch. Raises DownloadError where they don't fit on the disk."""
     (repo.folder / "blobs").mkdir(parents=True, exist_ok=True)
     needed = sum(file.nbytes - _arrived(repo, file) for file in _contents(missing))
     free = shutil.disk_usage(repo.folder).free
@@ -428,12 +423,10 @@ def _check_disk_space(repo: Repo, missing: list[RemoteFile]) -> int:
 
 
 def _contents(files: Iterable[RemoteFile]) -> Iterable[RemoteFile]:
-    """One file for each content: files that are alike are fetched once."""
     return {file.etag: file for file in files}.values()
 
 
 def _arrived(repo: Repo, file: RemoteFile) -> int:
-    """The bytes of a file that are on disk already; a blob or a part that is too long is of no use."""
     blob, partial = file.blob(repo), file.partial(repo)
     if blob.exists() and blob.stat().st_size == file.nbytes:
         return file.nbytes
@@ -442,7 +435,6 @@ def _arrived(repo: Repo, file: RemoteFile) -> int:
 
 
 def _fetch(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
-    """Put one file in its place in the cache."""
     from huggingface_hub import constants, hf_hub_download
 
     with _locked(repo, file):
@@ -453,7 +445,6 @@ def _fetch(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
 
 
 def _fetch_blob(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
-    """Fetch the contents, from where an earlier attempt stopped, and name the blob once its checksum is right."""
     from huggingface_hub import hf_hub_url
 
     partial = file.partial(repo)
@@ -471,8 +462,6 @@ def _fetch_blob(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None
 
 
 class _Transfer:
-    """One file on its way to the end of ``out``, which may hold its beginning already."""
-
     def __init__(self, url: str, file: RemoteFile, out: BinaryIO, meter: Meter) -> None:
         self._url, self._file, self._out, self._meter = url, file, out, meter
         self._digest = file.digest()
@@ -483,11 +472,9 @@ class _Transfer:
 
     @property
     def intact(self) -> bool:
-        """Whether what has arrived is the file."""
         return self._arrived == self._file.nbytes and self._digest.hexdigest() == self._file.etag
 
     def run(self) -> None:
-        """Fetch until all has arrived; a broken connection is taken up again where it broke."""
         fruitless = 0
         while self._arrived < self._file.nbytes:
             before, failure = self._arrived, None
@@ -529,7 +516,6 @@ class _Transfer:
                 self._meter.receive(len(chunk))
 
     def _start_over(self) -> None:
-        """The server sends all of it again."""
         self._meter.add(-self._arrived)
         self._out.truncate(0)
         self._digest, self._arrived = self._file.digest(), 0
@@ -537,7 +523,6 @@ class _Transfer:
 
 @contextmanager
 def _locked(repo: Repo, file: RemoteFile) -> Iterator[None]:
-    """Hold the lock that the hub's own client takes for this blob, so that no two programs write to it."""
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     lock = cache_folder() / ".locks" / repo.folder.name / f"{file.etag}.lock"
@@ -556,10 +541,193 @@ def _locked(repo: Repo, file: RemoteFile) -> Iterator[None]:
 
 
 def _record(repo: Repo, commit: str) -> None:
-    """Note which commit the revision stands for: from now on it is found without a network."""
     if repo.revision == commit:
         return
     repo.reference.parent.mkdir(parents=True, exist_ok=True)
     temporary = repo.reference.with_name(f".{repo.reference.name}.{secrets.token_hex(8)}")
     temporary.write_text(commit, encoding="ascii")
     temporary.replace(repo.reference)
+
+
+# The hub's list gives size, licence and downloads; each config.json, cached in a folder of its own, gives the
+# context length. Hub text is untrusted: whoever displays it must sanitise it.
+
+
+MOST = 24  # models that a search finds at most
+COMMUNITY = "mlx-community/"
+# What the hub calls models that write text; None is one whose author did not say.
+WRITES = ("text-generation", "image-text-to-text", "any-to-any", "audio-text-to-text", None)
+OTHER_FORMATS = ("gguf", "onnx", "exl2", "exl3", "openvino", "coreml", "bitnet")
+FIELDS: "list[ExpandModelProperty_T]" = ["safetensors", "usedStorage", "downloads", "tags", "pipeline_tag", "config"]
+# How long the hub may take to say that it is there. Its client would try for half a minute where there is no network.
+REACHED_S = 5.0
+# Of the types that a checkpoint's tensors have; all others take one byte.
+DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+CONFIG_BYTES = 1 << 20
+AT_ONCE = 6
+MOST_CONFIGS = 300  # configs that are kept; the oldest go first
+# What a model's name and tags say that it is good for: the first that matches.
+PURPOSES = (
+    (r"\bcod(er|e|ing)\b|codestral|devstral|starcoder", "writing code"),
+    (r"\bmath\b|prover", "mathematics"),
+    (r"reason|thinking|\br1\b|\bqwq\b|\bo1\b", "reasoning step by step"),
+    (r"translat", "translation"),
+    (r"\bmedical\b|\bmed\b|medgemma", "medical texts"),
+    (r"roleplay|role-play|storytell|creative", "stories and role play"),
+    (r"embed|rerank", "search, not chat"),
+    (r"\bvl\b|vision|image-text-to-text|any-to-any|multimodal|omni", "chat (text only here)"),
+    (r"instruct|\bchat\b|conversational|\bit\b", "general chat"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on the hub. None is unknown.
+
+    Attributes:
+        nbytes: Of its weights.
+        context: Tokens it was trained for.
+        downloads: In the last month.
+        mlx: In MLX's format; others are loaded as they are, or converted.
+        config_folder: Holds its config.json; None until fetched.
+    """
+
+    id: str
+    nbytes: int | None
+    context: int | None
+    licence: str | None
+    downloads: int | None
+    good_for: str
+    mlx: bool
+    config_folder: Path | None = None
+
+
+def good_for(name: str, tags: Sequence[str] = ()) -> str:
+    said = re.sub(r"[_./]", "-", " ".join([name, *tags]).lower())
+    return next((phrase for pattern, phrase in PURPOSES if re.search(pattern, said)), "")
+
+
+def search(words: str, configs: Path) -> Iterator[HubModel]:
+    """Yield models best first, then each again with its config (below ``configs``). Raises DownloadError."""
+    import huggingface_hub.hf_api  # noqa: F401  # sets the level of its log, which is then lowered
+
+    with quiet_client():
+        try:
+            _reach()
+            found = _listed(words)
+        except Exception as error:
+            raise _search_failed(error) from error
+        yield from found
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for model in pool.map(lambda each: _with_config(each, configs), found):
+                if model.config_folder is not None:
+                    yield model
+    _prune(configs)
+
+
+def _reach() -> None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # public, but not listed in __all__
+
+    get_session().head(constants.ENDPOINT, timeout=REACHED_S)
+
+
+def _listed(words: str) -> list[HubModel]:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    infos: dict[str, ModelInfo] = {}
+    for tags, kind in ((["mlx"], None), (["safetensors"], "text-generation")):
+        listed = api.list_models(
+            search=words, filter=tags, pipeline_tag=kind, sort="downloads", limit=MOST, expand=FIELDS
+        )
+        infos.update({info.id: info for info in listed if info.id not in infos and _may_run(info)})
+    found = [_of(info) for info in infos.values()]
+    found.sort(key=lambda each: (not each.mlx, not each.id.startswith(COMMUNITY), -(each.downloads or 0)))
+    return found[:MOST]
+
+
+def _may_run(info: "ModelInfo") -> bool:
+    from ..architectures import find_classes
+    from ..model.config import normalise
+
+    tags = {tag.lower() for tag in info.tags or ()}
+    if info.pipeline_tag not in WRITES or tags.intersection(OTHER_FORMATS) or "embed" in info.id.lower():
+        return False
+    kind = (info.config or {}).get("model_type")
+    if not isinstance(kind, str):
+        return "mlx" in tags  # its own config.json will say
+    try:
+        find_classes(normalise({"model_type": kind}))
+    except Exception:  # mlx-lm's own choice of errors, and those of a config that has no more than this
+        return "mlx" in tags
+    return True
+
+
+def _of(info: "ModelInfo") -> HubModel:
+    tags = [tag.lower() for tag in info.tags or ()]
+    licence = next((tag.partition(":")[2] for tag in tags if tag.startswith("license:")), None)
+    purpose = good_for(info.id, [tag for tag in [*tags, info.pipeline_tag or ""] if ":" not in tag])
+    return HubModel(info.id, _nbytes(info), None, licence, info.downloads, purpose, "mlx" in tags)
+
+
+def _nbytes(info: "ModelInfo") -> int | None:
+    stored = info.used_storage
+    types = info.safetensors.parameters if info.safetensors is not None else {}
+    weights = sum(number * DTYPE_BYTES.get(dtype, 1) for dtype, number in types.items())
+    known = [size for size in (weights, stored) if size]
+    return min(known, default=None)
+
+
+def _with_config(model: HubModel, configs: Path) -> HubModel:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]  # public, not in __all__
+
+    folder = configs / folder_name(model.id)
+    try:
+        url = hf_hub_url(model.id, "config.json")
+        with get_session().stream("GET", url, headers=build_hf_headers(), follow_redirects=True) as response:
+            response.raise_for_status()
+            body = b""
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > CONFIG_BYTES:
+                    return model
+        from ..model.config import context_length, normalise
+
+        config = json.loads(body)
+        context = context_length(normalise(config))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_bytes(body)
+    except Exception:  # one answer among many: gated, gone, or no JSON
+        return model
+    return replace(model, context=context, config_folder=folder)
+
+
+def _prune(configs: Path) -> None:
+    try:
+        folders = sorted(configs.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        for folder in folders[:-MOST_CONFIGS]:
+            (folder / "config.json").unlink(missing_ok=True)
+            folder.rmdir()
+    except OSError:
+        return  # they are small
+
+
+def _search_failed(error: Exception) -> Exception:
+    from huggingface_hub import constants
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return DownloadError("HF_HUB_OFFLINE forbids the network", "Models on this disk can still be used.")
+    if is_transport_error(error):
+        return DownloadError(f"no connection to {constants.ENDPOINT}", "Models on this disk can still be used.")
+    if isinstance(error, hub.HfHubHTTPError):
+        return DownloadError(f"the hub failed (HTTP {error.response.status_code})", "Try again later.")
+    return error
+
+
+def plain(model: HubModel) -> dict[str, Any]:
+    names = ("id", "nbytes", "context", "licence", "downloads", "good_for", "mlx")
+    folder = None if model.config_folder is None else str(model.config_folder)
+    return {**{name: getattr(model, name) for name in names}, "config_folder": folder}

@@ -1,17 +1,13 @@
-"""The seam to mlx-lm's model classes: attention goes to the cache where the cache is ours, and is unchanged elsewhere.
+"""The seam to mlx-lm's models: attention over our caches goes to the cache; everything else is unchanged."""
 
-Every model class of mlx-lm calls ``scaled_dot_product_attention(queries, keys, values, cache, …)`` by a name it imported from
-``mlx_lm.models.base``. ``install_seam`` rebinds that name, there and in the model modules that are already imported, to a function
-that hands calls with an ``AttendingCache`` to that cache. Nobody else's caches are of that class, so nobody else sees a difference.
-Gemma 2 alone writes its attention out by hand, for its soft cap; its class gets a stand-in of the same kind. Importing this module
-imports no mlx-lm and patches nothing.
-
-Beside the seam are the three ways to attend: MLX's own kernel; two products, for packed data and soft caps; and NumPy's BLAS for
-many queries on a plain CPU, where MLX's products are some thirty times slower.
-"""
+# Models call ``scaled_dot_product_attention`` by a name imported from ``mlx_lm.models.base``;
+# ``install_seam`` rebinds it there and in model modules already imported. Only calls with an
+# ``AttendingCache`` are diverted. Gemma 2 writes its attention by hand (soft cap), so its class gets a
+# stand-in. Importing this module patches nothing. Three ways to attend: MLX's kernel; two products, for
+# packed data and soft caps; NumPy's BLAS for many queries on a plain CPU, where MLX's products are some
+# thirty times slower.
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,33 +20,26 @@ import numpy.typing as npt
 
 from ..architectures import MODEL_MODULES
 from ..device import device_kind
-from .attention_kernel import (
-    NUMPY_SCORES,
-    NUMPY_SCORES_PACKED,
-    AttentionCall,
-    AttentionDevice,
-    MaskKind,
-    Number,
-    has_fused_kernel,
-)
-from .codec import Codec, Encoded
-from .layout import Mask
+from .costs import NUMPY_SCORES, NUMPY_SCORES_PACKED, AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
+from .layout import Codec, Encoded, Mask
 
 NAME = "scaled_dot_product_attention"
 
+# Called with the keys, the values and the cache of each attention call.
 Recorder = Callable[[mx.array, mx.array, Any], None]
-"""Called with the keys, the values and the cache of each attention call."""
 
 _recorders: list[Recorder] = []
-_ours: set[Any] = set()
-"""Functions that stand in for mlx-lm's, each with the original as ``__wrapped__``."""
+_ours: set[Any] = set()  # functions that stand in for mlx-lm's, each with the original as `__wrapped__`
+# One for each thread: other engines' calls stay as they are.
 _forced: ContextVar[AttentionDevice | None] = ContextVar("forced", default=None)
-"""One for each thread: other engines' calls stay as they are."""
+# Returns for what device a fused kernel is asked for; None where none is. In every layer: so it is no function around
+# another.
+forced = _forced.get
 _NUMBERS: dict[mx.Dtype, Number] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
 
 
 class Scoring(NamedTuple):
-    """How keys are weighed. sinks: one logit per query head that takes weight and gives nothing. softcap: bounds the scores."""
+    """How scores are modified. sinks: one logit per query head that takes weight and contributes nothing."""
 
     scale: float
     mask: Mask
@@ -58,38 +47,37 @@ class Scoring(NamedTuple):
     softcap: float | None = None
 
 
-class AttendingCache(ABC):
+class AttendingCache:
     """A cache that attends by itself.
 
     Attributes:
-        sent: in a part of a pipeline, what stands for its result being sent on, which is to be computed with the cache.
+        offset: Tokens held.
+        by_kernel: The last ``update_and_fetch`` result goes to MLX's attention as is.
+        sent: In a pipeline part, the sent result, to be evaluated with the cache.
     """
 
+    # No ``abc.ABC``: the seam checks the class in every layer of every step.
+
+    offset: Any
+    by_kernel = False
+    seam_calls = 0
     sent: mx.array | None = None
 
     @property
     def keys(self) -> mx.array:
-        """What mlx-lm's pipelines make depend on having sent a result: it is kept apart, whatever the keys are."""
+        # mlx-lm's pipelines make ``keys`` depend on having sent a result: that is kept apart from the stored keys.
         return mx.array(0)
 
     @keys.setter
     def keys(self, sent: mx.array) -> None:
         self.sent = sent
 
-    @property
-    @abstractmethod
-    def offset(self) -> int:
-        """Return the tokens held: the position of the next."""
-
-    @abstractmethod
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803
-        """Return who sees whom for the next N tokens; called before ``update_and_fetch``, the names are mlx-lm's."""
+        raise NotImplementedError
 
-    @abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys and values (B, H, N, D); return what the model shall pass on to ``attend``."""
+        raise NotImplementedError
 
-    @abstractmethod
     def attend(
         self,
         queries: mx.array,
@@ -101,21 +89,52 @@ class AttendingCache(ABC):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """Return the attention output for queries (B, H·R, N, D): (B, H·R, N, D of the values)."""
+        """Attend for queries (B, H·R, N, D) → (B, H·R, N, D of the values)."""
+        raise NotImplementedError
 
 
-class StandInMask(ABC):
-    """What stands for masks that one array can't hold (rows.py), and attends where a layer has no cache of its own."""
-
-    @abstractmethod
+class StandInMask:
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Attend to what the cache of an earlier layer returned."""
+        raise NotImplementedError
+
+
+Path = tuple[int, ...]  # of a cache: (layer,), or (layer, part) inside mlx-lm's `CacheList`
+
+
+def leaves(caches: list[Any]) -> Iterator[tuple[Path, Any]]:
+    from mlx_lm.models.cache import CacheList
+
+    for index, cache in enumerate(caches):
+        if isinstance(cache, CacheList):
+            yield from (((index, part), each) for part, each in enumerate(cache.caches))
+        else:
+            yield (index,), cache
+
+
+def flat(caches: list[Any]) -> list[Any]:
+    from mlx_lm.models.cache import CacheList
+
+    found: list[Any] = []
+    for cache in caches:
+        found += cache.caches if isinstance(cache, CacheList) else (cache,)
+    return found
+
+
+def map_leaves(caches: list[Any], change: Callable[[Path, Any], Any]) -> list[Any]:
+    from mlx_lm.models.cache import CacheList
+
+    gather: Any = CacheList
+    return [
+        gather(*(change((index, part), each) for part, each in enumerate(cache.caches)))
+        if isinstance(cache, CacheList)
+        else change((index,), cache)
+        for index, cache in enumerate(caches)
+    ]
 
 
 def install_seam() -> None:
-    """Route the attention of mlx-lm's models, and of ours, through our caches. Idempotent; mlx-lm's other users see no change."""
     from mlx_lm.models import base
 
     bound = getattr(base, NAME)
@@ -142,6 +161,9 @@ def _make_seam(original: Callable[..., mx.array]) -> Any:
         for recorder in _recorders:
             recorder(keys, values, cache)
         if isinstance(cache, AttendingCache):
+            cache.seam_calls += 1
+            if cache.by_kernel:
+                return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         if isinstance(mask, StandInMask):
             return mask.attend(queries, keys, values, scale=scale, sinks=sinks)
@@ -152,8 +174,6 @@ def _make_seam(original: Callable[..., mx.array]) -> Any:
 
 
 def _make_gemma2_call(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Stand in for ``mlx_lm.models.gemma2.Attention.__call__``: the same, but the cache attends."""
-
     @wraps(original)
     def call(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, AttendingCache):
@@ -167,6 +187,7 @@ def _make_gemma2_call(original: Callable[..., mx.array]) -> Callable[..., mx.arr
         keys, values = cache.update_and_fetch(keys, values)
         for recorder in _recorders:
             recorder(keys, values, cache)
+        cache.seam_calls += 1
         out = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=self.attn_logit_softcapping)
         projected: mx.array = self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, count, -1))
         return projected
@@ -177,7 +198,6 @@ def _make_gemma2_call(original: Callable[..., mx.array]) -> Callable[..., mx.arr
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Report every attention call that passes the seam to ``recorder``, inside a with block."""
     _recorders.append(recorder)
     try:
         yield
@@ -187,10 +207,6 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
-    """Inside a with block, ask for a fused kernel wherever MLX has one for ``device``; None asks for none.
-
-    Such a kernel never writes the scores down, at a lower rate.
-    """
     before = _forced.set(device)
     try:
         yield
@@ -198,15 +214,10 @@ def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
         _forced.reset(before)
 
 
-def forced() -> AttentionDevice | None:
-    """Return for what device a fused kernel is asked for; None where none is."""
-    return _forced.get()
-
-
 def fused(queries: mx.array, keys: mx.array, values: mx.array, by: Scoring, *, packed: bool = False) -> mx.array:
-    """Attend by MLX's own attention, which is fused or not, without a soft cap; on a plain CPU by NumPy.
+    """Attend with MLX's attention (fused or not), on a plain CPU with NumPy; no soft cap.
 
-    queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·). packed: whether keys or values are decoded from fewer bits.
+    queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·). packed: decoded from fewer bits.
     """
     scale, mask, sinks, _ = by
     if prefers_numpy(queries, keys, packed=packed):
@@ -221,7 +232,7 @@ def fused(queries: mx.array, keys: mx.array, values: mx.array, by: Scoring, *, p
 def _has_kernel(  # noqa: PLR0917
     device: AttentionDevice, queries: mx.array, keys: mx.array, values: mx.array, mask: Mask, sinks: mx.array | None
 ) -> bool:
-    """Whether MLX has a fused kernel for this call; asked to force one that it lacks, it would raise."""
+    # Forcing a kernel that MLX lacks raises.
     if queries.dtype not in _NUMBERS:
         return False
     kind: MaskKind = "none"
@@ -245,12 +256,9 @@ def _has_kernel(  # noqa: PLR0917
 def stepwise(
     queries: mx.array, stored: Sequence[tuple[Encoded, Encoded]], codecs: tuple[Codec, Codec], by: Scoring
 ) -> mx.array:
-    """Attend by two products with encoded keys and values: for packed data, for soft caps, and for keys held in several parts.
-
-    stored: keys and values of consecutive tokens, whose T adds up. queries (B, H·R, N, D) → (B, H·R, N, E). Queries that share a
-    key head are stacked, (B, H, R·N, D), so that head's keys are read once. With sinks (gpt-oss), the softmax over [scores, sink]
-    is that over the scores, times sigmoid(logsumexp(scores) − sink).
-    """
+    """Attend by two products over encoded parts: queries (B, H·R, N, D) → (B, H·R, N, E)."""
+    # Queries of one key head are stacked, (B, H, R·N, D), so its keys are read once. With sinks (gpt-oss):
+    # softmax over the scores × sigmoid(logsumexp(scores) − sink).
     scale, mask, sinks, softcap = by
     batch, query_heads, count, dim = queries.shape
     heads, (key_codec, value_codec) = stored[0][0][0].shape[1], codecs
@@ -273,12 +281,10 @@ def stepwise(
 
 
 def _joined(parts: list[mx.array]) -> mx.array:
-    """Return parts of the last axis as one."""
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def _mixed(weights: mx.array, values: Sequence[Encoded], codec: Codec) -> mx.array:
-    """Multiply weights (B, H, M, T) by values in parts of T: (B, H, M, E)."""
     if len(values) == 1:
         return codec.mix(weights, values[0])
     out, begin = None, 0
@@ -291,7 +297,7 @@ def _mixed(weights: mx.array, values: Sequence[Encoded], codec: Codec) -> mx.arr
 
 
 def prefers_numpy(queries: mx.array, keys: mx.array, *, packed: bool = False) -> bool:
-    """Whether NumPy should attend: queries (B, H·R, N, D) and keys (B, H, T, D) of float32, many of them, and no GPU."""
+    """Whether NumPy should attend: many float32 queries (B, H·R, N, D), and no GPU."""
     many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= (
         NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
     )
@@ -303,8 +309,7 @@ def attend_in_numpy(
 ) -> mx.array:
     """Attend head by head. queries (B, H·R, N, D), keys (B, H, T, D), values (B, H, T, E) → (B, H·R, N, E).
 
-    mask: "causal", None, or bool or additive that broadcasts to (B, H·R, N, T). sinks: one logit per query head that takes
-    weight and gives nothing. Evaluates its arguments at once.
+    mask: "causal", None, or bool or additive, broadcast to (B, H·R, N, T). Evaluates its arguments.
     """
     q, k, v = (np.asarray(array) for array in (queries, keys, values))
     (batch, heads, count, _), total = q.shape, k.shape[2]
@@ -330,7 +335,7 @@ def attend_in_numpy(
 
 
 def _softmax(scores: npt.NDArray[np.float32], sink: float | None) -> npt.NDArray[np.float32]:
-    """Return the softmax over the last axis, in place; a sink takes part and is left out."""
+    """Softmax over the last axis, in place; a sink takes part and is dropped."""
     largest = scores.max(axis=-1, keepdims=True)
     if sink is not None:
         largest = np.maximum(largest, np.float32(sink))

@@ -1,12 +1,7 @@
-"""From a model's own cache list and the user's wishes to the caches it gets, layer by layer, with reasons.
+"""Plans a model's caches layer by layer, with reasons."""
 
-    plan = plan_caches(model, config, KVSpec(key_bits=8, value_bits=4, window=4096))
-    plan.layers, plan.notes, plan.bytes_at(4096)      what was decided, and its price
-    caches = plan.make()                               one list per conversation
-
-Layers with growing keys and values follow the user's spec; a model's own sliding windows keep their size and take the bits;
-recurrent, latent and other state stays as the model made it. What can't be honoured anywhere is an OptionError.
-"""
+# Growing layers follow the user's spec; a model's own windows keep their size and take the bits; recurrent,
+# latent and other state stays the model's. A spec that no layer can honour is an OptionError.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,33 +11,28 @@ from typing import Any, Literal
 from ..errors import OptionError
 from ..model.config import context_length, ignored_windows, unbounded
 from ..options import KVSpec
-from .attention import install_seam
+from .attention import Path, install_seam, leaves, map_leaves
 from .cache import Cache
-from .codec import Affine, Codec, Plain, rotation_block
-from .compressed import CompressedCache
-from .layout import Growing, Ring
-from .probe import Path, Seen, leaves, map_leaves, probe
-from .rotary import KeyPositions, Rotation, key_positions
-from .sizes import ROTATED_KEY_BITS, group_for
+from .costs import ROTATED_KEY_BITS, group_for
+from .layout import Affine, Codec, CompressedCache, Growing, Plain, Ring, rotation_block
+from .rotary import KeyPositions, Rotation, Seen, key_positions, probe
 
+# full: grows with the context. window: slides. state: of a fixed size. latent: MLA. compressed: a window, and entries
+# for groups of earlier tokens (kv/layout.py). own: another cache of the model's.
 Kind = Literal["full", "window", "state", "latent", "compressed", "own"]
-"""full: grows with the context. window: slides. state: of a fixed size. latent: MLA. compressed: a window, and entries for groups
-of earlier tokens (kv/compressed.py). own: another cache of the model's."""
 
 Keep = int | Literal["system"]
 
-DEFAULT = KVSpec()
-"""Its group size and pinned tokens give way to what fits; other values were asked for."""
+DEFAULT = KVSpec()  # its group size and pinned tokens give way to what fits; other values were asked for
 
 READ_ELSEWHERE = "other layers attend to its keys, too"
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One cache of the model's own list, and what is known of it.
+    """One cache of the model's own list.
 
-    note: why it stays, or what is special. ours: whether our cache can stand in. slides: whether mlx-lm's own cache slides.
-    window: the model's own, also where mlx-lm ignores it. bytes_per_token and fixed_bytes: as the model made it.
+    note: why it stays. slides: mlx-lm's cache slides. window: the model's, even if mlx-lm ignores it.
     """
 
     path: Path
@@ -58,10 +48,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What our cache of a layer is made of.
+    """The components of our cache of a layer.
 
-    own_mask: it can't use the model's mask, made for layers of another window. rotation: what moves the keys of its pinned tokens;
-    None where none are pinned, or they stay.
+    own_mask: the model's mask is for another window. rotation: moves its pinned keys; None where they stay.
     """
 
     key_codec: Codec
@@ -73,10 +62,9 @@ class Ours:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What one cache will be.
+    """The plan of one cache.
 
-    path: (layer,), or (layer, part) where a layer has several. window, keep: None where it grows. bytes_per_token: while it
-    grows. fixed_bytes: whatever the context. note: why it stays as the model made it (``ours`` is None then), or what is special.
+    path: (layer,) or (layer, part). window, keep: None if it grows. fixed_bytes: independent of context.
     """
 
     path: Path
@@ -90,58 +78,46 @@ class LayerPlan:
 
     @property
     def index(self) -> int:
-        """The layer."""
         return self.path[0]
 
     @property
     def key_bits(self) -> int:
-        """Bits per key number; 16 is the model's own type."""
         return 16 if self.ours is None else self.ours.key_codec.bits
 
     @property
     def value_bits(self) -> int:
-        """Bits per value number; 16 is the model's own type."""
         return 16 if self.ours is None else self.ours.value_codec.bits
 
     @property
     def group_size(self) -> int | None:
-        """The group of the keys, or of the values where only they are packed, or None."""
         return None if self.ours is None else self.ours.key_codec.group_size or self.ours.value_codec.group_size
 
     @property
     def rotated(self) -> bool:
-        """Whether keys are rotated."""
         return self.ours is not None and self.ours.key_codec.block is not None
 
     @property
     def limit(self) -> int | None:
-        """Tokens held at most: the window, and what is spare for rewinding. None where it grows."""
         return self.window if self.window is None or self.ours is None else self.window + spare_slots(self.window)
 
     @property
     def block(self) -> int:
-        """Positions by which the keys of pinned tokens move at once; 0 where none move. Takes a system prompt to be one token."""
+        """Positions per move of pinned keys; 0 where none move. Counts a system prompt as one token."""
         if self.ours is None or self.ours.rotation is None or self.window is None:
             return 0
         return Ring(self.window, self.keep if isinstance(self.keep, int) else 1).block
 
     def bytes_at(self, context: int) -> int:
-        """Bytes held after ``context`` tokens; room to grow (up to a sixteenth, in steps of 256 tokens) comes on top."""
         held = context if self.limit is None else min(context, self.limit)
         return self.fixed_bytes + held * self.bytes_per_token + self.pinned_bytes(context)
 
     def pinned_bytes(self, context: int) -> int:
-        """Bytes of the keys that move, as the model made them, beside the slots.
-
-        Those of a system prompt come on top: its length is not known here.
-        """
         if self.ours is None or self.ours.rotation is None or not isinstance(self.keep, int):
             return 0
         seen = self.ours.seen
         return min(context, self.keep) * seen.heads * seen.key_dim * seen.scale_bytes
 
     def make(self, ours: Ours, keep: int | None) -> Cache:
-        """Make the cache. keep: pinned tokens, instead of the plan's."""
         layout: Growing | Ring = Growing()
         if self.window is not None:
             pinned = self.keep if keep is None or self.keep == 0 else keep
@@ -160,7 +136,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The caches of a model under a spec. ``notes`` say what the user should know, in plain sentences."""
+    """A model's caches under a spec. ``notes`` are sentences for the user."""
 
     spec: KVSpec
     layers: tuple[LayerPlan, ...]
@@ -169,21 +145,15 @@ class CachePlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes by which one more token makes the caches grow while nothing has reached its window."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def bytes_at(self, context: int) -> int:
-        """Bytes held after ``context`` tokens."""
         return sum(layer.bytes_at(context) for layer in self.layers)
 
     def make(self, keep: int | None = None) -> list[Any]:
-        """Make the caches of one conversation, and install the seam that they need.
+        """Make one conversation's caches and install the seam.
 
-        Args:
-            keep: Tokens to pin, instead of the spec's; required where that is "system": the number of system tokens.
-
-        Raises:
-            OptionError: They leave no room in the window.
+        keep: tokens to pin, required where the spec's is "system". Raises OptionError where they leave no room.
         """
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -207,19 +177,15 @@ def plan_caches(
     rotate_keys: bool | None = None,
     rotate_values: bool = False,
 ) -> CachePlan:
-    """Decide on the caches of a model. Installs the seam.
-
-    Runs the model's forward pass once, lazily; twice more where tokens are pinned in a window.
+    """Plan a model's caches and install the seam. Runs one lazy forward pass, three if tokens are pinned.
 
     Args:
-        model: mlx-lm's module made from ``config``.
         config: The normalised config.
-        spec: What the user asked for.
-        rotate_keys: Hadamard rotation of packed keys; None: where they have 4 bits or fewer.
+        rotate_keys: Hadamard-rotate packed keys; None: at 4 bits or fewer.
         rotate_values: The same for packed values.
 
     Raises:
-        OptionError: Something asked for can't be honoured.
+        OptionError: A setting can't be honoured.
     """
     found, notes = _look(model, config)
     _refuse(found, spec, unbounded(config))
@@ -235,16 +201,13 @@ def plan_caches(
 
 
 def spare_slots(window: int) -> int:
-    """Return the slots to rewind into: an eighth of the window, 64 to 256.
-
-    They take memory, and with the mask that hides them a little of each step's time: at a window of 4,096, one layer's attention
-    took 2.98 ms against 2.61 of mlx-lm's ring, which can't be rewound (2-core x86 CPU, 16 bits, 8 heads on 4, D 64).
-    """
+    """Return the slots for rewinding: an eighth of the window, 64 to 256."""
+    # At a window of 4,096, attention took 2.98 ms against 2.61 of mlx-lm's non-rewindable ring
+    # (2-core x86 CPU, 16 bits, 8 heads on 4, D 64).
     return max(64, min(256, window // 8))
 
 
 def _look(model: Any, config: Mapping[str, Any]) -> tuple[list[Leaf], tuple[str, ...]]:
-    """Return the leaves of the model's own cache list, and notes on the model as a whole; see ``probe``."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
     caches = make_prompt_cache(model)
@@ -271,11 +234,7 @@ def _look(model: Any, config: Mapping[str, Any]) -> tuple[list[Leaf], tuple[str,
 
 
 def _reaches(caches: list[Any], seen: Mapping[Path, Seen | None]) -> dict[int, int]:
-    """Return for the size of a sliding cache how far the model's mask lets a token see: plamo3's sees one token more.
-
-    One mask serves all layers that slide alike, so one cache of a size answers for all. mlx-lm's cache then forgets that token in
-    decoding; ours keeps it.
-    """
+    # plamo3's mask sees one token more, which mlx-lm's cache drops in decoding and ours keeps.
     from mlx_lm.models.cache import RotatingKVCache
 
     return {
@@ -337,7 +296,6 @@ def _why_it_stays(seen: Seen | None, trouble: str, *, latent: bool) -> tuple[Kin
 
 
 def _refuse(found: list[Leaf], spec: KVSpec, unbounded: str) -> None:
-    """Raise where no layer can be packed, or not all that grow can have a window. unbounded: why none can."""
     ours = [leaf for leaf in found if leaf.ours]
     reasons = "; ".join(sorted({leaf.note for leaf in found if not leaf.ours}))
     if spec.quantized and not ours:
@@ -349,7 +307,6 @@ def _refuse(found: list[Leaf], spec: KVSpec, unbounded: str) -> None:
 
 
 def _refuse_group(layers: tuple[LayerPlan, ...], spec: KVSpec) -> None:
-    """Raise where a group size larger than the default was asked for, and divides the head dimension of no layer."""
     found = _groups(layers)
     if spec.group_size <= DEFAULT.group_size or not found or spec.group_size in found:
         return
@@ -366,14 +323,12 @@ def _groups(layers: tuple[LayerPlan, ...]) -> set[int]:
 
 
 def _window(leaf: Leaf, spec: KVSpec) -> tuple[int | None, Keep | None]:
-    """Return the window and what it keeps: the smaller of the model's own, in which nothing is pinned, and the user's."""
     if leaf.window is None:
         return spec.window, spec.keep if spec.window is not None else None
     return min(leaf.window, spec.window or leaf.window), 0
 
 
 def _positions(model: Any, found: list[Leaf], spec: KVSpec) -> dict[Path, KeyPositions]:
-    """Return what moves the keys of each cache in which tokens are pinned while others roll out."""
     from mlx_lm.models.cache import make_prompt_cache
 
     ours = [leaf for leaf in found if leaf.ours]
@@ -423,7 +378,6 @@ def _notes(
     positions: Mapping[Path, KeyPositions],
     config: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Yield what was decided otherwise than the user may think, and what of the spec has no effect."""
     of_all = f"of {len(found)} caches"
     for note, count in Counter(leaf.note for leaf in found if leaf.note).items():
         yield f"{count} {of_all}: {note}"

@@ -1,17 +1,4 @@
-"""Rotary positions of stored keys: how a model rotates them, found by watching it, and rotating them further.
-
-A rotary embedding (https://arxiv.org/abs/2104.09864) multiplies the key at position p by R(p), and R(p + d) = R(d) R(p): so a key
-is moved d positions on by rotating it again. All of mlx-lm's embeddings come down to ``mx.fast.rope``, whatever scales, periods
-or factors they have; rotating by d more takes what it was called with for exactly the keys that the cache gets. Two lazy passes
-are watched, one at position 0 and one far on. An embedding that changes with the length of the context is called differently in
-the second, and keys that are changed after their rotation are not what it returned: neither can be moved.
-
-A ring's pinned keys move along with the window. At absolute positions they would be further from the query with every token,
-beyond what the model was trained for, however short the window. StreamingLLM (https://arxiv.org/abs/2309.17453) numbers positions
-inside the cache instead. Attention depends on differences of positions alone, so moving the pinned keys is enough; where to is
-``Ring.shift``. The keys are kept as the model made them, in its own type, beside the slots: the slots hold what is rotated from
-them and encoded once, wherever they move. That takes the bytes of a plain key for each pinned token.
-"""
+"""Rotating pinned keys further as the window moves, and finding out how a model rotates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,13 +7,139 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention import install_seam
-from .codec import Encoded
-from .layout import Ring, Slots, Span
-from .probe import TOKENS, Path, WatchingCache, map_leaves
+from .attention import AttendingCache, Path, Scoring, fused, install_seam, map_leaves, recording
+from .layout import Encoded, Mask, Ring, Slots, Span
 
-FAR = 1 << 20
-"""The first position of the second pass: beyond the context of any embedding that changes with it."""
+# It tells, for any architecture, each layer's shapes, whether its attention uses the cache's result unchanged
+# (latent or hand-written attention doesn't), and whether other layers share it.
+
+
+TOKENS = 2  # tokens in the pass: more than one, so that it is built as a prefill is
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one layer's cache observed.
+
+    through: all attention over its keys used the seam and the returned arrays. direct: other layers' too.
+    shared: ``keys_and_values`` was called. reach: the window requested of ``make_mask``.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    scale_bytes: int
+    through: bool
+    direct: bool
+    shared: bool
+    reach: int | None
+
+
+def _reaching_inside(name: str) -> Any:
+    # A model that accesses a watched array is one our caches can't serve.
+
+    def get(self: "WatchingCache") -> Any:
+        self._calls["altered"] += 1
+        return getattr(self._own, name)
+
+    def put(self: "WatchingCache", value: Any) -> None:
+        self._calls["altered"] += 1
+        setattr(self._own, name, value)
+
+    return property(get, put)
+
+
+class WatchingCache(AttendingCache):
+    keys, values = _reaching_inside("keys"), _reaching_inside("values")
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self._fetched: list[tuple[mx.array, mx.array]] = []
+        self._calls = {"mine": 0, "altered": 0, "foreign": 0, "again": 0}
+        self._reach: int | None = None
+
+    @property
+    def offset(self) -> int:
+        return int(self._own.offset)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803
+        self._reach = window_size
+        mask: Mask = self._own.make_mask(N, return_array=return_array, window_size=window_size)
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        fetched: tuple[mx.array, mx.array] = self._own.update_and_fetch(keys, values)
+        self._fetched.append(fetched)
+        return fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        self._calls["again"] += 1
+        return self._fetched[-1]
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,  # noqa: ARG002
+    ) -> mx.array:
+        return fused(queries, keys, values, Scoring(scale, mask, sinks))
+
+    def note(self, keys: mx.array, values: mx.array, cache: Any) -> None:
+        ours = any(keys is k and values is v for k, v in self._fetched)
+        if cache is self:
+            self._calls["mine" if ours else "altered"] += 1
+        elif ours:
+            self._calls["foreign"] += 1
+
+    def seen(self) -> Seen | None:
+        if len(self._fetched) != 1:
+            return None
+        keys, values = self._fetched[0]
+        return Seen(
+            heads=keys.shape[1],
+            key_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            scale_bytes=keys.itemsize,
+            through=self._calls["mine"] > 0 and not self._calls["altered"],
+            direct=not self._calls["foreign"],
+            shared=self._calls["again"] > 0,
+            reach=self._reach,
+        )
+
+
+def probe(model: Any, caches: list[Any], watched: Callable[[Any], bool]) -> dict[Path, Seen | None]:
+    install_seam()
+    watching: dict[Path, WatchingCache] = {}
+
+    def stand_in(path: Path, cache: Any) -> Any:
+        if not watched(cache):
+            return cache
+        watching[path] = WatchingCache(cache)
+        return watching[path]
+
+    def note(keys: mx.array, values: mx.array, cache: Any) -> None:
+        for each in watching.values():
+            each.note(keys, values, cache)
+
+    with recording(note):
+        model(mx.zeros((1, TOKENS), mx.int32), cache=map_leaves(caches, stand_in))
+    return {path: each.seen() for path, each in watching.items()}
+
+
+# With rotary embeddings (https://arxiv.org/abs/2104.09864) R(p + d) = R(d) R(p), so a key moves by rotating
+# it again. All of mlx-lm's go through ``mx.fast.rope``: two lazy passes, at position 0 and far on, record its
+# arguments. Embeddings that vary with context length, and keys changed after rotation, can't be moved. A
+# ring's pinned keys move with the window, as StreamingLLM (https://arxiv.org/abs/2309.17453) numbers
+# positions in the cache, or they would exceed the trained range. The originals are kept beside the slots,
+# plain.
+
+
+FAR = 1 << 20  # the first position of the second pass: beyond the context of any embedding that changes with it
 
 UNKNOWN = "its queries or keys are not as MLX's rotary embedding leaves them"
 CHANGING = "its rotary embedding changes with the length of the context"
@@ -37,7 +150,7 @@ _one_at_a_time = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The arguments of ``mx.fast.rope``: rotates ``dims`` of a head, by position × scale ÷ the period of each pair."""
+    """Arguments of ``mx.fast.rope``: ``dims`` of a head, by position × scale ÷ each pair's period."""
 
     dims: int
     traditional: bool
@@ -46,7 +159,6 @@ class Rotation:
     periods: mx.array | None = field(default=None, compare=False)
 
     def move(self, keys: mx.array, by: int) -> mx.array:
-        """Return rotated keys (B, H, T, D) as they would be ``by`` positions further on, each."""
         if by == 0:
             return keys
         batch, heads, count, dim = keys.shape
@@ -63,23 +175,19 @@ class Rotation:
         return moved.reshape(keys.shape)
 
     def is_same(self, other: "Rotation") -> bool:
-        """Whether both rotate alike: by the same periods, not by recomputed ones."""
         return self == other and self.periods is other.periods
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPositions:
-    """What the position is to the keys of a layer.
-
-    rotation: what moves them; None where they have no position, or can't be moved. trouble: why they can't be, or "".
-    """
+    """How positions enter a layer's keys. rotation: None if absent or immovable; trouble: why."""
 
     rotation: Rotation | None
     trouble: str = ""
 
 
 class Pinned:
-    """The keys of the first ``ring.keep`` tokens, rotated on by ``rotation``. shift: by how many positions, in the ring's slots."""
+    """Keys of the first ``ring.keep`` tokens. shift: their positions' offset in the ring's slots."""
 
     def __init__(self, ring: Ring, rotation: Rotation) -> None:
         self.ring, self._rotation = ring, rotation
@@ -88,46 +196,36 @@ class Pinned:
 
     @property
     def arrays(self) -> Encoded:
-        """The keys as the model made them (B, H, keep, D); () while there are none."""
+        """Original keys (B, H, keep, D); () while empty."""
         return self._made.arrays
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these keys."""
         return self._made.nbytes
 
     @property
     def span(self) -> Span:
-        """Where they lie among the ring's slots."""
         return Span(0, 0, self.ring.keep)
 
     def restore(self, arrays: Encoded, held: int) -> None:
-        """Continue from these ``arrays``, and slots that were stored with them when ``held`` tokens were."""
         self._made.arrays, self.shift = tuple(arrays), self.ring.shift(held - 1)
 
     def add(self, keys: mx.array, start: int) -> None:
-        """Add those of the keys (B, H, N, D) after ``start`` tokens that are pinned."""
         count = min(keys.shape[2], self.ring.keep - start)
         if count > 0:
             own = mx.contiguous(keys[:, :, :count])  # a view that fills all slots would keep the keys of the whole call
             self._made.write((own,), [Span(0, start, count)], start + count)
 
     def moved(self, shift: int) -> mx.array:
-        """Return all of them (B, H, keep, D), ``shift`` positions further on than the model made them."""
         return self._rotation.move(self._made.arrays[0], shift)
 
     def copy(self) -> "Pinned":
-        """Return another with the same arrays; whichever of the two writes first makes its own copy then."""
         other = Pinned(self.ring, self._rotation)
         other._made, other.shift = self._made.copy(), self.shift
         return other
 
 
 def key_positions(model: Any, make_caches: Callable[[], list[Any]], paths: frozenset[Path]) -> dict[Path, KeyPositions]:
-    """Return what moves the keys of the caches at ``paths``, all that may hold rotated keys. make_caches: of the model's own.
-
-    Runs the model's forward pass twice, lazily.
-    """
     try:
         near, far = (_watch(model, make_caches(), paths, ahead) for ahead in (0, FAR))
     except Exception:  # any model's own code may run here; its keys then stay as they are, and the plan says so
@@ -161,8 +259,6 @@ def _watch(model: Any, caches: list[Any], paths: frozenset[Path], ahead: int) ->
 
 
 class _RopeCalls:
-    """The calls of ``mx.fast.rope`` inside a with block. Another thread's are noted too, and match nothing."""
-
     def __init__(self) -> None:
         self._calls: list[
             tuple[mx.array, Rotation, Any]
@@ -187,24 +283,17 @@ class _RopeCalls:
         _one_at_a_time.release()
 
     def rotation_of(self, x: mx.array, position: int) -> Rotation | None:
-        """Return how ``x`` was rotated, if it is what a call at this position returned."""
         for returned, rotation, offset in self._calls:
             if returned is x and isinstance(offset, int) and offset == position:
                 return rotation
         return None
 
     def count_new(self) -> int:
-        """Return the number of calls since the last time."""
         before, self._counted = self._counted, len(self._calls)
         return self._counted - before
 
 
 class _RotationWatch(WatchingCache):
-    """Stands in for a cache that holds ``ahead`` tokens, and notes how the keys and queries that it gets were rotated.
-
-    rotates: whether anything was, after the cache before it was attended to.
-    """
-
     def __init__(self, own: Any, ropes: _RopeCalls, ahead: int) -> None:
         super().__init__(own)
         self._ropes, self._ahead = ropes, ahead
@@ -224,7 +313,6 @@ class _RotationWatch(WatchingCache):
         return super().attend(queries, keys, values, **options)
 
     def rotation(self) -> Rotation | None:
-        """Return how keys and queries are rotated, if all alike, and none was changed afterwards."""
         first, *others = self._rotations or [None]
         if first is None or not others:
             return None

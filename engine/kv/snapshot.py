@@ -1,72 +1,61 @@
-"""What outlives a conversation: token slices of caches that grow, and whole states of all other caches.
-
-A cache that grows keeps every token in order, so any run of its tokens can be cut out and put back after the same prefix. Of a
-ring that has wrapped, a recurrent state or an unknown kind of cache, only the whole state at one position can be kept. Arrays are
-shared as long as nobody writes to them; slices own their memory, so dropping one frees it.
-"""
+"""Slices and states of caches, taking back passes, and the seam through which a model's nodes share them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import filterfalse, pairwise
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from .cache import Cache
-from .layout import Growing
-from .probe import leaves
+from .attention import flat
+from .cache import Cache, forward
+from .layout import SPARE, CompressedCache, Growing, Ring
+
+# A wrapped ring, recurrent state or unknown cache can only be kept whole at one position. Arrays are shared
+# until written; slices own their memory, so dropping one frees it.
+
 
 Arrays = tuple[mx.array, ...]
+# The arrays of a run of tokens, for each cache that grows, in order: (B, H, tokens, …) each. () for an empty cache.
 KVSlice = tuple[Arrays, ...]
-"""The arrays of a run of tokens, for each cache that grows, in order: (B, H, tokens, …) each. () for an empty cache."""
 
-NAMES = ("keys", "values", "pinned", "offset", "high")
-"""The items of ``Cache.state``, in order."""
+NAMES = ("keys", "values", "pinned", "offset", "high")  # the items of `Cache.state`, in order
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The whole content of a cache: its arrays by name (``name.0``, ``name.1`` … for a list), and its numbers."""
-
     arrays: dict[str, mx.array]
     numbers: dict[str, int | None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
-States = tuple[State, ...]
-"""The state of each cache that does not grow, in order."""
+States = tuple[State, ...]  # the state of each cache that does not grow, in order
 
 
 def grows(cache: Any) -> bool:
-    """Whether any run of its tokens can be cut out and put back."""
-    from mlx_lm.models.cache import KVCache
-
     if isinstance(cache, Cache):
         return isinstance(cache.layout, Growing)
+    from mlx_lm.models.cache import KVCache
+
     return type(cache) is KVCache
 
 
 def all_grow(caches: list[Any]) -> bool:
-    """Whether slices alone hold everything of these caches."""
     return not _fixed(caches)
 
 
 def cut(caches: list[Any], start: int, stop: int) -> KVSlice:
-    """Return copies of the tokens start…stop of all caches that grow, evaluated."""
     cut_out = tuple(_copy(_arrays(cache), start, stop) for cache in _growing(caches))
     mx.eval(cut_out)
     return cut_out
 
 
 def cut_off(caches: list[Any], bounds: Sequence[int]) -> list[KVSlice]:
-    """Move the tokens from bounds[0] on out of all caches that grow: return the slices between the bounds, in order.
-
-    Works cache by cache, so that never more than one cache's tokens are held twice, and frees the memory that is left over.
-    """
+    """Move the tokens from bounds[0] on out of all growing caches, as slices between the bounds."""
+    # Cache by cache, so that only one cache's tokens exist twice.
     mx.clear_cache()  # MLX may put a small array into a pooled buffer of twice its size, where it would stay
     columns: list[list[Arrays]] = []
     for cache in _growing(caches):
@@ -78,10 +67,7 @@ def cut_off(caches: list[Any], bounds: Sequence[int]) -> list[KVSlice]:
 
 
 def extend(caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None = None, *, reserve: int = 0) -> None:
-    """Append the tokens start…stop of a slice to all caches that grow. reserve: tokens that they will soon hold.
-
-    Raises ValueError where the slice has another number of caches.
-    """
+    """Append tokens start…stop of a slice to all growing caches. Raises ValueError for another cache count."""
     for cache, whole in zip(_growing(caches), piece, strict=True):
         arrays = whole if (start, stop) == (0, None) else tuple(array[..., start:stop, :] for array in whole)
         if isinstance(cache, Cache):
@@ -92,10 +78,7 @@ def extend(caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None =
 
 
 def share(held: list[Any], empty: list[Any], tokens: int) -> int:
-    """Have empty caches begin with up to ``tokens`` that others hold, of all that grow; nothing is copied for the second to ask.
-
-    Return how many it is; 0 where the caches of some layer can't share. Evaluates.
-    """
+    """Share up to ``tokens`` of growing caches with empty ones; return how many, 0 if a layer can't. Evaluates."""
     pairs = list(zip(_growing(held), _growing(empty), strict=True))
     if not pairs or not all(isinstance(cache, Cache) and cache.can_share for pair in pairs for cache in pair):
         return 0
@@ -110,7 +93,6 @@ def share(held: list[Any], empty: list[Any], tokens: int) -> int:
 
 
 def own_prefixes(caches: list[Any]) -> None:
-    """Give all caches that share a prefix their own copy of it, one at a time."""
     for cache in _growing(caches):
         if isinstance(cache, Cache) and cache.prefix:
             cache.own_prefix()
@@ -118,7 +100,6 @@ def own_prefixes(caches: list[Any]) -> None:
 
 
 def split(piece: KVSlice, at: int) -> tuple[KVSlice, KVSlice]:
-    """Return the first ``at`` tokens of a slice and the rest, each with its own memory."""
     mx.clear_cache()  # see cut_off
     parts = part(piece, None, at), part(piece, at, None)
     mx.eval(parts)
@@ -126,12 +107,10 @@ def split(piece: KVSlice, at: int) -> tuple[KVSlice, KVSlice]:
 
 
 def part(piece: KVSlice, start: int | None, stop: int | None) -> KVSlice:
-    """Return the tokens start…stop of a slice with their own memory, not evaluated."""
     return tuple(_copy(arrays, start, stop) for arrays in piece)
 
 
 def join(pieces: Sequence[KVSlice]) -> KVSlice:
-    """Return consecutive slices as one, evaluated."""
     whole = pieces[0]
     if len(pieces) > 1:
         whole = tuple(
@@ -143,39 +122,35 @@ def join(pieces: Sequence[KVSlice]) -> KVSlice:
 
 
 def slice_bytes(piece: KVSlice) -> int:
-    """Return the bytes of a slice."""
-    return sum(array.nbytes for arrays in piece for array in arrays)
+    return sum([array.nbytes for arrays in piece for array in arrays])
 
 
 def freeze(caches: list[Any]) -> States:
-    """Return the states of all caches that do not grow. Nothing is copied until somebody writes."""
     states = tuple(_freeze(cache) for cache in _fixed(caches))
     mx.eval([list(state.arrays.values()) for state in states])
     return states
 
 
 def thaw(caches: list[Any], states: States) -> None:
-    """Put states back into caches of the same kinds. Raises ValueError for other states."""
+    """Restore states. Raises ValueError for other kinds of cache."""
     for cache, state in zip(_fixed(caches), states, strict=True):
         _thaw(cache, state)
 
 
 def rewind(caches: list[Any], n: int) -> None:
-    """Trim the last n tokens from all caches that do not grow; the caller has checked ``rewindable``."""
     for cache in _fixed(caches):
         cache.trim(n)
 
 
 def _growing(caches: list[Any]) -> list[Any]:
-    return [cache for _, cache in leaves(caches) if grows(cache)]
+    return list(filter(grows, flat(caches)))
 
 
 def _fixed(caches: list[Any]) -> list[Any]:
-    return [cache for _, cache in leaves(caches) if not grows(cache)]
+    return list(filterfalse(grows, flat(caches)))
 
 
 def _shorten(cache: Any, length: int) -> None:
-    """Forget all but the first ``length`` tokens, and free the memory of unused slots where those are the most."""
     cache.trim(cache.offset - length)
     if isinstance(cache, Cache):
         cache.shrink()
@@ -185,7 +160,7 @@ def _shorten(cache: Any, length: int) -> None:
 
 
 def _copy(arrays: Arrays, start: int | None, stop: int | None) -> Arrays:
-    return tuple(mx.contiguous(array[..., start:stop, :]) for array in arrays)
+    return tuple([mx.contiguous(array[..., start:stop, :]) for array in arrays])
 
 
 def _arrays(cache: Any) -> Arrays:
@@ -231,8 +206,137 @@ def _thaw(cache: Any, state: State) -> None:
 
 
 def _content(cache: Any) -> dict[str, Any]:
-    """Return what a cache holds, by name: for mlx-lm's classes, all their attributes."""
     if isinstance(cache, Cache):
         return dict(zip(NAMES, cache.state, strict=True))
     content: dict[str, Any] = vars(cache)
     return content
+
+
+# drafts, after a pass: growing and packed caches lower their count; rings, windows and latent caches too,
+# within their spare slots; recurrent state is restored whole, and the next pass rereads the accepted tokens.
+# chunk, partly computed: growing caches lower their count where computed; all others are restored.
+
+
+UNBOUNDED = 1 << 20  # tokens that a cache takes back that keeps all
+
+
+def most_taken_back(caches: Sequence[Any]) -> int:
+    return min(map(_most, flat(list(caches))), default=0)
+
+
+def _most(cache: Any) -> int:
+    from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, QuantizedKVCache
+
+    if isinstance(cache, Cache):
+        return cache.layout.spare if isinstance(cache.layout, Ring) else UNBOUNDED
+    if isinstance(cache, CompressedCache):
+        return SPARE
+    return UNBOUNDED if isinstance(cache, KVCache | QuantizedKVCache | ConcatenateKVCache | ArraysCache) else 0
+
+
+class BeforePass:
+    """Cache contents before a pass that may be undone. Copies nothing; make it right before the pass."""
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        from mlx_lm.models.cache import ArraysCache
+
+        found = flat(list(caches))
+        self._states = [(cache, _recurrent_content(cache)) for cache in found if isinstance(cache, ArraysCache)]
+        self._others = [cache for cache in found if not isinstance(cache, ArraysCache)]
+
+    def take_back(self, wrong: int, read: int) -> int:
+        """Undo the last ``wrong`` of ``read`` tokens; return how many of the others remain."""
+        taken = read if wrong and self._states else wrong
+        if not taken:
+            return read
+        for cache in self._others:
+            if cache.trim(taken) != taken:
+                raise RuntimeError(f"a {type(cache).__name__} can't take back {taken} tokens")
+        for cache, content in self._states:
+            vars(cache).update(content)
+        return read - taken
+
+
+def _recurrent_content(cache: Any) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, list) else value for name, value in vars(cache).items()}
+
+
+class BeforeChunk:
+    def __init__(self, caches: Sequence[Any], stages: int) -> None:
+        self._caches = list(caches)
+        found = flat(self._caches)
+        size = -(-len(found) // stages)
+        self.parts = [found[at : at + size] for at in range(0, len(found), size)]
+        self._fixed = freeze(self._caches)
+        self._growing = [cache for cache in found if grows(cache)]
+        self._held = {id(cache): _held(cache) for cache in self._growing}
+
+    def computes(self, part: Sequence[Any]) -> None:
+        for cache in part:
+            self._held.pop(id(cache), None)  # or its keys would be copied, not written in place
+
+    def take_back(self, tokens: int) -> None:
+        for cache in self._growing:
+            held = self._held.get(id(cache))
+            if held is None:
+                cache.trim(tokens)
+            elif isinstance(cache, Cache):
+                cache.restore(held)
+            else:
+                vars(cache).update(held)
+        thaw(self._caches, self._fixed)
+        mx.clear_cache()
+
+
+def _held(cache: Any) -> Any:
+    if isinstance(cache, Cache):
+        return cache.copy()
+    return {name: mx.array(value) if isinstance(value, mx.array) else value for name, value in vars(cache).items()}
+
+
+class TakesBack(Protocol):
+    """Cache contents before a pass."""
+
+    def take_back(self, wrong: int, read: int) -> int:
+        """Undo the last ``wrong`` of ``read`` tokens; return how many of the others remain."""
+
+
+class CacheOperations(Protocol):
+    """See ``cache.forward``, ``rewind.BeforePass`` and ``snapshot``."""
+
+    def forward(self, model: Any, ids: mx.array, lanes: Sequence[list[Any]]) -> mx.array:
+        """Run the next tokens of several sequences."""
+
+    def before_pass(self, caches: list[Any]) -> TakesBack: ...
+    def cut(self, caches: list[Any], start: int, stop: int) -> KVSlice: ...
+    def cut_off(self, caches: list[Any], bounds: Sequence[int]) -> list[KVSlice]: ...
+    def extend(
+        self, caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None = None, *, reserve: int = 0
+    ) -> None: ...
+    def share(self, held: list[Any], empty: list[Any], tokens: int) -> int: ...
+    def own_prefixes(self, caches: list[Any]) -> None: ...
+    def split(self, piece: KVSlice, at: int) -> tuple[KVSlice, KVSlice]: ...
+    def part(self, piece: KVSlice, start: int | None, stop: int | None) -> KVSlice: ...
+    def join(self, pieces: Sequence[KVSlice]) -> KVSlice: ...
+    def freeze(self, caches: list[Any]) -> States: ...
+    def thaw(self, caches: list[Any], states: States) -> None: ...
+    def rewind(self, caches: list[Any], n: int) -> None: ...
+
+
+class LocalOperations:
+    forward = staticmethod(forward)
+    before_pass = staticmethod(BeforePass)
+    cut = staticmethod(cut)
+    cut_off = staticmethod(cut_off)
+    extend = staticmethod(extend)
+    share = staticmethod(share)
+    own_prefixes = staticmethod(own_prefixes)
+    split = staticmethod(split)
+    part = staticmethod(part)
+    join = staticmethod(join)
+    freeze = staticmethod(freeze)
+    thaw = staticmethod(thaw)
+    rewind = staticmethod(rewind)
+
+
+LOCAL: CacheOperations = LocalOperations()

@@ -1,1 +1,1 @@
-"""A model: its config, its weights and its layers, brought to what mlx-lm's classes take."""
+"""Models: config, weights and layers, adapted to mlx-lm's classes."""

@@ -1,8 +1,6 @@
-"""Layers that add an adapter's change to what a model's own layer computes; the model's weights stay as they are.
+"""Layers that add an adapter's change without modifying the weights."""
 
-mlx-lm's tuner has them for LoRA. Its layer for DoRA unpacks the weights and takes their norms with every token; here the norms are
-taken once, because neither the weights nor the adapter change.
-"""
+# Unlike mlx-lm's DoRA layer, which does it for every token, norms are computed once.
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +18,7 @@ Kind = Literal["linear", "experts", "embedding"]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A layer that an adapter can be added to: y (…, outputs) of x (…, inputs), or of a token's id, one of ``outputs``."""
+    """An adaptable layer: y (…, outputs) of x (…, inputs), or of token ids."""
 
     kind: Kind
     outputs: int
@@ -30,12 +28,9 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A layer with the change in it."""
-
     module: Any
 
     def added(self) -> list[mx.array]:
-        """Return the arrays that the change adds."""
         return [self.module[name] for name in ("lora_a", "lora_b", "gain") if name in self.module]
 
 
@@ -63,7 +58,6 @@ class DoRALinear(nn.Module):
 
 
 def base_of(module: nn.Module) -> Base | None:
-    """Return what an adapter of this layer must fit; None where it can have none."""
     if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
         return Base("experts", module.output_dims, module.input_dims, module.num_experts)
     if isinstance(module, nn.Linear | nn.QuantizedLinear):
@@ -74,7 +68,6 @@ def base_of(module: nn.Module) -> Base | None:
 
 
 def adapted(module: Any, change: "Change", dtype: mx.Dtype | None) -> Adapted:
-    """Return the layer with the change. dtype: of its matrices; None keeps their own."""
     base = base_of(module)
     assert base is not None
     layer: Any

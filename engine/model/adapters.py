@@ -1,13 +1,11 @@
-"""Low-rank adapters: read as data, checked against a model, put beside its weights or into them.
+"""Low-rank adapters: read, checked, attached or fused."""
 
-    W' = W + scale · U D             LoRA (Hu et al., 2021, arXiv:2106.09685): D (r, in), U (out, r), for W (out, in)
-    W' = m · (W + scale · U D) / ‖W + scale · U D‖      DoRA (Liu et al., 2024, arXiv:2402.09353): norms of rows, m (out,)
+# W' = W + scale · U D             LoRA (Hu et al., 2021, arXiv:2106.09685): D (r, in), U (out, r)
+# W' = m · (W + scale · U D) / ‖W + scale · U D‖      DoRA (Liu et al., 2024, arXiv:2402.09353): m (out,)
 
-Two formats are read. mlx-lm's has ``adapters.safetensors`` with Dᵀ and Uᵀ under the names of its own modules, and the scale in its
-config. PEFT's has ``adapter_model.safetensors`` with D and U under transformers' names, and the scale is alpha ÷ r, or alpha ÷ √r
-with rsLoRA. The names of the tensors say which matrices change; the configs' lists of targets are not needed. Every tensor must
-find its place in the model, or nothing is loaded: an adapter that is applied in part gives a wrong text without a sign of it.
-"""
+# mlx-lm's ``adapters.safetensors`` has Dᵀ and Uᵀ under its module names, scale in the config. PEFT's
+# ``adapter_model.safetensors`` has D and U under transformers' names, scale alpha ÷ r (rsLoRA: alpha ÷ √r).
+# Tensor names select the matrices. All must match: a partly applied adapter silently gives wrong text.
 
 import json
 import math
@@ -42,34 +40,31 @@ _PEFT_NAME = re.compile(
 )
 _MLX_NAME = re.compile(r"(?P<path>.+)\.(?P<kind>lora_a|lora_b|m)")
 _EXPERT = re.compile(r"(?P<stem>.+)\.experts\.(?P<number>\d{1,5})\.(?P<name>\w+)")
+# Mixtral's names of an expert's matrices, and those of mlx-lm's stacks.
 _STACKS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""Mixtral's names of an expert's matrices, and those of mlx-lm's stacks."""
 
+# Ways in which PEFT begins training that change the model's own weights too: such an adapter belongs to those.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways in which PEFT begins training that change the model's own weights too: such an adapter belongs to those."""
+# Keys of PEFT's config that change what is computed in a way that is not done here.
 _REFUSED_KEYS = ("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config")
-"""Keys of PEFT's config that change what is computed in a way that is not done here."""
 
 _PATTERN = re.compile(r"(?:[\w-]|\\\.|\\d\+?|\.[*+]?|\[[\d-]{1,20}\]\+?|[|^$()])+")
-_MOST_REPEATS = 3
-"""Repeats in a pattern: others' expressions are only tried where trying can't take long."""
+_MOST_REPEATS = 3  # repeats in a pattern: others' expressions are only tried where trying can't take long
 
+# Classes that take an array out of a module of this kind instead of calling it.
 _READS_WEIGHTS = {
     "embedding": ("llama4_text", "minicpm", "gemma4_text", "longcat_flash_ngram"),
     "linear": ("iquestloopcoder", "kimi_k3"),
 }
-"""Classes that take an array out of a module of this kind instead of calling it."""
+# Classes that multiply weights while they are loaded, so that a change for transformers' weights is none for theirs.
 _SCALES_WEIGHTS = ("falcon_h1",)
-"""Classes that multiply weights while they are loaded, so that a change for transformers' weights is none for theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """An adapter's files, checked but not loaded.
 
-    name: as it was asked for. kind: the program whose format it is. base: the model that it says it was trained on. digest: of all
-    bytes of its config and its weights. tensors: the header of its weights. nbytes: of its tensors. parameters: numbers in them.
-    state: what tells whether the file of its weights was written to.
+    kind: its format's program. digest: of config and weights. state: detects writes to the weights file.
     """
 
     name: str
@@ -82,27 +77,22 @@ class Adapter:
     state: tuple[int, ...]
 
     def check_unchanged(self) -> None:
-        """Raise ModelDamagedError where its weights were written to since they were hashed."""
         if _state(self.weights) != self.state:
             raise ModelDamagedError(f"{self.weights} changed while it was read", "Load it again.")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in self.tensors.values())
 
     @property
     def parameters(self) -> int:
-        """Numbers in its tensors."""
         return sum(math.prod(entry["shape"]) for entry in self.tensors.values())
 
     @property
     def weights(self) -> Path:
-        """The file of its tensors."""
         return self.folder / (PEFT_WEIGHTS if self.kind == "PEFT" else ADAPTER_WEIGHTS)
 
     def note(self, changes: "Mapping[str, Change]") -> str:
-        """Return what a user should know of it."""
         ranks = sorted({change.rank for change in changes.values()})
         shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
         trained = f", trained on {self.base}" if self.base else ""
@@ -111,7 +101,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter does to one matrix, or to a stack of them: arrays as the module docstring names them, lazy."""
+    """An adapter's lazy arrays for a matrix or stack, named as in the module docstring."""
 
     down: "mx.array"
     up: "mx.array"
@@ -120,12 +110,11 @@ class Change:
 
     @property
     def rank(self) -> int:
-        """r."""
         return int(self.down.shape[-2])
 
 
 def read_adapter(folder: Path, name: str) -> Adapter:
-    """Return the adapter in ``folder``: its config, and its tensors by their header. No MLX is needed.
+    """Read an adapter's config and header, without MLX.
 
     Raises ModelNotFoundError, ModelDamagedError or ModelUnsupportedError.
     """
@@ -166,11 +155,7 @@ def read_adapter(folder: Path, name: str) -> Adapter:
 
 
 def changes_of(adapter: Adapter, module: "nn.Module", config: Mapping[str, Any]) -> dict[str, Change]:
-    """Return what the adapter changes in mlx-lm's module, by the path of the module that holds the matrix. Lazy.
-
-    module: loaded or a skeleton, packed or not. Raises ModelUnsupportedError, with the name, for a tensor without a place, and
-    for one of another rank or shape.
-    """
+    """Return the changes by module path, lazy. Raises ModelUnsupportedError for tensors that don't fit."""
     import mlx.core as mx
 
     model_type = str((config.get("text_config") or config).get("model_type"))
@@ -205,10 +190,9 @@ def changes_of(adapter: Adapter, module: "nn.Module", config: Mapping[str, Any])
 def attach(
     module: "nn.Module", changes: Mapping[str, Change], dtype: "mx.Dtype | None" = None, *, lazy: bool = False
 ) -> None:
-    """Put layers that add the changes in place of the model's own, whose weights stay as they are, packed or not.
+    """Replace layers with adapted ones. Raises ModelDamagedError for non-finite numbers.
 
-    dtype: of the added matrices; None keeps their own. lazy: nothing is computed, and no value looked at.
-    Raises ModelDamagedError for numbers that are none.
+    dtype: of the added matrices; None keeps theirs. lazy: skip computing and the value check.
     """
     import mlx.core as mx
     from mlx.utils import tree_unflatten
@@ -229,7 +213,7 @@ def attach(
 
 
 def fused(weight: "mx.array", change: Change) -> "mx.array":
-    """Return W' for W (…, out, in), in W's type, computed in float32; lazy."""
+    """Return W' (…, out, in) in W's type, computed in float32; lazy."""
     import mlx.core as mx
 
     wide = weight.astype(mx.float32)
@@ -268,7 +252,6 @@ def _object(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _check_config(adapter: Adapter) -> None:
-    """Raise ModelUnsupportedError for what changes a model otherwise than by adding low-rank matrices to it."""
     config = adapter.config
     if adapter.kind == "mlx-lm":
         trained = config.get("fine_tune_type", "lora")
@@ -294,7 +277,7 @@ def _check_config(adapter: Adapter) -> None:
 
 
 def _by_matrix(adapter: Adapter) -> dict[str, dict[str, str]]:
-    """Return the tensors' names by the matrix they are for, and by their kind. Raises for a name of another form."""
+    """Group tensor names by matrix and kind. Raises for unknown names."""
     form = _PEFT_NAME if adapter.kind == "PEFT" else _MLX_NAME
     found: dict[str, dict[str, str]] = {}
     for name in adapter.tensors:
@@ -309,7 +292,6 @@ def _by_matrix(adapter: Adapter) -> dict[str, dict[str, str]]:
 
 
 def _change(adapter: Adapter, path: str, arrays: "dict[str, mx.array]", names: Mapping[str, str]) -> Change:
-    """Return the change of one matrix, its rank held against the config."""
     pairs = {
         "PEFT": (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")),
         "mlx-lm": (("lora_a", "lora_b"),),
@@ -364,7 +346,6 @@ def _number(adapter: Adapter, config: Mapping[str, Any], key: str, *, least: flo
 
 
 def _patterned(adapter: Adapter, key: str, path: str) -> float | None:
-    """Return what PEFT's ``alpha_pattern`` or ``rank_pattern`` says of a matrix: keys are expressions for the end of a path."""
     patterns = adapter.config.get(key)
     if not isinstance(patterns, dict):
         return None
@@ -381,7 +362,6 @@ def _patterned(adapter: Adapter, key: str, path: str) -> float | None:
 
 
 def _place(path: str, modules: "Mapping[str, nn.Module]") -> str | None:
-    """Return the path of the module that a path in transformers, or in mlx-lm, means."""
     return next((each for each in _spellings(path) if each in modules), None)
 
 
@@ -393,7 +373,6 @@ def _spellings(path: str) -> Iterator[str]:
 
 
 def _stacked(adapter: Adapter, place: str, module: Any, several: Mapping[int, Change]) -> Change:
-    """Return the changes of single experts as one of their stack, the others' being zero."""
     import mlx.core as mx
 
     count = int(module.weight.shape[0]) if "weight" in module else 0

@@ -1,14 +1,9 @@
-"""``config.json``, read and brought to the form that mlx-lm's model classes read.
+"""Read ``config.json`` and normalise it for mlx-lm's model classes."""
 
-Transformers 5 keeps rotary settings in ``rope_parameters`` (flat, or one set per kind of layer), has renamed keys, and writes null
-where a value follows from others. Today's mlx-lm mostly reads the older names; what it does not find it defaults, in silence. So
-every config passes through ``normalise``, which writes the older names beside the new ones, from the new ones where both are there,
-and the defaults that transformers takes for absent keys where mlx-lm's class takes others (``ABSENT``). Keys are overwritten, never
-removed: mlx-lm merges the result over the file it reads itself.
-
-Two kinds of config are refused: one with values that no model has, such as a NaN or three million layers, with which MLX would
-compute on; and one that sets something its class would not read (``check_config`` in config_rules.py).
-"""
+# Transformers 5 moved rotary settings to ``rope_parameters``, renamed keys, and writes null for derived
+# values; mlx-lm reads the older names and silently defaults others. ``normalise`` adds the older names, and
+# transformers' defaults where mlx-lm's differ (``ABSENT``). Keys are never removed: mlx-lm merges the result
+# over the file.
 
 import json
 import math
@@ -19,25 +14,25 @@ from typing import Any
 
 from ..architectures import find_classes
 from ..errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from ..files import CONFIG_BYTES, read_bytes, read_text
-from ..perf.cost import first_of, text_config
-from .corrections import correct
-from .weights import adapt, packing_kept
+from ..files import CONFIG_BYTES, is_file, read_bytes, read_text
+from ..perf.cost import first_of
+from .config_rules import correct
+from .weights import adapt, packing_kept, text_config
 
 Config = dict[str, Any]
 AnyConfig = Mapping[str, Any]
 
 
 LARGEST_FLOAT32 = 3.4028235e38
-MAY_BE_INFINITE = re.compile(r"time_step_(limit|max)$")
-"""Bounds of a recurrence's step, where infinity means none."""
+MAY_BE_INFINITE = re.compile(r"time_step_(limit|max)$")  # bounds of a recurrence's step, where infinity means none
 NEVER_NEGATIVE = re.compile(r"(eps|epsilon)$")
 ALWAYS_POSITIVE = re.compile(r"^(rope_theta|rotary_emb_base|rope_local_base_freq|default_theta)$")
+# Settings of encoders for images and sound, and of packing.
 OTHER_PARTS = re.compile(r"^(?!text_|llm_|language_)\w+_config$")
-"""Settings of encoders for images and sound, and of packing."""
 
+# Far more than any model has: of layers, numbers in a token or a head, heads or experts of a layer, and tokens of a
+# vocabulary.
 LAYERS, WIDTHS, HEADS, WORDS = 4096, 1 << 22, 1 << 16, 1 << 24
-"""Far more than any model has: of layers, numbers in a token or a head, heads or experts of a layer, and tokens of a vocabulary."""
 SIZES: dict[str, tuple[int, int]] = {
     # key: (at least, at most)
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, LAYERS)),
@@ -47,8 +42,8 @@ SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, HEADS)),
     "vocab_size": (1, WORDS),
 }
+# Keys that say something of each layer, and by their length how many there are.
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "hybrid_override_pattern")
-"""Keys that say something of each layer, and by their length how many there are."""
 
 ABSENT: dict[str, dict[str, Any]] = {
     # What a key means that a config does not have: transformers' default, where mlx-lm's class would take something else.
@@ -117,11 +112,11 @@ ABSENT: dict[str, dict[str, Any]] = {
 }
 
 
+# Transformers writes non-finite floats as {"__float__": "Infinity"}, so that the file stays JSON.
 FLOAT_TAGS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""Transformers writes non-finite floats as {"__float__": "Infinity"}, so that the file stays JSON."""
 
+# Kinds of rotary scaling that need the context length of pretraining.
 PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
-"""Kinds of rotary scaling that need the context length of pretraining."""
 
 RENAMED: dict[str, dict[str, str]] = {
     # model type: {the name mlx-lm reads: the name transformers 5 writes}
@@ -144,30 +139,32 @@ RENAMED: dict[str, dict[str, str]] = {
         "num_experts_per_tok": "num_experts_per_token",
     },
 }
+# mlx-lm requires `head_dim` here, or has a default of its own; transformers takes hidden_size / num_attention_heads.
 HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_moe")
-"""mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
-SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
-"""Classes that look into ``rope_scaling`` whether it is there or not."""
-MODELOPT = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt says how it packed a model, where the config does not."""
+SCALING_REQUIRED = ("deepseek_v2", "minicpm3")  # classes that look into `rope_scaling` whether it is there or not
+MODELOPT = "hf_quant_config.json"  # where NVIDIA's ModelOpt says how it packed a model, where the config does not
+# What the language part of these models is; their files call it by several names.
 LANGUAGE_PART_TYPES = {"step3p7": "step3p5", "minimax_m3_vl": "minimax_m3"}
-"""What the language part of these models is; their files call it by several names."""
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
 )
 
+# Families whose `model_max_length` is what they were made for, and `max_position_embeddings` a smaller number.
 TRAINED_FURTHER = frozenset({"cohere", "cohere2"})
-"""Families whose ``model_max_length`` is what they were made for, and ``max_position_embeddings`` a smaller number."""
+# Families whose window counts only if `use_sliding_window` is on.
 SWITCHED = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"})
-"""Families whose window counts only if ``use_sliding_window`` is on."""
+
+
+MODULES = "modules.json"  # of sentence-transformers: what a model's states go through to become an embedding
+
+
+def embeds(folder: Path) -> bool:
+    return is_file(folder / MODULES)
 
 
 def read_config(folder: Path) -> Config:
-    """Return the folder's ``config.json``, normalised, with what ModelOpt wrote beside it. Nothing else is read or run.
-
-    Raises ModelDamagedError when the file is missing, is not JSON, or is no config, or holds values that no model has.
-    """
+    """Return the normalised config with ModelOpt's packing. Raises ModelDamagedError."""
     path = folder / "config.json"
     again = "Download or convert the model again."
     try:
@@ -192,10 +189,8 @@ def read_config(folder: Path) -> Config:
 
 
 def _with_modelopt(folder: Path, config: Config) -> Config:
-    """Return the config with how NVIDIA's ModelOpt packed the weights, where only a file beside it says so.
-
-    mlx-lm looks into that file too, but knows one algorithm of it. Raises ModelDamagedError where it can't be read.
-    """
+    """Add NVIDIA ModelOpt's packing from its own file. Raises ModelDamagedError."""
+    # mlx-lm reads that file too, but knows one of its algorithms.
     text = config.get("text_config")
     whole = config if not isinstance(text, dict) else {**text, **config}
     path = folder / MODELOPT
@@ -213,7 +208,6 @@ def _with_modelopt(folder: Path, config: Config) -> Config:
 
 
 def normalise(config: Config) -> Config:
-    """Return a copy of a config with the keys mlx-lm reads, whatever version of transformers wrote it. Idempotent."""
     copy: Config = _untag(config)
     for part in LANGUAGE_PARTS:
         if isinstance(copy.get(part), dict):
@@ -270,7 +264,6 @@ def _names(config: Config) -> None:
 
 
 def _experts(config: Config) -> None:
-    """Write what Hunyuan's files list layer by layer as one number, where it is the same in all."""
     for key in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
         given = config.get(key)
         if config.get("model_type") == "hunyuan_v1_moe" and isinstance(given, list) and len(set(given)) == 1:
@@ -291,7 +284,6 @@ def _heads(config: Config) -> None:
 
 
 def _rotary(config: Config) -> None:
-    """Write rope_theta, rope_scaling, partial_rotary_factor and rope_local_base_freq from what is there."""
     given = config.get("rope_parameters")
     if not isinstance(given, dict) or not given:
         given = config.get("rope_scaling") or {}
@@ -322,7 +314,6 @@ def _rotary(config: Config) -> None:
 
 
 def _scaling(config: Config, given: Config) -> Config | None:
-    """Return rotary scaling as transformers 4 wrote it, or None where there is none."""
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = {"su": "longrope"}.get(kind, kind)
     scaling = {key: value for key, value in given.items() if key != "rope_theta"}
@@ -345,7 +336,7 @@ def _scaling(config: Config, given: Config) -> Config | None:
 
 
 def _layers(config: Config) -> None:
-    """Write the older ways to say which layers are full attention, from ``layer_types``: a period, or a letter a layer."""
+    """Derive the older forms, a period or a letter per layer, from ``layer_types``."""
     sparse = config.get("mlp_layer_types")
     if config.get("model_type") == "exaone_moe" and isinstance(sparse, list):
         config["is_moe_layer"] = [kind == "sparse" for kind in sparse]
@@ -371,10 +362,8 @@ def _layers(config: Config) -> None:
 
 
 def _steps(config: Config) -> None:
-    """Write Step 3.5's settings of single layers as its own files do, from the form that transformers saves.
-
-    Layers that predict further tokens come after the others in its lists, and are never made.
-    """
+    """Restore Step 3.5's published per-layer settings from transformers' form."""
+    # Its lists end with layers for multi-token prediction, which are never built.
     layers = config.get("num_hidden_layers")
     if config.get("model_type") != "step3p5" or not isinstance(layers, int):
         return
@@ -402,7 +391,7 @@ def _steps(config: Config) -> None:
 
 
 def _compressed_layers(config: Config) -> None:
-    """Write DeepSeek V4's layers as transformers 5 does; the published files have a ratio for each, and count the hashing ones."""
+    """Convert DeepSeek V4's published per-layer ratios to transformers 5's form."""
     count = config.get("num_hidden_layers")
     if config.get("model_type") != "deepseek_v4" or not isinstance(count, int):
         return
@@ -427,7 +416,7 @@ def _compressed_layers(config: Config) -> None:
 
 
 def _full_layers(config: Config) -> None:
-    """Write the heads of Gemma 4's full-attention layers, which transformers 5.23 gives layer by layer where they differ."""
+    """Write Gemma 4's full-attention heads, per layer in transformers 5.23."""
     given = config.get("per_layer_config")
     if config.get("model_type") not in ("gemma4_text", "gemma4_unified_text") or not isinstance(given, dict):
         return
@@ -441,18 +430,14 @@ def _full_layers(config: Config) -> None:
 
 
 def _recurrent(config: Config) -> None:
-    """Write the width of Mamba 2's blocks, which transformers works out."""
     expand, width = config.get("expand"), config.get("hidden_size")
     if config.get("model_type") == "mamba2" and isinstance(expand, int) and isinstance(width, int):
         config.setdefault("intermediate_size", expand * width)
 
 
 def _window(config: Config) -> None:
-    """Let MiMo V2's window count the query itself, as mlx-lm's do.
-
-    Its own ``sliding_window_size`` counts the tokens before it (SGLang and transformers say so), and transformers writes one more
-    as ``sliding_window``. Here ``sliding_window_size`` becomes the larger of the two.
-    """
+    """Make MiMo V2's window include the query, as mlx-lm's do."""
+    # ``sliding_window_size`` excludes it (SGLang, transformers); transformers' ``sliding_window`` is one larger.
     if config.get("model_type") != "mimo_v2_flash":
         return
     before, named = config.get("sliding_window_size"), config.get("sliding_window")
@@ -463,7 +448,7 @@ def _window(config: Config) -> None:
 
 
 def check_values(config: Config) -> None:
-    """Raise ModelDamagedError for a config with a value that no model has."""
+    """Raise ModelDamagedError for impossible values, such as NaN or three million layers."""
     for problem in _problems(config):
         raise ModelDamagedError(f"config.json sets {problem}", "The file is damaged: download the model again.")
 
@@ -498,12 +483,11 @@ def _problem(key: str, value: Any) -> str | None:
 
 
 def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
-    """Return what builds the model of a normalised config, and the ModelArgs for it, which are mlx-lm's or ours (architectures/).
+    """Return the model factory, with corrections.py applied, and its ModelArgs, mlx-lm's or ours (architectures/).
 
-    The first makes a Model from the second, then puts right what mlx-lm's class hard-codes (corrections.py).
-    Raises ModelDamagedError when the config names no model type, ModelUnsupportedError when there is no class for it or
-    the model is no language model. Code that a model folder brings along is never run.
+    Raises ModelDamagedError without a model type, ModelUnsupportedError without a class or for no language model.
     """
+    # Code in a model folder is never run.
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ModelDamagedError(
@@ -542,7 +526,6 @@ def _refuse_other_tasks(config: Config, kind: str) -> None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens that a model of this normalised config was made for; None where it does not say."""
     text = text_config(config)
     named = first_of(text, "n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "model_max_length")
     trained = text.get("model_max_length") if text.get("model_type") in TRAINED_FURTHER else None
@@ -551,7 +534,6 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def pretraining_length(config: Mapping[str, Any]) -> int | None:
-    """Return up to how many tokens a model with LongRoPE has its short factors; None for any other."""
     scaling = text_config(config).get("rope_scaling")
     if isinstance(scaling, dict) and scaling.get("rope_type") == "longrope":
         return int(scaling["original_max_position_embeddings"])
@@ -559,7 +541,6 @@ def pretraining_length(config: Mapping[str, Any]) -> int | None:
 
 
 def ignored_windows(config: AnyConfig, layers: int) -> tuple[int | None, ...]:
-    """Return for each of the ``layers`` the window it should have had, or None."""
     text = config.get("text_config", config)
     family = text.get("model_type", config.get("model_type"))
     off = family in SWITCHED and not text.get("use_sliding_window", False)
@@ -574,7 +555,7 @@ def ignored_windows(config: AnyConfig, layers: int) -> tuple[int | None, ...]:
 
 
 def unbounded(config: AnyConfig) -> str:
-    """Return why no window can be laid over this model's growing caches, or "" where one can."""
+    """Return why this model's growing caches can't have a window, or ""."""
     return _UNBOUNDED.get(str(config.get("model_type")), "")
 
 
@@ -587,6 +568,9 @@ def _is_upper(config: AnyConfig, index: int) -> bool:
     return index >= int(config.get("max_window_layers", 28))
 
 
+# Families whose layers slide and whose class in mlx-lm ignores it: a growing cache is wrong beyond the window. Read in
+# transformers 5.7; a layer that slides sees the last `sliding_window` tokens, its own included. Where mlx-lm slides by
+# itself (its `RotatingKVCache`), nothing here applies.
 _SLIDES: dict[str, tuple[Callable[[AnyConfig, int], bool], int | None]] = {
     # family: (which layers slide, the window that transformers assumes where the config has no such key)
     **dict.fromkeys(("mistral", "qwen3_moe"), (lambda *_: True, 4096)),
@@ -597,9 +581,6 @@ _SLIDES: dict[str, tuple[Callable[[AnyConfig, int], bool], int | None]] = {
     "qwen2_moe": (lambda config, index: index % 2 == 0 and not _is_upper(config, index), 4096),
     "smollm3": (_has_no_rope, None),
 }
-"""Families whose layers slide and whose class in mlx-lm ignores it: a growing cache is wrong beyond the window. Read in
-transformers 5.7; a layer that slides sees the last ``sliding_window`` tokens, its own included. Where mlx-lm slides by itself
-(its ``RotatingKVCache``), nothing here applies."""
 
 _UNBOUNDED = {
     # Its queries would be rotated as if nothing had ever left the window.

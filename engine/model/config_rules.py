@@ -1,10 +1,4 @@
-"""Which keys of a config change what a model computes, and whether mlx-lm's class for it reads them.
-
-A key that matters, is set to something, and is read by nothing would be a wrong answer in silence: here it is an error. Whether
-a class, mlx-lm's or ours, reads a key is found in its source: it must be a field of the class's arguments, and be used.
-``corrections.py`` sets right what some classes hard-code; those cases are no errors. Biases and other parameters need no rule:
-weights that a class has no place for, or lacks, stop the load.
-"""
+"""What mlx-lm's classes read of a config, and corrections where they hard-code or approximate it."""
 
 import ast
 import dataclasses
@@ -14,16 +8,224 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..architectures import MODEL_MODULES
 from ..errors import ModelUnsupportedError
-from .corrections import ACTIVATION_KEYS, GELU_ERF, GELU_TANH, corrects
 from .weights import is_fp8
+
+if TYPE_CHECKING:
+    from mlx import nn
+
+# Parameter names don't change. MLX is imported lazily: config rules ask ``corrects`` without it.
+
+
+# Model types whose class makes a plain `nn.RoPE` in every attention layer and reads no `rope_scaling`.
+PLAIN_ROPE = frozenset({
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt_neox", "helium", "mixtral",
+    "phi", "qwen3_moe", "solar_open", "stablelm", "starcoder2",
+})  # fmt: skip
+
+PARTIAL_IGNORED = frozenset({"glm"})  # of those, the ones that rotate whole heads whatever `partial_rotary_factor` says
+
+FEED_FORWARD = {
+    # model type: names of (up, down, gate) in its feed-forward block; the class has one GELU, its checkpoints another.
+    "gemma": ("up_proj", "down_proj", "gate_proj"),
+    "starcoder2": ("c_fc", "c_proj", None),
+    "gpt_neox": ("dense_h_to_4h", "dense_4h_to_h", None),
+    "gpt_bigcode": ("c_fc", "c_proj", None),
+}
+ACTIVATION_KEYS = ("hidden_activation", "hidden_act", "activation_function")
+GELU_ERF = ("gelu",)
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+
+
+def corrects(config: dict[str, Any], key: str) -> bool:
+    """Whether ``correct`` honours a key that the model's class doesn't read."""
+    kind = config.get("model_type")
+    if key == "rope_scaling":
+        return kind in PLAIN_ROPE
+    if key == "partial_rotary_factor":
+        return kind in PARTIAL_IGNORED
+    if key == "clip_qkv":
+        return kind == "olmo"
+    if key in ("indexer_types", "index_topk_freq"):  # the second says when the first is to be worked out
+        return kind == "glm_moe_dsa" and (config.get("indexer_types") or ["shared"])[0] == "full"
+    if key in ACTIVATION_KEYS:
+        return kind in FEED_FORWARD and config.get(key) in GELU_ERF + GELU_TANH
+    return False
+
+
+def correct(model: "nn.Module", config: dict[str, Any]) -> None:
+    """Apply all corrections for a normalised config, with or without weights loaded."""
+    from mlx import nn
+
+    from .corrected_layers import FeedForward
+
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    assert text is not None
+    _correct_ropes(model, text)
+    if names := FEED_FORWARD.get(str(text.get("model_type"))):
+        wanted = next((text[key] for key in ACTIVATION_KEYS if text.get(key)), None)
+        if text.get("model_type") == "gemma":
+            wanted = "gelu_pytorch_tanh"  # transformers overrules Gemma 1's files, which say "gelu"
+        for layer in model.layers:
+            layer.mlp = FeedForward(layer.mlp, names, nn.gelu_approx if wanted in GELU_TANH else nn.gelu)
+    if family := _FAMILIES.get(str(text.get("model_type"))):
+        family(model, text)
+
+
+def use_short_factors(model: "nn.Module") -> None:
+    """Switch LongRoPE to its pretraining factors; models are built with the long ones."""
+    from .corrected_layers import LongRoPE
+
+    for module in model.modules():
+        if isinstance(module, LongRoPE):
+            module.choose(long=False)
+
+
+def _correct_ropes(model: "nn.Module", config: dict[str, Any]) -> None:
+    from mlx import nn
+    from mlx_lm.models.rope_utils import SuScaledRoPE, YarnRoPE
+
+    from .corrected_layers import longrope, yarn
+
+    scaling = config.get("rope_scaling")
+    kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
+    plain = config.get("model_type") in PLAIN_ROPE
+    for _, parent in model.named_modules():
+        for name, rope in list(parent.items()):
+            if plain and type(rope) is nn.RoPE:
+                parent[name] = _scaled(rope, config, kind)
+            elif type(rope) is YarnRoPE and kind == "yarn":
+                parent[name] = yarn(rope.dims, rope.traditional, config)
+            elif type(rope) is SuScaledRoPE and kind == "longrope":
+                parent[name] = longrope(rope.dim, False, config)
+
+
+def _scaled(rope: "nn.RoPE", config: dict[str, Any], kind: str | None) -> "nn.Module":
+    from mlx_lm.models.rope_utils import initialize_rope
+
+    from .corrected_layers import longrope, yarn
+
+    if config.get("model_type") in PARTIAL_IGNORED:
+        rope.dims = int(rope.dims * (config.get("partial_rotary_factor") or 1.0))
+    if kind is None:
+        return rope
+    if kind in ("yarn", "longrope"):
+        return (yarn if kind == "yarn" else longrope)(rope.dims, rope.traditional, config)
+    longest = config.get("max_position_embeddings")
+    scaled: nn.Module = initialize_rope(rope.dims, rope.base, rope.traditional, config["rope_scaling"], longest)
+    return scaled
+
+
+def _multiply_keys(model: "nn.Module", config: dict[str, Any]) -> None:
+    """Apply Falcon H1's ``key_multiplier``."""
+    # mlx-lm looks for it under a weight name that no checkpoint has.
+    for layer in model.layers:
+        layer.self_attn.scale *= config["key_multiplier"]
+
+
+def _set_mamba2_norms(model: "nn.Module", config: dict[str, Any]) -> None:
+    """Give Mamba 2's norms the config's epsilon and groups; mlx-lm's gated norm spans the whole width."""
+    from .corrected_layers import GroupedNorm
+
+    groups = config.get("n_groups") or 1
+    for layer in model.layers:
+        layer.norm.eps = config["layer_norm_epsilon"]
+        if groups > 1:
+            layer.mixer.norm = GroupedNorm(layer.mixer.norm, groups)
+
+
+def _scale_tied_head(model: "nn.Module", config: dict[str, Any]) -> None:
+    from .corrected_layers import TiedHead
+
+    if config.get("tie_word_embeddings"):
+        model.args.tie_word_embeddings = False
+        model.lm_head = TiedHead(model.model)
+
+
+def _bias_routing(model: "nn.Module", config: dict[str, Any]) -> None:
+    from .corrected_layers import BiasedRouting
+
+    for layer in model.layers:
+        if "switch_mlp" in layer.mlp:
+            layer.mlp = BiasedRouting(layer.mlp, config["moe_num_experts"])
+
+
+def _weigh_by_share(model: "nn.Module", config: dict[str, Any]) -> None:  # noqa: ARG001
+    from .corrected_layers import ShareOfAll
+
+    for layer in model.layers:
+        if "switch_mlp" in layer.feed_forward:
+            layer.feed_forward = ShareOfAll(layer.feed_forward)
+
+
+def _set_latent_eps(model: "nn.Module", config: dict[str, Any]) -> None:  # noqa: ARG001
+    for layer in model.layers:
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            if name in layer.self_attn:
+                layer.self_attn[name].eps = 1e-6
+
+
+def _correct_indexers(model: "nn.Module", config: dict[str, Any]) -> None:
+    """Fix indexer norms' epsilon, and share the last choice with layers without an indexer (GLM 5.2)."""
+    from .corrected_layers import Choice, SharedIndexer, remembering
+
+    kinds = config.get("indexer_types") or ["full"] * len(model.layers)
+    chosen = Choice()
+    for layer, kind in zip(model.layers, kinds, strict=False):
+        layer.self_attn.indexer.k_norm.eps = 1e-6
+        if kind == "shared":
+            layer.self_attn.indexer = SharedIndexer(chosen)
+        elif "shared" in kinds:
+            chosen = Choice()
+            layer.self_attn.indexer = remembering(layer.self_attn.indexer, chosen)
+
+
+def _set_recurrent_eps(model: "nn.Module", config: dict[str, Any]) -> None:
+    for layer in model.layers:
+        layer.temporal_pre_norm.eps = layer.channel_pre_norm.eps = config["rms_norm_eps"]
+
+
+def _make_olmo(model: "nn.Module", config: dict[str, Any]) -> None:
+    """Turn a Llama into OLMo 1: norms without weights, clipped queries, keys and values."""
+    from mlx import nn
+
+    from .corrected_layers import ClippedAttention
+
+    def norm() -> nn.Module:
+        return nn.LayerNorm(config["hidden_size"], eps=1e-5, affine=False)
+
+    model.model.norm = norm()
+    for layer in model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = norm(), norm()
+        if limit := config.get("clip_qkv"):
+            layer.self_attn = ClippedAttention(layer.self_attn, float(limit))
+
+
+_FAMILIES: dict[str, Callable[["nn.Module", dict[str, Any]], None]] = {
+    "deepseek_v32": _correct_indexers,
+    "ernie4_5_moe": _bias_routing,
+    "falcon_h1": _multiply_keys,
+    "glm4_moe_lite": _set_latent_eps,
+    "kimi_linear": _set_latent_eps,
+    "glm_moe_dsa": _correct_indexers,
+    "jamba": _weigh_by_share,
+    "mamba2": _set_mamba2_norms,
+    "minicpm": _scale_tied_head,
+    "minicpm3": _scale_tied_head,
+    "olmo": _make_olmo,
+    "recurrent_gemma": _set_recurrent_eps,
+}
+
+
+# A key that is set but not read would silently give wrong answers, so it is an error unless corrections.py
+# handles it. "Read" means a field of the arguments class that its source uses. Biases need no rule: weights
+# that don't match the class's parameters stop the load.
 
 
 def read_by(args_class: type[Any]) -> frozenset[str]:
-    """Return the fields of a class's arguments that its source uses."""
     module = importlib.import_module(args_class.__module__)
     fields = {field.name for field in dataclasses.fields(args_class)}
     return frozenset(fields & {name for part in modules(module) for name in _uses(part)})
@@ -31,7 +233,6 @@ def read_by(args_class: type[Any]) -> frozenset[str]:
 
 @functools.cache
 def read_within(module: ModuleType) -> frozenset[str]:
-    """Return what any arguments class in reach of a module has as a field and uses: for configs nested in another."""
     parts = modules(module)
     fields = {
         field.name
@@ -45,7 +246,6 @@ def read_within(module: ModuleType) -> frozenset[str]:
 
 @functools.cache
 def modules(module: ModuleType) -> tuple[ModuleType, ...]:
-    """Return a model's module and those of the models it builds on."""
     found: dict[str, ModuleType] = {}
     queue = [module]
     while queue:
@@ -63,7 +263,7 @@ def modules(module: ModuleType) -> tuple[ModuleType, ...]:
 
 @functools.cache
 def _uses(module: ModuleType) -> frozenset[str]:
-    """Parsed once: to parse a module takes longer than all else that is done with a config."""
+    # Cached: parsing a module takes longer than everything else done with a config.
     return frozenset(_names(ast.parse(inspect.getsource(module))))
 
 
@@ -81,10 +281,9 @@ Neutral = Callable[[Config, Any], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """A key that matters, unless ``neutral`` says its value changes nothing. Any of ``aliases`` may be read in its stead.
+    """A key that matters unless ``neutral`` accepts its value; any of ``aliases`` may be read instead.
 
-    parameters: a pattern of a class's source that has the parameters which the key asks for, whether it reads the key or not:
-    weights must fit a class in both directions, so a class that has them always applies them.
+    parameters: source pattern of classes that have the key's parameters and so always apply them.
     """
 
     key: str
@@ -177,7 +376,7 @@ ROTARY_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_loca
 
 
 def _rotates(config: Config) -> bool:
-    """Return whether a model rotates queries and keys at all: some files have the keys of it and no rotation."""
+    # Some files have rotary keys but no rotation.
     kind = config.get("model_type")
     return not (kind in {"nemotron_h", "jamba"} or (kind == "kimi_linear" and config.get("mla_use_nope") is True))
 
@@ -200,15 +399,15 @@ KNOWN_WRONG: dict[str, str] = {
     "phi3small": "mlx-lm adds its causal mask as numbers, so a token sees those after it",
 }
 
+# Model types with plain attention whose windows the KV plan applies (engine/kv), whatever mlx-lm's class does.
 WINDOWED_BY_PLAN = frozenset({
     "gemma2", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
 })  # fmt: skip
-"""Model types with plain attention whose windows the KV plan applies (engine/kv), whatever mlx-lm's class does."""
 
 WINDOW_KEYS = {"sliding_window", "sliding_window_size", "attention_window_size"}
 
+# Kinds of rotary scaling that a class takes, where they are fewer than mlx-lm's `initialize_rope` knows.
 ROPE_KINDS = {"phi3": {"longrope"}, "phimoe": {"longrope"}, "nemotron": {"linear"}, "qwen2_moe": {"linear"}}
-"""Kinds of rotary scaling that a class takes, where they are fewer than mlx-lm's ``initialize_rope`` knows."""
 KNOWN_ROPE_KINDS = frozenset({
     "default", "linear", "dynamic", "llama3", "yarn", "deepseek_yarn", "telechat3-yarn", "longrope", "proportional", "mrope",
 })  # fmt: skip
@@ -228,26 +427,20 @@ SAME_ACTIVATION = {
     **dict.fromkeys(("gelu_new", "gelu_fast"), "gelu_pytorch_tanh"),
 }
 
+# Quantization methods whose weights mlx-lm can unpack.
 PACKERS = {"awq", "gptq", "mxfp4", "mxfp8", "bitnet", "compressed-tensors", "modelopt", "fp8"}
-"""Quantization methods whose weights mlx-lm can unpack."""
 COMPRESSED_FORMS = {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized"}
 HINT = "Its text would be wrong. Choose another model, a newer Tokamac, or load it as it is (--unchecked)."
 
 
 def check_config(config: Config, args_class: type[Any]) -> None:
-    """Refuse a normalised config that sets something which changes the model and which mlx-lm's class does not read.
-
-    Raises ModelUnsupportedError, naming the key and its value.
-    """
+    """Raise ModelUnsupportedError, with key and value, for a setting that the class ignores."""
     for doubt in doubts_of(config, args_class):
         raise doubt
 
 
 def doubts_of(config: Config, args_class: type[Any]) -> Iterator[ModelUnsupportedError]:
-    """Yield what of a normalised config its class would compute otherwise; a model may still be built, at one's own risk.
-
-    Raises ModelUnsupportedError for a config that makes no model at all: keys are missing, or weights packed in an unknown way.
-    """
+    """Yield each setting the class would compute differently. Raises ModelUnsupportedError if no model results."""
     module = importlib.import_module(args_class.__module__)
     kind = str(config.get("model_type"))
     if kind in KNOWN_WRONG:
@@ -286,7 +479,6 @@ def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> Ite
 
 
 def _check_families(config: Config, kind: str) -> Iterator[ModelUnsupportedError]:
-    """Refuse values of keys that a class reads and applies wrongly."""
     if kind == "falcon_h1" and config.get("attention_in_multiplier", 1.0) != 1.0:  # of values nothing is multiplied
         yield _refusal(kind, "attention_in_multiplier", config["attention_in_multiplier"])
     if kind == "gemma" and config.get("hidden_act") not in (None, *GELU_ERF, *GELU_TANH):
@@ -299,7 +491,6 @@ def _check_families(config: Config, kind: str) -> Iterator[ModelUnsupportedError
 
 
 def _check_dbrx(config: Config) -> Iterator[ModelUnsupportedError]:
-    """Refuse what DBRX's class has built in, or asks for, within the parts of its config."""
     experts, attention = config.get("ffn_config") or {}, config.get("attn_config") or {}
     if experts.get("moe_normalize_expert_weights", 1) != 1:
         yield _refusal("dbrx", "moe_normalize_expert_weights", experts["moe_normalize_expert_weights"])
@@ -375,7 +566,6 @@ def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleT
 
 @functools.cache
 def _source(module: ModuleType) -> str:
-    """Return the source of a model's module and of those that it builds on."""
     return "".join(inspect.getsource(part) for part in modules(module))
 
 
@@ -393,7 +583,6 @@ def _check_packing(config: Config) -> None:
 
 
 def _form(packing: Config) -> str | None:
-    """Return how compressed-tensors or ModelOpt packed the weights, where mlx-lm does not know that form; else None."""
     method, settings = packing.get("quant_method"), packing.get("quantization") or packing
     if method == "compressed-tensors" and packing.get("format") not in COMPRESSED_FORMS:
         return str(packing.get("format"))

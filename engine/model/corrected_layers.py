@@ -1,8 +1,7 @@
-"""Layers that stand in for mlx-lm's where those don't compute what a config says: see corrections.py.
+"""Replacements for mlx-lm layers that don't follow the config (config_rules.py)."""
 
-Frequencies follow transformers' modeling_rope_utils, worked out here in double precision. "Period" is what MLX calls a
-frequency: the number that a position is divided by.
-"""
+# Frequencies follow transformers' modeling_rope_utils, in double precision. MLX's "frequency" is a period
+# here.
 
 import math
 from collections.abc import Callable
@@ -15,10 +14,7 @@ Config = dict[str, Any]
 
 
 class ScaledRoPE(nn.Module):
-    """Rotary embedding with a period of its own for each pair of dimensions.
-
-    attention: what the rotated dimensions are multiplied by.
-    """
+    """Rotary embedding with one period per pair of dimensions. attention: factor on the rotated dimensions."""
 
     def __init__(self, periods: list[float], *, traditional: bool, attention: float = 1.0) -> None:
         super().__init__()
@@ -27,7 +23,7 @@ class ScaledRoPE(nn.Module):
         self._freqs = mx.array(periods, dtype=mx.float32)  # (dims/2,); underscored: not a parameter
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """x (B, H, T, D) → the same, rotated as positions offset … offset + T − 1."""
+        """x (B, H, T, D) → the same, rotated to positions offset … offset + T − 1."""
         if self.attention != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.attention, x[..., self.dims :]], axis=-1)
         return mx.fast.rope(
@@ -36,10 +32,9 @@ class ScaledRoPE(nn.Module):
 
 
 class LongRoPE(ScaledRoPE):
-    """LongRoPE (Ding et al., 2024): one set of factors for the context of pretraining, another for all that is longer.
+    """LongRoPE (Ding et al., 2024): short factors for the pretraining context, long ones beyond."""
 
-    A model computes with one of them from the first token to the last: keys rotated by the other would not fit.
-    """
+    # One set from the first token to the last: keys rotated by the other wouldn't fit.
 
     def __init__(self, short: ScaledRoPE, long: ScaledRoPE) -> None:
         super().__init__([1.0] * (long.dims // 2), traditional=long.traditional)
@@ -47,13 +42,12 @@ class LongRoPE(ScaledRoPE):
         self.choose(long=True)
 
     def choose(self, *, long: bool) -> None:
-        """Compute with the long factors, or with the short ones."""
         chosen = self._sets[long]
         self.attention, self._freqs = chosen.attention, chosen._freqs
 
 
 class FeedForward(nn.Module):
-    """down(GELU(up x)), or down(GELU(gate x) · up x), around the layers of another block, under their names there."""
+    """down(GELU(up x)), or down(GELU(gate x) · up x), reusing another block's layers and names."""
 
     def __init__(
         self, block: nn.Module, names: tuple[str, str, str | None], gelu: Callable[[mx.array], mx.array]
@@ -72,7 +66,7 @@ class FeedForward(nn.Module):
 
 
 class GroupedNorm(nn.Module):
-    """RMSNorm of gated values, each of ``groups`` equal parts of the width by itself: Mamba 2's, where it has groups."""
+    """Gated RMSNorm over ``groups`` equal parts of the width (Mamba 2)."""
 
     def __init__(self, norm: nn.Module, groups: int) -> None:
         super().__init__()
@@ -88,10 +82,7 @@ class GroupedNorm(nn.Module):
 
 
 class BiasedRouting(nn.Module):
-    """ERNIE 4.5's mixture: a bias decides which experts are chosen, and has no part in their weights.
-
-    Takes the place of mlx-lm's block, whose parts keep their names.
-    """
+    """ERNIE 4.5's mixture: a bias selects experts but doesn't weight them."""
 
     def __init__(self, block: nn.Module, experts: int) -> None:
         super().__init__()
@@ -110,7 +101,7 @@ class BiasedRouting(nn.Module):
 
 
 class Statics(nn.Module):
-    """What ERNIE 4.5 keeps of how often its experts were chosen: the bias by which it chooses them."""
+    """ERNIE 4.5's expert statistics: the selection bias."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -118,10 +109,7 @@ class Statics(nn.Module):
 
 
 class ShareOfAll(nn.Module):
-    """Jamba's mixture: an expert's weight is its share among all experts, chosen or not.
-
-    Takes the place of mlx-lm's block, whose parts keep their names.
-    """
+    """Jamba's mixture: expert weights are softmax shares over all experts."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -145,20 +133,19 @@ def _weighted(values: mx.array, weights: mx.array) -> mx.array:
 
 
 class TiedHead(nn.Module):
-    """An output head that is the embedding of another module, wherever that module has it now."""
+    """An output head tied to another module's current embedding."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
         self._owner = (owner,)  # in a tuple it is not a submodule: the weights are one parameter
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x (..., D) → (..., V)."""
         out: mx.array = self._owner[0].embed_tokens.as_linear(x)
         return out
 
 
 class ClippedAttention(nn.Module):
-    """A Llama's attention whose queries, keys and values are cut to ±limit: OLMo 1's."""
+    """OLMo 1's attention: a Llama's with queries, keys and values clipped to ±limit."""
 
     def __init__(self, attention: nn.Module, limit: float) -> None:
         super().__init__()
@@ -187,10 +174,7 @@ class ClippedAttention(nn.Module):
 
 
 class Choice:
-    """The keys that an indexer chose last, for the layers that share them: indices (B, 1, T, k), or None where all are attended to.
-
-    A copy of a layer refers to the same choice: layers that are copied one by one still belong together.
-    """
+    """The last indices (B, 1, T, k) chosen by an indexer, or None for all keys. Copies of a layer share it."""
 
     indices: mx.array | None = None
 
@@ -199,14 +183,14 @@ class Choice:
 
 
 class SharedIndexer(nn.Module):
-    """Stands in an attention layer that has no indexer of its own, and takes what an earlier layer's chose in the same pass."""
+    """Reuses the choice of an earlier layer's indexer in the same pass."""
 
     def __init__(self, chosen: Choice) -> None:
         super().__init__()
         self._chosen = chosen
 
     def __call__(self, x: mx.array, latent: mx.array, mask: Any, cache: Any = None) -> mx.array | None:  # noqa: ARG002
-        """x (B, T, D) → the indices of keys, or None. The cache of index keys counts tokens, and holds nothing else."""
+        """x (B, T, D) → key indices or None. The index-key cache only counts tokens."""
         if cache is not None:
             nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
             cache.update_and_fetch(nothing, nothing)
@@ -214,7 +198,7 @@ class SharedIndexer(nn.Module):
 
 
 def remembering(indexer: nn.Module, chosen: Choice) -> nn.Module:
-    """Return an indexer of the same parameters that leaves in ``chosen`` what it chose last."""
+    """Return an equivalent indexer that records its choice in ``chosen``."""
     kind = type(indexer)
 
     class Remembering(kind):  # type: ignore[misc, valid-type]
@@ -229,7 +213,7 @@ def remembering(indexer: nn.Module, chosen: Choice) -> nn.Module:
 
 
 def yarn(dims: int, traditional: bool, config: Config) -> ScaledRoPE:
-    """YaRN; ``truncate`` and ``attention_factor`` are honoured, which mlx-lm's does not."""
+    """YaRN with ``truncate`` and ``attention_factor``, which mlx-lm's ignores."""
     scaling, base = config["rope_scaling"], float(config["rope_theta"])
     factor, pretrained = float(scaling["factor"]), scaling["original_max_position_embeddings"]
 
@@ -265,7 +249,6 @@ def _yarn_attention(scaling: Config, factor: float) -> float:
 
 
 def longrope(dims: int, traditional: bool, config: Config) -> LongRoPE:
-    """Return a model's LongRoPE, both sets of factors with what each multiplies attention by."""
     scaling, base = config["rope_scaling"], float(config["rope_theta"])
     pretrained = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or config["max_position_embeddings"] / pretrained

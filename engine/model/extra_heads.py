@@ -1,15 +1,11 @@
-"""A checkpoint's heads for tokens beyond the next, as modules: built from the class's own layer, filled, and called.
+"""Multi-token prediction heads as modules, built from the model's own layer class."""
 
-A head of the kind ``mtp`` is a model of one layer whose embedding reads more than a token:
+# hidden state after token i  ─ hnorm ┐
+# token i + 1 ─ embedding ──── enorm ─┴ eh_proj ─ a layer with a cache ─ norm ─▶ hidden state ─ model's head
 
-    hidden state after token i  ─ hnorm ┐
-    token i + 1 ─ embedding ──── enorm ─┴ eh_proj ─ a layer, with a cache of its own ─ norm ─▶ hidden state ─ the model's head
-                                                                                          ╰ read again, with what was chosen
-
-So mlx-lm's class makes its layer, masks and caches, whatever they are, from the model's own config with one layer. Hidden states
-are those after the last norm: so have it the code beside DeepSeek's files, vLLM and SGLang, and others measured that more comes
-true so than with those before it. The model's own embedding and head are used; copies of them in the files are left out.
-"""
+# mlx-lm's class makes an ``mtp`` head's layer, masks and caches from the config with one layer. Hidden states
+# are those after the last norm, as in DeepSeek's code, vLLM and SGLang: acceptance is higher than before the
+# norm. The model's embedding and head are used; the files' copies are dropped.
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -23,10 +19,11 @@ from ..errors import ModelDamagedError, ModelError, ModelUnsupportedError
 from ..files import not_opened
 from .config import model_classes
 from .head import asking_for_logits, backbone_of
-from .loader import BUILD_ERRORS
-from .stored_heads import FUSED, StoredHeads
-from .weights import unpack_fp8, without_fp8
+from .loader import BUILD_ERRORS, packing_of
+from .weights import FUSED, StoredHeads, unpack_fp8, without_fp8
 
+# What a config says of a model whose only layer is one for further tokens: full attention, and experts where there are
+# any.
 ONE_LAYER: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 0,
@@ -36,27 +33,21 @@ ONE_LAYER: Mapping[str, Any] = {
     "indexer_types": None,
     "mlp_only_layers": [],
 }
-"""What a config says of a model whose only layer is one for further tokens: full attention, and experts where there are any."""
 
 
 class HeadTiedToModel(nn.Module):
-    """Stands for the model's own output head: its weights are not the head's."""
+    """A placeholder for the model's output head, without weights."""
 
     def __init__(self, project: Callable[[mx.array], mx.array]) -> None:
         super().__init__()
         self._project = (project,)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """hidden (…, D) → (…, V)."""
         return self._project[0](hidden)
 
 
 class FusedEmbedding(nn.Module):
-    """Makes what the layer reads of tokens and the hidden states before them.
-
-    Args:
-        model: whose embedding and head are used, and whose width and eps are its own.
-    """
+    """The layer's input from tokens and preceding hidden states."""
 
     def __init__(self, model: "ModelEnds") -> None:
         super().__init__()
@@ -67,30 +58,21 @@ class FusedEmbedding(nn.Module):
         self._hidden: mx.array | None = None
 
     def reading(self, hidden: mx.array | None) -> None:
-        """Set the hidden states (1, N, D) that belong to the ids of the next call; None are zeros."""
+        """Set the hidden states (1, N, D) of the next call's ids; None are zeros."""
         self._hidden = hidden
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """ids (1, N) → (1, N, D)."""
         embedded = self.enorm(self._model[0].embed(ids))
         hidden = mx.zeros_like(embedded) if self._hidden is None else self.hnorm(self._hidden)
         fused: mx.array = self.eh_proj(mx.concatenate([embedded, hidden], axis=-1))
         return fused
 
     def as_linear(self, hidden: mx.array) -> mx.array:
-        """Return logits, where head and embedding are tied."""
         return self._model[0].project(hidden)
 
 
 class ModelEnds:
-    """A model's embedding and head, which its heads for further tokens use.
-
-    Args:
-        module: mlx-lm's, with weights or without.
-        config: its normalised config.
-
-    Raises ModelUnsupportedError where they are not found.
-    """
+    """A model's embedding and head. Raises ModelUnsupportedError where they are not found."""
 
     def __init__(self, module: Any, config: Mapping[str, Any]) -> None:
         text = {**config, **(config.get("text_config") or {})}
@@ -118,26 +100,22 @@ class ModelEnds:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the matrix that makes logits."""
         head = self._parent.lm_head if "lm_head" in self._parent else self._backbone.embed_tokens
         return sum(array.nbytes for _, array in tree_flatten(head.parameters()))
 
 
 class MedusaBlock(nn.Module):
-    """Adds what its layer makes of a hidden state."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """hidden (…, D) → (…, D)."""
         found: mx.array = hidden + nn.silu(self.linear(hidden))
         return found
 
 
 class MedusaHeads(nn.Module):
-    """Heads that each predict another of the tokens after the next, from the same hidden state."""
+    """Heads that each predict a different later token from one hidden state."""
 
     def __init__(self, count: int, blocks: int, width: int, words: int) -> None:
         super().__init__()
@@ -146,7 +124,7 @@ class MedusaHeads(nn.Module):
         ]
 
     def __call__(self, hidden: mx.array, index: int) -> mx.array:
-        """hidden (1, 1, D) → the logits (1, V) of one head."""
+        """hidden (1, 1, D) → one head's logits (1, V)."""
         part: Any
         for part in self.heads[index]:
             hidden = part(hidden)
@@ -154,7 +132,6 @@ class MedusaHeads(nn.Module):
 
 
 def one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a normalised config with one layer, of the kind that predicts further."""
     changed = deepcopy(dict(config))
     text = changed["text_config"] if isinstance(changed.get("text_config"), dict) else changed
     text.update({key: value for key, value in ONE_LAYER.items() if key in text})
@@ -162,10 +139,7 @@ def one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_heads(stored: StoredHeads, config: Mapping[str, Any], ends: ModelEnds) -> nn.Module:
-    """Return the module of stored heads with lazy weights, packed as they are stored.
-
-    ends: of the model. Raises ModelError where they don't fit it, or are damaged.
-    """
+    """Build stored heads with lazy, packed weights. Raises ModelError."""
     try:
         if stored.kind == "medusa":
             text = {**config, **(config.get("text_config") or {})}
@@ -187,7 +161,6 @@ def build_heads(stored: StoredHeads, config: Mapping[str, Any], ends: ModelEnds)
 
 
 def place_of(name: str, module: Any) -> str:
-    """Return the place in a head (``StoredHeads.names``) of a parameter of what ``build_heads`` made."""
     backbone = backbone_of(module)
     if backbone is None:
         return name
@@ -221,7 +194,6 @@ def _arrays(stored: StoredHeads) -> Iterator[tuple[str, mx.array]]:
 
 
 def _placed(stored: StoredHeads, config: Mapping[str, Any], module: Any) -> dict[str, mx.array]:
-    """Return arrays by their names in the module. The class's own step renames and stacks what is the layer's."""
     backbone = backbone_of(module)
     path = next(path for path, each in module.named_modules() if each is backbone)
     plain = unpack_fp8({stored.names[name]: array for name, array in _arrays(stored)}, dict(config))
@@ -245,14 +217,12 @@ def _placed(stored: StoredHeads, config: Mapping[str, Any], module: Any) -> dict
 
 
 def _fill(module: Any, weights: dict[str, mx.array]) -> None:
-    """Give a module its weights, packed as they are. Raises ValueError where names, shapes or types differ."""
-    from mlx_lm.utils import infer_quant_config
+    """Set packed weights. Raises ValueError for other names, shapes or types."""
 
     def packed(path: str, leaf: Any) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights or "to_quantized" not in dir(leaf):
             return False
-        found: dict[str, Any] = infer_quant_config(path, leaf, weights)
-        return found
+        return packing_of(path, leaf, weights)
 
     nn.quantize(module, class_predicate=packed)
     expected = {name: array.dtype for name, array in tree_flatten(module.parameters())}
@@ -265,12 +235,7 @@ def _fill(module: Any, weights: dict[str, mx.array]) -> None:
 
 
 class PredictionHead:
-    """A head of the kind ``mtp``, ready to be called.
-
-    Args:
-        module: as ``build_heads`` makes it.
-        ends: of the model.
-    """
+    """A callable ``mtp`` head."""
 
     def __init__(self, module: Any, ends: ModelEnds) -> None:
         self.module = module
@@ -278,7 +243,7 @@ class PredictionHead:
         self._ends = ends
 
     def __call__(self, ids: mx.array, hidden: mx.array | None, caches: list[Any]) -> mx.array:
-        """ids (1, N), the hidden states (1, N, D) before them, None for zeros → hidden states (1, N, D)."""
+        """ids (1, N), preceding hidden states (1, N, D) or None for zeros → hidden states (1, N, D)."""
         self._backbone.embed_tokens.reading(hidden)
         try:
             found: mx.array = self._backbone(ids, caches)
@@ -287,10 +252,9 @@ class PredictionHead:
         return found
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """hidden (1, N, D) → the logits (1, V) of the last."""
+        """hidden (1, N, D) → the last logits (1, V)."""
         return self._ends.project(hidden[:, -1:])[:, -1]
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the heads' layer, to plan its caches by."""
     return one_layer(without_fp8(dict(config)))

@@ -1,8 +1,7 @@
-"""Both ends of an output head, as a pass goes through it: whether the logits of every row are asked for, and what it is given.
+"""The output head's interface: whether all rows' logits are wanted, and its input."""
 
-Of a prompt's pieces logits are not asked for: there, no head is computed. What a head is given, the hidden state after the last
-norm, is what heads for further tokens read: it is kept of passes that run anyway.
-"""
+# Prompt chunks need no logits, so no head is computed. Multi-token heads read the input, kept from normal
+# passes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ _kept: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def asking_for_logits() -> Iterator[None]:
-    """Inside a with block, the logits of all rows are asked for: a head may compute them at once, by what is fastest."""
+    """Inside a with block, request all rows' logits together."""
     before = _asked.set(True)
     try:
         yield
@@ -25,13 +24,12 @@ def asking_for_logits() -> Iterator[None]:
 
 
 def are_asked_for() -> bool:
-    """Return whether they are."""
     return _asked.get()
 
 
 @contextmanager
 def keeping_hidden_states() -> Iterator[list[Any]]:
-    """Inside a with block, hidden states (B, N, D) are added to the list, of each pass of a model with a door for them."""
+    """Collect each pass's hidden states (B, N, D) inside a with block, after ``open_door``."""
     kept: list[Any] = []
     before = _kept.set(kept)
     try:
@@ -41,13 +39,11 @@ def keeping_hidden_states() -> Iterator[list[Any]]:
 
 
 def keep_hidden_states(states: Callable[[], Any]) -> None:
-    """Keep what a head was given, (B, N, D), in a pass that was not computed by the model's class."""
     if (kept := _kept.get()) is not None:
         kept.append(states())
 
 
 def backbone_of(model: Any) -> Any:
-    """Return the part of mlx-lm's module that makes hidden states of ids, the last norm included; None where none is known."""
     found = [
         each for _, each in model.named_modules() if all(name in each for name in ("embed_tokens", "layers", "norm"))
     ]
@@ -55,7 +51,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def open_door(model: Any) -> bool:
-    """Let ``keeping_hidden_states`` see what goes into a model's head; return whether that can be done."""
+    """Let ``keeping_hidden_states`` observe a model's head; return whether that is possible."""
     backbone = backbone_of(model)
     if backbone is not None:
         kind: Any = type(backbone)
@@ -66,8 +62,6 @@ def open_door(model: Any) -> bool:
 @cache
 def _with_door(kind: Any) -> type[Any]:
     class Backbone(kind):
-        """The same, whose result can be kept."""
-
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             found = super().__call__(*args, **kwargs)
             if (kept := _kept.get()) is not None:

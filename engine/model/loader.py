@@ -1,17 +1,14 @@
-"""From a folder to a model ready to run: whole, safe, and in the right types for the device.
-
-GPT-2 and its like look positions up in a learned table. MLX's lookup has no bounds: a position beyond the table is read from
-foreign memory. So a prompt that does not fit is refused (``Runtime.room``), and the table itself answers NaN for a row that it has
-not, which the engine tells from a reply.
-"""
+"""Loads a model folder: checked, safe, in the device's types."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn
@@ -20,35 +17,44 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..device import DeviceKind
 from ..errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from ..files import not_opened
+from ..gguf.places import TABLE
+from ..mlx_lm_package import import_mlx_lm
 from ..perf.cost import Cost, cost_of_model, leaf_modules
-from .config import model_classes, read_config
+from .config import embeds, model_classes, read_config
 from .config_rules import doubts_of
-from .safetensors import StoredTensor, find_shards, locate_tensors
-from .stored_parts import Part, read_part
+from .safetensors import Part, StoredTensor, find_shards, locate_tensors, read_part
 from .weights import without_fp8
+
+if TYPE_CHECKING:
+    from ..gguf.checkpoint import Arrays
+
+# GPT-2-like models look positions up in a table, and MLX's lookup has no bounds check: it reads foreign
+# memory. So too long prompts are refused (``Runtime.room``), and the table answers NaN beyond its rows.
+
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
+# Names of modules that hold a row for each position.
 POSITION_TABLES = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb\w*)$")
-"""Names of modules that hold a row for each position."""
 
+# What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense.
 BUILD_ERRORS = (
     *(ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError),
     AssertionError,
 )
-"""What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense."""
+
+MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}  # by bits and group size, where scales are bytes
 
 BytesProgress = Callable[[int, int], None]
-Classes = tuple[Callable[..., Any], type[Any]]
-"""What builds a model, and mlx-lm's ModelArgs for it (``model_classes``)."""
+Classes = tuple[Callable[..., Any], type[Any]]  # what builds a model, and mlx-lm's ModelArgs for it (`model_classes`)
+# Leaves a process its part of a module with lazy weights; returns the part's config, and what it has of which
+# parameters, where that is known (distributed/team.py).
 Divide = Callable[[Any, dict[str, Any]], tuple[dict[str, Any], Mapping[str, Part]]]
-"""Leaves a process its part of a module with lazy weights; returns the part's config, and what it has of which parameters, where
-that is known (distributed/split.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnPart:
-    """What this process reads of a parameter that lies in a file as it is in the module. dtype: there, MLX's."""
+    """The part of a stored parameter this process reads."""
 
     tensor: StoredTensor
     part: Part
@@ -59,12 +65,29 @@ class _OwnPart:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model on the device: mlx-lm's module and the normalised config.
+class _GgufPart:
+    """A parameter that a GGUF file stands for, and the part this process reads (None: all)."""
 
-    stored: what its weights cost as they are on disk, before anything was unpacked.
-    eager: decoding waits for the device between layers. by_kernels: a CPU's own multiply (engine/model/cpu), in float32.
-    doubts: what of its config its class computes otherwise.
+    arrays: "Arrays"
+    name: str
+    part: Part | None = None
+
+    def read(self) -> mx.array:
+        array = self.arrays.read(self.name)
+        if self.part is None:
+            return array
+        indices = [index for begin, end in self.part.runs for index in range(begin, end)]
+        return mx.take(array, mx.array(indices), axis=self.part.axis)
+
+
+_Own = _OwnPart | _GgufPart
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded mlx-lm module and its normalised config.
+
+    stored: cost on disk. eager: decode waits between layers. by_kernels: CPU kernels multiply, in float32.
     """
 
     module: nn.Module
@@ -87,33 +110,41 @@ def load_model(
     rounded: bool = False,
     divide: Divide | None = None,
 ) -> LoadedModel:
-    """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all; ``compiling`` is called where a CPU's
-    kernels are compiled, as at their first use, and are waited for.
+    """Load a model. Raises ModelError and OptionError.
 
-    dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
-    CPU backend runs half precision by slow scalar code; packed matrices stay as they are stored, scales and all. unchecked: load
-    what the rule for configs doubts, too. rounded: compile what rounds rows, too (cpu/rounding.py); none is rounded yet. divide:
-    leaves this process a part of the module before anything is read. Of a tensor that it divides only that part is read, unless the
-    class's ``sanitize`` does more to it than rename: then it is read whole, and cut. On a CPU the layers of a part stay MLX's own,
-    whose passes can be built without being computed.
-    Raises ModelError (missing, damaged, unsupported) and OptionError.
+    Args:
+        dtype: Of unpacked weights; None: the checkpoint's on a GPU, float32 on a CPU.
+        progress: Receives bytes read and in all.
+        compiling: Called while CPU kernels compile.
+        unchecked: Accept doubtful configs.
+        rounded: Also compile row rounding (cpu/layers.py).
+        divide: Keeps this process's part of the module; only that is read, unless ``sanitize`` changes the tensor.
     """
+    # MLX's CPU backend computes half precision in slow scalar code. On a CPU a part's layers stay MLX's, whose
+    # passes can be built without being computed.
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype {dtype} is not supported", f"Use one of {', '.join(DTYPES)}.")
     config = read_config(folder)
     shards = find_shards(folder)
     doubts = doubts_about(config) if unchecked else ()
-    module, config, sources = _build(folder, config, unchecked=unchecked)
+    module, config, sources = _build(folder, config, unchecked=unchecked, deferred=True)
     if device == "cpu":
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
-    own: dict[str, _OwnPart] = {}
+    own: dict[str, _Own] = {}
+    arrays = _gguf_arrays(folder)
+    if arrays is not None:
+        own.update((name, _GgufPart(arrays, source)) for name, source in sources.items())
+        if dtype is None and device != "cpu":  # its scales are float16, its norms float32
+            dtype = str(config["torch_dtype"])
     if divide is not None:
         dtypes = {name: array.dtype for name, array in tree_flatten(module.parameters())}
         config, parts = divide(module, config)
-        tensors = locate_tensors(shards) if parts else {}
+        tensors = locate_tensors(shards) if parts and arrays is None else {}
         for name in parts.keys() & sources.keys():
-            if (tensor := tensors.get(sources[name])) is not None:
+            if arrays is not None:
+                own[name] = _GgufPart(arrays, sources[name], parts[name])
+            elif (tensor := tensors.get(sources[name])) is not None:
                 own[name] = _OwnPart(tensor, parts[name], dtypes[name])
     eager, by_kernels = fill(
         module,
@@ -131,6 +162,15 @@ def load_model(
     return LoadedModel(module, config, folder, stored, eager, by_kernels, doubts)
 
 
+def _gguf_arrays(folder: Path) -> "Arrays | None":
+    """Return the arrays of a folder that stands for a GGUF file, else None. Raises ModelDamagedError."""
+    if not (folder / TABLE).is_file():
+        return None
+    from ..gguf.checkpoint import Arrays
+
+    return Arrays(folder)
+
+
 def fill(
     module: nn.Module,
     folder: Path,
@@ -141,40 +181,39 @@ def fill(
     compiling: Callable[[], None] = lambda: None,
     rounded: bool = False,
     kernels: bool = True,
-    own: Mapping[str, _OwnPart] = MappingProxyType({}),
+    own: Mapping[str, _Own] = MappingProxyType({}),
 ) -> tuple[bool, bool]:
-    """Read the lazy weights of a module in the types for the device, as ``load_model`` says. kernels: a CPU's own may be used. own:
-    parameters that are read in part, which its kernels know nothing of.
+    """Read a module's lazy weights. Raises ModelDamagedError and OptionError.
 
-    Returns whether decoding waits for the device between layers, and whether a CPU's own kernels multiply. Raises ModelDamagedError
-    and OptionError.
+    Returns whether decode waits between layers, and whether CPU kernels multiply. own: partly read parameters.
     """
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if device == "cpu" and wanted == mx.float32 and kernels:
-        from .cpu.packed import Compiling
+        from ..cpu.layers import Compiling
 
         compiled = Compiling(module, rounded=rounded)
-        return _read_for_kernels(module, folder, dtype, progress, lambda: compiled.wait(compiling)), True
+        return _read_for_kernels(module, folder, dtype, progress, own, lambda: compiled.wait(compiling)), True
     if wanted is not None:
         module.set_dtype(wanted)
     _read(module, folder, dtype, progress, own)
     return False, False
 
 
-def _read_for_kernels(
-    module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, compiled: Callable[[], None]
+def _read_for_kernels(  # noqa: PLR0917
+    module: nn.Module,
+    folder: Path,
+    dtype: str | None,
+    progress: BytesProgress,
+    own: Mapping[str, _Own],
+    compiled: Callable[[], None],
 ) -> bool:
-    """Read weights that a CPU's own kernels will multiply, once these are ``compiled``, which waits for it.
-
-    Returns whether decoding waits for the device between layers.
-    """
-    from .cpu.dense import logits_width
-    from .cpu.packed import keep_packed, use_kernels
+    """Read weights for CPU kernels once ``compiled`` returns; return whether decode waits between layers."""
+    from ..cpu.layers import keep_packed, logits_width, use_kernels
 
     restore = keep_packed(module)
     module.set_dtype(mx.float32)
     restore()
-    _read(module, folder, dtype, progress, {})
+    _read(module, folder, dtype, progress, own)
     compiled()
     try:
         logits = logits_width(module)
@@ -184,25 +223,25 @@ def _read_for_kernels(
 
 
 def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return what of a normalised config its class computes otherwise, a sentence each. Raises ModelError like ``build_model``."""
+    """Return a sentence per setting computed differently. Raises ModelError."""
     return tuple(doubt.message for doubt in doubts_of(config, model_classes(config)[1]))
 
 
 def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
+    """Return mlx-lm's module with lazy, packed weights, and its config. Raises ModelError."""
     return _build(folder, config, unchecked=unchecked)[:2]
 
 
 def _build(
-    folder: Path, config: dict[str, Any], *, unchecked: bool
+    folder: Path, config: dict[str, Any], *, unchecked: bool, deferred: bool = False
 ) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
-    """Return what ``build_model`` and ``load_lazily`` do."""
     classes = model_classes(config)
-    for doubt in doubts_of(config, classes[1]):
+    known = {**config, "use_bidirectional_attention": False} if embeds(folder) else config  # embedding.py computes it
+    for doubt in doubts_of(known, classes[1]):
         if not unchecked:
             raise doubt
     try:
-        return load_lazily(folder, without_fp8(config), classes)
+        return load_lazily(folder, without_fp8(config), classes, deferred=deferred)
     except ModelError:
         raise
     except BUILD_ERRORS as error:
@@ -220,7 +259,7 @@ def _build(
 
 
 def _refuse_gpu_words(module: nn.Module) -> None:
-    """Raise where experts are packed as MLX multiplies them on GPUs alone: nvfp4, each expert with a scale of its own."""
+    """Raise for experts packed as MLX multiplies on GPUs only: nvfp4 with a scale per expert."""
     if any(leaf.get("global_scale") is not None for _, leaf in leaf_modules(module)):
         raise ModelUnsupportedError(
             "its experts are nvfp4 with scales of their own, which MLX multiplies on a GPU alone",
@@ -229,16 +268,14 @@ def _refuse_gpu_words(module: nn.Module) -> None:
 
 
 def load_lazily(
-    folder: Path, config: dict[str, Any], classes: Classes
+    folder: Path, config: dict[str, Any], classes: Classes, *, deferred: bool = False
 ) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
-    """Return what mlx-lm's loader makes of a folder: the module with lazy weights, its config, and sources.
+    """Return mlx-lm's lazy module, its config, and the file names of parameters ``sanitize`` left unchanged.
 
-    Sources are the names in the files of the parameters that are there as they are in the module: ``sanitize`` handed the same
-    array on. (No class changes one in place there; all make new ones.)
-    Raises ValueError where an array is of another type than its place in the model, and whatever mlx-lm raises.
+    deferred: the arrays of a GGUF file are zeros, which the caller replaces; else they are read at once.
+    Raises ValueError for unexpected types, and mlx-lm's errors.
     """
-    from mlx_lm.utils import load_model as build
-
+    # No class changes an array in place in ``sanitize``; all make new ones.
     make, arguments = classes
     expected: dict[str, tuple[type | None, bool]] = {}
     stored: dict[int, tuple[str, mx.array]] = {}  # with the arrays, so that no other has the id of one
@@ -256,7 +293,13 @@ def load_lazily(
         expected.update({name: (owner, floating) for name, owner, floating in _typed(module)})
         return module
 
-    module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: (made, arguments))
+    if _packed_elsewhere(folder, config):
+        import_mlx_lm()
+        from mlx_lm.utils import load_model as build
+
+        module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: (made, arguments))
+    else:
+        module, loaded = _with_weights(folder, made(arguments.from_dict(config)), config, deferred=deferred), config
     _check_types(module, expected)
     for _, leaf in leaf_modules(module):
         scales, biases = leaf.get("scales"), leaf.get("biases")
@@ -271,8 +314,58 @@ def load_lazily(
     return module, loaded, sources
 
 
+def _packed_elsewhere(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder has other packages' packed weights, which mlx-lm's own loader puts in MLX's form."""
+    if config.get("quantize_activations"):
+        return True
+    if config.get("quantization") is not None:
+        return False
+    text = config.get("text_config")
+    named = "quantization_config" in config or (isinstance(text, dict) and "quantization_config" in text)
+    return named or (folder / "hf_quant_config.json").exists()
+
+
+def _with_weights(folder: Path, module: Any, config: Mapping[str, Any], *, deferred: bool) -> nn.Module:
+    """Give a new module its folder's lazy weights. Raises ValueError for others than it has."""
+    arrays = _gguf_arrays(folder)
+    weights: dict[str, mx.array] = {} if arrays is None else arrays.lazy() if deferred else arrays.whole()
+    for shard in find_shards(folder) if arrays is None else ():
+        stored: Any = mx.load(str(shard))
+        weights.update(stored)
+    weights = module.sanitize(weights)
+    if (packing := config.get("quantization")) is not None:
+
+        def packed(path: str, leaf: Any) -> bool | dict[str, Any]:
+            if path in packing:
+                named: bool | dict[str, Any] = packing[path]
+                return named
+            if "to_quantized" not in dir(leaf) or f"{path}.scales" not in weights:
+                return False
+            takes = f"{path}.global_scale" in weights and "global_scale" in signature(leaf.to_quantized).parameters
+            return packing_of(path, leaf, weights) | ({"global_scale": True} if takes else {})
+
+        mode = packing.get("mode", "affine")
+        nn.quantize(module, packing["group_size"], packing["bits"], mode=mode, class_predicate=packed)
+    module.eval()
+    module.load_weights(list(weights.items()), strict=True)
+    return module
+
+
+def packing_of(path: str, leaf: Any, weights: Mapping[str, mx.array]) -> dict[str, Any]:
+    """Return how the weights of an unpacked layer are packed: group_size, bits and mode. Raises ValueError."""
+    scales, width = weights[f"{path}.scales"], leaf.weight.shape[-1]
+    found = {"group_size": width // scales.shape[-1], "bits": weights[f"{path}.weight"].shape[-1] * 32 // width}
+    if scales.dtype != mx.uint8:
+        return {**found, "mode": "affine"}
+    mode = MODES.get((found["bits"], found["group_size"]))
+    if mode is None:
+        raise ValueError(
+            f"{path} is packed by {found['bits']} bits in groups of {found['group_size']}, which no mode is"
+        )
+    return {**found, "mode": mode}
+
+
 def _typed(module: nn.Module) -> Iterator[tuple[str, type | None, bool]]:
-    """Yield the name of each parameter, the type of the layer that owns it, and whether it holds floating numbers."""
     leaves = dict(leaf_modules(module))
     for name, array in tree_flatten(module.parameters()):
         leaf = leaves.get(name.rpartition(".")[0])
@@ -280,7 +373,6 @@ def _typed(module: nn.Module) -> Iterator[tuple[str, type | None, bool]]:
 
 
 def _check_types(module: nn.Module, expected: Mapping[str, tuple[type | None, bool]]) -> None:
-    """Raise ValueError for integers where the class made floating numbers, and packed weights of no fitting type."""
     arrays = dict(tree_flatten(module.parameters()))
     for name, owner, floating in _typed(module):
         stem, _, leaf = name.rpartition(".")
@@ -298,9 +390,7 @@ def _plain(array: mx.array) -> str:
     return str(array.dtype).removeprefix("mlx.core.")
 
 
-def _read(
-    module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, own: Mapping[str, _OwnPart]
-) -> None:
+def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress, own: Mapping[str, _Own]) -> None:
     parameters = tree_flatten(module.parameters())
     total, done = sum(array.nbytes for _, array in parameters), 0
     progress(0, total)
@@ -326,12 +416,11 @@ def _read(
 
 
 def position_rows(model: Any) -> int | None:
-    """Return how many positions the learned tables of mlx-lm's module hold; None where it has none."""
     return min((len(module.weight) for path, module in model.named_modules() if _is_table(path, module)), default=None)
 
 
 def bound_positions(model: Any) -> None:
-    """Let the tables of learned positions answer NaN beyond their last row. Names and types of parameters stay."""
+    """Let position tables answer NaN beyond their last row; parameters are unchanged."""
     for path, module in model.named_modules():
         if _is_table(path, module):
             module.__class__ = _bounded(type(module))
@@ -343,11 +432,41 @@ def _is_table(path: str, module: Any) -> bool:
 
 def _bounded(kind: type[Any]) -> type[Any]:
     class Bounded(kind):
-        """A table of positions that is never read beyond its end."""
-
         def __call__(self, positions: mx.array) -> mx.array:
             last = len(self.weight) - 1
             found = super().__call__(mx.minimum(positions, last))
             return mx.where((positions > last)[..., None], mx.array(float("nan"), found.dtype), found)
 
     return Bounded
+
+
+def skeleton_model(config: Mapping[str, Any], value_bytes: int, *, unchecked: bool = False) -> Any:
+    """Build a skeleton. Raises ModelUnsupportedError, ModelDamagedError.
+
+    value_bytes: 4 is float32, 2 bfloat16. unchecked: accept doubtful configs.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_map
+
+    from .config import model_classes
+    from .config_rules import check_config
+
+    own = deepcopy(dict(config))  # mlx-lm's classes write into what they are given
+    make, arguments = model_classes(own)
+    if not unchecked:
+        check_config(own, arguments)
+    dtype = mx.float32 if value_bytes == 4 else mx.bfloat16
+
+    def zeros(array: mx.array) -> mx.array:
+        kept = dtype if mx.issubdtype(array.dtype, mx.floating) else array.dtype
+        return mx.broadcast_to(mx.zeros((), kept), array.shape)
+
+    try:
+        model: Any = make(arguments.from_dict(own))
+        model.update(tree_map(zeros, model.parameters()))
+    except ImportError as error:
+        raise ModelUnsupportedError(f"it needs a package that is not installed: {error}", "Install it.") from error
+    except BUILD_ERRORS as error:
+        reason = " ".join(str(error).split())[:240]
+        raise ModelDamagedError(f"its config does not make a model: {reason}", "Download it again.") from error
+    return model

@@ -1,45 +1,51 @@
-"""The safetensors files of a model folder, checked from their headers alone: nothing is loaded, no MLX is needed."""
+"""Safetensors files: headers, and reading parts of a tensor."""
 
+import itertools
 import json
 import math
+import mmap
 import operator
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
 from ..files import INDEX_BYTES, NotRegularError, open_regular, read_text
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-HEADER_LIMIT = 100_000_000
-"""Bytes; the format's own limit for a header."""
+HEADER_LIMIT = 100_000_000  # bytes; the format's own limit for a header
+# Bytes of an element, by type; the length of a tensor of another type is not checked.
 TYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8), **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2), **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2"), 1),
 }  # fmt: skip
-"""Bytes of an element, by type; the length of a tensor of another type is not checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is. begin: of its first byte, in the file."""
-
     file: Path
     begin: int
     shape: tuple[int, ...]
     item_bytes: int
 
 
-def find_shards(folder: Path) -> list[Path]:
-    """Return the weight files of a model folder, each checked to be whole.
+def weight_files(folder: Path) -> list[Path]:
+    """Return all files of weights: safetensors, or the parts of a GGUF file (gguf/checkpoint.py)."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
 
-    Raises ModelDamagedError for a missing or truncated file, ModelUnsupportedError where there are only pickles.
-    """
-    shards = sorted(folder.glob("model*.safetensors"))
+
+def find_shards(folder: Path) -> list[Path]:
+    """Return complete weight files. Raises ModelDamagedError; ModelUnsupportedError for pickles only."""
+    shards = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("model*.gguf"))
     listed = _listed(folder)
     for name in sorted(set(listed.values())):
         if not (folder / name).is_file():
@@ -57,10 +63,8 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def check_places(folder: Path, shards: list[Path]) -> None:
-    """Raise ModelDamagedError where a tensor is in two of a folder's weight files, or not in the one its index says.
-
-    Such a folder may still load: of two tensors the last one counts, and mlx-lm does not look at the index.
-    """
+    """Raise ModelDamagedError for tensors in two files, or not where the index says."""
+    # Such a folder may load: the last of two tensors wins, and mlx-lm ignores the index.
     headers = {shard.name: read_header(shard) for shard in shards}
     where: dict[str, str] = {}
     for file, tensors in headers.items():
@@ -79,10 +83,7 @@ def check_places(folder: Path, shards: list[Path]) -> None:
 
 
 def locate_tensors(shards: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Return where each tensor of these files is, by name: those of one file alone whose type has bytes of its own.
-
-    Raises ModelDamagedError like ``read_header``.
-    """
+    """Return each tensor's place; only byte-sized types and unique names. Raises ModelDamagedError."""
     found, twice = dict[str, StoredTensor](), set[str]()
     for shard in shards:
         tensors, begin = _read_header(shard)
@@ -94,15 +95,15 @@ def locate_tensors(shards: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def read_header(shard: Path) -> dict[str, Any]:
-    """Return a safetensors header (tensor name → dtype, shape, data_offsets) after checking that the file is as long as it says.
+    """Return a header, after checking the file's length; of a GGUF part what it stands for. Raises ModelDamagedError."""
+    if shard.suffix == ".gguf":
+        from ..gguf.checkpoint import header_of
 
-    Raises ModelDamagedError when it is not.
-    """
+        return header_of(shard)
     return _read_header(shard)[0]
 
 
 def _read_header(shard: Path) -> tuple[dict[str, Any], int]:
-    """Return a header, and where in the file the tensors begin."""
     try:
         file = open_regular(shard)
     except NotRegularError as error:
@@ -126,7 +127,6 @@ def _read_header(shard: Path) -> tuple[dict[str, Any], int]:
 
 
 def _checked_end(tensors: dict[str, Any]) -> int:
-    """Return where the last tensor's bytes end; raises ValueError where two overlap."""
     end = 0
     for begin, next_end in sorted(_span(entry) for entry in tensors.values()):
         if begin < end:
@@ -136,7 +136,6 @@ def _checked_end(tensors: dict[str, Any]) -> int:
 
 
 def _span(entry: dict[str, Any]) -> tuple[int, int]:
-    """Return where a tensor's bytes begin and end; raises for an entry that is not one."""
     begin, end = (operator.index(offset) for offset in entry["data_offsets"])
     shape, kind = [operator.index(size) for size in entry["shape"]], entry["dtype"]
     if not isinstance(kind, str) or not 0 <= begin <= end or min(shape, default=0) < 0:
@@ -148,7 +147,6 @@ def _span(entry: dict[str, Any]) -> tuple[int, int]:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Return the index: tensor name → file name; empty where there is none."""
     index = folder / INDEX
     try:
         listed = dict(json.loads(read_text(index, INDEX_BYTES))["weight_map"])
@@ -165,3 +163,100 @@ def _listed(folder: Path) -> dict[str, str]:
 
 def _damaged(shard: Path, what: str) -> ModelDamagedError:
     return ModelDamagedError(f"{shard} is damaged: {what}", "Download that file again.")
+
+
+# Gaps shorter than a page are read through: a disk brings that page anyhow.
+
+
+# What a thread reads before it takes the next: long enough to hide what a task costs, short enough to hold beside a
+# tensor.
+BLOCK_BYTES = 4 << 20
+READERS = 4  # threads: short pieces come from a disk several times as fast when it is asked for some at once
+
+Piece = tuple[int, memoryview]  # where it begins in the file, and the memory to fill
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Runs [begin, end) of indices along an axis, in the wanted order."""
+
+    axis: int
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of_indices(cls, axis: int, indices: Sequence[int]) -> "Part":
+        ends = [at for at in range(1, len(indices)) if indices[at] != indices[at - 1] + 1]
+        cuts = itertools.pairwise([0, *ends, len(indices)])
+        return cls(axis, tuple((indices[begin], indices[end - 1] + 1) for begin, end in cuts))
+
+
+def read_part(tensor: StoredTensor, part: Part, *, page: int = mmap.PAGESIZE) -> "NDArray[np.unsignedinteger[Any]]":
+    """Read a part as unsigned integers of element width. Raises ModelDamagedError."""
+    import numpy as np
+
+    before, after = tensor.shape[: part.axis], tensor.shape[part.axis + 1 :]
+    each = math.prod(after) * tensor.item_bytes  # of an index, in a row of all indices
+    row_bytes = tensor.shape[part.axis] * each
+    runs = [(begin * each, end * each) for begin, end in part.runs]
+    width = sum(end - begin for begin, end in runs)
+    rows = np.empty((math.prod(before), width), np.uint8)
+    through = row_bytes - width < page
+    try:
+        with open_regular(tensor.file) as file:
+            if through:
+                _read_through(file.fileno(), tensor.begin, row_bytes, runs, rows)
+            else:
+                _read_all(file.fileno(), _pieces(tensor.begin, row_bytes, runs, rows))
+    except EOFError as error:
+        raise ModelDamagedError(f"{tensor.file} is damaged: its end is missing", "Download that file again.") from error
+    except OSError as error:
+        raise unreadable(tensor.file, error) from error
+    return rows.view(f"u{tensor.item_bytes}").reshape(*before, sum(end - begin for begin, end in part.runs), *after)
+
+
+def _read_through(
+    handle: int, begin: int, row_bytes: int, runs: Sequence[tuple[int, int]], rows: "NDArray[np.uint8]"
+) -> None:
+    import numpy as np
+
+    most = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    for first in range(0, len(rows), most):
+        some = rows[first : first + most]
+        whole = np.empty((len(some), row_bytes), np.uint8)
+        _read_pieces(handle, [(begin + first * row_bytes, whole.reshape(-1).data)])
+        np.concatenate([whole[:, start:end] for start, end in runs], axis=1, out=some)
+
+
+def _pieces(begin: int, row_bytes: int, runs: Sequence[tuple[int, int]], rows: "NDArray[np.uint8]") -> Iterator[Piece]:
+    memory, at = rows.reshape(-1).data, 0
+    for row in range(len(rows)):
+        for start, end in runs:
+            for offset in range(start, end, BLOCK_BYTES):
+                length = min(end - offset, BLOCK_BYTES)
+                yield begin + row * row_bytes + offset, memory[at : at + length]
+                at += length
+
+
+def _read_all(handle: int, pieces: Iterable[Piece]) -> None:
+    tasks, size = list[list[Piece]]([[]]), 0
+    for piece in pieces:
+        tasks[-1].append(piece)
+        size += len(piece[1])
+        if size >= BLOCK_BYTES:
+            tasks.append([])
+            size = 0
+    with ThreadPoolExecutor(min(READERS, len(tasks))) as pool:
+        for _ in pool.map(lambda task: _read_pieces(handle, task), tasks):
+            pass
+
+
+def _read_pieces(handle: int, pieces: Iterable[Piece]) -> None:
+    """Fill each piece. Raises EOFError."""
+    for at, memory in pieces:
+        done = 0
+        while done < len(memory):
+            found = os.pread(handle, len(memory) - done, at + done)
+            if not found:
+                raise EOFError
+            memory[done : done + len(found)] = found
+            done += len(found)

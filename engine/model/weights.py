@@ -1,46 +1,251 @@
-"""What published checkpoints store otherwise than mlx-lm's classes take it: names, layouts, and fp8.
+"""Published checkpoints for mlx-lm's classes: names, layouts, fp8, multi-token prediction heads. No MLX at import."""
 
-``adapt(module, config)`` puts these steps around the class's own ``sanitize``, which mlx-lm's loader calls with the arrays of a
-folder by name. So the engine and a conversion read the same. Arrays are lazy: nothing is computed here.
-"""
-
+import math
 import re
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ModelUnsupportedError
-from .stored_heads import place_in_head
+from ..errors import ModelError, ModelUnsupportedError
+from .safetensors import find_shards, read_header
 
 if TYPE_CHECKING:
     import mlx.core as mx
     from mlx import nn
+
+# mtp       a layer after the last one, which reads a hidden state and the token after it
+# medusa    blocks in ``medusa_lm_head.safetensors``, the i-th predicting the i-th token after the next
+
+# mlx-lm's classes drop them. Conversions keep mtp heads in ``mtp.safetensors``: older mlx-lm versions take
+# some of their names for a sign of an unconverted model.
+
+
+HeadKind = Literal["mtp", "medusa"]
+
+MTP_FILE, MEDUSA_FILE = "mtp.safetensors", "medusa_lm_head.safetensors"
+
+# Keys that say how many layers predict further.
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
+
+PACKED = ("scales", "biases", "weight_scale_inv", "weight_scale")  # what stands beside a packed weight
+
+_DEEPSEEK = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"})
+_QWEN = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+
+_LATER_LAYER = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(.+)$")
+_MTP = re.compile(r"^(?:model\.|language_model\.)*mtp\.(.+)$")
+_MEDUSA = re.compile(rf"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias|{'|'.join(PACKED)})$")
+
+# Of each form, what fuses a hidden state with a token, by its published name; all else is the layer's.
+_FUSED_DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
+_FUSED_QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
+FUSED = ("enorm", "hnorm", "eh_proj", "norm")
+# Copies of the model's own embedding and head, which are taken instead.
+_SHARED = ("embed_tokens.", "shared_head.head.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """Heads of one kind, sizes as stored.
+
+    count: layers (mtp) or tokens (medusa). files: by tensor name. names: places by tensor name: ``enorm``,
+    ``layer.…`` (mtp), ``heads.0.0.linear.…`` (medusa). less_one: norms stored minus one (Qwen).
+    """
+
+    kind: HeadKind
+    count: int
+    nbytes: int
+    files: Mapping[str, Path]
+    names: Mapping[str, str]
+    blocks: int = 0
+    less_one: bool = False
+    types: Mapping[str, int] = field(default_factory=dict)
+    trouble: str = ""
+
+    def held_bytes(self, *, floats: bool) -> int:
+        grown = {"F8_E4M3": 4 if floats else 2, "F16": 2 if floats else 1, "BF16": 2 if floats else 1}
+        return sum(nbytes * grown.get(kind, 1) for kind, nbytes in self.types.items())
+
+    @property
+    def named(self) -> str:
+        if self.kind == "medusa":
+            return f"{self.count} Medusa heads"
+        layer = "a layer for multi-token prediction"
+        return layer if self.count <= 1 else f"{layer}, the first of {self.count}"
+
+
+def find_heads(folder: Path, config: Mapping[str, Any]) -> tuple[StoredHeads, ...]:
+    """Return all heads a folder's config or files mention, unusable ones included."""
+    found = (_find_mtp(folder, config), _find_medusa(folder, config))
+    return tuple(each for each in found if each is not None)
+
+
+def place_in_head(name: str, config: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Return a tensor's layer beyond the last (from 0) and place, else None; place "" copies the model's own."""
+    kind = str(config.get("model_type"))
+    if kind in _QWEN and (found := _MTP.match(name)) is not None:
+        rest = found[1]
+        if layer := re.match(r"layers\.(\d+)\.(.+)$", rest):
+            return int(layer[1]), f"layer.{layer[2]}"
+        return 0, _fused(rest, _FUSED_QWEN) or f"unknown.{rest}"
+    layers = config.get("num_hidden_layers")
+    if kind in _DEEPSEEK and isinstance(layers, int) and (found := _LATER_LAYER.match(name)) is not None:
+        beyond, rest = int(found[1]) - layers, found[2]
+        if beyond >= 0:
+            return beyond, "" if rest.startswith(_SHARED) else _fused(rest, _FUSED_DEEPSEEK) or f"layer.{rest}"
+    return None
+
+
+def name_in_file(place: str, kind: HeadKind, config: Mapping[str, Any]) -> str:
+    """Return the file name of a place in the first layer or Medusa heads; inverse of ``place_in_head``."""
+    if kind == "medusa":
+        return place.removeprefix("heads.")
+    text = text_config(config)
+    qwen = str(text.get("model_type")) in _QWEN
+    parts = {part: name for name, part in (_FUSED_QWEN if qwen else _FUSED_DEEPSEEK).items()}
+    before = "mtp." if qwen else f"model.layers.{text['num_hidden_layers']}."
+    stem, _, leaf = place.rpartition(".")
+    if stem in parts:
+        return f"{before}{parts[stem]}.{leaf}"
+    return f"{before}{'layers.0.' if qwen else ''}{place.removeprefix('layer.')}"
+
+
+def _fused(rest: str, parts: Mapping[str, str]) -> str:
+    stem, _, leaf = rest.rpartition(".")
+    return f"{parts[stem]}.{leaf}" if stem in parts else ""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else dict(config)
+
+
+def _find_mtp(folder: Path, config: Mapping[str, Any]) -> StoredHeads | None:
+    text = text_config(config)
+    kind = str(text.get("model_type"))
+    named = next((text[key] for key in COUNTS if isinstance(text.get(key), int)), 0)
+    if kind not in _QWEN | _DEEPSEEK:
+        none = f"Tokamac does not know how those of {kind} models are computed"
+        return (
+            StoredHeads("mtp", named, 0, {}, {}, trouble=none)
+            if named > 0 and text.get("use_mtp") is not False
+            else None
+        )
+    files, names, count, types, unsanitized = dict[str, Path](), dict[str, str](), 0, Counter[str](), False
+    own = folder / MTP_FILE
+    try:
+        shards = [*find_shards(folder), *([own] if own.is_file() else [])]
+        for shard in shards:
+            for name, entry in read_header(shard).items():
+                unsanitized |= name.endswith("conv1d.weight") and entry["shape"][-1:] != [1]
+                if (found := place_in_head(name, text)) is None:
+                    continue
+                count = max(count, found[0] + 1)
+                if found[0] == 0 and found[1]:
+                    files[name], names[name] = shard, found[1]
+                    types[entry["dtype"]] += _nbytes(entry)
+    except ModelError as error:
+        return StoredHeads("mtp", named, 0, {}, {}, trouble=error.message)
+    if not names:
+        gone = (
+            "the checkpoint does not hold them: most conversions leave them out, Tokamac's from the original keeps them"
+        )
+        return StoredHeads("mtp", named, 0, {}, {}, trouble=gone) if named > 0 else None
+    less_one = kind in _QWEN and unsanitized
+    found_heads = StoredHeads("mtp", count, types.total(), files, names, less_one=less_one, types=types)
+    return replace(found_heads, trouble=_mtp_trouble(text, names))
+
+
+def _mtp_trouble(text: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    if text.get("mtp_use_dedicated_embeddings"):
+        return "they have an embedding of their own, which Tokamac does not know"
+    if unknown := next((name for name, place in names.items() if place.startswith("unknown.")), ""):
+        return f"they hold {unknown!r:.60}, which Tokamac does not know"
+    places = set(names.values())
+    if missing := next((part for part in FUSED if f"{part}.weight" not in places), ""):
+        return f"they are not whole: {missing} is missing"
+    return "" if any(place.startswith("layer.") for place in places) else "they are not whole: the layer is missing"
+
+
+def _find_medusa(folder: Path, config: Mapping[str, Any]) -> StoredHeads | None:
+    file = folder / MEDUSA_FILE
+    text = text_config(config)
+    named = text.get("medusa_num_heads")
+    if not file.is_file():
+        gone = f"the config names them, and there is no {MEDUSA_FILE}"
+        return StoredHeads("medusa", named, 0, {}, {}, trouble=gone) if isinstance(named, int) and named > 0 else None
+    try:
+        header = read_header(file)
+    except ModelError as error:
+        return StoredHeads("medusa", 0, 0, {}, {}, trouble=error.message)
+    types = Counter[str]()
+    for entry in header.values():
+        types[entry["dtype"]] += _nbytes(entry)
+    names = {name: _MEDUSA.match(name) for name in header}
+    known = {name: found for name, found in names.items() if found is not None}
+    files = dict.fromkeys(known, file)
+    places = {name: f"heads.{found[1]}.{found[2]}.{found[3] or ''}{found[4]}" for name, found in known.items()}
+    count = 1 + max((int(found[1]) for found in known.values()), default=-1)
+    blocks = max((int(found[2]) for found in known.values()), default=0)
+    heads = StoredHeads("medusa", count, types.total(), files, places, blocks, types=types)
+    shapes = {places[name]: header[name]["shape"] for name in known}
+    unknown = next((name for name, found in names.items() if found is None), "")
+    return replace(heads, trouble=_medusa_trouble(text, heads, shapes, unknown))
+
+
+def _medusa_trouble(text: Mapping[str, Any], heads: StoredHeads, shapes: Mapping[str, list[int]], unknown: str) -> str:
+    if unknown:
+        return f"they hold {unknown!r:.60}, which Tokamac does not know"
+    for key, found in (("medusa_num_heads", heads.count), ("medusa_num_layers", heads.blocks)):
+        if isinstance(text.get(key), int) and text[key] > found:
+            return f"they are not whole: the config has {key} {text[key]}, the file {found}"
+    width, words = text.get("hidden_size"), text.get("vocab_size")
+    wanted: dict[str, Callable[[list[int]], bool]] = {}
+    for head in range(heads.count):
+        for block in range(heads.blocks):
+            wanted[f"heads.{head}.{block}.linear.weight"] = lambda shape: shape[0] == width
+            wanted[f"heads.{head}.{block}.linear.bias"] = lambda shape: shape == [width]
+        wanted[f"heads.{head}.{heads.blocks}.weight"] = lambda shape: shape[0] == words
+    for place, fits in wanted.items():
+        if place not in shapes:
+            return f"they are not whole: {place.removeprefix('heads.')} is missing"
+        if not math.prod(shapes[place]) or not fits(shapes[place]):
+            return f"they are another model's: {place.removeprefix('heads.')} is {shapes[place]}"
+    return ""
+
+
+def _nbytes(entry: Mapping[str, Any]) -> int:
+    begin, end = entry["data_offsets"]
+    return int(end - begin)
 
 
 Config = dict[str, Any]
 Weights = dict[str, "mx.array"]
 Step = Callable[["nn.Module", Config, Weights], Weights]
 
+# What sees and hears in a checkpoint, as alternatives of an expression.
 OTHER_PARTS = (
     "vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|vit_large_projector|"
     "patch_merge_mlp|audio_tower|embed_vision|embed_audio"
 )
-"""What sees and hears in a checkpoint, as alternatives of an expression."""
 
 MXFP8: Config = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 MXFP4: Config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+# MLX's microscaling formats, as a config's `quantization` says them.
 NVFP4: Config = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
-"""MLX's microscaling formats, as a config's ``quantization`` says them."""
 
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
+# Methods of packing whose bytes and scales by these names are something else.
 NO_FP8 = ("bitnet", "mxfp4", "mxfp8", "awq", "gptq")
-"""Methods of packing whose bytes and scales by these names are something else."""
 EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.((?:gate|up|down)_proj\.weight)$")
 ERNIE_BIAS = "moe_statics.e_score_correction_bias"
 
 
 def adapt(module: "nn.Module", config: Config) -> None:
-    """Let ``module`` take the weights of published checkpoints, as well as those that its class takes."""
+    """Wrap the module's ``sanitize``, so that engine and conversion read alike."""
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     assert text is not None
     kind = str(text.get("model_type"))
@@ -52,7 +257,7 @@ def adapt(module: "nn.Module", config: Config) -> None:
         assert module is not None
         # Heads for further tokens are loaded apart (extra_heads.py); not every class that has no place for them drops them.
         weights = {name: value for name, value in weights.items() if place_in_head(name, text) is None}
-        weights = _language_part(module, config, weights)
+        weights = _backbone_alone(module, _language_part(module, config, weights))
         weights = unpack_fp8(weights, config)
         for step in _BEFORE.get(kind, ()):
             weights = step(module, text, weights)
@@ -67,7 +272,6 @@ def adapt(module: "nn.Module", config: Config) -> None:
 
 
 def is_fp8(config: Config) -> bool:
-    """Return whether a config says that weights are fp8 numbers with scales, which are unpacked while they are loaded."""
     given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(given, dict) or config.get("quantization"):
         return False
@@ -82,11 +286,7 @@ def is_fp8(config: Config) -> bool:
 
 
 def packing_kept(config: Config) -> Config | None:
-    """Return how MLX packs alike what a published model packed, as its config.json would say it; None where it does not.
-
-    DeepSeek V4's fp8 and fp4 numbers have scales that are powers of two, which is what MLX calls mxfp8 and mxfp4; Nvidia's fp4
-    is nvfp4. So they are computed with as they are stored. Compressors, router and both ends are not packed.
-    """
+    # DeepSeek V4's fp8/fp4 scales are powers of two: MLX's mxfp8/mxfp4; Nvidia's fp4 is nvfp4.
     given = config.get("quantization_config")
     if config.get("model_type") != "deepseek_v4" or not isinstance(given, dict) or config.get("quantization"):
         return None
@@ -110,7 +310,6 @@ def packing_kept(config: Config) -> Config | None:
 
 
 def without_fp8(config: Config) -> Config:
-    """Return a config that says nothing of fp8 any more: that of the weights as they are once they are loaded."""
     given = config.get("quantization_config")
     if config.get("quantization") and isinstance(given, dict) and "quant_method" in given:
         # Which modules are packed, and how, mlx-lm's loader sees in the weights.
@@ -125,10 +324,7 @@ def without_fp8(config: Config) -> Config:
 
 
 def unpack_fp8(weights: Weights, config: Config) -> Weights:
-    """Return weights with every fp8 array times its scales, in bfloat16; lazy.
-
-    A scale is for the whole array, for each row, or for each of the blocks that divide both sides of it.
-    """
+    """Multiply fp8 arrays by their scales (per array, row or block) to bfloat16; lazy."""
     import mlx.core as mx
 
     if _packed_otherwise(config):
@@ -182,7 +378,6 @@ def _eight_bits(given: Config) -> bool:
 
 
 def _language_part(module: "nn.Module", config: Config, weights: Weights) -> Weights:
-    """Return the weights of the language model alone, under the names that mlx-lm's wrappers of one share."""
     if not isinstance(config.get("text_config"), dict):
         return weights
     kept = {name: value for name, value in weights.items() if not re.match(rf"(model\.)?({OTHER_PARTS})\.", name)}
@@ -198,8 +393,21 @@ def _language_part(module: "nn.Module", config: Config, weights: Weights) -> Wei
     return named
 
 
+def _backbone_alone(module: "nn.Module", weights: Weights) -> Weights:
+    """Name what an embedding model stores as the language model that it is part of; its head is not there."""
+    if "model" not in module or not any(name.startswith(("embed_tokens.", "layers.")) for name in weights):
+        return weights
+    named = {f"model.{name}": value for name, value in weights.items() if not name.startswith("dense.")}
+    if "lm_head" in module:
+        named |= {
+            name.replace("model.embed_tokens.", "lm_head."): value
+            for name, value in named.items()
+            if ".embed_tokens." in name
+        }
+    return named
+
+
 def _stack_experts(module: "nn.Module", weights: Weights) -> Weights:
-    """Return weights with experts stacked that are still one by one: transformers saves them so, whatever it was given."""
     import mlx.core as mx
 
     single = [(EXPERT.match(name), name) for name in weights]
@@ -220,13 +428,12 @@ def _stack_experts(module: "nn.Module", weights: Weights) -> Weights:
 
 
 def _kimi_dense_names(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
-    """Transformers saves Kimi Linear's dense layers under the name of its mixtures."""
     dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj\.)")
     return {dense.sub("mlp.", name): value for name, value in weights.items()}
 
 
 def _qwen3_vl_experts(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
-    """Turn stacked experts that transformers 5 saved, (experts, out, in), to the order of the published ones."""
+    """Transpose experts saved by transformers 5, (experts, out, in), to the published order."""
     width = config["hidden_size"]
     turned = dict(weights)
     for name, value in weights.items():
@@ -237,7 +444,7 @@ def _qwen3_vl_experts(module: "nn.Module", config: Config, weights: Weights) -> 
 
 
 def _gpt2_names(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
-    """Most GPT-2 checkpoints have a prefix, a mask in each layer, and the tied head a second time."""
+    """Strip the prefix, masks and duplicate tied head of most GPT-2 checkpoints."""
     bare = {name.removeprefix("transformer."): value for name, value in weights.items()}
     return {
         name: value for name, value in bare.items() if not re.search(r"\.attn\.(masked_)?bias$|^lm_head\.weight$", name)
@@ -245,7 +452,7 @@ def _gpt2_names(module: "nn.Module", config: Config, weights: Weights) -> Weight
 
 
 def _gpt_oss_floats(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
-    """Unpacked experts are stored as (experts, in, out) with gate and up in turn; MLX has (experts, out, in), apart."""
+    """Convert (experts, in, out) with interleaved gate and up to MLX's separate (experts, out, in)."""
     if not any(name.endswith("experts.gate_up_proj") for name in weights):
         return weights
     split: Weights = {}
@@ -264,14 +471,12 @@ def _gpt_oss_floats(module: "nn.Module", config: Config, weights: Weights) -> We
 
 
 def _olmo_hybrid_norms(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
-    """Published layers with a state name their norms otherwise than mlx-lm does."""
     named = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
     pattern = re.compile("|".join(named))
     return {pattern.sub(lambda found: named[found[0]], name): value for name, value in weights.items()}
 
 
 def _longcat_experts(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
-    """Transformers saves weights, which nothing multiplies with, for the experts that pass their input through."""
     last = config["n_routed_experts"]
 
     def is_multiplied(name: str) -> bool:
@@ -282,10 +487,8 @@ def _longcat_experts(module: "nn.Module", config: Config, weights: Weights) -> W
 
 
 def _keep_ernie_bias(module: "nn.Module", config: Config, weights: Weights, given: Weights) -> Weights:  # noqa: ARG001
-    """Keep the bias that chooses ERNIE's experts, which mlx-lm's own step drops.
-
-    Raises ModelUnsupportedError for a checkpoint without it: mlx-lm's conversions have none.
-    """
+    """Keep ERNIE's selection bias, which mlx-lm drops. Raises ModelUnsupportedError if absent."""
+    # mlx-lm's conversions have none.
     biases = {name: value for name, value in given.items() if name.endswith(ERNIE_BIAS)}
     if not biases:
         raise ModelUnsupportedError(
@@ -301,7 +504,7 @@ def _drop_tied_head(module: "nn.Module", config: Config, weights: Weights, given
 
 
 def _finish_lfm2(module: "nn.Module", config: Config, weights: Weights, given: Weights) -> Weights:  # noqa: ARG001
-    """Let the language model inside LFM2-VL have its own step, which its wrapper in mlx-lm leaves out."""
+    """Run LFM2's own ``sanitize``, which mlx-lm's LFM2-VL wrapper omits."""
     if "language_model" not in module:
         return weights
     prefix = "language_model."

@@ -1,1 +1,1 @@
-"""What a machine allows, what a model costs, and what a reply got."""
+"""Predicted and measured performance."""

@@ -1,31 +1,29 @@
-"""The models people run, by name: their shapes, and the repositories that hold them packed for MLX.
+"""The model catalogue (assets/models.json): configs, sizes, packed repositories."""
 
-The table is assets/models.json. A config there has the fields that decide what a model costs and what its caches keep, no others;
-every row names the sources, and what was in none is null. So a model can be weighed before it is downloaded.
-"""
+# Configs keep only cost-relevant fields; every row cites sources, unknown is null. Weighed sizes are in the
+# table, so ``standings`` is immediate. Capability ≈ √(all weights × weights per token): dense: its weights.
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tokamac.assets import asset_path
 
 from ..hub.names import EMBEDDED, GUIDE, GUIDE_DRAFT
+from ..model.weights import text_config
 from .config_cost import Packing
-from .cost import text_config
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A packed copy of a model on the hub.
+    """A packed hub copy.
 
-    packing: as mlx-lm's conversion packs; None where ``quantization`` says it module by module, as config.json does.
-    stores_head: it holds a tied output head a second time. published_bytes: of all its files, to three digits or better.
-    memory_gb: the sizes of memory it is recommended for. context: tokens that its config allows. good_for: a short
-    phrase after its maker's card; "" is unknown. Both are the model's, unless the copy is of a later release.
+    packing: None where ``quantization`` lists modules. stores_head: duplicates a tied head. published_bytes: of all
+    files. weight_bytes: text model. memory_gb: recommended sizes.
     """
 
     id: str
@@ -36,21 +34,19 @@ class Repository:
     memory_gb: tuple[int, ...]
     context: int | None
     good_for: str
+    weight_bytes: int = 0
 
     @property
     def tail(self) -> str:
-        """The id without its owner."""
         return self.id.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A model. config: normalised, not packed; None where no source gives it.
+    """A catalogue model. config: normalised, unpacked, or None.
 
-    tokenizer_bytes: of the files beside the weights. tower_parameters: vision and audio weights that repositories hold in 16 bits
-    and the engine does not load; projector_parameters: more of those, packed like the rest. source: where the config was read.
-    licence: as Hugging Face abbreviates it; facts_source: where that, the contexts and the purposes were read.
-    tokens: the same word for models whose tokenizers are documented to be equal; "" is unknown.
+    tokenizer_bytes: non-weight files. tower_parameters: unloaded 16-bit vision/audio weights; projector_parameters:
+    packed ones. tokens: equal for equal tokenizers. parameters, active_parameters: 0 if unlisted.
     """
 
     name: str
@@ -65,9 +61,10 @@ class CatalogueEntry:
     licence: str | None = None
     facts_source: str = ""
     tokens: str = ""
+    parameters: int = 0
+    active_parameters: int = 0
 
     def config_of(self, repository: Repository) -> dict[str, Any] | None:
-        """Return the config of a repository: the model's, with its packing where modules differ and the head it stores."""
         if self.config is None:
             return None
         config = dict(self.config)
@@ -76,32 +73,87 @@ class CatalogueEntry:
         return _untied(config) if repository.stores_head else config
 
     def repository(self, name: str) -> Repository | None:
-        """Return the repository with this id, or with this id less its owner."""
         wanted = name.casefold()
         return next((each for each in self.repositories if wanted in (each.id.casefold(), each.tail.casefold())), None)
 
 
 @cache
 def catalogue() -> tuple[CatalogueEntry, ...]:
-    """Return the whole table."""
     text = resources.files("tokamac.assets").joinpath("models.json").read_text(encoding="utf-8")
     return tuple(_entry(row) for row in json.loads(text))
 
 
 def find(name: str) -> CatalogueEntry | None:
-    """Return the model of this name, alias or repository id, with or without its owner; case does not matter."""
     return _by_name().get(name.casefold())
 
 
-DRAFT_SHARE = 0.5
-"""Of a model's bytes, what one that drafts for it has at most."""
+# What a model is listed under, best first. recommended: it leaves room in memory, and is quicker than twice reading.
+Group = Literal["recommended", "slow", "tight", "fit unknown", "does not fit"]
+
+# Tokens a second that keep up with a reader: adults read some 238 words a minute silently (Brysbaert 2019,
+# doi:10.1016/j.jml.2019.104047), about 5 tokens a second; twice that leaves room for skimming.
+READABLE_TPS = 10.0
+
+START_TPS = 15.0  # what the model to start with is to reach, at least: three times as fast as people read
+ROOMY = 0.8  # share of the budget that weights may take so that a long context has room
+REACHED = 0.65  # share of the bandwidth that is left for weights, beside a long context and what kernels lose
+
+
+@dataclass(frozen=True, slots=True)
+class Nominal:
+    """A machine by its make, independent of measurements. budget_bytes: certain; most_bytes: possible."""
+
+    budget_bytes: int | None
+    most_bytes: int | None
+    bandwidth_gbs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A repository's rank on a machine. tps: expected rate. start: the one to start with."""
+
+    entry: CatalogueEntry
+    repository: Repository
+    group: Group
+    tps: float
+    start: bool = False
+
+
+def standings(machine: Nominal) -> tuple[Standing, ...]:
+    found = [_standing(entry, each, machine) for entry in catalogue() for each in entry.repositories]
+    ranked = sorted(found, key=_rank)
+    start = next((at for at, each in enumerate(ranked) if each.group == "recommended" and each.tps >= START_TPS), None)
+    return tuple(replace(each, start=at == start) for at, each in enumerate(ranked))
+
+
+def _standing(entry: CatalogueEntry, repository: Repository, machine: Nominal) -> Standing:
+    read = repository.weight_bytes * entry.active_parameters / entry.parameters
+    tps = REACHED * machine.bandwidth_gbs * 1e9 / read
+    return Standing(entry, repository, _group(repository.weight_bytes, tps, machine), tps)
+
+
+def _group(weight_bytes: int, tps: float, machine: Nominal) -> Group:
+    if machine.most_bytes is not None and weight_bytes > max(ROOMY * machine.most_bytes, machine.budget_bytes or 0):
+        return "does not fit"
+    if machine.budget_bytes is None or weight_bytes > machine.budget_bytes:
+        return "fit unknown"
+    if weight_bytes > ROOMY * machine.budget_bytes:
+        return "tight"
+    return "recommended" if tps >= READABLE_TPS else "slow"
+
+
+def _rank(each: Standing) -> tuple[int, float, int, str]:
+    """Sort key: group, then capability, or speed if slow, or size if it may not fit."""
+    weights, size = each.repository.weight_bytes, math.sqrt(each.entry.parameters * each.entry.active_parameters)
+    worth = {"recommended": -size, "tight": -size, "slow": -each.tps}.get(each.group, float(weights))
+    return get_args(Group).index(each.group), worth, -weights, each.repository.id
+
+
+DRAFT_SHARE = 0.5  # of a model's bytes, what one that drafts for it has at most
 
 
 def draft_for(name: str) -> Repository | None:
-    """Return the smallest repository that can draft for a model: with the same tokenizer, and at most half of its size.
-
-    None where none is known.
-    """
+    """Return the smallest same-tokenizer repository of at most half the size, or None."""
     if name == GUIDE:
         return _guide_draft()
     entry = find(name)
@@ -119,16 +171,11 @@ def draft_for(name: str) -> Repository | None:
 
 @cache
 def _guide_draft() -> Repository:
-    """What drafts for the embedded model, as if it were on the hub."""
     files = asset_path("guide", EMBEDDED[GUIDE_DRAFT]).glob("*")
     return Repository(GUIDE_DRAFT, Packing(4), None, False, sum(each.stat().st_size for each in files), (), None, "")
 
 
 def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int | None:
-    """Return the bytes of a repository's files: weights, towers, tokenizer; None where any of them is unknown.
-
-    weight_bytes: of the text model, computed.
-    """
     if entry.tokenizer_bytes is None:
         return None
     projector = 0.0
@@ -168,6 +215,8 @@ def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
         licence=row.get("licence"),
         facts_source=row.get("facts_source", ""),
         tokens=row.get("tokens", ""),
+        parameters=row.get("parameters", 0),
+        active_parameters=row.get("active_parameters", 0),
     )
 
 
@@ -182,11 +231,11 @@ def _repository(row: Mapping[str, Any]) -> Repository:
         memory_gb=tuple(row.get("memory_gb", ())),
         context=row["context"],
         good_for=row["good_for"],
+        weight_bytes=row["weights"],
     )
 
 
 def _per_layer(quantization: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return config.json's entries, one a module: a star in the table stands for every layer's number."""
     return {
         key.replace("*", str(layer)): entry
         for key, entry in quantization.items()

@@ -1,12 +1,7 @@
-"""What a model weighs, and what one decoded token reads of it.
+"""Weight sizes and bytes read per decoded token, from arrays or headers alike."""
 
-Two ways to the same numbers: from a loaded model's arrays, or from config.json and the safetensors headers alone. Both make a list
-of tensors (name, type, shape, bytes); everything after that is shared, so they agree. Which part of a model a tensor belongs to is
-told by its name.
-
-    bytes per decoded token = all weights, less the input embedding where it is only looked up (one row is read), a tied table once,
-                              and of a mixture's experts only the active share
-"""
+# bytes per decoded token = all weights, a tied table once, without an input embedding that is only looked up,
+#                           and of a mixture's experts only the active share
 
 import math
 import re
@@ -17,16 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..model.safetensors import find_shards, read_header
-from ..model.weights import OTHER_PARTS
+from ..model.weights import OTHER_PARTS, text_config
 
-ADDED = (".lora_a", ".lora_b", ".gain")
-"""How the names of an adapter's arrays end (engine/model/adapted_layers.py)."""
+ADDED = (".lora_a", ".lora_b", ".gain")  # how the names of an adapter's arrays end (engine/model/adapters.py)
 
 
 PartName = Literal["embedding", "attention", "mlp", "experts", "head", "norms and other"]
 
-NAMES_KEPT = 1 << 14
-"""Names of tensors whose part is remembered: those of some twenty models."""
+NAMES_KEPT = 1 << 14  # names of tensors whose part is remembered: those of some twenty models
 
 _NORM = re.compile(r"norm|(^|\.)ln_\w*$")
 
@@ -45,9 +38,9 @@ _PATTERNS: dict[PartName, re.Pattern[str]] = {
 
 PARTS: tuple[PartName, ...] = ("embedding", "attention", "mlp", "experts", "head", "norms and other")
 
+# How weights lie in memory: as in the files (GPU); or packed matrices as in the files, and all other numbers as
+# float32, the scales of MLA's packed heads, too (a plain CPU: engine/cpu).
 Form = Literal["stored", "float32"]
-"""How weights lie in memory: as in the files (GPU); or packed matrices as in the files, and all other numbers as float32, the
-scales of MLA's packed heads, too (a plain CPU: engine/model/cpu)."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -57,29 +50,28 @@ _DTYPES = {
     "mlx.core.int64": "I64",
 }  # fmt: skip
 
+# What other packers keep beside their weights.
 OTHER_SCALES = frozenset({"qzeros", "g_idx", "weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale"})
-"""What other packers keep beside their weights."""
 
+# Embeddings that are never the output head, tied or not.
 _LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")
-"""Embeddings that are never the output head, tied or not."""
 
+# Weights of checkpoints that mlx-lm leaves out of a text model.
 _NOT_LOADED = re.compile(rf"(^|\.)({OTHER_PARTS}|mtp\w*)\.|inv_freq$")
-"""Weights of checkpoints that mlx-lm leaves out of a text model."""
 
 
-_HEADS = re.compile(r"\.(embed_q|unembed_out)$")
-"""MLA's, one matrix for each: MLX multiplies them everywhere."""
+_HEADS = re.compile(r"\.(embed_q|unembed_out)$")  # MLA's, one matrix for each: MLX multiplies them everywhere
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 
+# Families whose class in mlx-lm has an output head of its own if the checkpoint stores one, whatever its config says.
 HEAD_IF_STORED = frozenset({"gemma3_text", "recurrent_gemma"})
-"""Families whose class in mlx-lm has an output head of its own if the checkpoint stores one, whatever its config says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One array: its type as safetensors names it (F32, BF16, U32 …), shape, and bytes."""
+    """An array: safetensors type, shape, bytes."""
 
     name: str
     dtype: str
@@ -88,13 +80,12 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """How many elements it has; a packed one has fewer than weights."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Weights of one kind: how many, in how many bytes, and how many bytes one decoded token reads of them."""
+    """Weights of one kind: count, bytes, bytes read per token."""
 
     parameters: int
     nbytes: int
@@ -102,16 +93,14 @@ class WeightPart:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits ÷ weights, scales and biases included; None where there are no weights."""
         return 8 * self.nbytes / self.parameters if self.parameters else None
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A model's weights by part. Bytes; ``parameters`` are weights, not packed words.
+    """A model's weights by part. ``parameters`` counts weights, not packed words.
 
-    active_parameters: what one token is multiplied with: experts in use only, no looked-up embedding.
-    weight_bytes_per_token: None for a mixture that doesn't say how many experts are active.
+    weight_bytes_per_token: None if a mixture's active experts are unknown.
     """
 
     parts: Mapping[PartName, WeightPart]
@@ -122,20 +111,15 @@ class Cost:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits ÷ weights, scales and biases included."""
         return 8 * self.weight_bytes / self.parameters if self.parameters else None
 
 
 def cost_of_model(model: Any, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
-    """Return the cost of an mlx-lm model: of its arrays as they are, or as another form would hold them.
-
-    Only shapes and types are looked at: arrays that were never computed stay so.
-    """
+    """Return a module's cost from shapes and types; computes nothing."""
     return cost_of_tensors(tensors_of(model), config, groups=groups_of(model), form=form)
 
 
 def tensors_of(model: Any) -> list[Tensor]:
-    """Return the arrays of an mlx-lm model, as safetensors would describe them. Computes none of them."""
     from mlx.utils import tree_flatten
 
     arrays = tree_flatten(model.parameters())
@@ -143,17 +127,13 @@ def tensors_of(model: Any) -> list[Tensor]:
 
 
 def groups_of(model: Any) -> dict[str, int]:
-    """Return how many weights share a scale, by the path of every packed module."""
     return {name: module.group_size for name, module in leaf_modules(model) if "scales" in module}
 
 
 def cost_of_folder(
     folder: Path, config: Mapping[str, Any], *, form: Form = "stored", added: Iterable[Tensor] = ()
 ) -> Cost:
-    """Return the cost of a model folder from its headers; no weight is read and no MLX is needed. added: tensors of an adapter.
-
-    Raises ModelDamagedError and ModelUnsupportedError for what is missing, cut off, or pickled.
-    """
+    """Return a folder's cost from headers. Raises ModelDamagedError, ModelUnsupportedError."""
     headers: dict[str, Any] = {}
     for shard in find_shards(folder):
         headers.update(read_header(shard))
@@ -165,7 +145,6 @@ def cost_of_folder(
 
 
 def bits_per_weight(bits: float, group_size: int, scale_bytes: int = 2) -> float:
-    """Return the stored bits per weight of affine groups: each group adds one scale and one bias."""
     return bits + 2 * 8 * scale_bytes / group_size
 
 
@@ -176,10 +155,6 @@ def cost_of_tensors(
     groups: Mapping[str, int] | None = None,
     form: Form = "stored",
 ) -> Cost:
-    """Return the cost of the tensors a model is made of.
-
-    groups: group size by module path, where known from the modules; else config.json's quantization says it.
-    """
     by_name = {tensor.name: tensor for tensor in tensors}
     has_head = any(part_of(tensor, config) == "head" for tensor in by_name.values())
     active = active_share(config)
@@ -208,24 +183,20 @@ def cost_of_tensors(
 
 
 def leaf_modules(model: Any) -> list[tuple[str, Any]]:
-    """Return each module below ``model`` that has none below itself, with its path, in the model's order.
-
-    MLX's own ``leaf_modules`` walks all that is below each module again at every depth: a quarter of the time of weighing a model.
-    """
+    # MLX's ``leaf_modules`` rewalks at every depth: a quarter of weighing time.
     found: list[tuple[str, Any]] = []
     _collect(model, "", found)
     return found
 
 
 def added_matrices(model: Any) -> list[tuple[str, Any]]:
-    """Return the matrices of adapters (mlx_lm.tuner's ``lora_a`` and ``lora_b``) with their paths, in the model's order."""
     from mlx.utils import tree_flatten
 
     return [each for each in tree_flatten(model.parameters()) if each[0].rpartition(".")[2] in ("lora_a", "lora_b")]
 
 
 def _collect(value: Any, path: str, found: list[tuple[str, Any]]) -> None:
-    """Add what is below ``value``. No closure: one that calls itself is a cycle, and would hold a model's weights for long."""
+    # No closure: a recursive one is a reference cycle that would keep a model's weights alive.
     from mlx import nn
 
     before = len(found)
@@ -239,20 +210,17 @@ def _collect(value: Any, path: str, found: list[tuple[str, Any]]) -> None:
 
 @lru_cache(maxsize=NAMES_KEPT)
 def part_named(name: str) -> PartName:
-    """Return what a name tells. Each is asked about several times for a model, and again for the next of its family."""
     if _NORM.search(name.rpartition(".")[0]):
         return "norms and other"
     return next((part for part, pattern in _PATTERNS.items() if pattern.search(name)), "norms and other")
 
 
 def part_of(tensor: Tensor, config: Mapping[str, Any]) -> PartName:
-    """Return which part of a model a tensor belongs to, by its name; an expert stack also by its first axis."""
     part = part_named(tensor.name)
     return "experts" if part == "mlp" and _stacked(tensor, config) else part
 
 
 def _loaded(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors of a checkpoint that a text model keeps."""
     text = text_config(config)
     tied = bool(text.get("tie_word_embeddings", False)) and text.get("model_type") not in HEAD_IF_STORED
     unused = (_predicts_further, _passes_through)
@@ -265,27 +233,19 @@ def _loaded(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[Tensor
 
 
 def _predicts_further(tensor: Tensor, text: Mapping[str, Any]) -> bool:
-    """Whether a tensor is of a layer beyond the last: DeepSeek and GLM store there what predicts the token after the next."""
+    """Whether a tensor is in a layer beyond the last: DeepSeek's and GLM's MTP."""
     layers, found = text.get("num_hidden_layers"), _LAYER.search(tensor.name)
     return isinstance(layers, int) and found is not None and int(found[1]) >= layers
 
 
 def _passes_through(tensor: Tensor, text: Mapping[str, Any]) -> bool:
-    """Whether a tensor is of an expert of LongCat's that passes its input through: transformers saves some that nothing uses."""
     experts, found = text.get("n_routed_experts"), _EXPERT.search(tensor.name)
     if text.get("model_type") != "longcat_flash" or not isinstance(experts, int):
         return False
     return found is not None and int(found[1]) >= experts
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the text model: multimodal checkpoints nest it."""
-    nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, dict) else dict(config)
-
-
 def first_of(config: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first of ``keys`` that is set, else None."""
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
@@ -295,14 +255,13 @@ def _stacked(tensor: Tensor, config: Mapping[str, Any]) -> bool:
 
 
 def experts_of(config: Mapping[str, Any]) -> int | None:
-    """Return how many experts each mixture of a model has; None where it has none."""
     text = text_config(config)
     value = first_of(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return value if isinstance(value, int) and value > 0 else None
 
 
 def active_share(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (experts used by a token, experts); None where the config doesn't say."""
+    """Return (experts per token, experts), or None."""
     text, experts = text_config(config), experts_of(config)
     used = first_of(
         text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
@@ -311,7 +270,6 @@ def active_share(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _packed(tensor: Tensor, by_name: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the scales of a packed weight, else None."""
     owner, _, leaf = tensor.name.rpartition(".")
     return by_name.get(f"{owner}.scales") if leaf == "weight" and tensor.dtype == "U32" else None
 
@@ -319,7 +277,6 @@ def _packed(tensor: Tensor, by_name: Mapping[str, Tensor]) -> Tensor | None:
 def _weights(
     tensor: Tensor, by_name: Mapping[str, Tensor], config: Mapping[str, Any], groups: Mapping[str, int] | None
 ) -> int:
-    """Return how many weights a tensor stands for: a scale or a bias of a group stands for none."""
     owner, _, leaf = tensor.name.rpartition(".")
     grouped = leaf in ("scales", "biases", "global_scale") and f"{owner}.weight" in by_name
     if grouped or leaf in OTHER_SCALES or (leaf == "scale" and f"{owner}.weight" in by_name):
@@ -343,7 +300,6 @@ def _group_size(owner: str, config: Mapping[str, Any]) -> int:
 
 
 def _nbytes(tensor: Tensor, by_name: Mapping[str, Tensor], form: Form) -> int:
-    """Return the bytes a tensor takes in this form."""
     if form == "stored":
         return tensor.nbytes
     owner, _, leaf = tensor.name.rpartition(".")

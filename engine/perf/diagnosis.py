@@ -1,104 +1,86 @@
-"""Why a reply took as long as it did, and what would help: a pure function of its metrics and of what the machine allows.
+"""Why a reply took its time and what would help: a pure function of metrics and machine limits."""
 
-    wait     accepted → prefill begins: the queue, tokenizing, restoring the cache
-    prefill  → the first token
-    decode   → the last token
+# wait     accepted → prefill begins: the queue, tokenizing, restoring the cache
+# prefill  → the first token
+# decode   → the last token
+# saved = (predicted without the change − predicted with it) × min(1, measured ÷ predicted without it)
 
-The longest of the three counts. What a phase waited for is told by the roofline, as far as its roofs are known:
-
-    decode   the roof that it meets first, where it comes half as far or more; else neither, but the overhead of a step
-    prefill  the roof that it meets first: memory below the ridge, arithmetic above it; neither, where one pass is far below both
-
-A remedy is predicted as the reply itself was:
-
-    saved = (predicted without the change − predicted with it) × min(1, measured ÷ predicted without it)
-
-So what is wrong in both predictions cancels, a reply that was quicker than predicted is promised no more than its share, and
-nothing is promised that the machine's bandwidth or arithmetic forbids. Where the latency is unknown nothing is promised at all.
-
-The terms are the arithmetic behind a verdict, number by number. A formula names other terms in braces, ``{bandwidth} ÷ {step}``;
-whoever shows it puts their names there, or their values.
-"""
+# Prediction errors cancel in ``saved``; nothing beyond the roofline is promised, nothing without a known
+# latency. A phase waits for the roof it reaches by half or more (prefill: by the ridge), else for overhead.
+# Formulas name terms in braces, ``{bandwidth} ÷ {step}``, for the display to fill in.
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ..kv.sizes import group_for, token_bytes
-from ..metrics import Metrics, Throttle, bytes_per_step, ceiling_tps, rate, share
+from ..kv.costs import group_for, token_bytes
+from ..metrics import Metrics, Throttle, bytes_per_step, ceiling_tps, rate, share, share_of_limit
 from .hardware import Chip, Source
 from .roofline import (
     Fitted,
     Host,
     HostLimited,
+    KVUse,
     LatencyModel,
     Phase,
+    Workload,
     calls_of,
     decode_phase,
     peak_tflops,
     prefill_phase,
     ridge_point,
 )
-from .workload import KVUse, Workload
 
 if TYPE_CHECKING:
     from ..kv.plan import LayerPlan
 
 
-PartName = Literal["wait", "prefill", "decode"]
+PartName = Literal["start", "load", "wait", "prefill", "decode"]
+# What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so
+# what lies around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or
+# overhead.
 Waits = Literal["memory", "compute", "host", "overhead", "not memory"]
-"""What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so what lies
-around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or overhead."""
 RemedyName = Literal[
     "packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine", "full power", "cool chip",
+    "no guesses",
 ]  # fmt: skip
 
 MOST = 3
-WORTH_S = 0.1
-"""Seconds below which a change is not worth a sentence."""
-WORTH_SHARE = 0.03
-"""Share of the reply below which it is not either."""
+WORTH_S = 0.1  # seconds below which a change is not worth a sentence
+WORTH_SHARE = 0.03  # share of the reply below which it is not either
 
 WEIGHT_BITS, WEIGHT_GROUP = 4, 64
+# Bits a weight of `tokamac convert`'s default: a scale and a bias of 16 bits in each group.
 PACKED_BITS = WEIGHT_BITS + 32 / WEIGHT_GROUP
-"""Bits a weight of ``tokamac convert``'s default: a scale and a bias of 16 bits in each group."""
 
-LONG = 512
-"""Prompt tokens below which shortening is not worth it."""
+LONG = 512  # prompt tokens below which shortening is not worth it
 
+# Share of the expected speed below which something holds the machine up; the errors of what is expected are smaller
+# (assets/roofline.json).
 BEHIND = 0.8
-"""Share of the expected speed below which something holds the machine up; the errors of what is expected are smaller
-(assets/roofline.json)."""
 SOURCES: dict[Source, str] = {
     "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
 }  # fmt: skip
 Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte", "replies", "tokens"]
 Concern = Literal["machine", "decode", "prefill"]
 
+# Share of the roofline from which decode counts as waiting for a roof: all else that it does then takes less time.
 NEAR = 0.5
-"""Share of the roofline from which decode counts as waiting for a roof: all else that it does then takes less time."""
 
+# Share of the roofline below which one pass over a prompt waits for neither roof: kernels reach more
+# (assets/roofline.json). Of many passes, what lies around them is a small part.
 FAR = 0.1
-"""Share of the roofline below which one pass over a prompt waits for neither roof: kernels reach more (assets/roofline.json).
-Of many passes, what lies around them is a small part."""
 
 TIMED = "the sum of its parts, each timed on this machine"
 UNTIMED = "not known for this machine"
 
-KV_BITS = 8
-"""Bits that keep a reply the same to the eye (bench --kv-quality measures it for a model)."""
+KV_BITS = 8  # bits that keep a reply the same to the eye (bench --kv-quality measures it for a model)
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What could be otherwise.
-
-    packed_kv: what the caches would hold with keys and values of KV_BITS; None where none of them can be packed, or all are.
-    bits_per_weight: stored; None where it is unknown.
-    keeps_prompts: the prompt cache is on. chunk: prompt tokens computed at once.
-    throttles: what the system slowed the chip down for meanwhile.
-    """
+    """Possible changes. packed_kv: caches at KV_BITS, or None. chunk: prefill tokens. throttles: seen meanwhile."""
 
     packed_kv: tuple[KVUse, ...] | None
     bits_per_weight: float | None
@@ -109,10 +91,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """One part of a reply's time.
-
-    of_ceiling, of_expected: how much it reached of the speed that physics allows, and of the one to expect: 1 is all, None unknown.
-    """
+    """A phase of the reply. of_ceiling, of_expected: share of the limit and expected speed (1 is all), None unknown."""
 
     name: PartName
     seconds: float
@@ -122,17 +101,13 @@ class TimePart:
 
     @property
     def behind(self) -> bool:
-        """Whether it was much slower than this machine makes it as a rule. What waits for the host is expected at its least."""
+        """Whether it was much slower than usual here; host waits are expected at their minimum."""
         return self.bound != "host" and self.of_expected is not None and self.of_expected < BEHIND
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One change. gain_s: predicted seconds less for a reply alike. ``to``: bits, or tokens of prompt, where that says something.
-
-    before_tps, after_tps: the decode rate measured, and the one predicted with the change; None where decoding stays as it is.
-    before_s, after_s: the same for the seconds of prefill. gain_s is the difference of these, and of the steps at those rates.
-    """
+    """One change. gain_s: predicted saving. ``to``: bits or prompt tokens. before/after: measured, predicted."""
 
     name: RemedyName
     gain_s: float
@@ -145,7 +120,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One number. key: what formulas call it. value: in ``unit``; None is unknown."""
+    """A number. key: its name in formulas."""
 
     key: str
     concern: Concern
@@ -157,10 +132,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The verdict on a reply. parts: wait, prefill and decode. terms: the numbers it was computed from.
-
-    remedies: what would help a reply like this one, best first, three at most. throttles: what the system slowed the chip down for.
-    """
+    """The verdict: phases in order, their terms, up to three remedies (best first), throttles."""
 
     parts: tuple[TimePart, ...]
     remedies: tuple[Remedy, ...]
@@ -168,19 +140,26 @@ class Diagnosis:
     throttles: tuple[Throttle, ...] = ()
 
     @property
+    def total_s(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    def since(self, whole_s: float, *, start_s: float = 0.0, load_s: float = 0.0) -> "Diagnosis":
+        """Extend the verdict to an earlier start; the unexplained remainder is waiting."""
+        early = [part for part in (TimePart("start", start_s), TimePart("load", load_s)) if part.seconds > 0]
+        waited_s = self.part("wait").seconds + max(whole_s - start_s - load_s - self.total_s, 0.0)
+        return replace(self, parts=(*early, TimePart("wait", waited_s), self.part("prefill"), self.part("decode")))
+
+    @property
     def slowest(self) -> TimePart:
-        """The part that took longest; of two alike, the later."""
         return max(reversed(self.parts), key=lambda part: part.seconds)
 
     def part(self, name: PartName) -> TimePart:
-        """Return a part by its name."""
         return next(part for part in self.parts if part.name == name)
 
 
 def diagnose(
     metrics: Metrics, work: Workload, chip: Chip, latency: LatencyModel | None, situation: Situation
 ) -> Diagnosis | None:
-    """Return the verdict on a reply; None where no token came, so that there is nothing to explain."""
     ttft_s, prefill_s, total_s = metrics.ttft_s, metrics.prefill_s, metrics.total_s
     if ttft_s is None or prefill_s is None or total_s is None:
         return None
@@ -202,17 +181,16 @@ def diagnose(
         reply.decode_part(max(total_s - ttft_s, 0.0)),
     )
     least = max(WORTH_S, WORTH_SHARE * total_s)
-    worth = [] if latency is None else [remedy for remedy in reply.remedies() if remedy.gain_s >= least]
+    changes = [] if latency is None else [*reply.remedies()]
+    if metrics.saved_s is not None:  # this is measured, the others are predicted
+        changes.append(Remedy("no guesses", -metrics.saved_s))
+    worth = [remedy for remedy in changes if remedy.gain_s >= least]
     best = tuple(sorted(worth, key=lambda remedy: -remedy.gain_s)[:MOST])
     terms = (*reply.machine_terms(), *reply.decode_terms(), *reply.prefill_terms())
     return Diagnosis(parts, best, terms, situation.throttles)
 
 
 def at_bandwidth(metrics: Metrics, diagnosis: Diagnosis | None, gbs: float | None) -> tuple[Metrics, Diagnosis | None]:
-    """Return what was measured beside the ceiling that a bandwidth of ``gbs`` sets, where another one was believed then.
-
-    A measured bandwidth grows with what is learned of the machine; so replies of different days are judged by the same one.
-    """
     before, ceiling = metrics.ceiling_tps, ceiling_tps(gbs, bytes_per_step(metrics))
     if before == ceiling or (
         before is not None and ceiling is not None and math.isclose(before, ceiling, rel_tol=1e-3)
@@ -228,19 +206,19 @@ def at_bandwidth(metrics: Metrics, diagnosis: Diagnosis | None, gbs: float | Non
     least_s = None if reading_s is None or computing_s is None else max(reading_s, computing_s)
     ridge = None if not gbs or peak is None else ridge_point(gbs, peak)
     values = {"bandwidth": gbs, "ridge": ridge, "ceiling": ceiling, "least": least_s}
-    reached = {"prefill": share(least_s, metrics.prefill_s), "decode": share(metrics.steps_tps, ceiling)}
+    reached = {"prefill": share_of_limit(least_s, metrics.prefill_s), "decode": metrics.share_of_ceiling}
     terms = tuple(replace(term, value=values.get(term.key, term.value)) for term in diagnosis.terms)
-    parts = tuple(replace(part, of_ceiling=reached.get(part.name)) for part in diagnosis.parts)
+    parts = tuple(
+        part if (part.name, part.bound) == ("decode", "compute") else replace(part, of_ceiling=reached.get(part.name))
+        for part in diagnosis.parts
+    )
     return metrics, replace(diagnosis, parts=parts, terms=terms)
 
 
 def packed_layers(
     layers: "Iterable[LayerPlan]", group_size: int, now: tuple[KVUse, ...] | None = None
 ) -> tuple[KVUse, ...] | None:
-    """Return what the caches of a plan would hold with keys and values of KV_BITS; None where that changes none of them.
-
-    now: the caches as a step reads them now, with their heads.
-    """
+    """Return caches at KV_BITS, or None if none changes."""
     plans = tuple(layers)
     now = now or tuple(KVUse(plan.bytes_per_token, plan.limit, plan.fixed_bytes) for plan in plans)
     packed = tuple(_packed(plan, layer, group_size) for plan, layer in zip(plans, now, strict=True))
@@ -248,7 +226,6 @@ def packed_layers(
 
 
 def _packed(plan: "LayerPlan", layer: KVUse, group_size: int) -> KVUse:
-    """A layer packed; as it is where its caches stay the model's, or are packed already."""
     if plan.ours is None or min(plan.key_bits, plan.value_bits) < 16:
         return layer
     seen, total = plan.ours.seen, 0
@@ -261,7 +238,7 @@ def _packed(plan: "LayerPlan", layer: KVUse, group_size: int) -> KVUse:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A reply and how it was predicted: its prefill, and the step at its middle, after ``context`` tokens, with those beside it."""
+    """A reply's prediction: prefill, and the step at its middle."""
 
     metrics: Metrics
     work: Workload
@@ -274,30 +251,25 @@ class _Reply:
 
     @property
     def kernels(self) -> Fitted | None:
-        """The published fit, where that is what predicts."""
         found = self.latency.device if isinstance(self.latency, HostLimited) else self.latency
         return found if isinstance(found, Fitted) else None
 
     @property
     def host(self) -> Host | None:
-        """The host's share, where it was measured."""
         return self.latency.host if isinstance(self.latency, HostLimited) else None
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, as measured."""
         return None if self.metrics.decode_tps is None else 1 / self.metrics.decode_tps
 
     @property
     def launching_s(self) -> float | None:
-        """Seconds of launching a step's kernels: what is left of a step that reads nothing."""
         idle = replace(self.work, shared_bytes=0, expert_bytes=0, prefill_parameters=0, head_parameters=0, kv=())
         return None if self.kernels is None else self.kernels.decode_s(idle, self.context)
 
     def prefill_part(self, seconds: float) -> TimePart:
-        """Return what prefill waited for."""
         phase = self.prefill
-        of_least, of_expected = share(phase.ceiling_s, seconds), share(phase.expected_s, seconds)
+        of_least, of_expected = share_of_limit(phase.ceiling_s, seconds), share(phase.expected_s, seconds)
         if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
             return TimePart("prefill", seconds, self._by_memory_alone(of_least), None, of_expected)
         far = phase.tokens <= self.situation.chunk and of_least is not None and of_least < FAR
@@ -306,23 +278,25 @@ class _Reply:
         return TimePart("prefill", seconds, "overhead" if far else phase.bound, of_least, of_expected)
 
     def decode_part(self, seconds: float) -> TimePart:
-        """Return what decode waited for."""
         m, phase = self.metrics, self.decode
-        of_least = share(phase.ceiling_s, self.step_s)
+        if m.accepted_tokens:  # no step was like the one that is predicted
+            return TimePart("decode", seconds)
+        of_least = share_of_limit(phase.ceiling_s, self.step_s)
         waits = self._by_memory_alone(of_least)
         if phase.bound is not None and of_least is not None:
             around: Waits = "host" if phase.by_host else "overhead"
             waits = phase.bound if of_least >= NEAR else around
-        return TimePart("decode", seconds, waits, share(m.steps_tps, m.ceiling_tps), share(m.steps_tps, m.expected_tps))
+        of_ceiling = m.share_of_ceiling
+        if waits == "compute":
+            of_ceiling = None if m.shown_decode_tps is None else of_least
+        return TimePart("decode", seconds, waits, of_ceiling, m.share_of_expected)
 
     def _by_memory_alone(self, of_least: float | None) -> Waits | None:
-        """What a phase waited for, by the bandwidth alone; None where that is unknown too."""
         if of_least is None or self.chip.bandwidth_gbs is None:
             return None
         return "memory" if of_least >= NEAR else "not memory"
 
     def remedies(self) -> Iterator[Remedy]:
-        """Yield every change there is, worth it or not."""
         m, work, bits = self.metrics, self.work, self.situation.bits_per_weight
         if self.situation.packed_kv is not None:
             yield self._reading_less("packed keys and values", KV_BITS, replace(work, kv=self.situation.packed_kv))
@@ -342,7 +316,7 @@ class _Reply:
         name: RemedyName = "quiet machine"
         if self.situation.throttles:
             name = "full power" if "low power" in self.situation.throttles else "cool chip"
-        lost_s = _behind_s(m.prefill_s, self.prefill), _behind_s(self.step_s, self.decode)
+        lost_s = _behind_s(m.prefill_s, self.prefill), 0.0 if m.drafted_tokens else _behind_s(self.step_s, self.decode)
         yield self._remedy(name, prefill_s=lost_s[0], step_s=lost_s[1])
 
     def _reading_less(self, name: RemedyName, to: int, work: Workload) -> Remedy:
@@ -362,7 +336,6 @@ class _Reply:
     def _remedy(
         self, name: RemedyName, to: int | None = None, *, prefill_s: float = 0.0, step_s: float = 0.0
     ) -> Remedy:
-        """A change that saves ``prefill_s`` of the prefill and ``step_s`` of each step."""
         m = self.metrics
         remedy = Remedy(name, prefill_s + max(m.generated_tokens - 1, 0) * step_s, to)
         if step_s and self.step_s is not None:
@@ -372,7 +345,6 @@ class _Reply:
         return remedy
 
     def machine_terms(self) -> Iterator[Term]:
-        """Yield what the machine can do."""
         chip, source = self.chip, SOURCES[self.chip.source]
         bandwidth = f"{source} for another bin" if chip.other_bin else chip.condition or source
         peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
@@ -390,7 +362,6 @@ class _Reply:
             yield Term("wait", "machine", "round trip", there_and_back, self.host.wait_s, "s")
 
     def decode_terms(self) -> Iterator[Term]:
-        """Yield how fast decode is; of a mixture's weights, the two parts first."""
         m, work, batch = self.metrics, self.work, self.metrics.replies_at_once
         weights = work.weight_bytes(batch)
         all_weights = "all that a step reads"
@@ -408,8 +379,9 @@ class _Reply:
             held += f", in each of {batch} replies"
         yield Term("kv", "decode", "keys and values", held, work.kv_bytes(self.context, batch), "bytes")
         yield Term("step", "decode", "bytes a step", "{weights} + {kv}", self.decode.bytes_read, "bytes")
-        yield Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s")
-        yield Term("expected", "decode", "expected", self._expected_step(), m.expected_tps, "tok/s")
+        plainly = " without guesses" if m.drafted_tokens else ""
+        yield Term("ceiling", "decode", f"ceiling{plainly}", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s")
+        yield Term("expected", "decode", f"expected{plainly}", self._expected_step(), m.expected_tps, "tok/s")
         yield Term("writing", "decode", "time", "last token − first token", between, "s")
         yield Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s")
         per_pass = "{step} × {rate}"
@@ -419,11 +391,10 @@ class _Reply:
             yield Term("saved", "decode", "saved", "over the same tokens in plain steps, as measured", m.saved_s, "s")
             per_pass = f"{{step}} × {{rate}} × ({m.generated_tokens:,} − {{accepted}}) ÷ {m.generated_tokens:,}"
         elif m.undrafted:
-            yield Term("accepted", "decode", "guessed right", f"none guessed: {m.undrafted}", 0, "tokens")
+            yield Term("accepted", "decode", "guesses", f"none: {m.undrafted}", 0, "tokens")
         yield Term("achieved", "decode", "achieved", per_pass, m.achieved_gbs, "GB/s")
 
     def prefill_terms(self) -> Iterator[Term]:
-        """Yield how fast prefill is."""
         m, work, phase = self.metrics, self.work, self.prefill
         after = f", after {m.cached_tokens:,} cached" if m.cached_tokens else ""
         operations = f"2 × active parameters × {phase.tokens:,} tokens + attention{after}"
@@ -447,7 +418,6 @@ class _Reply:
         yield Term("reading", "prefill", "measured", "prefill begins → first token", m.prefill_s, "s")
 
     def _expected_step(self) -> str:
-        """The reading of weights and attention, each as the share of the bandwidth that it reaches here, and the launches."""
         kernels, batch = self.kernels, self.metrics.replies_at_once
         if kernels is None:
             return UNTIMED if self.latency is None else TIMED
@@ -465,7 +435,6 @@ class _Reply:
         return f"1 ÷ ({device})" if self.host is None else f"1 ÷ max({{host}}, {device})"
 
     def _expected_prompt(self) -> str:
-        """The larger roof as kernels reach it, and the launches. All that roofline.py knows of kernels is one share here."""
         kernels, phase, chunk = self.kernels, self.prefill, self.situation.chunk
         if kernels is None:
             return UNTIMED if self.latency is None else TIMED
@@ -488,7 +457,6 @@ class _Reply:
 
 
 def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
-    """The seconds that a change saves of what was measured; 0 where that is unknown."""
     if measured_s is None or not before.expected_s or after.expected_s is None:
         return 0.0
     saved = (before.expected_s - after.expected_s) * min(1.0, measured_s / before.expected_s)
@@ -496,7 +464,7 @@ def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
 
 
 def _behind_s(measured_s: float | None, phase: Phase) -> float:
-    """The seconds beyond what is expected, where they are too many to be an error of that; else 0."""
+    """Seconds beyond expectation, if too many for its error; else 0."""
     # Of the host only the least is known: what it takes beyond that, on a quiet machine too, is not.
     expected_s = None if phase.by_host else phase.expected_s
     if measured_s is None or expected_s is None or expected_s >= BEHIND * measured_s:

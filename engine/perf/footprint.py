@@ -1,32 +1,28 @@
-"""The arrays, caches and peak of a model on one device, and whether they fit, before any weight is read.
+"""Predicts whether a model fits a device, before weights are read, from a skeleton and its cache plan."""
 
-A model is weighed from its config or the headers of its files: mlx-lm's class is built as a skeleton (model/skeleton.py), and the
-plan of caches made over it is the one that a loaded model gets.
-"""
-
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from .. import units
+from .. import files
 from ..chunking import Chunking, prompt_peak
 from ..device import DeviceKind
 from ..errors import MemoryLimitError, ModelError
-from ..kv.sizes import STEP
+from ..kv.costs import STEP
 from ..model.config import read_config
-from ..model.skeleton import skeleton_model
 from ..options import KVSpec
 from . import memory
 from .config_cost import (
     Packing,
-    cost_of_config,
     cost_of_skeleton,
     names_unknown_layers,
     pack,
     value_bytes_of,
+    work_of,
 )
 from .cost import (
     ADDED,
@@ -39,26 +35,177 @@ from .cost import (
     tensors_of,
 )
 from .hardware import Chip, attention_device, detect
-from .mitigation import LEAST_CHUNK, OFFERS, override, refusal
-from .model_work import work_of
-from .peak_memory import ModelShape, Order, predict_peak, shape_of
-from .workload import Workload
+from .peak_memory import ModelShape, Order, Peak, predict_peak, shape_of
+from .roofline import Workload
 
 if TYPE_CHECKING:
     from ..kv.plan import CachePlan, Keep, Kind, LayerPlan
     from ..model.adapters import Adapter
 
+# What to do where a prefill would not fit into memory.
 
+LEAST_CHUNK = 32  # tokens; below, a prefill takes many times as long and hardly less memory
+
+# Bits of keys and values to offer, those that harm least first (BENCHMARKS.md, `tokamac bench --kv-quality`).
+OFFERS = ((8, 8), (8, 4), (4, 4))
+
+_WHERE = "In the chat that is /settings, in Python KVSpec."  # where those who gave no flags set the same
+
+WINDOW_STEP = 256
+
+StepName = Literal["pool", "fused", "chunk", "prompt cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class MitigationStep:
+    name: StepName
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mitigation:
+    """Steps in order and the resulting peak. missing: bytes still lacking."""
+
+    steps: tuple[MitigationStep, ...]
+    chunk: int
+    peak: Peak
+    missing: int
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FittingFlags:
+    flags: str
+    total: int
+
+
+def steps(
+    peak_at: Callable[[int], Peak],
+    budget: int | None,
+    *,
+    chunk: int,
+    pool: int = 0,
+    fused_at: Callable[[int], Peak] | None = None,
+) -> Mitigation:
+    """Return steps to fit ``budget``. peak_at: by chunk size; fused_at: with fused attention."""
+    peak = peak_at(chunk)
+    if budget is None or peak.total + pool <= budget:
+        return Mitigation((), chunk, peak, 0)
+    taken = [MitigationStep("pool", pool)] if pool else []
+    saved = 0 if fused_at is None or peak.total <= budget else peak.total - fused_at(chunk).total
+    if fused_at is not None and saved > 0:
+        taken.append(MitigationStep("fused", saved))
+        peak_at = fused_at
+    smaller, peak = _smaller(peak_at, budget, chunk, min(LEAST_CHUNK, chunk))
+    if smaller != chunk:
+        taken.append(MitigationStep("chunk", smaller))
+    if 0 < (over := peak.total - budget) <= peak.prompt_cache:
+        taken.append(MitigationStep("prompt cache", over))
+        peak = replace(peak, prompt_cache=peak.prompt_cache - over)
+    return Mitigation(tuple(taken), smaller, peak, max(0, peak.total - budget), fused=saved > 0)
+
+
+def relieving(
+    peak_at: Callable[[int], Peak],
+    goal: int,
+    *,
+    chunk: int,
+    pool: int = 0,
+    fused_at: Callable[[int], Peak] | None = None,
+) -> Mitigation:
+    found = steps(peak_at, goal, chunk=chunk, pool=pool, fused_at=fused_at)
+    held = found.peak.prompt_cache
+    if not found.missing or not held:
+        return found
+    peak = replace(found.peak, prompt_cache=0)
+    taken = (*found.steps, MitigationStep("prompt cache", held))
+    return Mitigation(taken, found.chunk, peak, max(0, peak.total - goal), fused=found.fused)
+
+
+def _smaller(peak_at: Callable[[int], Peak], budget: int, chunk: int, least: int) -> tuple[int, Peak]:
+    """Halve the chunk until it fits; else return the one with the least peak."""
+    # Not always the smallest: MLX stores few enough scores for all heads together.
+    tried = [(chunk, peak_at(chunk))]
+    while tried[-1][1].total > budget and chunk > least:
+        chunk = max(least, chunk // 2)
+        tried.append((chunk, peak_at(chunk)))
+    if tried[-1][1].total <= budget:
+        return tried[-1]
+    return min(tried, key=lambda each: each[1].total)
+
+
+def offers(
+    shape: ModelShape,
+    peak_of: Callable[[ModelShape], Peak],
+    budget: int,
+    *,
+    spare: Callable[[int], int],
+    longest: int,
+) -> Iterator[FittingFlags]:
+    """Yield fitting flags: the first bits, and the largest window."""
+    for bits in OFFERS:
+        smaller = shape.packed(*bits)
+        fewer = smaller != shape and _token_bytes(smaller) < _token_bytes(shape)
+        if fewer and (total := peak_of(smaller).total) <= budget:
+            yield FittingFlags(
+                f"--kv-bits {bits[0]},{bits[1]}" if bits[0] != bits[1] else f"--kv-bits {bits[0]}", total
+            )
+            break
+    if not all(layer.ours for layer in shape.layers):
+        return  # no window applies to a cache of the model's own
+    low, high = 0, (longest - 1) // WINDOW_STEP
+    while low < high:  # the peak never falls as the window grows
+        middle = (low + high + 1) // 2
+        window = middle * WINDOW_STEP
+        fits = peak_of(shape.windowed(window, spare(window))).total <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    if low:
+        window = low * WINDOW_STEP
+        yield FittingFlags(f"--kv-window {window}", peak_of(shape.windowed(window, spare(window))).total)
+
+
+def refusal(
+    what: str, peak: Peak, budget: int, found: list[FittingFlags], *, there_is: int | None = None
+) -> MemoryLimitError:
+    parts = {
+        "weights": peak.weights,
+        "KV cache": peak.kv,
+        "temporaries": peak.working,
+        "prompt cache": peak.prompt_cache,
+    }
+    listed = ", ".join(f"{name} {files.size(part)}" for name, part in parts.items() if part)
+    would = " or ".join(f"{offer.flags} ({files.size(offer.total)})" for offer in found)
+    hint = (
+        f"It would fit with {would}. {_WHERE}"
+        if would
+        else "Close other programs, shorten it, or take a smaller model."
+    )
+    needed, most = files.sizes(peak.total, budget)
+    return MemoryLimitError(
+        f"{what} needs {needed} of memory ({listed}), and {most} may be used", f"{hint}{override(peak.total, there_is)}"
+    )
+
+
+def override(needed: int, there_is: int | None) -> str:
+    if there_is is None or needed > there_is:
+        return ""
+    return f" --memory {math.ceil(needed / 1e6) / 1e3:g} overrides the limit, as memory_gb of /settings does, and in Python memory."
+
+
+def _token_bytes(shape: ModelShape) -> int:
+    return sum(layer.key_bytes + layer.value_token_bytes for layer in shape.layers)
+
+
+# Footprints that are remembered: one model in all its packings, asked for again with each other context, cache or chip.
 MODELS_KEPT = 12
-"""Footprints that are remembered: one model in all its packings, asked for again with each other context, cache or chip."""
 
+# In which order arrays are computed (peak_shape.Order), by the form of the weights.
 ORDERS: Mapping[Form, Order] = {"float32": "at once", "stored": "ahead"}
-"""In which order arrays are computed (peak_shape.Order), by the form of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A model as one device holds it. stored: in files; held: in memory, in ``form``. module: mlx-lm's, a skeleton."""
+    """A model on a device. stored: in files; held: in memory. module: a skeleton."""
 
     config: Mapping[str, Any]
     stored: Cost
@@ -71,20 +218,19 @@ class Footprint:
     )
 
     def planned(self, kv: KVSpec) -> "tuple[CachePlan, Workload]":
-        """Return the plan of its caches and its workload with them. Raises OptionError for a flag that they can't take."""
+        """Return cache plan and workload. Raises OptionError."""
         if kv not in self._planned:
             plan = self.plan(kv)
             self._planned[kv] = plan, work_of(self.module, self.config, self.held, plan)
         return self._planned[kv]
 
     def plan(self, kv: KVSpec) -> "CachePlan":
-        """Return the plan of its caches. Raises OptionError for a flag that they can't take."""
-        from ..kv import plan_caches
+        """Raises OptionError for unsupported flags."""
+        from ..kv.plan import plan_caches
 
         return plan_caches(self.module, self.config, kv)
 
     def shape(self, plan: "CachePlan", device: DeviceKind, chip: Chip | None = None) -> ModelShape:
-        """Return what its peak of memory depends on. chip: None is one without neural accelerators."""
         return shape_of(
             self.config,
             plan,
@@ -103,11 +249,7 @@ def weigh(
     folder: Path | None = None,
     adapter: "Adapter | None" = None,
 ) -> Footprint | str:
-    """Return the model of a normalised config on a device, or the reason why it can't be weighed.
-
-    packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
-    adapter: added to it; raises ModelUnsupportedError where it does not fit.
-    """
+    """Weigh a config, or return why not. Raises ModelUnsupportedError for a misfit adapter."""
     files = folder if packing is None else None
     if files is not None or adapter is not None:  # files come and go
         return _weigh(config, device, packing, files, adapter)
@@ -116,8 +258,6 @@ def weigh(
 
 @dataclass(frozen=True, slots=True)
 class _ConfigKey:
-    """A config, hashed by its text."""
-
     text: str
     config: Mapping[str, Any] = field(compare=False)
 
@@ -156,12 +296,13 @@ def _weigh(
 
 
 def form_on(device: DeviceKind) -> Form:
-    """Return how the engine holds weights there."""
     return "float32" if device == "cpu" else "stored"
 
 
 def module_of(config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored") -> Any:
-    """Return the skeleton of mlx-lm's module with its weights in this form. Raises ModelUnsupportedError and ModelDamagedError."""
+    """Return a skeleton in ``form``. Raises ModelUnsupportedError, ModelDamagedError."""
+    from ..model.loader import skeleton_model  # it loads MLX
+
     stored_bytes = 2 if packing else value_bytes_of(config)
     model = skeleton_model(config, stored_bytes if form == "stored" else 4)
     pack(model, config, packing)
@@ -171,7 +312,7 @@ def module_of(config: Mapping[str, Any], *, packing: Packing | None = None, form
 
 
 def _keep_scales(model: Any) -> None:
-    """Give the packed matrices of a skeleton in float32 their scales and biases as they are stored (engine/model/cpu/packed.py)."""
+    """Keep stored types of scales and biases (engine/cpu/layers.py)."""
     import mlx.core as mx
     from mlx_lm.models.mla import QuantizedMultiLinear
 
@@ -182,27 +323,7 @@ def _keep_scales(model: Any) -> None:
                 leaf[name] = mx.broadcast_to(mx.zeros((), mx.bfloat16), leaf[name].shape)
 
 
-def work_of_config(
-    config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored", kv: KVSpec | None = None
-) -> Workload | str:
-    """Return the workload of a model that need not be on disk, or the reason why it is unknown.
-
-    packing: instead of the config's own. Raises OptionError for a KV flag that the model's caches can't take.
-    """
-    from ..kv import plan_caches
-
-    cost = cost_of_config(config, packing=packing, form=form)
-    if isinstance(cost, str):
-        return cost
-    try:
-        model = module_of(config, packing=packing, form=form)
-    except ModelError as error:
-        return error.message
-    return work_of(model, config, cost, plan_caches(model, config, kv or KVSpec()))
-
-
 def _add(adapter: "Adapter | None", module: Any, config: Mapping[str, Any]) -> list[Tensor]:
-    """Put an adapter into a skeleton, and return its tensors."""
     if adapter is None:
         return []
     from ..model.adapters import attach, changes_of
@@ -217,19 +338,14 @@ def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | Non
     return cost_of_folder(folder, config, form=form, added=added)
 
 
-SMALL_BITS = 4
-"""What a model that does not fit is offered to be packed to."""
+SMALL_BITS = 4  # what a model that does not fit is offered to be packed to
 
 
 def check_fits(
     folder: Path, kv: KVSpec, device: DeviceKind, asked: int | None = None, *, more: int = 0
 ) -> tuple[str, ...]:
-    """Raise MemoryLimitError where not even the weights and a few tokens fit, before any weight is read.
-
-    A model that can't be weighed passes: loading says what is wrong with it. Raises OptionError for KV flags that it can't take.
-    asked: the limit, where the user set one. more: bytes of weights that are in none of its files.
-    Returns what the user should know of what loading costs other programs.
-    """
+    """Raise MemoryLimitError if weights and a few tokens don't fit; OptionError. Returns user notes."""
+    # A model that can't be weighed passes: loading reports the reason.
     budget = memory.array_budget() if asked is None else asked
     if budget is None:
         return ()
@@ -250,13 +366,12 @@ def check_fits(
 def context_notes(
     shape: ModelShape, capacity: int | None, *, chunking: Chunking, asked: int | None = None
 ) -> tuple[str, ...]:
-    """Return what the user should know of a context that can't be filled here; nothing where all of it fits, or that is unknown."""
     shape = replace(shape, force_fused=True)  # as a prompt that is short of memory asks for it
     budget = memory.array_budget() if asked is None else asked
     if capacity is None or budget is None or _context_peak(shape, capacity, chunking) <= budget:
         return ()
     fits = _fitting(shape, capacity, chunking, budget)
-    note = f"of the context of {capacity:,} tokens, about {fits:,} fit into the {units.size(budget)} of memory that may be used"
+    note = f"of the context of {capacity:,} tokens, about {fits:,} fit into the {files.size(budget)} of memory that may be used"
     for bits in OFFERS:
         smaller = shape.packed(*bits)
         if smaller != shape and (more := _fitting(smaller, capacity, chunking, budget)) > fits:
@@ -265,17 +380,14 @@ def context_notes(
 
 
 def planned_bytes(shape: ModelShape, capacity: int | None, *, chunking: Chunking) -> int:
-    """Return the peak with the whole context in use; with one chunk where its length is unknown."""
-    return _context_peak(shape, capacity or chunking.at(0), chunking)
+    return _context_peak(shape, capacity or chunking.tokens_at(0), chunking)
 
 
 def order_of(device: DeviceKind, dtype: str | None) -> Order:
-    """Return when arrays are computed."""
     return "at once" if device == "cpu" and dtype in (None, "float32") else "ahead"
 
 
 def value_bytes(config: Mapping[str, Any], device: DeviceKind, dtype: str | None) -> int:
-    """Return the bytes of an activation: of the type asked for, else of float32 on a CPU and of the checkpoint's on a GPU."""
     if dtype is not None:
         return 4 if dtype == "float32" else 2
     return 4 if device == "cpu" else value_bytes_of(config)
@@ -286,7 +398,6 @@ def _context_peak(shape: ModelShape, tokens: int, chunking: Chunking) -> int:
 
 
 def _fitting(shape: ModelShape, capacity: int, chunking: Chunking, budget: int) -> int:
-    """Return the most tokens that fit, in whole steps of growth."""
     low, high = 0, capacity // STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -295,10 +406,9 @@ def _fitting(shape: ModelShape, capacity: int, chunking: Chunking, budget: int) 
 
 
 def _with_smaller(error: MemoryLimitError, stored: Cost, budget: int, beyond: str) -> MemoryLimitError:
-    """Return the refusal with what would help: fewer bits, where that would fit; then how to go beyond the limit."""
     packed = round(stored.parameters * bits_per_weight(SMALL_BITS, 64) / 8)
     if packed < min(stored.weight_bytes, budget):
-        hint = f"At {SMALL_BITS} bits its weights would take about {units.size(packed)}: tokamac convert --bits {SMALL_BITS}."
+        hint = f"At {SMALL_BITS} bits its weights would take about {files.size(packed)}: tokamac convert --bits {SMALL_BITS}."
     else:
         hint = "Take a smaller model, or close other programs."
     return MemoryLimitError(error.message, hint + beyond)
@@ -306,11 +416,10 @@ def _with_smaller(error: MemoryLimitError, stored: Cost, budget: int, beyond: st
 
 @dataclass(frozen=True, slots=True)
 class KVRow:
-    """Layers whose caches are alike. Bytes are of all of them together; None is unknown.
+    """Layers with equal caches, bytes in total.
 
-    kind: full (grows), window, state (of a fixed size), latent, compressed (an entry for several tokens, so that
-    ``bytes_per_token`` is a mean), own (another cache of the model's). key_bits, value_bits: 16 is the
-    model's own type; None for what is no keys and values. window, keep: None where it grows. free: whether flags apply to them.
+    kind: full, window, state (fixed size), latent, compressed (mean ``bytes_per_token``), own. key_bits: 16 is the
+    model's type. free: flags apply.
     """
 
     layers: tuple[int, ...]
@@ -326,8 +435,6 @@ class KVRow:
 
 @dataclass(frozen=True, slots=True)
 class KVTable:
-    """The caches of a model at a context. notes: what the user should know. Bytes are None if those of any layer are unknown."""
-
     rows: tuple[KVRow, ...]
     notes: tuple[str, ...]
     bytes_per_token: int | None
@@ -335,7 +442,7 @@ class KVTable:
 
 
 def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and the last of each run of consecutive numbers: (0, 1, 2, 5) → [(0, 2), (5, 5)]."""
+    """Return runs of consecutive numbers: (0, 1, 2, 5) → [(0, 2), (5, 5)]."""
     found = []
     for _, group in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
         members = [layer for _, layer in group]
@@ -344,7 +451,6 @@ def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def table_of_plan(plan: "CachePlan", context: int) -> KVTable:
-    """Return a plan as a table, at ``context`` tokens."""
     alike: dict[tuple[Any, ...], list[LayerPlan]] = {}
     for layer in plan.layers:
         alike.setdefault(_signature(layer), []).append(layer)
@@ -382,7 +488,6 @@ def _row(layers: "list[LayerPlan]", context: int) -> KVRow:
 
 
 def _spares(plan: "CachePlan", context: int) -> list[str]:
-    """Say what a window holds beside it, where the context fills it."""
     held = {(layer.window, layer.limit) for layer in plan.layers if layer.ours is not None}
     return [
         f"a window of {window:,} tokens holds {limit - window:,} more, unseen, so that a conversation can be taken back"

@@ -1,42 +1,274 @@
-"""What chip this is, what its maker's table says of it, and whether MLX uses its neural accelerators.
+"""The chip, its table entry (assets/chips.json, sources cited), and MLX's use of neural accelerators."""
 
-The table is assets/chips.json; every row names its source and a blank stays unknown. One name can mean several bandwidths (M3
-Max, M4 Max and M5 Max come in two bins), so a chip is found by its name *and* its GPU cores.
+# Names are ambiguous (M3, M4, M5 Max have two bins), hence name and GPU cores. M5's accelerators triple prefill, but
+# need macOS 26.2 and a matching wheel (``is_nax_available``, mlx/backend/metal/device.cpp, CMakeLists.txt); pip picks
+# older wheels if Python reports macOS 16 (python/cpython#135675). A wheel's Tag names its target.
 
-Apple's chips multiply matrices on neural accelerators from the M5 on, which makes prefill three to four times as fast. That takes
-macOS 26.2 or later and an MLX built for it (``is_nax_available`` in mlx/backend/metal/device.cpp, and the conditions of
-mlx/backend/metal/CMakeLists.txt). The wheels of mlx-metal for macOS 14 and 15 lack these kernels, and pip takes one of those
-where Python itself was built with an older SDK and so reports macOS 16 (python/cpython#135675). An installed wheel names its
-target in its Tag; a build from elsewhere has none, and then nothing is known of its kernels.
-"""
-
+import contextlib
+import ctypes
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from ..device import DeviceKind
-from ..kv.attention_kernel import AttentionDevice
-from .macos import System
+from ..device import DeviceKind, usable_cores
+from ..files import atomic_write, read_text
+from ..kv.costs import AttentionDevice
+from ..metrics import Throttle
+
+# What macOS says of the machine: a seam to the running system, what is read from its answers, and whether it slows the
+# chip down.
+
+TIMEOUT_S = 5.0  # what a program may take to answer
+
+IOREG = ("/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d1")
+PROFILER = ("/usr/sbin/system_profiler", "SPDisplaysDataType")
+
+# The notification whose state is 0 nominal, 1 moderate, 2 heavy, 3 trapping, 4 sleeping (OSThermalNotification.h).
+THERMAL_PRESSURE = "com.apple.system.thermalpressurelevel"
+THERMAL_HEAVY = 2
+
+HOST_VM_INFO64 = 4  # the flavor of `host_statistics64` that counts pages (mach/host_info.h)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """``host_statistics64`` page counts. free includes speculative; purgeable overlap active/inactive."""
+
+    size: int
+    free: int
+    active: int
+    inactive: int
+    wired: int
+    speculative: int
+    purgeable: int
+    file_backed: int
+    anonymous: int
+    compressor: int
+
+
+class System(Hashable, Protocol):
+    """A running macOS; None: not reported."""
+
+    def integer(self, name: str) -> int | None:
+        """Read a ``sysctlbyname`` number."""
+
+    def text(self, name: str) -> str | None:
+        """Read a ``sysctlbyname`` text."""
+
+    def pages(self) -> Pages | None:
+        """Read memory page counts."""
+
+    def notified(self, name: str) -> int | None:
+        """Read a libnotify state, e.g. thermal pressure."""
+
+    def low_power(self) -> bool | None:
+        """Whether Low Power Mode is on."""
+
+    def output(self, *command: str) -> str | None:
+        """Run a program; return its output. Never during a reply."""
+
+
+class _VMStatistics64(ctypes.Structure):
+    """``struct vm_statistics64`` (mach/vm_statistics.h), fields common to all supported macOS."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("free", "active", "inactive", "wire")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                "zero_fill", "reactivations", "pageins", "pageouts", "faults", "cow_faults", "lookups", "hits", "purges",
+            )
+        ),
+        *((name, ctypes.c_uint32) for name in ("purgeable", "speculative")),
+        *((name, ctypes.c_uint64) for name in ("decompressions", "compressions", "swapins", "swapouts")),
+        *((name, ctypes.c_uint32) for name in ("compressor", "throttled", "external", "internal")),
+        ("uncompressed_in_compressor", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class Darwin:
+    """macOS through libSystem. Untested."""
+
+    def __init__(self) -> None:
+        self._lib = ctypes.CDLL("/usr/lib/libSystem.B.dylib")
+        # size_t arguments take a whole register: a plain int would leave its upper half undefined.
+        self._lib.sysctlbyname.argtypes = (
+            ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
+        )  # fmt: skip
+        self._lib.mach_host_self.restype = ctypes.c_uint32
+        self._host = self._lib.mach_host_self()  # each call takes a reference to the port: once is enough
+
+    def integer(self, name: str) -> int | None:
+        raw = self._sysctl(name)
+        return int.from_bytes(raw, sys.byteorder) if raw is not None and len(raw) in (4, 8) else None
+
+    def text(self, name: str) -> str | None:
+        raw = self._sysctl(name)
+        return None if raw is None else raw.rstrip(b"\0").decode("utf-8", "replace")
+
+    def pages(self) -> Pages | None:
+        found, size = _VMStatistics64(), self.integer("hw.pagesize")
+        count = ctypes.c_uint32(ctypes.sizeof(found) // 4)
+        failed = self._lib.host_statistics64(self._host, HOST_VM_INFO64, ctypes.byref(found), ctypes.byref(count))
+        if failed or size is None:
+            return None
+        return Pages(
+            size,
+            found.free,
+            found.active,
+            found.inactive,
+            found.wire,
+            found.speculative,
+            found.purgeable,
+            found.external,
+            found.internal,
+            found.compressor,
+        )
+
+    def notified(self, name: str) -> int | None:
+        token, state = ctypes.c_int(), ctypes.c_uint64()
+        if self._lib.notify_register_check(name.encode(), ctypes.byref(token)):
+            return None
+        try:
+            failed = self._lib.notify_get_state(token, ctypes.byref(state))
+        finally:
+            self._lib.notify_cancel(token)
+        return None if failed else int(state.value)
+
+    def low_power(self) -> bool | None:
+        objc = ctypes.CDLL("/usr/lib/libobjc.A.dylib")
+        ctypes.CDLL("/System/Library/Frameworks/Foundation.framework/Foundation")
+        for function in (objc.objc_getClass, objc.sel_registerName):
+            function.restype, function.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
+
+        def send(receiver: int, selector: bytes, result: Any) -> Any:
+            call = ctypes.CFUNCTYPE(result, ctypes.c_void_p, ctypes.c_void_p)(("objc_msgSend", objc))
+            return call(receiver, objc.sel_registerName(selector))
+
+        info = send(objc.objc_getClass(b"NSProcessInfo"), b"processInfo", ctypes.c_void_p)
+        return bool(send(info, b"isLowPowerModeEnabled", ctypes.c_bool)) if info else None
+
+    def output(self, *command: str) -> str | None:
+        return run(*command)
+
+    def _sysctl(self, name: str) -> bytes | None:
+        size = ctypes.c_size_t()
+        if self._lib.sysctlbyname(name.encode(), None, ctypes.byref(size), None, 0):
+            return None
+        buffer = ctypes.create_string_buffer(size.value)
+        if self._lib.sysctlbyname(name.encode(), buffer, ctypes.byref(size), None, 0):
+            return None
+        return buffer.raw[: size.value]
+
+
+@functools.cache
+def system() -> System | None:
+    return Darwin() if sys.platform == "darwin" else None
+
+
+def run(*command: str) -> str | None:
+    """Return a program's output; None on failure or after ``TIMEOUT_S``."""
+    # An absolute path and ``close_fds=False`` let Python spawn without a fork.
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True, close_fds=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", "replace")
+
+
+def parse_ioreg_cores(text: str) -> int | None:
+    counts = [int(count) for count in re.findall(r'^\s*"gpu-core-count"\s*=\s*(\d+)\s*$', text, re.MULTILINE)]
+    return max(counts, default=None)
+
+
+def parse_profiler_cores(text: str) -> int | None:
+    # Bare numbers only: SPHardwareDataType's CPU line has the same name.
+    found = re.search(r"^\s*Total Number of Cores:\s*(\d+)\s*$", text, re.MULTILINE | re.IGNORECASE)
+    return int(found.group(1)) if found else None
+
+
+def parse_chip_name(text: str) -> str | None:
+    return text.split("(", maxsplit=1)[0].strip() or None
+
+
+def chip_name(asked: System) -> str | None:
+    text = asked.text("machdep.cpu.brand_string")
+    return parse_chip_name(text) if text else None
+
+
+@functools.lru_cache(maxsize=1)
+def gpu_cores(asked: System) -> int | None:
+    sources: tuple[tuple[tuple[str, ...], Callable[[str], int | None]], ...] = (
+        (IOREG, parse_ioreg_cores),
+        (PROFILER, parse_profiler_cores),
+    )
+    for command, parse in sources:
+        if (text := asked.output(*command)) and (cores := parse(text)):
+            return cores
+    return None
+
+
+def throttled(asked: System) -> bool | None:
+    level = asked.notified(THERMAL_PRESSURE)
+    return None if level is None else level >= THERMAL_HEAVY
+
+
+EVERY_S = 5.0  # a chip takes longer to get hot
+
+
+class ThrottleWatch:
+    """Throttles ``seen`` during a reply. mac: None if unavailable."""
+
+    def __init__(self, mac: System | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seen: tuple[Throttle, ...] = ()
+        self._from_start: tuple[Throttle, ...] = ()
+        self._mac = mac
+        self._clock = clock
+        self._due_s: float | None = None
+
+    def look(self, *, now: bool = False) -> None:
+        if self._mac is None or (not now and self._due_s is not None and self._clock() < self._due_s):
+            return
+        now_on = throttles(self._mac)
+        if self._due_s is None:
+            self._from_start = now_on
+        self.seen += tuple(each for each in now_on if each not in self.seen)
+        self._due_s = self._clock() + EVERY_S
+
+    @property
+    def explains_gaps(self) -> tuple[Throttle, ...]:
+        """Causes of single slow gaps: heat, or a mode switched on midway."""
+        return tuple(each for each in self.seen if each == "thermal" or each not in self._from_start)
+
+
+UNTOLD = ThrottleWatch(None)  # where no system tells
+
+
+def throttles(mac: System) -> tuple[Throttle, ...]:
+    states: dict[Throttle, bool | None] = {"thermal": throttled(mac), "low power": mac.low_power()}
+    return tuple(name for name, on in states.items() if on)
+
 
 Source = Literal["table", "measured", "unknown"]
 
-Units = Literal["neural", "shaders"]
-"""What multiplies matrices on an Apple GPU."""
+Units = Literal["neural", "shaders"]  # what multiplies matrices on an Apple GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A chip as far as it is known. None is unknown, never guessed.
+    """A chip; None is unknown.
 
-    bandwidth_gbs: memory bandwidth, 10^9 bytes a second; ``source`` says where it comes from, ``citation`` who published it.
-    fp16_tflops: dense half-precision peak, 10^12 operations a second; nax_fp16_tflops with neural accelerators, an estimate.
-    peak_source: where fp16_tflops comes from. units: what multiplies matrices here; None is whatever a chip of this name can, as
-    for one that is only named. other_bin: the table has no bin with these cores: the bandwidth is others'. condition:
-    how a bandwidth was measured, or why none is known, for people.
+    bandwidth_gbs: 10^9 B/s. fp16_tflops: dense, 10^12/s; nax_fp16_tflops: an estimate. units: None if only named.
+    other_bin: cores not in the table. condition: how bandwidth was measured.
     """
 
     name: str
@@ -53,33 +285,27 @@ class Chip:
 
     @property
     def label(self) -> str:
-        """Its name, with its GPU where there are several."""
         return chip_label(self.name, self.gpu_cores)
 
 
 def chip_label(name: str, gpu_cores: int | None) -> str:
-    """Return what a chip is called, with its GPU where there are several: ``Apple M1, 7-core GPU``."""
     return name if gpu_cores is None else f"{name}, {gpu_cores}-core GPU"
 
 
 @functools.cache
-def table() -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of the chip table, in its order."""
+def known_chips() -> tuple[Mapping[str, Any], ...]:
     text = resources.files("tokamac.assets").joinpath("chips.json").read_text(encoding="utf-8")
     return tuple(json.loads(text))
 
 
 def plain_name(name: str) -> str:
-    """Return a chip's name without what virtual machines and the table append: ``Apple M1 (Virtual)`` → ``Apple M1``."""
+    """Strip suffixes: ``Apple M1 (Virtual)`` → ``Apple M1``."""
     return name.split("(", maxsplit=1)[0].strip()
 
 
 def lookup(name: str, gpu_cores: int | None = None) -> Chip:
-    """Return what the table knows of a chip. Where bins differ and the cores don't tell, the value is None.
-
-    Cores that no row has get what all bins have in common, marked so: of M5 Ultra and M6 the table has a single bin.
-    """
-    rows = [row for row in table() if plain_name(row["chip"]) == plain_name(name)]
+    """Look up a chip; None where bins differ. Unknown cores get the common values, marked."""
+    rows = [row for row in known_chips() if plain_name(row["chip"]) == plain_name(name)]
     exact = [row for row in rows if row["gpu_cores"] == gpu_cores]
     # With one row and no core count (every NVIDIA card), that row it is; cores that no row has tell no bin.
     fitting = exact or rows
@@ -99,15 +325,11 @@ def lookup(name: str, gpu_cores: int | None = None) -> Chip:
 
 
 def detect() -> Chip:
-    """Return the chip MLX computes on. Quick; measures nothing (see bandwidth.with_bandwidth). Touches the device.
-
-    The macOS part needs a Mac and has only been tested on recorded outputs.
-    """
+    """Return MLX's chip; measures nothing. macOS part tested on recordings only."""
     from ..device import device_kind
-    from . import macos
 
-    if (mac := macos.system()) is not None:
-        chip = lookup(macos.chip_name(mac) or "unknown chip", macos.gpu_cores(mac))
+    if (mac := system()) is not None:
+        chip = lookup(chip_name(mac) or "unknown chip", gpu_cores(mac))
         units = matrix_units_of(mac, chip.name).units if has_accelerators(chip.name, None) else None
         return replace(chip, units=units)
     import mlx.core as mx
@@ -118,17 +340,14 @@ def detect() -> Chip:
 
 
 def _common(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """Return the value all rows share, None where they differ or there are none."""
     values = {row[key] for row in rows}
     return values.pop() if len(values) == 1 else None
 
 
-NEURAL = 5
-"""The generation from which MLX multiplies matrices on the GPU's neural accelerators (macOS 26.2 and later)."""
+NEURAL = 5  # the generation from which MLX multiplies matrices on the GPU's neural accelerators (macOS 26.2 and later)
 
 
 def units_of(chip: Chip) -> str:
-    """Return what multiplies matrices: "shaders", or "neural" accelerators. Of a chip that is only named, what it can."""
     if chip.units is not None:
         return chip.units
     generation = generation_of(chip.name)
@@ -136,40 +355,31 @@ def units_of(chip: Chip) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation of an Apple M chip by its name; None for another chip."""
     found = re.match(r"Apple M(\d+)\b", name)
     return int(found.group(1)) if found else None
 
 
 DISTRIBUTION = "mlx-metal"
 
-FROM = (26, 2)
-"""The macOS from which there are accelerators to use."""
+FROM = (26, 2)  # the macOS from which there are accelerators to use
 
 REINSTALL = "SYSTEM_VERSION_COMPAT=0 pip install --force-reinstall mlx mlx-metal"
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnits:
-    """What multiplies matrices here. advice: how to have accelerators used that are not; None where there is nothing to do."""
-
     units: Units
     advice: str | None = None
 
 
 def attention_device(kind: DeviceKind, chip: Chip | None) -> AttentionDevice:
-    """Return what attention runs on, as far as it decides the kernel. chip: None is one without accelerators."""
     return AttentionDevice(kind, neural=kind == "metal" and chip is not None and units_of(chip) == "neural")
 
 
 def matrix_units(
     tags: Sequence[str] | None, version: str | None, chip_name: str, architecture: str | None
 ) -> MatrixUnits:
-    """Return what multiplies matrices, and what to do where it is not what the chip could.
-
-    tags: of the installed wheel; None where MLX came without one. version: of macOS, "26.2"; None is unknown, and then the wheel
-    alone decides. architecture: as MLX names it, "applegpu_g17s"; None takes the chip's name.
-    """
+    """Return the matrix units and advice. tags: the wheel's; version: macOS ("26.2")."""
     if not has_accelerators(chip_name, architecture):
         return MatrixUnits("shaders")
     found = None if version is None else _numbers(version)
@@ -192,7 +402,6 @@ def matrix_units(
 
 
 def has_accelerators(chip_name: str, architecture: str | None) -> bool:
-    """Whether the GPU has neural accelerators: by its architecture, as MLX asks, else by the chip's name."""
     if found := re.fullmatch(r"applegpu_g(\d+)([a-z])", architecture or ""):
         return int(found[1]) >= (18 if found[2] == "p" else 17)
     generation = generation_of(chip_name)
@@ -200,7 +409,6 @@ def has_accelerators(chip_name: str, architecture: str | None) -> bool:
 
 
 def wheel_tags() -> tuple[str, ...] | None:
-    """Return the tags of the installed wheel of MLX's Metal backend; None where it is none."""
     from importlib import metadata
 
     try:
@@ -211,12 +419,10 @@ def wheel_tags() -> tuple[str, ...] | None:
 
 
 def parse_tags(text: str) -> tuple[str, ...]:
-    """Return the tags that a wheel's WHEEL file names."""
     return tuple(re.findall(r"^Tag:\s*(\S+)\s*$", text, re.MULTILINE))
 
 
 def matrix_units_of(asked: System, chip_name: str) -> MatrixUnits:
-    """Return what multiplies matrices on this Mac. Touches the device."""
     import mlx.core as mx
 
     architecture = mx.device_info().get("architecture")
@@ -225,14 +431,61 @@ def matrix_units_of(asked: System, chip_name: str) -> MatrixUnits:
 
 
 def advice() -> str | None:
-    """Return what to do about this machine's MLX, in a sentence; None where there is nothing to do. Touches the device."""
-    from . import macos
-
-    mac = macos.system()
-    return None if mac is None else matrix_units_of(mac, macos.chip_name(mac) or "this chip").advice
+    mac = system()
+    return None if mac is None else matrix_units_of(mac, chip_name(mac) or "this chip").advice
 
 
 def _numbers(text: str) -> tuple[int, int]:
-    """Return major and minor of 26_0, 26.2 or 26.2.1."""
     major, minor, *_ = [*re.findall(r"\d+", text), "0", "0"]
     return int(major), int(minor)
+
+
+# Measurements of this machine, kept in small JSON files: {what was measured, where and with what: a number}.
+
+
+def store_file(name: str) -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tokamac")) / name
+
+
+def machine_key(chip: Chip, device: DeviceKind) -> str:
+    cores = usable_cores() if device == "cpu" else chip.gpu_cores
+    return f"{chip.name} | {cores} cores | {device} | {_versions('numpy' if device == 'cpu' else 'mlx')}"
+
+
+@cache
+def _versions(library: str) -> str:
+    from importlib import metadata
+
+    return f"mlx {metadata.version('mlx')} {library} {metadata.version(library)}"
+
+
+def read(file: Path, key: str) -> float | None:
+    return read_all(file).get(key)
+
+
+def read_all(file: Path) -> dict[str, float]:
+    numbers = {key: value for key, value in load(file).items() if type(value) in (int, float)}
+    return {key: float(value) for key, value in numbers.items() if 0 < value < 1e6}
+
+
+def keep(file: Path, values: Mapping[str, Any]) -> None:
+    """Merge into a file (mode 0600) atomically; ignore write errors."""
+    write(file, {**load(file), **values})
+
+
+def write(file: Path, values: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(values, indent=1)
+        with atomic_write(file, f".{file.stem}-") as whole:
+            whole.write(text.encode())
+
+
+def load(file: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):  # the last: of brackets without end
+        return {}
+    return kept if isinstance(kept, dict) else {}

@@ -1,8 +1,4 @@
-"""The answer to "can I run this, and how fast?" for one model in one case: from config and headers, no weight is read.
-
-The model may have its files here, only its config, or only a row in the catalogue. Where its caches can't be planned, keys and
-values are counted by the config, and the ceiling by the bytes alone.
-"""
+"""Answers "can I run this, and how fast?" from config and headers."""
 
 import contextlib
 from collections.abc import Mapping
@@ -12,48 +8,48 @@ from typing import Any, Literal
 
 from ..device import device_kind
 from ..errors import ModelNotFoundError, ModelUnsupportedError, OptionError, TokamacError
+from ..events import RoundingCost
+from ..metrics import rate
 from ..model.adapters import Adapter
 from ..model.config import context_length, read_config
-from ..model.rounding_cost import RoundingCost, cost_key, known_cost
-from ..model.safetensors import INDEX, PICKLES
-from ..model.stored_heads import StoredHeads, find_heads
-from ..options import KVSpec
+from ..model.safetensors import INDEX, PICKLES, weight_files
+from ..model.weights import StoredHeads, find_heads, text_config
+from ..options import KVSpec, Split
 from . import config_cost, memory
 from .catalogue import CatalogueEntry, Repository, find
-from .config_cost import Packing, value_bytes_of
-from .cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
+from .config_cost import Packing, leaves_out_senses, traits_of, value_bytes_of
+from .cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of
 from .footprint import Footprint, KVTable, form_on, weigh
 from .hardware import Chip, detect
-from .machine import Machine, here
 from .memory import MemoryFit
-from .model_work import leaves_out_senses, traits_of
-from .roofline import Prediction, limits_for
+from .roofline import KVUse, Prediction, Trait, Workload, limits_for
 from .what_if import (
     KV_UNKNOWN,
+    Machine,
     Verdict,
     WhatIfCase,
     WhatIfOutcome,
+    here,
     load,
     outcome_at,
     outcome_of,
     reason_of,
     verdict_of,
 )
-from .workload import Trait
+
+# Without a cache plan, KV is counted from the config and the ceiling from bytes alone.
+
 
 Known = Literal["files", "config", "catalogue"]
 
+# Prompt tokens computed at once, for a rough estimate of temporaries; the engine's own is of this order on every
+# device.
 CHUNK = 512
-"""Prompt tokens computed at once, for a rough estimate of temporaries; the engine's own is of this order on every device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """A model to weigh. name: as the user knows it; of the catalogue, the repository. config: normalised.
-
-    known: by what it is known. packing: how it is packed, where the config does not say. folder: of its weights, if they are here.
-    adapter: added to it.
-    """
+    """A model to weigh: by folder, config or catalogue."""
 
     name: str
     config: Mapping[str, Any]
@@ -64,10 +60,7 @@ class ModelRef:
 
 
 def model_ref(model: str | Path) -> ModelRef:
-    """Return the model that a folder, "guide", a Hugging Face id or a name of the catalogue stands for. Downloads nothing.
-
-    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError.
-    """
+    """Resolve without downloading. Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError."""
     from ..hub import download
 
     entry = find(str(model))
@@ -88,23 +81,18 @@ def model_ref(model: str | Path) -> ModelRef:
 
 
 def model_ref_of_folder(folder: Path, name: str | None = None) -> ModelRef:
-    """Return the model in a folder, with its weights or without any.
-
-    Raises ModelNotFoundError for no folder, ModelDamagedError for one without a config. Whether weights are whole is seen when they
-    are weighed.
-    """
+    """Raises ModelNotFoundError, ModelDamagedError; weights are checked when weighed."""
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder} is not a folder", "Name a model folder, a Hugging Face id, or `guide`.")
     config = read_config(folder)
-    weights = any(True for pattern in ("model*.safetensors", INDEX, *PICKLES) for _ in folder.glob(pattern))
+    weights = any(
+        True for pattern in ("model*.safetensors", "model*.gguf", INDEX, *PICKLES) for _ in folder.glob(pattern)
+    )
     return ModelRef(name or str(folder), config, "files" if weights else "config", folder=folder if weights else None)
 
 
 def model_ref_of_entry(entry: CatalogueEntry, repository: Repository | None) -> ModelRef:
-    """Return a model of the catalogue, as a repository packs it, or in 16 bits.
-
-    Raises ModelUnsupportedError where its config is not known.
-    """
+    """Raises ModelUnsupportedError without a config."""
     config = entry.config if repository is None else entry.config_of(repository)
     if config is None:
         raise ModelUnsupportedError(
@@ -117,8 +105,6 @@ def model_ref_of_entry(entry: CatalogueEntry, repository: Repository | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """One part of a model: how many weights, in how many bytes, at how many bits each (None where it has none)."""
-
     part: PartName
     parameters: int
     bytes: int
@@ -127,15 +113,10 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a model is, and what a place makes of it. Bytes, tokens a second, seconds; None is unknown, and ``reason`` says why.
+    """A model on a machine; None is unknown, see ``reason``.
 
-    known: by what the model is known: its files, its config alone, or the catalogue. weight_bytes, bits_per_weight and parts are
-    as stored; ``form`` says how the engine holds the weights there, and bytes_per_step, the speeds and memory are of that form: on
-    a plain CPU what is not packed is float32. kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and
-    kv_reason why not; KV bytes are then counted from the config alone. prediction: both phases on the roofline.
-    draft: the draft model beside it, whose weights, keys and values are in ``memory``, too.
-    heads: the model's own for further tokens, those that can't be used included; the weights of the others are in ``memory``.
-    rounding: what rounding costs it on a plain CPU, once it was loaded here; None where that is unknown, or nothing is rounded.
+    weight_bytes, bits_per_weight, parts: as stored; the rest in ``form`` (unpacked is float32 on a CPU).
+    kv_bytes_per_token: while no window is full. memory includes draft and usable heads.
     """
 
     model: str
@@ -169,7 +150,6 @@ class Inspection:
 
     @property
     def draft_step(self) -> float | None:
-        """Steps of this model that one of its draft model should take; by the bytes that both read, where speeds are unknown."""
         if self.draft is None:
             return None
         if self.expected_tps and self.draft.expected_tps:
@@ -178,16 +158,13 @@ class Inspection:
 
     @property
     def chip(self) -> Chip:
-        """The chip of the place."""
         return self.place.chip
 
     @property
     def context(self) -> int:
-        """Tokens held while decoding."""
         return self.case.context
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values: the names of the public contract first, what else is known after them."""
         chip = self.chip
         return {
             "model": self.model,
@@ -236,16 +213,12 @@ class Inspection:
 def inspect_model(
     folder: Path, context: int = 4096, kv: KVSpec | None = None, *, place: Machine | None = None
 ) -> Inspection:
-    """Return what the model in ``folder`` costs with a prompt that fills ``context`` tokens. Raises like ``inspect``."""
+    """Inspect a folder at ``context`` tokens. Raises like ``inspect``."""
     return inspect(model_ref_of_folder(folder), WhatIfCase(kv=kv or KVSpec(), context=context, prompt=context), place)
 
 
 def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> Inspection:
-    """Return what a model costs in a case.
-
-    place: None takes this machine, measuring its bandwidth where no table knows it. Raises ModelError for a model that is damaged
-    or can't be weighed at all, and OptionError for a flag that it can't take.
-    """
+    """Inspect a case; place None measures this machine if needed. Raises ModelError, OptionError."""
     packing = case.packing(ref.packing)
     at = place or _this_device()
     weighed = weigh(ref.config, at.device, packing=packing, folder=ref.folder, adapter=ref.adapter)
@@ -277,7 +250,6 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
 
 
 def with_heads(found: Inspection, folder: Path, config: Mapping[str, Any]) -> Inspection:
-    """Return what a model costs with its own heads for further tokens, if its folder has any. What they gain only a reply tells."""
     heads, own = find_heads(folder, config), found.memory
     more = sum(each.held_bytes(floats=found.form == "float32") for each in heads if not each.trouble)
     fit = own if not more else found.place.fit(weights=own.weights + more, kv=own.kv, working=own.working)
@@ -287,16 +259,16 @@ def with_heads(found: Inspection, folder: Path, config: Mapping[str, Any]) -> In
 def _rounding(ref: ModelRef, case: WhatIfCase, place: Machine) -> RoundingCost | None:
     if ref.folder is None or case.bits is not None or not place.local or place.device != "cpu":
         return None
+    from ..cpu import cost_key, known_cost
     from ..prompt_cache.folder import default_root, known_digest
 
     with contextlib.suppress(OSError):
-        weights = known_digest(sorted(ref.folder.glob("*.safetensors")), default_root())
+        weights = known_digest(weight_files(ref.folder), default_root())
         return None if weights is None else known_cost(cost_key(ref.folder, weights))
     return None
 
 
 def with_draft(found: Inspection, draft: Inspection) -> Inspection:
-    """Return what a model costs with a draft model beside it, in the same case at the same place."""
     own, other = found.memory, draft.memory
     fit = found.place.fit(
         weights=own.weights + other.weights, kv=own.kv + other.kv, working=max(own.working, other.working)
@@ -305,7 +277,6 @@ def with_draft(found: Inspection, draft: Inspection) -> Inspection:
 
 
 def _of_headers(ref: ModelRef, case: WhatIfCase, place: Machine | None, why: str) -> Inspection:
-    """What the files alone say of a model that no class here makes."""
     if ref.folder is None or case.bits is not None:
         raise ModelUnsupportedError(f"{ref.name} can't be weighed: {why}", "Inspect it with its weights, as they are.")
     at = place or _this_device()
@@ -316,10 +287,7 @@ def _of_headers(ref: ModelRef, case: WhatIfCase, place: Machine | None, why: str
 
 
 def _of_bytes(ref: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, held: Cost, form: Form) -> Inspection:  # noqa: PLR0917
-    """What the config and the bytes of the weights say of a model whose caches can't be planned.
-
-    An unknown size of keys and values counts as nothing in memory. Raises OptionError for flags that the caches can't take.
-    """
+    """Inspect without a cache plan; unknown KV counts as 0. Raises OptionError."""
     value_bytes = value_bytes_of(ref.config) if form == "stored" else 4
     per_token, kept = _kv_bytes(ref.config, case.kv, case.context, value_bytes)
     limits = limits_for(
@@ -338,10 +306,6 @@ def _of_bytes(ref: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, hel
 
 
 def working_bytes(config: Mapping[str, Any], *, value_bytes: int = 2) -> int:
-    """Return a rough size of the largest temporaries of one layer's prefill chunk, and the logits of one token.
-
-    The widest layer's activations three times over (gate, up and their product), the residual twice, queries, keys and values.
-    """
     text = text_config(config)
     hidden = int(first_of(text, "hidden_size", "n_embd") or 0)
     used = int(first_of(text, "num_experts_per_tok", "num_experts_per_token") or 1)
@@ -351,7 +315,6 @@ def working_bytes(config: Mapping[str, Any], *, value_bytes: int = 2) -> int:
 
 
 def _kv_bytes(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int) -> tuple[int | None, int | None]:
-    """(bytes a token, bytes at this context); None where the config does not say."""
     from ..kv.plan import spare_slots
 
     layers = config_cost.kv_layers(config)
@@ -367,7 +330,6 @@ def _kv_bytes(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes
 def _described(  # noqa: PLR0917
     ref: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, form: Form, fit: MemoryFit
 ) -> Inspection:
-    """What the model is and whether it fits, and nothing yet of its speed."""
     config = ref.config
     names = config.get("architectures")
     named = names[0] if isinstance(names, list) and names else text_config(config).get("model_type", "unknown")
@@ -391,23 +353,16 @@ def _described(  # noqa: PLR0917
 
 
 def _this_device() -> Machine:
-    """As much of this machine as weighing needs: its device and memory, without a bandwidth."""
     return Machine(detect(), memory.device_total(), None, None, device_kind(), local=True)
 
 
 def _sized(place: Machine | None, held: Cost) -> Machine:
-    """The place, or this machine, with its bandwidth for weights that are held so."""
     bytes_read = held.weight_bytes_per_token or held.weight_bytes
     return here(bytes_read) if place is None else place.reading(bytes_read)
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A model at a place. None is unknown. parameters: all weights; active_parameters: those a token uses. reason: one sentence.
-
-    text_only: it sees or hears, too, and that is left out.
-    """
-
     model: str
     parameters: int | None
     active_parameters: int | None
@@ -418,10 +373,6 @@ class Prospect:
 
 
 def prospect(model: str, case: WhatIfCase, place: Machine) -> Prospect:
-    """Return what ``place`` makes of a folder or an id that is on disk. A context longer than the model's own is cut to that.
-
-    Never raises for what the model is: one that can't be weighed is unknown, and the reason says why.
-    """
     footprint: Footprint | None = None
     try:
         ref = model_ref(model)
@@ -444,3 +395,132 @@ def prospect(model: str, case: WhatIfCase, place: Machine) -> Prospect:
         reason=reason_of(found, verdict),
         text_only=footprint is not None and leaves_out_senses(footprint.config),
     )
+
+
+#     tensor      a token = bytes a node reads ÷ its bandwidth + messages × (hops × latency + message bytes ÷ link rate)
+#                 messages = 2 a layer (after attention and feed-forward) + 1 for the token
+#     pipeline    a token = time on one machine + messages × (latency + bytes ÷ link rate); messages = N − 1
+#
+# Every node holds embedding, head and norms whole. A sum over N nodes takes N − 1 hops.
+
+
+DIVIDED: tuple[PartName, ...] = ("attention", "mlp", "experts")  # parts of a model of which a node has a share
+MESSAGES_A_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link. gbits: nominal Gbit/s per direction. latency_s: of a short message; None if unknown."""
+
+    name: str
+    gbits: float | None
+    latency_s: float | None
+    source: str
+
+
+# Links by the name of the flag.
+LINKS = {
+    "thunderbolt5": LinkSpec(
+        "Thunderbolt 5",
+        80.0,
+        50e-6,
+        "80 Gb/s: Intel's announcement of Thunderbolt 5 (2023); less than 50 µs with RDMA (300 µs with TCP): Jeff Geerling, "
+        "1.5 TB of VRAM on Mac Studio (2025). Not measured here",
+    ),
+    "ethernet": LinkSpec(
+        "10 Gb Ethernet", 10.0, None, "10 Gb/s: IEEE 802.3an. Its latency under MLX is not known here"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodesOutcome:
+    """A case on several equal machines: bytes per node, seconds per token; None with a ``reason``.
+
+    reading_s: a node's own work; linking_s: all messages.
+    """
+
+    nodes: int
+    split: Split
+    link: LinkSpec
+    memory: MemoryFit
+    read_bytes: int
+    messages: int
+    message_bytes: int
+    reading_s: float | None
+    linking_s: float | None
+    ceiling_tps: float | None
+    reason: str = ""
+
+    @property
+    def expected_tps(self) -> float | None:
+        known = self.reading_s is not None and self.linking_s is not None
+        return rate(1, (self.reading_s or 0.0) + (self.linking_s or 0.0)) if known else None
+
+
+def on_nodes(
+    ref: ModelRef, case: WhatIfCase, place: Machine, nodes: int, *, split: Split, link: LinkSpec
+) -> NodesOutcome:
+    """Predict a model on ``nodes`` machines like ``place``. Raises OptionError where it can't be weighed."""
+    weighed = weigh(ref.config, place.device, packing=case.packing(ref.packing), folder=ref.folder, adapter=ref.adapter)
+    if isinstance(weighed, str):
+        raise OptionError(weighed, "Choose another model.")
+    loaded = load(weighed, case.kv, place)
+    alone, whole, hidden = loaded.fit(case), loaded.work, loaded.work.hidden
+    if hidden is None:
+        raise OptionError("the width of this model is not known", "Choose another model.")
+    held, work = weighed.held, whole
+    divided = sum(held.parts[name].nbytes for name in DIVIDED)
+    memory = place.fit(
+        weights=held.weight_bytes - divided + -(-divided // nodes),
+        kv=-(-alone.kv // nodes),
+        working=alone.working,
+    )
+    value_bytes = 4 if place.device == "cpu" else 2
+    if split == "tensor":
+        work, messages, hops = _share_of(whole, held, nodes), MESSAGES_A_LAYER * whole.layers + 1, nodes - 1
+    else:
+        messages, hops = nodes, 1
+    read, bandwidth = work.step_bytes(case.context), place.chip.bandwidth_gbs
+    if read is None:
+        raise OptionError("this model does not say what a token reads of it", "Choose another model.")
+    latency = None if loaded.latency is None else loaded.latency.decode_s(work, case.context)
+    linking = None
+    if link.latency_s is not None and link.gbits is not None:
+        linking = messages * (hops * link.latency_s + hidden * value_bytes * 8 / (link.gbits * 1e9))
+    reason = "" if linking is not None else "the link's latency is not known: measure it, and give --link-latency"
+    if latency is None:
+        reason = "the speed of this machine is not known"
+    return NodesOutcome(
+        nodes=nodes,
+        split=split,
+        link=link,
+        memory=memory,
+        read_bytes=read,
+        messages=messages,
+        message_bytes=hidden * value_bytes,
+        reading_s=latency,
+        linking_s=linking,
+        ceiling_tps=None if bandwidth is None else rate(bandwidth * 1e9, read),
+        reason=reason,
+    )
+
+
+def _share_of(work: Workload, held: Cost, nodes: int) -> Workload:
+    shared = sum(held.parts[name].nbytes_per_token for name in DIVIDED if name != "experts")
+    parameters = work.prefill_parameters
+    return replace(
+        work,
+        shared_bytes=work.shared_bytes - shared + -(-shared // nodes),
+        expert_bytes=-(-work.expert_bytes // nodes),
+        prefill_parameters=None if parameters is None else -(-parameters // nodes),
+        kv=tuple(_cache_share(layer, nodes) for layer in work.kv),
+    )
+
+
+def _cache_share(layer: KVUse, nodes: int) -> KVUse:
+    heads = layer.heads
+    if heads is None or heads.keys % nodes:
+        return layer
+    own = replace(heads, keys=heads.keys // nodes, queries=heads.queries // nodes)
+    return replace(layer, bytes_per_token=layer.bytes_per_token // nodes, heads=own)

@@ -1,24 +1,10 @@
-"""The expected speed where no published measurement knows it: the sum of a step's parts, timed on this machine.
+"""Expected speed without a published measurement: the sum of a step's parts, timed on this machine."""
 
-    decode   t = Σ products of one row + Σ layers' attention at this depth + the other kernels + sampling (on a CPU: all that the
-                 engine does between two passes)
-                 + Σ layers' handover at this depth, where MLX and a CPU's own kernels take turns
-    prefill  t = Σ over chunks of the same for a chunk's rows, without sampling and handover, + the first token's step
+# Times are kept by machine, MLX version and a label of all that a part depends on. No whole step is timed.
 
-Each part runs as in the engine: the same modules, caches and types. Weights are constants, but as many copies of a matrix are
-read in turn as the model has bytes, so that a chip's caches hold no more of them than in a real step. Times are kept by machine,
-MLX version and a label that names all a part depends on, so models share the parts that they have alike. No whole step is ever
-timed: a prediction can be wrong, and is tested as one.
-
-Where a CPU's kernels compute a whole decode step (engine/model/cpu/stepping.py), its layers are timed as they run there: both
-halves, each as a model of its own, and one layer, which tells how long the ends of a step take that both halves have. So are the
-pieces that they read prompts in.
-
-Timed alone, a part finds its thread awake, its data in the caches and a core to itself. Where MLX takes turns with a CPU's own
-kernels or NumPy (engine/model/cpu) that is not so: MLX's thread sleeps while they multiply, weights go through the caches
-meanwhile, and their threads are on cores that MLX wants. So a layer's parts are also timed in turn, and the difference is the
-handover.
-"""
+# As many copies of a matrix as the model has bytes are read in turn: chip caches hold no more than in a step.
+# Handover: a part timed alone has warm caches and idle cores. Where MLX alternates with CPU kernels it has not,
+# so a layer's parts are also timed in turn, and the difference is added. CPU steps are timed by halves.
 
 import threading
 import time
@@ -32,46 +18,46 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..device import DeviceKind, device_kind
-from . import measurement_store
+from . import hardware
 from .bandwidth import LARGEST, bucket, is_busy, measure_tflops
-from .workload import Product, Workload
+from .roofline import Product, Workload
 
 if TYPE_CHECKING:
+    from ..cpu.stepping import Steps
+    from ..events import Event
     from ..kv.cache import Cache
     from ..kv.plan import CachePlan, LayerPlan
-    from ..model.cpu.stepping import Steps
     from ..schedule.schedule import ReplyEvents
     from ..text.tokenizer import Tokenizer
 
 FILE = "parts.json"
 
+# Count up when what a part runs changes, here or in the engine: what was kept before is then measured again.
 RECIPE = 11
-"""Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
-ROWS = 256
-"""Rows of a chunk that is timed; fewer and more are taken in proportion."""
+ROWS = 256  # rows of a chunk that is timed; fewer and more are taken in proportion
 
+# How often each part is timed, in passes over all of them, of which the best counts. What slows a machine (other
+# programs, the clock, a virtual machine's neighbours) lasts seconds: it spoils timings made in a row, seldom three that
+# lie apart.
 PASSES = 3
-"""How often each part is timed, in passes over all of them, of which the best counts. What slows a machine (other programs, the
-clock, a virtual machine's neighbours) lasts seconds: it spoils timings made in a row, seldom three that lie apart."""
 
+# Repetitions in one timing, after a warm-up: as many as fit the budget, within bounds.
 LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
-"""Repetitions in one timing, after a warm-up: as many as fit the budget, within bounds."""
 
+# How much longer a whole layer is tried than other parts: a step of a model that takes turns is little else.
 LAYER_PATIENCE = 2.0
-"""How much longer a whole layer is tried than other parts: a step of a model that takes turns is little else."""
 
+# Bytes of weights up to which a decode step by a CPU's kernels is timed at once: it takes a tenth of a second at most.
 TIMED_WHOLE = 1 << 30
-"""Bytes of weights up to which a decode step by a CPU's kernels is timed at once: it takes a tenth of a second at most."""
 
-LAYER_KERNELS = 7
-"""A layer's small kernels: two norms, two rotations, two sums, a gated product."""
+LAYER_KERNELS = 7  # a layer's small kernels: two norms, two rotations, two sums, a gated product
 
-KERNEL_LAYERS = 4
-"""How often a layer's small kernels run in a row: enough that starting the row does not show."""
+KERNEL_LAYERS = 4  # how often a layer's small kernels run in a row: enough that starting the row does not show
 
+# Of a layer's kernels, those that timing its attention covers beside the attention: keys and values are written to its
+# cache.
 CACHE_WRITES = 2
-"""Of a layer's kernels, those that timing its attention covers beside the attention: keys and values are written to its cache."""
 
 MOST_COPIES = 256
 HEAD_SIZES = (128, 64, 32, 16)
@@ -80,93 +66,87 @@ Points = tuple[tuple[int, float], ...]
 
 
 def interpolate(points: Points, depth: int) -> float:
-    """Return the value at ``depth`` on the line through the nearest two of ascending (depth, value) points; beyond them too."""
     upper = next((i for i, (at, _) in enumerate(points) if at >= depth), len(points) - 1)
     (x0, y0), (x1, y1) = points[max(upper - 1, 0)], points[max(upper, 1)]
     return max(y0 + (y1 - y0) * (depth - x0) / (x1 - x0), 0.0)
 
 
 def attention_depths(limit: int | None) -> tuple[int, ...]:
-    """Return the depths at which attention is timed: few, since it grows evenly between them; within a window, its own."""
     most = 4096 if limit is None else min(limit, 4096)
     return tuple(sorted({min(64, most), min(1024, most), most})) if most > 64 else (0, most)
 
 
 @dataclass(frozen=True, slots=True)
 class PartLatency:
-    """Seconds of one part: of a decode step's single row, and of ROWS rows, which take no less."""
+    """Seconds of one part for one row (decode), and for ROWS rows."""
 
     row_s: float
     rows_s: float
 
-    def of(self, rows: int) -> float:
-        """Seconds for this many rows, in proportion."""
+    def seconds(self, rows: int) -> float:
         return self.row_s + (self.rows_s - self.row_s) * (rows - 1) / (ROWS - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLatency:
-    """``layers`` alike: (depth, seconds of one of them), both ascending, for one row and for ROWS. limit: tokens held at most."""
+    """``layers`` alike: ascending (depth, seconds of one) for one row and for ROWS. limit: most tokens held."""
 
     layers: int
     limit: int | None
     row: Points
     rows: Points
 
-    def of(self, rows: int, depth: int) -> float:
-        """Seconds of all these layers for ``rows`` rows after ``depth`` tokens."""
+    def seconds(self, rows: int, depth: int) -> float:
         held = depth if self.limit is None else min(depth, self.limit)
-        return self.layers * PartLatency(interpolate(self.row, held), interpolate(self.rows, held)).of(rows)
+        return self.layers * PartLatency(interpolate(self.row, held), interpolate(self.rows, held)).seconds(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverLatency:
-    """``layers`` alike: (depth, seconds that the parts of one take longer in turn than apart). limit: tokens held at most."""
+    """``layers`` alike: (depth, seconds that a layer's parts take longer in turn than apart)."""
 
     layers: int
     limit: int | None
     points: Points
 
-    def of(self, depth: int) -> float:
-        """Seconds of all these layers in a step after ``depth`` tokens; constant below the first point, so that a whole step never
-        gets faster with depth."""
+    def seconds(self, depth: int) -> float:
+        """Seconds of all these layers after ``depth`` tokens."""
+        # Constant below the first point, so that a step never gets faster with depth.
         held = depth if self.limit is None else min(depth, self.limit)
         return self.layers * interpolate(self.points, max(held, self.points[0][0]))
 
 
 @dataclass(frozen=True, slots=True)
 class StepLatency:
-    """A decode step by a CPU's kernels: (depth, seconds), ascending. limit: tokens that any layer attends to at most."""
+    """A decode step by CPU kernels: ascending (depth, seconds). limit: most tokens any layer attends to."""
 
     points: Points
     limit: int | None
 
-    def of(self, depth: int) -> float:
-        """Seconds of a step after ``depth`` tokens, sampling left out."""
+    def seconds(self, depth: int) -> float:
         held = depth if self.limit is None else min(depth, self.limit)
         return interpolate(self.points, held) if len(self.points) > 1 else self.points[0][1]
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLatency:
-    """Reading a prompt by a CPU's kernels, ``rows`` tokens at once: the seconds of such a piece after so many tokens."""
+    """Prefill by CPU kernels: seconds of a piece of ``rows`` tokens, by depth."""
 
     rows: int
     piece: StepLatency
 
-    def of(self, start: int, stop: int, least_s: float) -> float:
-        """Seconds of reading the tokens from ``start`` to before ``stop``. least_s: of a few: all weights are read for them."""
+    def seconds(self, start: int, stop: int, least_s: float) -> float:
         rest = (stop - start) % self.rows
-        whole = sum(self.piece.of(at) for at in range(start, stop - rest, self.rows))
-        return whole + (max(rest / self.rows * self.piece.of(stop - rest), least_s) if rest else 0.0)
+        whole = sum(self.piece.seconds(at) for at in range(start, stop - rest, self.rows))
+        return whole + (max(rest / self.rows * self.piece.seconds(stop - rest), least_s) if rest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLatency:
-    """A ``LatencyModel`` made of timed parts.
+    """A ``LatencyModel`` of timed parts.
 
-    other_kernels: those that are neither products nor attention. sampling_s: of what comes between passes. handover: empty where
-    MLX does all of a layer. step, pieces: where a CPU's kernels compute both; there are no other parts then.
+    other_kernels: neither products nor attention. sampling_s: all work between passes. step, pieces: set where
+    CPU kernels compute both; no other parts then.
     """
 
     products: tuple[tuple[Product, PartLatency], ...]
@@ -179,35 +159,34 @@ class MeasuredLatency:
     pieces: PieceLatency | None = None
 
     def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:  # noqa: ARG002
-        """Seconds of a step; None for several sequences, which were not timed."""
         if batch != 1:
             return None
         if self.step is not None:
-            return self.step.of(context) + self.sampling_s
+            return self.step.seconds(context) + self.sampling_s
         products = sum(product.count * latency.row_s for product, latency in self.products)
-        handover = sum(layers.of(context) for layers in self.handover)
+        handover = sum(layers.seconds(context) for layers in self.handover)
         return products + self._attention_and_kernels(1, context) + handover + self.sampling_s
 
     def prefill_s(self, work: Workload, tokens: int, cached: int, chunk: int) -> float | None:
-        """Seconds of reading ``tokens`` after ``cached`` and of the first token."""
         first = self.decode_s(work, cached + tokens)
         if tokens <= 1 or first is None:
             return first
         end = cached + tokens - 1  # the last token is the first step's
         if self.pieces is not None:
-            return first + self.pieces.of(cached, end, first)
+            return first + self.pieces.seconds(cached, end, first)
         whole, rest = divmod(end - cached, chunk)
         total = first + whole * self._products(chunk) + self._whole_chunks(cached, whole, chunk)
         return total + (self._products(rest) + self._attention_and_kernels(rest, end - rest) if rest else 0.0)
 
     def _products(self, rows: int) -> float:
-        return sum(product.count * latency.of(rows) for product, latency in self.products if not product.head)
+        return sum(product.count * latency.seconds(rows) for product, latency in self.products if not product.head)
 
     def _attention_and_kernels(self, rows: int, depth: int) -> float:
-        return sum(layers.of(rows, depth) for layers in self.attention) + self.other_kernels * self.kernel.of(rows)
+        return sum(layers.seconds(rows, depth) for layers in self.attention) + self.other_kernels * self.kernel.seconds(
+            rows
+        )
 
     def _whole_chunks(self, start: int, chunks: int, chunk: int) -> float:
-        """Seconds of attention and kernels in whole chunks: sums over the straight stretches between timed depths."""
         bends = {depth for layers in self.attention for depth, _ in (*layers.row, *layers.rows)}
         bends |= {layers.limit for layers in self.attention if layers.limit is not None}
         total, done = 0.0, 0
@@ -221,19 +200,15 @@ class MeasuredLatency:
 
 
 def waits(kind: Product, *, by_kernels: bool) -> bool:
-    """Whether a row's product with such a matrix needs its input evaluated (engine/model/cpu)."""
     if not by_kernels:
         return False
-    from ..model.cpu.dense import stays_lazy
+    from ..cpu.layers import stays_lazy
 
     return kind.bits is not None or (kind.stack == 1 and not stays_lazy(kind.rows * kind.columns))
 
 
 def time_product(kind: Product, rows: int, weight_bytes: int, *, by_kernels: bool, rounded: bool = False) -> float:
-    """Time ``rows`` rows (1: a decode step) times a matrix, copies of which come to ``weight_bytes``, and the kernel before it.
-
-    by_kernels, rounded: see ``TimedModel``.
-    """
+    """Time ``rows`` rows times a matrix, in copies of ``weight_bytes`` in all, and the kernel before it."""
     copies = (
         max(1, min(weight_bytes // max(_row_bytes(kind, by_kernels=by_kernels), 1), MOST_COPIES)) if rows == 1 else 1
     )
@@ -243,7 +218,6 @@ def time_product(kind: Product, rows: int, weight_bytes: int, *, by_kernels: boo
 
 
 def time_attention(layer: "LayerPlan", heads: int, depth: int, rows: int, count: int) -> float:
-    """Time appending ``rows`` tokens to one of ``count`` caches that hold ``depth``, and attending to it."""
     caches, attend = filled_caches(layer, depth, count), _attention(layer, heads, rows)
 
     def step() -> None:
@@ -255,7 +229,8 @@ def time_attention(layer: "LayerPlan", heads: int, depth: int, rows: int, count:
 
 
 def time_kernel(hidden: int, rows: int) -> float:
-    """Time one of a layer's small kernels, the mean over a row of them. On a CPU a rotation is a dozen, so it weighs most."""
+    """Time one of a layer's small kernels, the mean over a chain of them."""
+    # On a CPU a rotary embedding is a dozen kernels, so it weighs most.
     layer, x = _small_kernels(hidden, rows), _ones(1, rows, hidden)
 
     def chain() -> None:
@@ -268,13 +243,11 @@ def time_kernel(hidden: int, rows: int) -> float:
 
 
 def time_sampling(vocabulary: int) -> float:
-    """Time bringing the likeliest of a vocabulary's logits to the host."""
     logits = _ones(1, vocabulary)
     return typical_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
 
 
 def time_token(vocabulary: int, tokenizer: "Tokenizer | None") -> float:
-    """Time what the engine does for a token beside a pass of the model: a turn of a schedule whose one reply computes nothing."""
     from ..schedule.decoding import Decoder
     from ..schedule.schedule import Schedule, Seat
     from ..schedule.stream import EventStream
@@ -297,53 +270,48 @@ def time_token(vocabulary: int, tokenizer: "Tokenizer | None") -> float:
 
 
 class _TimedReply:
-    """A reply without an end, which says the same letter again and again, with what ReplyTask does for each token."""
+    """An endless reply of one repeated letter, with ReplyTask's work for each token."""
 
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
-        from ..schedule.policy import Pace
-
-        self.pace = Pace()
-        self._tokenizer = tokenizer
-
-    def events(self) -> "ReplyEvents":
-        """Yield the lane, and text where there is a tokenizer."""
         from ..metrics import ProcessWatch, Recorder
         from ..options import Sampling
         from ..sampling import Sampler
         from ..schedule.decoding import Lane
-        from ..text.stream import ReplyText, TokenSources
+        from ..schedule.schedule import Pace
+        from ..text.stream import ReplyText
 
-        recorder = Recorder()
-        watch = ProcessWatch(recorder.mark, computes=True)
-        lane = Lane([], [], 0, Sampler(Sampling(temperature=0), [0]), None, launched=recorder.launched)
-        said = None if self._tokenizer is None else (ReplyText(self._tokenizer), TokenSources(self._tokenizer))
+        self.pace = Pace()
+        self._recorder = Recorder()
+        self._watch = ProcessWatch(self._recorder.mark, computes=True)
+        self._lane = Lane([], [], 0, Sampler(Sampling(temperature=0), [0]), None, counts=self._recorder)
+        self._text = None if tokenizer is None else ReplyText(tokenizer)
+
+    def events(self) -> "ReplyEvents":
         while True:
-            if (token := (yield lane)) is None:
-                continue
-            watch.look()
-            recorder.token(several=False)
-            recorder.ids.append(token)
-            if said is not None:
-                text, came_from = said
-                came_from.add(token)
-                yield from watch.handed(came_from.mark(text.add(token)))
+            yield self._lane
+
+    def feed(self, token: int, put: "Callable[[Event], None]") -> bool:
+        self._watch.look()
+        self._recorder.token()
+        self._recorder.ids.append(token)
+        for part in () if self._text is None else self._text.add(token):
+            put(part)
+        return False
 
     def rest(self) -> None:
-        """Nothing to do: its caches are none."""
+        """Do nothing: there are no caches."""
 
     def drop(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def live(self) -> None:
-        """Nothing is measured."""
+        """Return None: nothing is measured."""
 
 
 def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) -> float:
-    """Time a layer's small kernels, attention and products in turn, the mean over ``count`` layers with weights of their own.
-
-    Products with the same number of columns follow one another, as if they shared their input. That is a step's order where
-    attention's are MLX's and the rest NumPy's; where all are NumPy's, a step waits twice more than is timed here.
-    """
+    """Time a layer's kernels, attention and products in turn, the mean over ``count`` distinct layers."""
+    # Products with equal columns follow one another, as in a step with MLX attention and NumPy products. Where
+    # all are NumPy's, a real step waits twice more than is timed here.
     caches = filled_caches(layer, depth, count)
     layers = [_whole_layer(model, layer) for _ in caches]
 
@@ -359,10 +327,6 @@ def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) 
 def time_step(  # noqa: PLR0917
     steps: "Steps | None", layers: "Sequence[LayerPlan]", first: int, last: int, depth: int, rows: int = 1
 ) -> float:
-    """Time a decode step of a model that has the layers from first to before last alone, after ``depth`` tokens.
-
-    rows: of a piece of a prompt, of whose last layer only keys and values are computed.
-    """
     assert steps is not None, "who only reads what was kept times nothing"
     part, tokens = steps.of_layers(first, last), mx.zeros((1, rows), mx.int32)
     caches = [filled_caches(layer, depth, 1)[0] for layer in layers[first:last]]
@@ -383,10 +347,7 @@ def _no_own_forward(*_: Any) -> mx.array:
 
 
 def typical_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:
-    """Return the lower quartile of a part's times: what others do on the machine only ever adds to them, and the best is luck.
-
-    patience: how much longer than other parts it is tried.
-    """
+    # Other load only ever adds time, and the minimum is luck.
     run()
     times: list[float] = []
     end = time.perf_counter() + BUDGET_S * patience
@@ -398,7 +359,6 @@ def typical_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:
 
 
 def filled_caches(layer: "LayerPlan", depth: int, count: int) -> "list[Cache]":
-    """Return ``count`` caches of a layer, each with ``depth`` tokens in it."""
     assert layer.ours is not None
     caches = [layer.make(layer.ours, 0) for _ in range(count)]
     for cache in caches if depth else ():
@@ -407,7 +367,6 @@ def filled_caches(layer: "LayerPlan", depth: int, count: int) -> "list[Cache]":
 
 
 def _keys_and_values(layer: "LayerPlan", tokens: int) -> tuple[mx.array, mx.array]:
-    """(1, H, tokens, D) each."""
     assert layer.ours is not None
     seen = layer.ours.seen
     dtype = _float_type() if seen.scale_bytes == 4 else mx.bfloat16
@@ -416,7 +375,7 @@ def _keys_and_values(layer: "LayerPlan", tokens: int) -> tuple[mx.array, mx.arra
 
 
 def _attention(layer: "LayerPlan", heads: int, rows: int) -> "Callable[[Cache], mx.array]":
-    """What appends ``rows`` tokens to a cache and attends: (1, query heads, rows, D), not evaluated."""
+    """Return a function that appends ``rows`` tokens and attends: (1, query heads, rows, D), lazy."""
     from mlx_lm.models import base
 
     new = _keys_and_values(layer, rows)
@@ -432,7 +391,6 @@ def _attention(layer: "LayerPlan", heads: int, rows: int) -> "Callable[[Cache], 
 
 
 def _small_kernels(hidden: int, rows: int) -> Callable[[mx.array], mx.array]:
-    """A layer's kernels but products and attention: (1, rows, hidden) → the same shape, not evaluated."""
     from mlx import nn
 
     head = next((size for size in HEAD_SIZES if hidden % size == 0), hidden)
@@ -450,7 +408,6 @@ def _small_kernels(hidden: int, rows: int) -> Callable[[mx.array], mx.array]:
 
 
 def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], None]":
-    """What runs a layer: what MLX computes is evaluated together, as the first product that waits asks for it."""
     hidden, kinds = model.work.hidden or 0, model.layer_products
     kernels, attend = _small_kernels(hidden, 1), _attention(layer, model.work.query_heads or 0, 1)
     inputs = {columns: _ones(1, 1, columns) for columns in {hidden, *(kind.columns for kind in kinds)}}
@@ -473,7 +430,6 @@ def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], 
 
 
 def _multiplier(kind: Product, *, by_kernels: bool, rounded: bool) -> Callable[[mx.array], mx.array]:
-    """What multiplies rows (1, N, columns) with a new matrix of this kind, or with a router's choice of its stack."""
     if by_kernels and (kind.stack == 1 or kind.bits is not None):
         return _kernel(kind, rounded=rounded)
     operands: list[mx.array | None] = []
@@ -497,8 +453,6 @@ def _multiplier(kind: Product, *, by_kernels: bool, rounded: bool) -> Callable[[
 
 
 def _routed(kind: Product, gather: Callable[[mx.array, mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-    """What multiplies rows with as many matrices of a stack as a router chooses."""
-
     def multiply(x: mx.array) -> mx.array:
         chosen = (mx.arange(x.shape[1] * kind.active) % kind.stack).astype(mx.uint32).reshape(1, -1, kind.active)
         return gather(mx.expand_dims(x, (-2, -3)), chosen)
@@ -507,16 +461,14 @@ def _routed(kind: Product, gather: Callable[[mx.array, mx.array], mx.array]) -> 
 
 
 def _kernel(kind: Product, *, rounded: bool) -> Callable[[mx.array], mx.array]:
-    """What multiplies with a new matrix, or with a router's choice of its stack, as a CPU's own kernels do."""
     from mlx import nn
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-    from ..model.cpu.dense import DenseLinear
+    from ..cpu.layers import DenseLinear
 
     if kind.bits is None:
         return DenseLinear(_ones(kind.columns, kind.rows, dtype=mx.float32).T, None).__call__
-    from ..model.cpu.packed import use_kernels
-    from ..model.cpu.rounding import round_rows
+    from ..cpu.layers import round_rows, use_kernels
 
     packing: dict[str, Any] = {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode}
     layer: Any
@@ -538,7 +490,6 @@ def _kernel(kind: Product, *, rounded: bool) -> Callable[[mx.array], mx.array]:
 
 
 def _row_bytes(kind: Product, *, by_kernels: bool) -> int:
-    """Bytes that a row reads of one matrix, as it lies here."""
     stored = by_kernels and kind.bits is not None
     return kind.nbytes(2 if stored else _float_type().size)
 
@@ -550,21 +501,19 @@ def _ones(*shape: int, dtype: mx.Dtype | None = None) -> mx.array:
 
 
 def _float_type() -> mx.Dtype:
-    """What the engine computes in: float32 on a CPU, a half on a GPU."""
     return mx.float32 if device_kind() == "cpu" else mx.bfloat16
 
 
+# Returns a part's seconds, given a label that names all it depends on beside the machine, and what times it.
 PartTimer = Callable[[str, Callable[[], float]], float]
-"""Returns a part's seconds, given a label that names all it depends on beside the machine, and what times it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedModel:
     """A model as the parts of its steps.
 
-    by_kernels: a CPU's own kernels multiply (engine/model/cpu); rounded: rows that are rounded, where they can be; stepped: they
-    compute whole decode steps. steps: what computes these; None reads what was kept of them. machine: its
-    ``measurement_store.machine_key``. tokenizer: of the text that tokens become; None times them without.
+    by_kernels: CPU kernels multiply; stepped: they compute whole decode steps. steps: None uses kept timings only.
+    machine: its ``hardware.machine_key``. tokenizer: None times tokens without detokenizing.
     """
 
     work: Workload
@@ -579,17 +528,14 @@ class TimedModel:
 
     @property
     def layer_products(self) -> tuple[Product, ...]:
-        """The products of a layer, each as often as most layers have it."""
         counts = ((kind, round(kind.count / self.work.layers)) for kind in self.work.products if not kind.head)
         return tuple(kind for kind, count in counts for _ in range(count))
 
     def layers_in_turn(self, layers: "list[LayerPlan]", depth: int) -> int:
-        """Return how many of ``layers``, all alike, are timed in turn: all, up to LARGEST bytes of weights, keys and values."""
         weights = sum(_row_bytes(kind, by_kernels=self.by_kernels) for kind in self.layer_products)
         return _count_within(LARGEST, layers, weights + layers[0].bytes_at(depth))
 
     def latency(self, part_s: PartTimer) -> MeasuredLatency | None:
-        """Return the latency made of the seconds of each part; None where a size is unknown or a layer can't be timed alone."""
         work, weight_bytes = self.work, self.work.weight_bytes()
         heads, hidden, vocabulary = work.query_heads, work.hidden, work.vocabulary
         if heads is None or hidden is None or vocabulary is None or weight_bytes is None:
@@ -622,21 +568,18 @@ class TimedModel:
         )
 
     def _sampling(self, part_s: PartTimer, vocabulary: int) -> float:
-        """On a GPU the rest of the engine's work is done while it computes."""
         if self.device == "cpu":
             return part_s(f"token of {vocabulary}", partial(time_token, vocabulary, self.tokenizer))
         return part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary))
 
     def _step(self, part_s: PartTimer) -> StepLatency:
-        """All layers at once; or both halves, less the ends of a step that they have twice."""
         count = len(self.plan.layers)
         sums, one_s = self._halves(part_s, 1)
         twice_s = 0.0 if one_s is None else min(max((count * one_s - sums[0][1]) / (count - 2), 0.0), one_s)
         return StepLatency(tuple((depth, each - twice_s) for depth, each in sums), self._limit)
 
     def _pieces(self, part_s: PartTimer) -> PieceLatency:
-        """All layers at once; or both halves, and what the last layer of the first one lacks."""
-        from ..model.cpu.stepping import PIECE
+        from ..cpu.stepping import PIECE
 
         count = len(self.plan.layers)
         sums, one_s = self._halves(part_s, PIECE)
@@ -650,10 +593,8 @@ class TimedModel:
         return max((each for each in limits if each is not None), default=None) if None not in limits else None
 
     def _halves(self, part_s: PartTimer, rows: int) -> tuple[list[tuple[int, float]], float | None]:
-        """Return the seconds of all layers by depth, ascending, and None; or of both halves, and those of the first layer.
-
-        A long step is timed by halves, since a prompt may come meanwhile. Of a short one the ends weigh too much for that.
-        """
+        """Return (depth, seconds) of all layers and None; or of both halves, and of the first layer."""
+        # Long steps are timed by halves, as a prompt may come meanwhile; in short ones the ends weigh too much.
         layers, weight_bytes = self.plan.layers, self.work.weight_bytes() or 0
         count = len(layers)
         products = ", ".join(kind.key for kind in self.work.products)
@@ -703,7 +644,6 @@ class TimedModel:
     def _handover(
         self, part_s: PartTimer, layers: "list[LayerPlan]", attention: AttentionLatency, rest_s: float
     ) -> HandoverLatency:
-        """What a layer takes longer than its attention and the ``rest_s`` of its parts. rest_s: of products and kernels."""
         shape = f"attention {self.work.query_heads} on {_cache_shape(layers[0])}"
         products = ", ".join(kind.key for kind in self.layer_products)
         points, longest_s = [], 0.0
@@ -719,7 +659,6 @@ class TimedModel:
 
 
 def can_measure(plan: "CachePlan") -> bool:
-    """Whether every layer can be timed alone: not those whose caches stay as the model made them."""
     return bool(plan.layers) and all(layer.ours is not None for layer in plan.layers)
 
 
@@ -728,7 +667,6 @@ def _count_within(most_bytes: int, layers: "list[LayerPlan]", nbytes: int) -> in
 
 
 def _cache_shape(layer: "LayerPlan") -> str:
-    """What names a layer's cache: heads, dims, bits, and what it holds at most."""
     assert layer.ours is not None
     seen = layer.ours.seen
     bits = f"{layer.key_bits},{layer.value_bits} bits in {layer.group_size}{' rotated' if layer.rotated else ''}"
@@ -736,18 +674,18 @@ def _cache_shape(layer: "LayerPlan") -> str:
 
 
 class LatencyProfiler:
-    """Times the parts of a model that are not known yet, one a step, so that a request can come between two."""
+    """Times a model's unknown parts, one a step, so that a request can come in between."""
 
     def __init__(self, model: TimedModel, file: Path | None = None) -> None:
         self._model = model
-        self._file = file or measurement_store.store_file(FILE)
+        self._file = file or hardware.store_file(FILE)
         self._parts: dict[str, Callable[[], float]] = {}
         self._peak_key = _peak_key(model.machine)
         if model.latency(self._add_part) is not None:
             self._parts[self._peak_key] = partial(measure_tflops, model.device)
         self._best: dict[str, float] = {}
         self._open: list[tuple[int, str]] = []
-        on_file = measurement_store.read_all(self._file)
+        on_file = hardware.read_all(self._file)
         for number, key in product(range(1, PASSES + 1), self._parts):
             if (found := on_file.get(_pass_key(key, number))) is None:
                 self._open.append((number, key))
@@ -756,21 +694,18 @@ class LatencyProfiler:
 
     @property
     def missing(self) -> int:
-        """Parts that were not timed yet."""
         return len(self._parts) - len(self._best)
 
     @property
     def remaining(self) -> int:
-        """Timings still to be made: PASSES of each part."""
         return len(self._open)
 
     @property
     def peak_tflops(self) -> float | None:
-        """10^12 operations a second of a large matrix product, once it was timed: prefill's ceiling."""
+        """10^12 operations/s of a large matrix product, prefill's ceiling; None until timed."""
         return self._best.get(self._peak_key)
 
     def steps(self) -> Iterator[None]:
-        """Make the remaining timings, one a step. A timing on a busy machine is too long: it is used, but not kept."""
         began = time.process_time()
         while self._open:
             number, key = self._open.pop(0)
@@ -780,11 +715,10 @@ class LatencyProfiler:
             mx.clear_cache()  # the copies of a matrix take as much memory as the model may
             self._keep_better(key, found)
             if not busy:
-                measurement_store.keep(self._file, {_pass_key(key, number): found})
+                hardware.keep(self._file, {_pass_key(key, number): found})
             yield
 
     def latency(self) -> MeasuredLatency | None:
-        """Return the latency once every part was timed, else None. Further passes make it more precise."""
         if not self._parts or self.missing:
             return None
         return self._model.latency(lambda label, _: self._best[self._key(label)])
@@ -805,8 +739,7 @@ class LatencyProfiler:
 
 
 def kept_tflops(machine: str) -> float | None:
-    """Return what a large matrix product reached on this machine, in 10^12 operations a second; None where it was never timed."""
-    on_file = measurement_store.read_all(measurement_store.store_file(FILE))
+    on_file = hardware.read_all(hardware.store_file(FILE))
     keys = (_pass_key(_peak_key(machine), number) for number in range(1, PASSES + 1))
     return max((on_file[key] for key in keys if key in on_file), default=None)
 
@@ -816,5 +749,4 @@ def _peak_key(machine: str) -> str:
 
 
 def _pass_key(key: str, number: int) -> str:
-    """What a part's timing of a pass, 1 to PASSES, is kept as."""
     return f"{key} | pass {number}"

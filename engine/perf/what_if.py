@@ -1,55 +1,211 @@
-"""What if: a model that need not be here, in other precisions, with other caches and contexts, on this machine or another one.
+"""A machine, this or a named one, and what if: any model at other precisions, caches and contexts on it."""
 
-    place = here()  or  elsewhere("Apple M4 Max", gpu_cores=40, memory_gb=64)
-    outcome(config, WhatIfCase(bits=4, context=32768, prompt=2048), place)
-    table(config, WhatIfCase(), place)                  the same model with one thing changed at a time
-    curve(config, WhatIfCase(), place, (1024, 4096))    decoding over contexts, for a plot
-    suggestions(place, context=8192)                    which models of the catalogue would run well there, best first
-
-Arithmetic over shapes: nothing is downloaded and no weight is read. Only ``here`` looks at this machine.
-
-The best suggestion is the most capable model that fits with room to spare and is quicker than reading. How capable a model is, its
-weights tell only roughly: the square root of all weights times those that a token uses, which is a dense model's weights, and for a
-mixture lies between the two. Where the speed is not known, what fits is sorted by that size alone.
-"""
-
-import math
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, takewhile
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from .. import units
+from .. import files
 from ..chunking import Chunking, prompt_peak, slots_after
+from ..device import DeviceKind
 from ..errors import OptionError
 from ..model.config import context_length
 from ..options import GROUP_SIZES, KVSpec
-from .catalogue import CatalogueEntry, Repository, catalogue, files_bytes
-from .config_cost import Packing
+from . import hardware, memory
+from .bandwidth import LARGEST, with_bandwidth
+from .catalogue import READABLE_TPS, CatalogueEntry, Group, Nominal, Repository, files_bytes, standings
+from .config_cost import Packing, traits_of
 from .footprint import Footprint, KVTable, table_of_plan, weigh
-from .machine import Machine
+from .hardware import Chip, detect, known_chips, lookup, machine_key, plain_name
 from .memory import MemoryFit, giving_way
-from .model_work import traits_of
 from .peak_memory import ModelShape, Peak, predict_peak
 from .roofline import (
     MATTERS_S,
+    Fitted,
     Host,
     HostLimited,
     LatencyModel,
     Limits,
     Prediction,
+    Trait,
+    Workload,
+    fitted,
     limits_of,
     measure_host,
     predict,
 )
-from .workload import Trait, Workload
 
 if TYPE_CHECKING:
     from ..kv.plan import CachePlan
 
+# macOS's GPU limit varies, so only the local machine is asked; a named Mac gets two thirds, the least reported.
 
-BITS = (16, 8, 6, 5, 4, 3, 2)
-"""Bits per weight that a model can be packed with; 16 is not packed."""
+
+GIB = 1 << 30  # memory is sold in GiB, whatever its maker writes
+
+KNOWN_CHIPS = "It has Apple M1 to M6 with Pro, Max and Ultra, and a few NVIDIA cards."
+
+# Of a Mac's memory, what its GPU may surely use. Reported by default: 10.67 of 16 GB (exo-explore/exo#1672), 11.84 of
+# 16 GB (AlexsJones/llmfit#754), 107.5 of 128 GiB (antirez/ds4#893); "usually 0.75" (ml-explore/mlx#64).
+SURE_SHARE = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine; bytes, None is unknown.
+
+    budget_bytes: read here, else certain. by_size: bandwidth measured per model size (``reading``).
+    """
+
+    chip: Chip
+    memory_bytes: int | None
+    budget_bytes: int | None
+    latency: LatencyModel | None
+    device: DeviceKind
+    local: bool = False
+    by_size: bool = False
+    available_bytes: int | None = None
+
+    def reading(self, bytes_read: int) -> "Machine":
+        """Set the bandwidth for a working set, measuring if needed (≤ 1.5 s)."""
+        if not self.by_size:
+            return self
+        unmeasured = replace(self.chip, bandwidth_gbs=None, source="unknown")
+        return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
+
+    def latency_of(self, work: "Workload", plan: "CachePlan", *, by_kernels: bool) -> LatencyModel | None:
+        from .timing import LatencyProfiler, TimedModel
+
+        if isinstance(self.latency, Fitted):
+            return HostLimited(self.latency)
+        if self.latency is not None or not self.local:
+            return self.latency
+        exact = TimedModel(work, plan, by_kernels, self.device, machine_key(self.chip, self.device))
+        choices = ((True, True), (True, False), (False, True), (False, False)) if by_kernels else ((False, False),)
+        forms = (replace(exact, stepped=stepped, rounded=rounded) for stepped, rounded in choices)
+        return next(filter(None, (LatencyProfiler(each).latency() for each in forms)), None)
+
+    def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:
+        """Whether it fits; unknown between the certain budget and all memory."""
+        budget, available = self.budget_bytes, self.available_bytes
+        fit = memory.fit(weights=weights, kv=kv, working=working, budget=budget, available=available)
+        unsure = self.memory_bytes is not None and fit.total <= self.memory_bytes and not self.local
+        return replace(fit, fits=None) if fit.fits is False and unsure else fit
+
+    @property
+    def budget_rule(self) -> str | None:
+        if self.local or self.budget_bytes is None or self.memory_bytes is None:
+            return None
+        if self.device == "cuda":
+            return "all of the card's memory"
+        total, sure = self.memory_bytes / 1e9, self.budget_bytes / 1e9
+        return (
+            f"macOS lets a GPU use two thirds of {total:.1f} GB ({sure:.1f} GB) or more; only that Mac knows how much"
+        )
+
+
+def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Machine:
+    from ..device import device_kind
+
+    device = device_kind()
+    found = detect()
+    chip = _with_peak(with_bandwidth(found, bytes_read), device)
+    latency, by_size = fitted(chip), found.bandwidth_gbs is None
+    return Machine(
+        chip,
+        memory.device_total(),
+        memory.array_budget() if limit is None else limit,
+        latency,
+        device,
+        local=True,
+        by_size=by_size,
+        available_bytes=memory.available(),
+    )
+
+
+# GB/s that a CPU of no known make is taken to read weights with: what two channels of memory give, less what is lost.
+CPU_GBS = 20.0
+
+
+def nominal(place: Machine | None = None, *, limit: int | None = None) -> Nominal:
+    if place is not None and not place.local:
+        return Nominal(place.budget_bytes, place.memory_bytes, place.chip.bandwidth_gbs or CPU_GBS)
+    mac, total = hardware.system(), memory.machine_total()
+    chip = None if mac is None else lookup(hardware.chip_name(mac) or "", hardware.gpu_cores(mac))
+    gbs = None if chip is None else chip.bandwidth_gbs
+    sure = None if total is None else round(SURE_SHARE * total)
+    return Nominal(limit or sure, limit or total, gbs or CPU_GBS)
+
+
+def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | None = None) -> Machine:
+    """Return a machine by chip. memory_gb: GiB. Raises OptionError if unknown or ambiguous."""
+    name = _named(chip_name)
+    rows = (row for row in known_chips() if plain_name(row["chip"]) == name)
+    bins = [row["gpu_cores"] for row in rows if row["gpu_cores"] is not None]
+    if gpu_cores is not None and not bins:
+        raise OptionError(f"--gpu-cores does not apply to {name}", "Leave it out.")
+    if gpu_cores is not None and gpu_cores not in bins:
+        known = ", ".join(map(str, bins))
+        raise OptionError(f"no {name} in the table has {gpu_cores} GPU cores", f"Known: {known}.")
+    chip = lookup(name, gpu_cores)
+    if chip.bandwidth_gbs is None:
+        cores = " or ".join(map(str, bins))
+        raise OptionError(f"{name} has several memory bandwidths", f"Say how many GPU cores it has: {cores}.")
+    return _machine(chip, memory_gb)
+
+
+def everywhere(memory_gb: float | None = None) -> tuple[Machine, ...]:
+    chips = [lookup(row["chip"], row["gpu_cores"]) for row in known_chips()]
+    return tuple(_machine(chip, memory_gb if _is_apple(chip) else None) for chip in chips)
+
+
+def _with_peak(chip: Chip, device: DeviceKind) -> Chip:
+    from .timing import kept_tflops
+
+    if chip.fp16_tflops is not None or (tflops := kept_tflops(machine_key(chip, device))) is None:
+        return chip
+    return replace(chip, fp16_tflops=tflops, peak_source="measured")
+
+
+def _machine(chip: Chip, memory_gb: float | None) -> Machine:
+    apple = _is_apple(chip)
+    gb = memory_gb if memory_gb is not None or apple else _card_memory_gb(chip.name)
+    total = None if gb is None else round(gb * GIB)
+    budget = total if total is None or not apple else round(SURE_SHARE * total)
+    return Machine(chip, total, budget, fitted(chip), "metal" if apple else "cuda")
+
+
+def _is_apple(chip: Chip) -> bool:
+    return chip.name.startswith("Apple")
+
+
+def _named(asked: str) -> str:
+    """Complete a chip name, ignoring case. Raises OptionError."""
+    names = dict.fromkeys(plain_name(row["chip"]) for row in known_chips())
+    wanted = " ".join(asked.split()).casefold()
+    for name in names:
+        if wanted in (name.casefold(), name.partition(" ")[2].casefold()):
+            return name
+    short = {name.partition(" ")[2].casefold(): name for name in names}
+    close = difflib.get_close_matches(wanted.removeprefix("apple ").removeprefix("nvidia "), short, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(short[each] for each in close)}?" if close else KNOWN_CHIPS
+    raise OptionError(f"no chip {asked!r} is in the table", hint)
+
+
+def _card_memory_gb(name: str) -> float | None:
+    sizes = {row["memory_gb"] for row in known_chips() if plain_name(row["chip"]) == name}
+    size = str(sizes.pop()) if len(sizes) == 1 else ""
+    return float(size) if size.isdecimal() else None
+
+
+#     place = here()  or  elsewhere("Apple M4 Max", gpu_cores=40, memory_gb=64)
+#     outcome(config, WhatIfCase(bits=4, context=32768, prompt=2048), place)
+#
+# Arithmetic over shapes: nothing is downloaded and no weight is read.
+
+
+BITS = (16, 8, 6, 5, 4, 3, 2)  # bits per weight that a model can be packed with; 16 is not packed
 
 PRECISIONS = (16, 8, 6, 5, 4, 3)
 
@@ -57,26 +213,16 @@ KV_BITS = ((16, 16), (8, 8), (8, 4), (4, 4))
 
 FIRST_CONTEXT = 1024
 
-UNBOUNDED_CONTEXT = 131_072
-"""How far contexts go where a config does not say what the model was made for."""
+UNBOUNDED_CONTEXT = 131_072  # how far contexts go where a config does not say what the model was made for
 
-MARGIN = 0.9
-"""Share of the budget that leaves room for the system, a longer context and other programs."""
-
-READABLE_TPS = 10.0
-"""Tokens a second that keep up with a reader: adults read some 238 words a minute silently (Brysbaert 2019,
-doi:10.1016/j.jml.2019.104047), about 5 tokens a second; twice that leaves room for skimming."""
+MARGIN = 0.9  # share of the budget that leaves room for the system, a longer context and other programs
 
 Verdict = Literal["runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit"]
+# Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow:
+# slower than twice reading.
 VERDICTS: tuple[Verdict, ...] = (
     "runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit",
 )  # fmt: skip
-"""Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow: slower than
-twice reading."""
-
-Group = Literal["recommended", "speed unknown", "fit unknown", "slow", "does not fit"]
-GROUPS: tuple[Group, ...] = get_args(Group)
-"""What a suggestion is listed under, best first. recommended: it fits, and is expected to be quicker than twice reading."""
 
 KV_UNKNOWN = "what its layers keep for each token is not known"
 
@@ -86,11 +232,7 @@ UNMEASURED_KV = "packed keys and values were not timed here (a chat that uses th
 
 @dataclass(frozen=True, slots=True)
 class WhatIfCase:
-    """What is asked. Raises OptionError for what can't be.
-
-    bits: of weights, in groups of ``group_size``; None is as the model is packed. context: tokens held while decoding.
-    prompt: tokens computed at once, from nothing, before the first of the reply.
-    """
+    """The question. Raises OptionError for impossible values."""
 
     bits: int | None = None
     group_size: int = 64
@@ -110,7 +252,6 @@ class WhatIfCase:
             )
 
     def packing(self, own: Packing | None = None) -> Packing | None:
-        """Return how weights are packed; ``own`` is the model's, where its config does not say (None: it does)."""
         if self.bits is None:
             return own
         return Packing(None if self.bits == 16 else self.bits, self.group_size)
@@ -118,10 +259,9 @@ class WhatIfCase:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfOutcome:
-    """The answer. Bytes, tokens a second, seconds; None is unknown, and ``reason`` then says why.
+    """The answer in bytes, tokens/s and seconds; None is unknown, and ``reason`` then says why.
 
-    weight_bytes, bits_per_weight: as stored. kv_bytes: held of keys and values at the context. memory: at the highest point
-    on the way there. prefill_tps, ttft_s: of the prompt. prediction: both phases on the roofline.
+    kv_bytes: held at the context. memory: at the peak on the way there. prediction: both phases on the roofline.
     """
 
     case: WhatIfCase
@@ -140,8 +280,6 @@ class WhatIfOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """Decoding at one context, in tokens a second; None is unknown."""
-
     context: int
     ceiling_tps: float | None
     expected_tps: float | None
@@ -149,10 +287,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class WeighedModel:
-    """A weighed model with the caches of one KV spec, at one place: what every context has in common.
-
-    latency: how fast kernels are there, with this model; None is unknown. Made by ``load``.
-    """
+    """A weighed model with the caches of one KV spec, at one place; made by ``load``."""
 
     weighed: Footprint
     plan: "CachePlan"
@@ -160,8 +295,7 @@ class WeighedModel:
     place: Machine
     latency: LatencyModel | None
 
-    def at(self, place: Machine) -> "WeighedModel":
-        """Return the same at another place that holds a model in the same form, with that place's bandwidth for this model."""
+    def on(self, place: Machine) -> "WeighedModel":
         place = place.reading(self.work.weight_bytes() or self.weighed.held.weight_bytes)
         latency = place.latency_of(self.work, self.plan, by_kernels=self.weighed.form == "float32")
         if place.local and isinstance(latency, HostLimited):
@@ -169,8 +303,7 @@ class WeighedModel:
         return replace(self, place=place, latency=latency)
 
     def _host(self, latency: HostLimited) -> Host | None:
-        """Return what building a step takes here; None where that can't matter. Milliseconds."""
-        from ..kv import install_seam
+        from ..kv.attention import install_seam
 
         device_s = latency.device.decode_s(self.work, 1)
         if device_s is None or device_s > MATTERS_S:
@@ -180,32 +313,25 @@ class WeighedModel:
 
     @property
     def chunking(self) -> Chunking:
-        """How prompts are cut there."""
         return Chunking(self.work, self.place.device, self.place.latency)
 
     def kv_table(self, context: int) -> KVTable:
-        """Return what each layer keeps at ``context`` tokens."""
         return table_of_plan(self.plan, context)
 
     def limits(self, context: int) -> Limits | None:
-        """Return the bounds of decoding at a context; None where it is not known what the layers keep."""
         if self.kv_table(context).bytes_at_context is None:
             return None
         return limits_of(context, self.work, self.place.chip, self.latency)
 
     def fit(self, case: WhatIfCase, replies: int = 1) -> MemoryFit:
-        """Return whether the case fits at the highest point of computing its prompt and then tokens until the context is reached.
-
-        Room that the caches have for growing counts with the temporaries. replies: of such cases at once: beside one, the others
-        hold the whole context and are written.
-        """
+        """Return whether the case fits at its peak: prefill, then decode up to the context."""
+        # Growth room of caches counts as temporaries. Beside one of ``replies``, the others hold the full context.
         peak = prompt_peak(self._shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
         kv = self.plan.bytes_at(case.context)
         working = self._beyond(peak, kv) + (replies - 1) * self._beyond(self._written(case), kv)
         return self.place.fit(weights=peak.weights, kv=replies * kv, working=working)
 
     def most_at_once(self, case: WhatIfCase) -> int | None:
-        """Return how many such cases fit at once: one more does not. None where it is not known how much memory there is."""
         one, two = self.fit(case), self.fit(case, 2)
         if one.budget is None:
             return None
@@ -216,7 +342,6 @@ class WeighedModel:
         return self.weighed.shape(self.plan, self.place.device, self.place.chip)
 
     def _written(self, case: WhatIfCase) -> Peak:
-        """The peak of writing a reply's last token, in caches with the room that they made on the way there."""
         slots = slots_after(self.chunking, case.prompt, case.context - case.prompt)
         return predict_peak(self._shape, held=case.context - 1, new=0, chunk=1, slots=slots, reply=1)
 
@@ -228,23 +353,19 @@ class WeighedModel:
 def outcome(
     config: Mapping[str, Any], case: WhatIfCase, place: Machine, *, own: Packing | None = None
 ) -> WhatIfOutcome:
-    """Return what ``place`` makes of the model of a normalised config (model/config.py). Flags that it can't take are a reason.
-
-    own: how the model is packed, where its config does not say.
-    """
+    """Return the outcome for a normalised config; impossible flags become its reason."""
     return outcome_of(weigh(config, place.device, packing=case.packing(own)), case, place)
 
 
 def curve(
     config: Mapping[str, Any], case: WhatIfCase, place: Machine, contexts: Iterable[int], *, own: Packing | None = None
 ) -> tuple[DecodePoint, ...]:
-    """Return decoding over contexts; empty where the model can't be weighed. Raises OptionError for KV flags that it can't take."""
+    """Return decode speed over contexts; empty if it can't be weighed. Raises OptionError for KV flags."""
     weighed = weigh(config, place.device, packing=case.packing(own))
     return () if isinstance(weighed, str) else points_of(load(weighed, case.kv, place), contexts)
 
 
 def points_of(loaded: WeighedModel, contexts: Iterable[int]) -> tuple[DecodePoint, ...]:
-    """Return decoding over contexts, of a model that was weighed."""
     bounds = ((context, loaded.limits(context)) for context in contexts)
     return tuple(
         DecodePoint(context, None, None) if at is None else DecodePoint(context, at.ceiling_tps, at.expected_tps)
@@ -253,17 +374,15 @@ def points_of(loaded: WeighedModel, contexts: Iterable[int]) -> tuple[DecodePoin
 
 
 def load(weighed: Footprint, kv: KVSpec, place: Machine) -> WeighedModel:
-    """Return the model with its caches planned. Raises OptionError for flags that they can't take."""
-    return WeighedModel(weighed, *weighed.planned(kv), place, None).at(place)
+    """Return the model with planned caches. Raises OptionError for KV flags that it can't have."""
+    return WeighedModel(weighed, *weighed.planned(kv), place, None).on(place)
 
 
 def outcome_of(weighed: Footprint | str, case: WhatIfCase, place: Machine) -> WhatIfOutcome:
-    """Return the outcome of a model that was weighed for this place, or of one that could not be."""
     return next(outcomes_of(weighed, (case,), place))
 
 
 def outcomes_of(weighed: Footprint | str, cases: Iterable[WhatIfCase], place: Machine) -> Iterator[WhatIfOutcome]:
-    """Yield the outcomes of cases that pack the weights alike; caches are planned once for neighbours of one KV spec."""
     for kv, alike in groupby(cases, key=lambda case: case.kv):
         try:
             loaded = weighed if isinstance(weighed, str) else load(weighed, kv, place)
@@ -274,12 +393,11 @@ def outcomes_of(weighed: Footprint | str, cases: Iterable[WhatIfCase], place: Ma
 
 
 def outcome_at(loaded: WeighedModel, case: WhatIfCase) -> WhatIfOutcome:
-    """Return the outcome of a model whose caches are planned by the case's KV spec."""
     place, stored = loaded.place, loaded.weighed.stored
     limits = loaded.limits(case.context)
     if limits is None:
         return _without(loaded.weighed, case, place, KV_UNKNOWN)
-    chunk = loaded.chunking.at(case.prompt // 2)
+    chunk = loaded.chunking.tokens_at(case.prompt // 2)
     predicted = predict(loaded.work, place.chip, loaded.latency, case.prompt, case.context, chunk=chunk)
     return WhatIfOutcome(
         case=case,
@@ -298,14 +416,12 @@ def outcome_at(loaded: WeighedModel, case: WhatIfCase) -> WhatIfOutcome:
 
 
 def _without(weighed: Footprint | str, case: WhatIfCase, place: Machine, reason: str) -> WhatIfOutcome:
-    """The outcome where no more than the weights is known, if that."""
     if isinstance(weighed, str):
         return WhatIfOutcome(case, place, reason=reason)
     return WhatIfOutcome(case, place, weighed.stored.weight_bytes, weighed.stored.bits_per_weight, reason=reason)
 
 
 def _unknown(loaded: WeighedModel, predicted: Prediction, kv: KVSpec) -> str | None:
-    """Why something is not known, what matters most first."""
     place = loaded.place
     if loaded.work.weight_bytes() is None:
         return "its config does not say how many experts a token uses"
@@ -324,10 +440,7 @@ def _unknown(loaded: WeighedModel, predicted: Prediction, kv: KVSpec) -> str | N
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """One repository of the catalogue at a place. Bytes; None is unknown. traits: what kind of model it is.
-
-    download_bytes: of all its files. parameters: all weights; active_parameters: those that a token uses. reason: one sentence.
-    """
+    """One catalogue repository at a place, in bytes; None is unknown."""
 
     id: str
     name: str
@@ -338,36 +451,26 @@ class Suggestion:
     outcome: WhatIfOutcome
     verdict: Verdict
     reason: str
-
-    @property
-    def group(self) -> Group:
-        """What it is listed under."""
-        return group_of(self.outcome)
-
-    @property
-    def size(self) -> float:
-        """Roughly how capable it is, in weights of a dense model; 0 where they are not known."""
-        return math.sqrt((self.parameters or 0) * (self.active_parameters or 0))
+    group: Group = "fit unknown"
 
 
 def suggestions(
-    place: Machine, context: int = 8192, *, progress: Callable[[int, int], None] | None = None
+    place: Machine, make: Nominal, context: int = 8192, *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Suggestion, ...]:
-    """Return every repository of the catalogue, best first, as it would run with a prompt that fills ``context``.
+    """Return the whole catalogue, best first, with a prompt that fills ``context``.
 
-    Takes a tenth or two of a second for each. progress: called with how many are done, and of how many.
+    Takes 0.1–0.2 s each. make: the place by its make. progress: called with (done, total).
     """
-    case, asked = WhatIfCase(None, 64, KVSpec(), context, context), list(repositories())
+    case, asked = WhatIfCase(None, 64, KVSpec(), context, context), standings(make)
     found: list[Suggestion] = []
-    for entry, repository in asked:
-        found.append(suggestion(entry, repository, case, place))
+    for each in asked:
+        found.append(replace(suggestion(each.entry, each.repository, case, place), group=each.group))
         if progress is not None:
             progress(len(found), len(asked))
-    return tuple(sorted(found, key=rank))
+    return tuple(found)
 
 
 def suggestion(entry: CatalogueEntry, repository: Repository, case: WhatIfCase, place: Machine) -> Suggestion:
-    """Return one repository at a place."""
     weighed: Footprint | str = f"the config of {entry.name} is not known here"
     if (config := entry.config_of(repository)) is not None:
         weighed = weigh(config, place.device, packing=repository.packing)
@@ -391,20 +494,18 @@ def suggestion(entry: CatalogueEntry, repository: Repository, case: WhatIfCase, 
 
 
 def verdict_of(found: WhatIfOutcome) -> Verdict:
-    """Return how well it would run, beside the other programs that run now."""
     alone, memory = verdict_alone(found), found.memory
     gives_way = memory is not None and memory.from_others > 0
     return "tight" if gives_way and alone in ("runs well", "fits, speed unknown") else alone
 
 
 def verdict_alone(found: WhatIfOutcome) -> Verdict:
-    """Return how well it would run whatever else does."""
     memory = found.memory
     if memory is None or memory.fits is None or memory.budget is None:
         return "unknown whether it fits"
     if not memory.fits:
         return "does not fit"
-    fastest = _fastest_tps(found)
+    fastest = found.ceiling_tps if found.expected_tps is None else found.expected_tps
     if fastest is not None and fastest < READABLE_TPS:
         return "slow"
     if memory.total > MARGIN * memory.budget:
@@ -412,60 +513,15 @@ def verdict_alone(found: WhatIfOutcome) -> Verdict:
     return "fits, speed unknown" if found.expected_tps is None else "runs well"
 
 
-def group_of(found: WhatIfOutcome) -> Group:
-    """Return what a model is listed under. What other programs take at the moment changes nothing here."""
-    memory, fastest = found.memory, _fastest_tps(found)
-    fits = None if memory is None or memory.budget is None else memory.fits
-    if fits is False:
-        return "does not fit"
-    if fastest is not None and fastest < READABLE_TPS:
-        return "slow"
-    if fits is None:
-        return "fit unknown"
-    return "speed unknown" if found.expected_tps is None else "recommended"
-
-
-def repositories() -> Iterator[tuple[CatalogueEntry, Repository]]:
-    """Yield every repository of the catalogue, with the model it holds."""
-    for entry in catalogue():
-        for repository in entry.repositories:
-            yield entry, repository
-
-
-def rank(each: Suggestion) -> tuple[int, bool, float, float, str]:
-    """Return what sorts best first: the group, then what leaves room, then the size and more bits of the same model.
-
-    Slow ones sort by their speed. Where not even a limit of the speed is known, the smallest comes first: it is quick anywhere.
-    What other programs take at the moment changes a word, and not the order.
-    """
-    outcome, weights = each.outcome, float(each.outcome.weight_bytes or 0)
-    place, fastest = GROUPS.index(each.group), _fastest_tps(outcome)
-    match each.group:
-        case "does not fit":  # the one that lacks least comes first
-            return place, False, float(outcome.memory.total) if outcome.memory else math.inf, 0.0, each.id
-        case "slow":
-            return place, False, -(fastest or 0.0), 0.0, each.id
-        case _ if fastest is None:
-            return place, True, weights or math.inf, 0.0, each.id
-        case _:
-            return place, verdict_alone(outcome) == "tight", -each.size, -weights, each.id
-
-
-def _fastest_tps(found: WhatIfOutcome) -> float | None:
-    """Return the speed to expect, else the most that the hardware allows."""
-    return found.ceiling_tps if found.expected_tps is None else found.expected_tps
-
-
 def reason_of(found: WhatIfOutcome, verdict: Verdict) -> str:
-    """Return why, in one sentence."""
     memory = found.memory
     if memory is None:
         return found.reason or "its memory is not known"
-    need = f"needs {units.size(memory.total)}"
+    need = f"needs {files.size(memory.total)}"
     if memory.budget is None:
         return f"{need}; how much may be used is not known"
-    of = f"{need} of {units.size(memory.budget)}"
-    most = f"{need}; the machine has {units.size(found.place.memory_bytes or memory.budget)} in all"
+    of = f"{need} of {files.size(memory.budget)}"
+    most = f"{need}; the machine has {files.size(found.place.memory_bytes or memory.budget)} in all"
     spoken: dict[Verdict, str] = {
         "runs well": of,
         "fits, speed unknown": f"{of}; {found.reason or 'its speed is not known'}",
@@ -482,11 +538,7 @@ def reason_of(found: WhatIfOutcome, verdict: Verdict) -> str:
 def table(
     config: Mapping[str, Any], base: WhatIfCase, place: Machine, *, own: Packing | None = None
 ) -> tuple[WhatIfOutcome, ...]:
-    """Return the base case, then it with one thing changed at a time: precision of weights, bits of keys and values, context.
-
-    Cases that the model can't take are listed with the reason. A prompt that fills the context does so in every one of them; any
-    other stays as it is, unless the context is shorter. own: how the model is packed, where its config does not say.
-    """
+    """Return the base case, then with one change at a time: weight bits, KV bits, context."""
     found: list[WhatIfOutcome] = []
     for packing, alike in groupby(_distinct(_cases(config, base), own), key=lambda case: case.packing(own)):
         weighed = weigh(config, place.device, packing=packing)
@@ -495,7 +547,6 @@ def table(
 
 
 def notes(found: Sequence[WhatIfOutcome]) -> tuple[str, ...]:
-    """Return notes on a whole table, in clauses: why speeds are unknown."""
     unknown = dict.fromkeys(each.reason for each in found if each.reason and each.expected_tps is None)
     return tuple(f"unknown: {reason}" for reason in unknown)
 
@@ -503,19 +554,15 @@ def notes(found: Sequence[WhatIfOutcome]) -> tuple[str, ...]:
 def on_chips(
     config: Mapping[str, Any], case: WhatIfCase, places: Sequence[Machine], *, own: Packing | None = None
 ) -> tuple[WhatIfOutcome, ...]:
-    """Return the same case at several places, none of which is a plain CPU: those hold a model alike.
-
-    Raises OptionError for KV flags that the model can't take.
-    """
+    """Return one case at several places, none a plain CPU. Raises OptionError for impossible KV flags."""
     weighed = weigh(config, "metal", packing=case.packing(own))
     if isinstance(weighed, str) or not places:
         return tuple(outcome_of(weighed, case, place) for place in places)
     first = load(weighed, case.kv, places[0])
-    return tuple(outcome_at(first.at(place), case) for place in places)
+    return tuple(outcome_at(first.on(place), case) for place in places)
 
 
 def contexts_up_to(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return contexts in fourfold steps from 1,024 tokens, the last one what the model was made for."""
     longest = context_length(config) or UNBOUNDED_CONTEXT
     steps = takewhile(lambda step: step < longest, (FIRST_CONTEXT * 4**power for power in count()))
     return (*steps, longest)
@@ -533,7 +580,6 @@ def _cases(config: Mapping[str, Any], base: WhatIfCase) -> Iterator[WhatIfCase]:
 
 
 def _distinct(cases: Iterable[WhatIfCase], own: Packing | None) -> Iterator[WhatIfCase]:
-    """Yield each case once, by what it comes to: asking for the bits that a model has anyway changes nothing."""
     seen = set()
     for case in cases:
         comes_to = (case.packing(own), case.kv, case.context, case.prompt)

@@ -1,1 +1,1 @@
-"""The prompt cache: never compute the same prefix twice, in memory, across branches, across restarts."""
+"""The prompt cache: reuse prefixes in memory, across branches and across restarts."""

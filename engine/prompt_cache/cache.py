@@ -1,115 +1,91 @@
-"""The prompt cache with a disk: memory first, then stored segments; and the idle work that fills the disk.
+"""The prompt cache with a disk: memory first, then stored segments, written in idle time."""
 
-What is stored are runs of the live caches. Caches that grow are stored in blocks of 256 tokens, so that conversations with a common
-beginning share files, and a shorter last block, which the next turn replaces. Where some state can't be sliced, a segment reaches
-from one checkpoint, the end of a prompt or of a reply, to the next, and holds the state there.
-"""
+# Growing caches are stored in blocks of 256 tokens, so that common beginnings share files; the next turn
+# replaces the shorter last block. Where state can't be sliced, a segment spans checkpoint to checkpoint.
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
 
 from ..kv import snapshot
-from ..kv.operations import LOCAL, CacheOperations
 from ..options import PromptCacheSpec
 from ..perf import memory
 from ..perf.peak_memory import predict_peak
 from .disk import DiskStore, Link, Segment, to_bytes, to_host
-from .folder import Budgets, Folder, default_root, identify, identity
-from .memory import CachedRun, CacheLease, CacheStore, KnownPrefix, MemoryStore
-from .portable import Packet
-from .radix_tree import Node
+from .folder import Budgets, Folder, Packet, default_root, identify, identity
+from .memory import LEAST_TAIL, CachedRun, CacheLease, CacheStore, KnownPrefix, Node
 
 if TYPE_CHECKING:
+    from ..runner import Runner
     from ..runtime import Runtime
 
 BLOCK = 256
-LEAST_TOKENS = 256
-"""A prefix of fewer is computed in a moment."""
-LEAST_TAIL = 32
-"""Tokens beyond the last whole block that are worth a file of their own."""
+LEAST_TOKENS = 256  # a prefix of fewer is computed in a moment
 PAUSE_S = 0.02
 AWAIT_S = 1.0
 
+# By default the prompt cache may take a tenth of the memory budget, as it is whenever something must go, and
 MEMORY_SHARE = 10
-"""By default the prompt cache may take a tenth of the memory budget, as it is whenever something must go, and"""
-LEAST_MEMORY = 64 << 20
-"""never fewer bytes than these."""
+LEAST_MEMORY = 64 << 20  # never fewer bytes than these
 
+# Differences of logits that rounding explains: the stored prefix was cut into other chunks. Where keys and values are
+# packed, a difference in the last digit may put a number on the next step of its group's scale.
 ROUNDING, PACKED_ROUNDING = 1e-3, 0.05
-"""Differences of logits that rounding explains: the stored prefix was cut into other chunks. Where keys and values are packed, a
-difference in the last digit may put a number on the next step of its group's scale."""
-STEPS = 8
-"""Steps of the number type, at the size of the largest logit, that come on top: bfloat16 has few."""
+STEPS = 8  # steps of the number type, at the size of the largest logit, that come on top: bfloat16 has few
 
 
-class PromptCache(MemoryStore):
-    """Computed prefixes in memory, and on disk once ``use_disk`` is called. Takes what ``MemoryStore`` takes.
-
-    identifying: the thread that works out which stored segments are this model's and then calls ``use_disk``.
-    """
+class PromptCache(CacheStore):
+    """A ``CacheStore`` with a disk once ``use_disk`` is called."""
 
     def __init__(
-        self,
-        make: Callable[[int | None], list[Any]],
-        budget: Callable[[], int],
-        *,
-        all_grow: bool,
-        beside: Callable[[int], int] = lambda _: 0,
-        operations: CacheOperations = LOCAL,
+        self, make: Callable[[int | None], list[Any]], budget: Callable[[], int] | None = None, **more: Any
     ) -> None:
-        super().__init__(make, budget, all_grow=all_grow, beside=beside, operations=operations)
+        super().__init__(make, budget, **more)
         self.identifying: Thread | None = None
         self._disk: DiskStore | None = None
         self._replaced: tuple[str, list[int]] | None = None
-        self._written = set[str]()  # since the last request, so that a small budget does not cause a cycle of writes
 
     def use_disk(self, disk: DiskStore) -> None:
-        """From now on, store what is computed and look there for what was. Callable from any thread."""
+        """Store to, and read from, this disk from now on. Callable from any thread."""
         self._disk = disk
 
     @property
     def disk(self) -> DiskStore | None:
-        """The disk; waits until it is known which segments are this model's."""
         if self._disk is None and self.identifying is not None:
             self.identifying.join()
         return self._disk
 
     @property
     def trouble(self) -> str | None:
-        """What went wrong with the disk, once something did."""
         return self._disk.trouble if self._disk else None
 
-    def lend(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return the live caches, filled from memory."""
-        self._written.clear()
-        return super().lend(ids, keep)
-
     def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
-        """Return what is in memory, and what on disk beyond it is worth reading."""
         known = super().known(ids, keep)
         links = self._links(ids, keep, known.tokens)
         return KnownPrefix(links[-1].stop, sum(link.entry.size for link in links)) if links else known
 
-    def anew(self) -> CacheStore:
-        """Return a store with the same disk and nothing in memory."""
+    def on_disk(self, ids: list[int], keep: int | None) -> list[int]:
+        return self._disk.nearest(ids, keep) if self._disk else []
+
+    @property
+    def has_other_settings(self) -> bool:
+        return self._disk is not None and self._disk.has_other_settings
+
+    def anew(self) -> Self:
         other = super().anew()
-        if isinstance(other, PromptCache) and self._disk is not None:
+        if self._disk is not None:
             other.use_disk(self._disk)
         return other
 
     def stored(self) -> list[tuple[list[int], int | None]]:
-        """Return the prefixes on disk that no other continues."""
         return self._disk.ends() if self._disk else []
 
     def packets(self) -> Iterator[Packet]:
-        """Yield what the live caches hold as consecutive segments, named for the disk."""
         disk, held = self.disk, self._current()
         assert disk is not None
         live, end = held.lease, held.end
@@ -120,7 +96,6 @@ class PromptCache(MemoryStore):
             yield Packet(parent, name, to_bytes(to_host(start, ids[start:stop], piece, states)))
 
     def flush(self, seconds: float) -> None:
-        """Store what is to be stored, within ``seconds``."""
         if self._disk is None:
             return
         deadline = time.monotonic() + seconds
@@ -129,7 +104,6 @@ class PromptCache(MemoryStore):
         self._disk.wait(max(0.0, deadline - time.monotonic()))
 
     def idle(self) -> float | None:
-        """Begin to write the next segment, if the last one is written; return when to look again."""
         disk = self._disk
         if disk is None:
             return AWAIT_S if self.identifying is not None else None
@@ -153,7 +127,6 @@ class PromptCache(MemoryStore):
         return PAUSE_S if more else None
 
     def _write_next(self, disk: DiskStore, keep: int | None, leaf: Node[CachedRun]) -> bool:
-        """Begin to write the first segment on the path to ``leaf`` that is not stored; return whether there may be more to do."""
         ends, ids = self._segment_ends(leaf), leaf.ids()
         for start, stop, parent, name in disk.parts(ids, list(ends), keep):
             node, tokens = ends[stop], ids[start:stop]
@@ -178,7 +151,6 @@ class PromptCache(MemoryStore):
         return False
 
     def _segment_ends(self, leaf: Node[CachedRun]) -> dict[int, Node[CachedRun] | None]:
-        """Return where the segments of a path end, with the nodes whose states they hold, if some can't be sliced."""
         if leaf.stop < LEAST_TOKENS:
             return {}
         if not self.needs_checkpoints:
@@ -195,7 +167,6 @@ class PromptCache(MemoryStore):
         return ends
 
     def _links(self, ids: list[int], keep: int | None, held: int) -> list[Link]:
-        """Return the stored segments that continue the first ``held`` ids, where reading them is worth it."""
         if self._disk is None or len(ids) - 1 - held < LEAST_TAIL:
             return []
         links = self._disk.chain(ids[:-1], keep)
@@ -206,15 +177,9 @@ class PromptCache(MemoryStore):
             return []
         return links
 
-    def restore(
-        self,
-        lease: CacheLease,
-        ids: list[int],
-        within_s: Callable[[], float] = lambda: math.inf,
-        *,
-        awaited: bool = True,
+    def _read_stored(
+        self, lease: CacheLease, ids: list[int], within_s: Callable[[], float], *, awaited: bool
     ) -> Generator[None, None, None]:
-        """Append stored segments to a lease, and yield now and then. A damaged or foreign one is a miss."""
         links = self._links(ids, lease.keep, len(lease.ids))
         lease.restoring = ids[: links[-1].stop] if links and awaited else ()
         spent_s, size = 0.0, 0
@@ -227,12 +192,11 @@ class PromptCache(MemoryStore):
                     yield
                     began_s = time.perf_counter()
             if size:
-                self.rates.saw_read(size, spent_s + time.perf_counter() - began_s)
+                self.rates.observe_read(size, spent_s + time.perf_counter() - began_s)
         finally:
             lease.restoring = ()
 
     def _appended(self, lease: CacheLease, links: list[Link], ids: list[int]) -> Iterator[int]:
-        """Append stored segments to a lease; yield the bytes that were read of each."""
         disk, read = self._disk, list[tuple[Link, Segment]]()
         for number, link in enumerate(links, 1):
             assert disk is not None
@@ -248,7 +212,7 @@ class PromptCache(MemoryStore):
             yield link.entry.size
 
     def _append(self, lease: CacheLease, link: Link, segment: Segment, *, reserve: int, states: bool) -> bool:
-        """Append a segment to a lease; return whether that could be done: else the lease is empty now, the segment gone."""
+        """Append a segment to a lease; on failure (False) the lease is empty and the segment removed."""
         disk, used = self._disk, self._holding(lease)
         held, begin = used or self._current(), len(lease.ids) - link.start
         assert disk is not None
@@ -268,66 +232,11 @@ class PromptCache(MemoryStore):
         return True
 
 
-class OwnCaches(CacheStore):
-    """Makes caches that are one reply's own, other than those of the store ``beside`` it; memory is reckoned for both together.
-
-    keeps: as of the other.
-    """
-
-    def __init__(self, make: Callable[[int | None], list[Any]], beside: CacheStore) -> None:
-        super().__init__(make)
-        self.keeps = beside.keeps
-        self._beside = beside
-
-    @property
-    def leases(self) -> list[CacheLease]:
-        """Those of both in use."""
-        return self._beside.leases
-
-    def use(self, lease: CacheLease) -> None:
-        """Take note that an acquired lease is in use."""
-        self._beside.use(lease)
-
-    def release(self, lease: CacheLease, *, failed: bool = False) -> None:
-        """Take a lease back; nothing of it is kept."""
-        self._beside.release(lease, failed=failed)
-
-    def suspend(self, lease: CacheLease) -> None:
-        """Keep a lease's caches as long as nobody needs their memory."""
-        self._beside.set_aside(lease)
-
-    def resume(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
-        """Put a suspended lease in use again, with the caches that it had or with empty ones."""
-        self._beside.take_up(lease, self._make)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self._beside.nbytes
-
-    @property
-    def aside(self) -> int:
-        """Bytes of the other beside the leased caches."""
-        return self._beside.aside
-
-    def shrink(self, wanted: int) -> int:
-        """Evict ``wanted`` of those bytes; return how many were freed."""
-        return self._beside.shrink(wanted)
-
-    def drop_idle(self, lease: CacheLease) -> int:
-        """Forget live caches that nobody uses; return the bytes freed."""
-        return self._beside.drop_idle(lease)
-
-
 def open_cache(
     spec: PromptCacheSpec | None, runtime: "Runtime", *, folder: Path, name: str, **more: object
-) -> CacheStore:
-    """Return the prompt cache of the model in ``folder``, called ``name``; one that reuses nothing where ``spec`` is None.
-
-    more: what else, beside files and KV settings, decides what its keys and values look like.
-    """
+) -> PromptCache:
     if spec is None:
-        return CacheStore(runtime.new_caches)
+        return PromptCache(runtime.new_caches)
     most = spec.memory_bytes
 
     def budget() -> int:
@@ -337,7 +246,10 @@ def open_cache(
         return 0 if most is not None else _free_beside(runtime, cache, held)
 
     grow = snapshot.all_grow(runtime.new_caches(0))
-    cache = PromptCache(runtime.new_caches, budget, all_grow=grow, beside=beside, operations=runtime.operations)
+    least = LEAST_MEMORY if most is None else most
+    cache = PromptCache(
+        runtime.new_caches, budget, all_grow=grow, least=least, beside=beside, operations=runtime.operations
+    )
     if spec.disk:
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
 
@@ -350,14 +262,12 @@ def open_cache(
 
 
 def _free_beside(runtime: "Runtime", cache: PromptCache, held: int) -> int:
-    """Return the bytes free, without taking from other programs, beside a conversation of ``held`` tokens that continues.
-
-    Predicts its next chunk of prompt; should less be left when that comes, the memory ladder evicts what is kept beside.
-    """
+    """Return the bytes free beside a conversation of ``held`` tokens, without memory pressure."""
+    # Only its next prompt chunk is predicted; if memory gets short, the memory ladder evicts what is kept.
     whole, left = runtime.memory_budget, memory.available()
     if whole is None:
         return 0
-    chunk = runtime.chunking.at(held)
+    chunk = runtime.chunking.tokens_at(held)
     peak = predict_peak(runtime.shape, held=held, new=chunk, chunk=chunk, reply=1).total
     others = max(0, mx.get_active_memory() - runtime.shape.weights - cache.nbytes)
     return (whole if left is None else min(whole, left)) - others - peak
@@ -365,10 +275,9 @@ def _free_beside(runtime: "Runtime", cache: PromptCache, held: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A stored prefix, computed again. tokens: its length.
+    """A stored prefix, computed again.
 
-    difference: the largest between the logits after it, warm and cold. bound: up to that it is rounding. top_same: whether the
-    likeliest token is the same.
+    difference: largest difference of logits, warm against cold. bound: up to that it is rounding.
     """
 
     tokens: int
@@ -377,11 +286,8 @@ class Check:
     top_same: bool
 
 
-def check(runtime: "Runtime", store: CacheStore, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
-    """Compute every stored prefix that no other continues again, longest first, and compare the logits after it.
-
-    The store's own caches are left alone.
-    """
+def check(runner: "Runner", *, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
+    runtime, store = runner.runtime, runner.store
     for ids, keep in sorted(store.stored(), key=lambda each: -len(each[0])):
         prompt = [*ids, ids[-1]]
         lease = store.anew().acquire(prompt, keep)
@@ -401,7 +307,6 @@ def _compare(tokens: int, warm: mx.array, cold: mx.array, *, packed: bool) -> Ch
 
 
 def _logits_after(model: Any, caches: list[Any], ids: list[int], chunk: int, cancelled: Callable[[], bool]) -> mx.array:
-    """Return the logits (V,) after the last of ``ids``, the others computed in chunks; of nothing when cancelled."""
     last = len(ids) - 1
     for begin in range(0, last, chunk):
         model(mx.array([ids[begin : min(begin + chunk, last)]]), cache=caches)

@@ -1,10 +1,9 @@
-"""The prompt cache on disk, for one model: find stored segments that continue a prompt, read them, and write new ones.
+"""The prompt cache on disk, for one model: find, read and write segments."""
 
-A segment is a safetensors file of a run of tokens, what the caches hold of them, and the states at their end. Its arrays are ``t``
-(tokens, int64: the widest type comes first in such a file), ``p.<cache>.<array>`` (slices of caches that grow, in order) and
-``s.<cache>.<name>`` (states of the others); its metadata are ``start`` (position of the first token), ``numbers`` and ``types``
-(JSON). NumPy has no bfloat16, so that is stored as its bits.
-"""
+# A segment is a safetensors file: ``t`` (tokens, int64, the widest type first), ``p.<cache>.<array>`` (slices
+# of
+# growing caches, in order), ``s.<cache>.<name>`` (states); metadata ``start`` (position of the first token),
+# ``numbers`` and ``types`` (JSON). bfloat16, which NumPy lacks, is stored as its bits.
 
 import contextlib
 import json
@@ -18,38 +17,30 @@ import mlx.core as mx
 import numpy as np
 from safetensors.numpy import load, save
 
-from .. import metrics
 from ..files import open_regular
 from ..kv.snapshot import KVSlice, State, States
-from .folder import Folder, FullError, Identity, SegmentEntry, child_name, root_name
-from .portable import Packet
-from .radix_tree import common_prefix
+from ..metrics import Rates
+from .folder import Folder, FullError, Identity, Packet, SegmentEntry, child_name, root_name
+from .memory import common_prefix
 
 Host = dict[str, np.ndarray[Any, Any]]
 
-HEAD_BYTES = 1 << 16
-"""Read of a file to know its tokens: they come first, after a header of some kilobytes."""
+HEAD_BYTES = 1 << 16  # read of a file to know its tokens: they come first, after a header of some kilobytes
 
+# Seconds from a failed write to the next: by then a full disk may have room, or the daily budget be a new one.
 AGAIN_S = 300.0
-"""Seconds from a failed write to the next: by then a full disk may have room, or the daily budget be a new one."""
 
-SURE_BYTES = 1 << 18
-"""Reads and writes of fewer bytes say nothing about the disk's speed."""
 
-SURE_TOKENS = 64
-"""A prefill of fewer tokens says nothing about the device's speed."""
-
-MOST_PINNED = 1 << 14
-"""Up to this many pinned tokens, a stored prefix is recognised without knowing their number."""
+MOST_PINNED = 1 << 14  # up to this many pinned tokens, a stored prefix is recognised without knowing their number
 
 
 class DamagedError(ValueError):
-    """A file with the right checksum is no segment of this model."""
+    """A file with a valid checksum is no segment of this model."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSegment:
-    """A segment that any thread may read: NumPy arrays that view MLX's, and keep them alive."""
+    """A segment that any thread may read: NumPy views that keep MLX's arrays alive."""
 
     start: int
     tokens: list[int]
@@ -59,14 +50,11 @@ class HostSegment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment as it was read: tokens from the position ``start`` on, their slice, and the states at their end, if any."""
-
     start: int
     tokens: list[int]
     piece: KVSlice
@@ -74,7 +62,7 @@ class Segment:
 
 
 def to_host(start: int, tokens: Sequence[int], piece: KVSlice, states: States | None) -> HostSegment:
-    """Return what a writer needs; evaluates. Only for the thread that touches MLX."""
+    """Return a segment for the writer; evaluates. MLX thread only."""
     named = {f"p.{cache}.{number}": array for cache, arrays in enumerate(piece) for number, array in enumerate(arrays)}
     for cache, state in enumerate(states or ()):
         named |= {f"s.{cache}.{name}": array for name, array in state.arrays.items()}
@@ -86,7 +74,7 @@ def to_host(start: int, tokens: Sequence[int], piece: KVSlice, states: States | 
 
 
 def to_bytes(segment: HostSegment) -> bytes:
-    """Return the file's bytes. Touches no MLX."""
+    """Return the file's bytes. Touches no MLX, so any thread may call it."""
     metadata = {
         "start": str(segment.start),
         "caches": str(1 + max((int(name.split(".")[1]) for name in segment.arrays if name[0] == "p"), default=-1)),
@@ -98,7 +86,7 @@ def to_bytes(segment: HostSegment) -> bytes:
 
 
 def from_bytes(data: bytes) -> Segment:
-    """Return the segment in a file's bytes. Only for the thread that touches MLX. Raises DamagedError."""
+    """Parse a file's bytes. MLX thread only. Raises DamagedError."""
     try:
         arrays, metadata = load(data), _header(data)[0]["__metadata__"]
         types, numbers = json.loads(metadata["types"]), json.loads(metadata["numbers"])
@@ -118,7 +106,6 @@ def from_bytes(data: bytes) -> Segment:
 
 
 def _tokens_in(head: bytes) -> list[int] | None:
-    """Return the tokens from the first bytes of a file, None where they are not among them. Verifies nothing."""
     try:
         header, length = _header(head)
         begin, end = header["t"]["data_offsets"]
@@ -129,7 +116,6 @@ def _tokens_in(head: bytes) -> list[int] | None:
 
 
 def _header(data: bytes) -> tuple[Any, int]:
-    """Return a safetensors file's header, and where it ends."""
     end = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:end]), end
 
@@ -138,51 +124,8 @@ def _named(arrays: dict[str, mx.array], prefix: str) -> dict[str, mx.array]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-@dataclass(slots=True)
-class Rates:
-    """Measured speeds; None until then. prefill_tps: prompt tokens per second. read_bps, write_bps: bytes per second."""
-
-    prefill_tps: float | None = None
-    read_bps: float | None = None
-    write_bps: float | None = None
-
-    def saw_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn from a prefill, if it was long enough."""
-        self.prefill_tps = _learn(self.prefill_tps, tokens, seconds, SURE_TOKENS)
-
-    def saw_read(self, count: int, seconds: float) -> None:
-        """Learn from reading files, checksums and copying into caches included."""
-        self.read_bps = _learn(self.read_bps, count, seconds, SURE_BYTES)
-
-    def saw_write(self, count: int, seconds: float) -> None:
-        """Learn from writing a file."""
-        self.write_bps = _learn(self.write_bps, count, seconds, SURE_BYTES)
-
-    def prefill_s(self, tokens: int) -> float | None:
-        """Return the seconds that computing ``tokens`` tokens takes; None is unknown."""
-        return None if self.prefill_tps is None else tokens / self.prefill_tps
-
-    def read_s(self, count: int) -> float | None:
-        """Return the seconds that reading ``count`` bytes takes, or writing while no read was measured: that is slower."""
-        rate = self.read_bps or self.write_bps
-        return None if rate is None else count / rate
-
-    def is_worth(self, count: int, tokens: int) -> bool:
-        """Whether reading ``count`` bytes takes less time than computing ``tokens`` tokens; True while either is unknown."""
-        read, prefill = self.read_s(count), self.prefill_s(tokens)
-        return read is None or prefill is None or read < prefill
-
-
-def _learn(known: float | None, count: int, seconds: float, least: int) -> float | None:
-    """Return the rate with a new measurement, which counts for half; as it was where fewer than ``least`` were measured."""
-    seen = metrics.rate(count, seconds) if count >= least else None
-    return known if seen is None else seen if known is None else (known + seen) / 2
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A stored segment that continues a prefix: its first ``tokens`` tokens are wanted, from the position ``start`` on."""
-
     entry: SegmentEntry
     start: int
     tokens: int
@@ -190,21 +133,18 @@ class Link:
 
     @property
     def stop(self) -> int:
-        """Position after the last wanted token."""
         return self.start + self.tokens
 
 
 @dataclass(slots=True)
 class _Index:
-    """What the model's folder holds: the segments by parent, and when the folder last changed."""
-
     changed: int = -1
     children: dict[str, list[SegmentEntry]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
 
 
 class DiskStore:
-    """Stored segments of one model. trouble: what went wrong with the last write; None while all is well."""
+    """Stored segments of one model. trouble: the last write's failure, or None."""
 
     def __init__(
         self,
@@ -231,7 +171,6 @@ class DiskStore:
             folder.tidy()
 
     def chain(self, ids: list[int], keep: int | None) -> list[Link]:
-        """Return the stored segments that hold the longest prefix of ``ids``, in order; the last may be wanted in part."""
         self._refresh()
         links: list[Link] = []
         parent, at, whole = root_name(self._model, keep), 0, True
@@ -244,8 +183,24 @@ class DiskStore:
             at, parent = at + shared, entry.name
         return links
 
+    def nearest(self, ids: list[int], keep: int | None) -> list[int]:
+        """Return the stored tokens that begin most like ``ids``, as the newest of them go on."""
+        links = self.chain(ids, keep)
+        names = [link.entry.name for link in links]
+        parent = names[-1] if names else root_name(self._model, keep)
+        while (children := self._index.children.get(parent)) and len(names) <= len(self._index.names):
+            newest = max(children, key=lambda entry: entry.used)
+            names.append(parent := newest.name)
+            if self._tokens_of(newest) is None:
+                break
+        return [token for name in names for token in self._tokens.get(name, ())]
+
+    @property
+    def has_other_settings(self) -> bool:
+        return self.folder.has_others(self._model, self.label)
+
     def load(self, link: Link, ids: list[int]) -> Segment | None:
-        """Return a stored segment of the prompt ``ids``; None where it is gone, or damaged or foreign: then it is removed."""
+        """Return a stored segment; None where it is gone, damaged or foreign (removed then)."""
         data = self.folder.read(link.entry)
         if data is None:
             self._forget(link.entry)
@@ -262,12 +217,10 @@ class DiskStore:
         return None
 
     def discard(self, entry: SegmentEntry) -> None:
-        """Remove a segment that is not what it should be."""
         self.folder.remove(entry)
         self._forget(entry)
 
     def ends(self) -> list[tuple[list[int], int | None]]:
-        """Return the complete prefixes that no segment continues, each with the number of tokens its caches pin."""
         self._refresh()
         entries = {entry.name: entry for several in self._index.children.values() for entry in several}
         roots: dict[str, int | None] = {root_name(self._model, keep): keep for keep in (None, *range(MOST_PINNED))}
@@ -280,7 +233,6 @@ class DiskStore:
         return found
 
     def parts(self, ids: list[int], bounds: list[int], keep: int | None) -> Iterator[tuple[int, int, str, str]]:
-        """Yield each part of a prefix between the bounds: where it starts and stops, its parent's name and its own."""
         start, parent = 0, root_name(self._model, keep)
         for stop in bounds:
             name = child_name(parent, ids[start:stop])
@@ -288,17 +240,14 @@ class DiskStore:
             start, parent = stop, name
 
     def has(self, name: str) -> bool:
-        """Whether a segment of that name is stored."""
         self._refresh()
         return name in self._index.names
 
     @property
     def is_writing(self) -> bool:
-        """Whether a segment is being written."""
         return self._writer is not None and self._writer.is_alive()
 
     def write(self, segment: HostSegment, parent: str, name: str) -> None:
-        """Write a segment on a thread of its own. A failure is noted in ``trouble``."""
         self._writer = threading.Thread(
             target=self._write, args=(segment, parent, name), name="tokamac-prompt-cache", daemon=True
         )
@@ -306,29 +255,22 @@ class DiskStore:
 
     @property
     def rest_s(self) -> float:
-        """Seconds until the next write may be tried: a full disk is not tried again at once."""
         return 0.0 if self.trouble is None else max(0.0, self._again_s - self._clock())
 
     def fail(self, trouble: str) -> None:
-        """Note why nothing can be written now."""
         self.trouble, self._again_s = trouble, self._clock() + AGAIN_S
 
     def wait(self, seconds: float) -> None:
-        """Wait for a write in progress, ``seconds`` at most."""
         if self._writer is not None:
             self._writer.join(seconds)
 
     def store(self, packet: Packet, *, last: bool) -> SegmentEntry | None:
-        """Store a segment that was computed elsewhere, on this thread; None where it is here already. Raises OSError.
-
-        last: nothing continues it, so that a longer segment which begins with it will do.
-        """
+        """Store a segment computed elsewhere, on this thread; None if already here. Raises OSError."""
         if self.has(packet.name) or (last and self._is_covered(packet)):
             return None
         return self.folder.write(self._model, self.label, packet.parent, packet.name, packet.data)
 
     def _is_covered(self, packet: Packet) -> bool:
-        """Whether a stored segment begins with this one. One with states can't be cut: it ends where they were taken."""
         tokens, header = _tokens_in(packet.data), _header(packet.data)[0]
         if tokens is None or header["__metadata__"]["numbers"] != "null":
             return False
@@ -336,7 +278,6 @@ class DiskStore:
         return any(other is not None and other[: len(tokens)] == tokens for other in stored)
 
     def remove_shorter(self, parent: str, tokens: list[int]) -> None:
-        """Remove segments after ``parent`` that hold only a beginning of ``tokens`` and that nothing continues."""
         self._refresh()
         for entry in list(self._index.children.get(parent, [])):
             held = self._tokens_of(entry)
@@ -349,7 +290,7 @@ class DiskStore:
         try:
             data = to_bytes(segment)
             self.folder.write(self._model, self.label, parent, name, data)
-            self.rates.saw_write(len(data), time.perf_counter() - began)
+            self.rates.observe_write(len(data), time.perf_counter() - began)
             self.trouble = None
         except FullError as error:
             self.fail(f"{error}: nothing more is stored for now")
@@ -360,7 +301,6 @@ class DiskStore:
             self.fail(f"the prompt cache can't be written ({type(error).__name__}: {error}): it stays in memory")
 
     def _refresh(self) -> None:
-        """Read what is in the folder, if it has changed."""
         try:
             changed = (self.folder.root / self._model).stat().st_mtime_ns
         except OSError:
@@ -376,7 +316,6 @@ class DiskStore:
         self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in index.names}
 
     def _best(self, parent: str, ids: list[int], at: int) -> tuple[SegmentEntry | None, int]:
-        """Return the segment after ``parent`` that shares most with the ids from ``at`` on, and how many tokens."""
         best, most = None, 0
         for entry in self._index.children.get(parent, []):
             tokens = self._tokens_of(entry) or []
@@ -408,7 +347,6 @@ class DiskStore:
 
 
 def _path(entry: SegmentEntry, entries: dict[str, SegmentEntry]) -> list[SegmentEntry]:
-    """Return the segments from the first one down to this one."""
     path = [entry]
     while (above := entries.get(path[-1].parent)) is not None and len(path) <= len(entries):
         path.append(above)

@@ -1,19 +1,4 @@
-"""The folder of stored segments, and whose they are. No MLX here.
-
-    <root>/<model fingerprint>/<parent>.<name>.<checksum>.kv      one segment; the checksum covers all its bytes
-    <root>/written-2026-11-21                                     a line for each write of that day: its bytes
-    <root>/<fingerprint>/.new-…                                   being written, and locked by its writer
-    <root>/weights.json                                           digests of weight files that were read
-
-Files are whole or not there, within a total size and a daily amount of writing. A name says what a file is, and its checksum
-whether that still holds: a truncated, damaged or swapped file is removed when it is read. Several processes may share the folder:
-files appear by renaming, and one that is gone is a miss.
-
-Only the same model, settings and tokens lead to a segment's name. Two models may differ in one layer alone, after a merge or an
-edit, so every byte of the weights counts. In the hub's cache a file's name is its SHA-256 already. Any other file is read whole,
-once: its digest is remembered by device, inode, size and times of change, which do not survive an edit in place. Where there is
-much to read, a thread does it, and until then the prompt cache has no disk.
-"""
+"""The folder of stored segments, and computed prompts as portable files. No MLX."""
 
 import contextlib
 import datetime
@@ -25,7 +10,7 @@ import shutil
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import metadata
@@ -35,30 +20,39 @@ from typing import Any
 import platformdirs
 import xxhash
 
+from ..errors import OptionError, TokamacError, access_hint
 from ..files import TOKENIZER_BYTES, atomic_write, open_regular, read_bytes, read_text
+from ..model.safetensors import weight_files
 from ..options import KVSpec
-from ..perf import measurement_store
+from ..perf import hardware
+
+#     <root>/<model fingerprint>/<parent>.<name>.<checksum>.kv      one segment; the checksum covers all its bytes
+#     <root>/written-2026-11-21                                     a line of bytes for each write of that day
+#     <root>/<fingerprint>/.new-…                                   being written, locked by its writer
+#     <root>/weights.json                                           digests of weight files
+#
+# Files appear whole, by renaming, within a total size and a daily write budget. Processes may share the folder:
+# a missing file is a miss, and a damaged one is removed when read.
+
+# Every byte of the weights counts in the fingerprint: a merge or edit may change one layer alone. In the hub's
+# cache a file's name is its SHA-256. Others are hashed once, on a thread if large, and remembered by device,
+# inode, size and times, which an edit in place changes.
+
 
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")
 LABEL = "model.txt"
 NEW = ".new-"
-LEDGER_BYTES, LABEL_BYTES = 64 << 20, 1 << 20
-"""A day's count of writing, and a model's label, at most."""
-LEAST_AGE_S = 60.0
-"""A file being written is left alone for so long, locked or not."""
+LEDGER_BYTES, LABEL_BYTES = 64 << 20, 1 << 20  # a day's count of writing, and a model's label, at most
+LEAST_AGE_S = 60.0  # a file being written is left alone for so long, locked or not
 
-TOTAL_BYTES, TOTAL_SHARE = 8 << 30, 10
-"""All segments at most: the smaller of these bytes and a tenth of the disk."""
+TOTAL_BYTES, TOTAL_SHARE = 8 << 30, 10  # all segments at most: the smaller of these bytes and a tenth of the disk
+# Written in a day at most: a disk of 1 TB that may be written 600 times over lasts a hundred years of such days.
 DAILY_BYTES = 16 << 30
-"""Written in a day at most: a disk of 1 TB that may be written 600 times over lasts a hundred years of such days."""
-MORE_ROOM = 50
-"""Where room must be made, a fiftieth of the total is freed beyond it."""
-RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 20
-"""Left free on the disk: these bytes, or a twentieth of a small disk."""
+MORE_ROOM = 50  # where room must be made, a fiftieth of the total is freed beyond it
+RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 20  # left free on the disk: these bytes, or a twentieth of a small disk
 
-FORMAT = 2
-"""Version of the stored files. It is part of the fingerprint, so files of another version are never found."""
+FORMAT = 2  # version of the stored files. It is part of the fingerprint, so files of another version are never found.
 TEXT_FILES = (
     "config.json",
     "tokenizer.json",
@@ -72,11 +66,9 @@ TEXT_FILES = (
 
 FILE = "weights.json"
 MOST_REMEMBERED = 2000
-AT_ONCE_BYTES = 256 << 20
-"""So many unread bytes of weights are read at once; more are read by a thread."""
+AT_ONCE_BYTES = 256 << 20  # so many unread bytes of weights are read at once; more are read by a thread
 READ_BYTES = 8 << 20
-BLOB = re.compile(r"[0-9a-f]{64}")
-"""Where a file of the hub's cache links to: ``blobs/<SHA-256>``."""
+BLOB = re.compile(r"[0-9a-f]{64}")  # where a file of the hub's cache links to: `blobs/<SHA-256>`
 
 
 class FullError(OSError):
@@ -85,7 +77,7 @@ class FullError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """A stored segment: the names of its parent and itself, its file and size, and when it was last used (seconds)."""
+    """A stored segment; when it was last used, in seconds."""
 
     parent: str
     name: str
@@ -96,8 +88,6 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelUsage:
-    """What is stored for one model with one KV setting. label: what it was called when it was loaded."""
-
     fingerprint: str
     label: str
     files: int
@@ -107,28 +97,25 @@ class ModelUsage:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes at most: stored in all, and written in a day. None: the defaults."""
-
     total: int | None = None
     daily: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What keys and values are computed by. fingerprint: 32 hexadecimal digits; facts: what they were made of, part by part."""
+    """What keys and values depend on. fingerprint: 32 hexadecimal digits; facts: its parts."""
 
     fingerprint: str
     facts: Mapping[str, Any]
 
 
 def default_root() -> Path:
-    """Return where segments are stored: ``TOKAMAC_CACHE_DIR``, else the user's cache folder."""
     given = os.environ.get("TOKAMAC_CACHE_DIR")
     return (Path(given) if given else platformdirs.user_cache_path("tokamac")) / "prompts"
 
 
 class Folder:
-    """Stored segments under ``root``. Makes nothing before the first write. Methods raise OSError where the disk does."""
+    """Stored segments under ``root``, made at the first write. Methods raise OSError."""
 
     def __init__(
         self,
@@ -142,18 +129,15 @@ class Folder:
 
     @property
     def total_budget(self) -> int:
-        """Bytes that may be stored."""
         if self._budgets.total is not None:
             return self._budgets.total
         return min(TOTAL_BYTES, shutil.disk_usage(_existing(self.root)).total // TOTAL_SHARE)
 
     @property
     def daily_budget(self) -> int:
-        """Bytes that may be written in a day."""
         return DAILY_BYTES if self._budgets.daily is None else self._budgets.daily
 
     def written_today(self) -> int:
-        """Return the bytes written today, by all processes."""
         try:
             lines = read_text(self._ledger(), LEDGER_BYTES, "ascii").split()
         except (OSError, ValueError):
@@ -161,7 +145,6 @@ class Folder:
         return sum(int(line) for line in lines if line.isdigit())
 
     def models(self) -> list[ModelUsage]:
-        """Return what is stored, by model, last used first."""
         found = []
         for folder in self._model_folders():
             entries = list(self.entries(folder.name))
@@ -170,8 +153,12 @@ class Folder:
             found.append(ModelUsage(folder.name, _label(folder), len(entries), size, used))
         return sorted(found, key=lambda usage: -usage.used)
 
+    def has_others(self, model: str, label: str) -> bool:
+        """Return whether segments are stored under a label by another model's fingerprint than ``model``."""
+        others = (each for each in self._model_folders() if each.name != model and _label(each) == label)
+        return any(next(self.entries(each.name), None) is not None for each in others)
+
     def entries(self, model: str) -> Iterator[SegmentEntry]:
-        """Yield the segments of a model, in no order."""
         with contextlib.suppress(OSError), os.scandir(self.root / model) as files:
             for file in files:
                 if match := NAME.fullmatch(file.name):
@@ -180,7 +167,7 @@ class Folder:
                         yield SegmentEntry(match[1], match[2], Path(file.path), at.st_size, at.st_mtime)
 
     def read(self, entry: SegmentEntry) -> bytes | None:
-        """Return a segment's bytes, and note its use; None, and the file is removed, if they are not what was written."""
+        """Return a segment's bytes and mark its use; None, and it is removed, if they are damaged."""
         try:
             data = read_bytes(entry.path, self.total_budget)
         except OSError:
@@ -194,7 +181,7 @@ class Folder:
         return data
 
     def write(self, model: str, label: str, parent: str, name: str, data: bytes) -> SegmentEntry:
-        """Store a segment, making room for it. Raises FullError where a budget forbids it, OSError where the disk does."""
+        """Store a segment, evicting others for room. Raises FullError for a budget, OSError for the disk."""
         if self.written_today() + len(data) > self.daily_budget:
             raise FullError("the daily budget for writing the prompt cache is used up")
         self._make_room(len(data))
@@ -208,12 +195,10 @@ class Folder:
         return SegmentEntry(parent, name, path, len(data), path.stat().st_mtime)
 
     def remove(self, entry: SegmentEntry) -> None:
-        """Remove a segment, if it is still there."""
         with contextlib.suppress(OSError):
             entry.path.unlink()
 
     def tidy(self) -> None:
-        """Remove what processes left that died while writing, and the counts of earlier days."""
         for folder in self._model_folders():
             for path in folder.glob(f"{NEW}*"):
                 if _is_abandoned(path):
@@ -223,7 +208,6 @@ class Folder:
                 path.unlink(missing_ok=True)
 
     def clear(self) -> int:
-        """Remove all segments of all models; return the bytes. The day's count of writing stays."""
         before = self._stored_bytes()
         for folder in self._model_folders():
             shutil.rmtree(folder, ignore_errors=True)  # another process may write, or clear, at the same time
@@ -255,7 +239,7 @@ class Folder:
                 file.write(label)
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used until ``size`` more bytes fit. Raises FullError where they never will."""
+        """Evict the least recently used until ``size`` bytes fit. Raises FullError where they never will."""
         budget = self.total_budget
         disk = shutil.disk_usage(_existing(self.root))
         if disk.free - size < min(RESERVE_BYTES, disk.total // RESERVE_SHARE):
@@ -285,7 +269,6 @@ class Folder:
 
 
 def least_used_first(entries: list[SegmentEntry]) -> list[SegmentEntry]:
-    """Sort segments by when they, or any that continue them, were last used; a segment comes after those that continue it."""
     by_name = {entry.name: entry for entry in entries}
     used: dict[str, float] = {}
     depth: dict[str, int] = {}
@@ -300,7 +283,6 @@ def least_used_first(entries: list[SegmentEntry]) -> list[SegmentEntry]:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
     return next((each for each in (path, *path.parents) if each.exists()), path)
 
 
@@ -312,7 +294,6 @@ def _label(folder: Path) -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody writes a file any more. A new one may be about to be locked."""
     try:
         with open_regular(path) as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < LEAST_AGE_S:
@@ -324,18 +305,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def identity(folder: Path, kv: KVSpec, weights: str, **more: object) -> Identity:
-    """Return what tells the keys and values of a model with its settings apart from all others.
-
-    Args:
-        folder: The model's, whose config, tokenizer and template count by content.
-        kv: The settings; all but ``on_full`` count.
-        weights: A digest of the weights, see ``digest``.
-        more: Whatever else decides what keys and values look like (number type, device). So do the versions of this package
-            and of the libraries that compute them.
-
-    Raises:
-        OSError: A file can't be read.
-    """
+    """Return what a model's keys and values depend on; of ``kv`` all but ``on_full``. Raises OSError."""
     spec = {name: value for name, value in asdict(kv).items() if name != "on_full"}
     versions = {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
     facts = json.dumps([FORMAT, spec, versions, weights, more], sort_keys=True, default=str)
@@ -351,23 +321,20 @@ def identity(folder: Path, kv: KVSpec, weights: str, **more: object) -> Identity
 
 
 def root_name(model: str, keep: int | None) -> str:
-    """Return the name of the empty prefix, made from a model's fingerprint and the number of tokens that its caches pin."""
     return blake2b(f"{model} {keep}".encode(), digest_size=16).hexdigest()
 
 
 def child_name(parent: str, tokens: Sequence[int]) -> str:
-    """Return the name of a prefix, made from its parent's name and the tokens that follow it."""
     return blake2b(bytes.fromhex(parent) + array("i", tokens).tobytes(), digest_size=16).hexdigest()
 
 
 def identify(folder: Path, root: Path, then: Callable[[str], None]) -> threading.Thread | None:
-    """Call ``then`` with the digest of a model folder's weights: before returning, or later from the returned thread.
+    """Call ``then`` with the weights' digest: before returning, or later from the returned thread.
 
-    root: where digests are remembered. For weights that can't be read, ``then`` is never called; OSError is raised where that is
-    found at once.
+    Never called for unreadable weights; raises OSError where that shows immediately. root: keeps digests.
     """
     remembered = _remembered(root)
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     unread = sum(file.stat().st_size for file in files if _known(file, remembered) is None)
     if unread <= AT_ONCE_BYTES:
         then(digest(files, root))
@@ -383,10 +350,7 @@ def identify(folder: Path, root: Path, then: Callable[[str], None]) -> threading
 
 
 def digest(files: list[Path], root: Path) -> str:
-    """Return 32 hexadecimal digits for the bytes and the names of these files. Remembers what it reads.
-
-    Raises OSError for a file that can't be read, or changes meanwhile.
-    """
+    """Return 32 hexadecimal digits for the files' bytes and names, remembered under ``root``."""
     remembered = _remembered(root)
     whole, learned = blake2b(digest_size=16), {}
     for file in files:
@@ -403,7 +367,7 @@ def digest(files: list[Path], root: Path) -> str:
 
 
 def known_digest(files: list[Path], root: Path) -> str | None:
-    """Return the ``digest`` of files that were read before and have not changed since; None where one was not. Raises OSError."""
+    """Return the remembered digest of unchanged files, or None. Raises OSError."""
     remembered = _remembered(root)
     return digest(files, root) if all(_known(file, remembered) for file in files) else None
 
@@ -429,12 +393,175 @@ def _read(file: Path) -> str:
 
 
 def _remembered(root: Path) -> dict[str, str]:
-    return {key: found for key, found in measurement_store.load(root / FILE).items() if isinstance(found, str)}
+    return {key: found for key, found in hardware.load(root / FILE).items() if isinstance(found, str)}
 
 
 def _remember(root: Path, learned: dict[str, str]) -> None:
-    """Add what was learned, newest last. If two processes do so at once, one of them reads its files again next time."""
+    # Unlocked: if two processes write at the same time, one reads its files again next time.
     with contextlib.suppress(OSError):  # a read-only folder: they are read again next time
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
     known = {key: found for key, found in _remembered(root).items() if key not in learned} | learned
-    measurement_store.write(root / FILE, dict(list(known.items())[-MOST_REMEMBERED:]))
+    hardware.write(root / FILE, dict(list(known.items())[-MOST_REMEMBERED:]))
+
+
+#     magic (16) | segment | segment | … | footer: JSON | its length, 8 bytes | checksum of magic, footer and length, 16 bytes
+#
+# The footer holds each segment's name and checksum, and the identity they are valid for. Files may come from
+# anybody: everything is verified before use, and nothing in them is run.
+
+
+MAGIC = b"tokamac prompt 1"
+TAIL_BYTES = 24
+MOST_FOOTER_BYTES = 64 << 20
+MOST_SEGMENTS = 1 << 17  # a million tokens in segments of 256 are some four thousand
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+# What to call each part of an identity that differs.
+DIFFERENCES = {
+    "weights": "other weights",
+    "text": "another config, tokenizer or chat template",
+    "kv": "other KV settings",
+    "versions": "other versions",
+    "more": "another device, number type or adapter",
+}
+
+
+class PortableError(TokamacError):
+    """A file holds no computed prompt, or another model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    parent: str
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Portable:
+    """A file's footer. keep: pinned tokens. segments: (parent's name, name, bytes, checksum), in order."""
+
+    model: str
+    identity: Identity
+    kv: KVSpec
+    keep: int | None
+    tokens: int
+    segments: tuple[tuple[str, str, int, str], ...]
+
+
+def write_portable(
+    file: Path, packets: Iterable[Packet], *, model: str, identity: Identity, kv: KVSpec, keep: int | None, tokens: int
+) -> int:
+    """Write a computed prompt atomically; return the file's bytes. Raises OptionError."""
+    if file.exists() or file.is_symlink():
+        raise OptionError(f"{file} already exists", "Name another file, or remove it.")
+    try:
+        with atomic_write(file, f".{file.name[:64]}.") as out:
+            out.write(MAGIC)
+            listed = []
+            for packet in packets:
+                out.write(packet.data)
+                listed.append((packet.parent, packet.name, len(packet.data), xxhash.xxh3_128_hexdigest(packet.data)))
+            facts = {"model": model, "keep": keep, "tokens": tokens, "kv": asdict(kv), "identity": asdict(identity)}
+            footer = json.dumps({**facts, "segments": listed}, default=str).encode()
+            length = len(footer).to_bytes(8, "little")
+            out.write(footer + length + xxhash.xxh3_128_digest(MAGIC + footer + length))
+            return out.tell()
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionError(f"{file} can't be written: {reason}", access_hint(error, "Name another place.")) from error
+
+
+def read_portable(file: Path) -> Portable:
+    """Read and verify a file's footer. Raises TokamacError for a foreign or damaged file."""
+    hint = "Name one that `tokamac cache export` wrote."
+    if not file.is_file():
+        raise PortableError(f"there is no file {file}", hint)
+    try:
+        size = file.stat().st_size
+        with open_regular(file) as opened:
+            if size < len(MAGIC) + TAIL_BYTES or opened.read(len(MAGIC)) != MAGIC:
+                raise PortableError(f"{file} is not a computed prompt", hint)
+            opened.seek(size - TAIL_BYTES)
+            tail = opened.read(TAIL_BYTES)
+            length = int.from_bytes(tail[:8], "little")
+            if length > min(MOST_FOOTER_BYTES, size - len(MAGIC) - TAIL_BYTES):
+                raise damaged(file, "its footer is corrupt")
+            opened.seek(size - TAIL_BYTES - length)
+            footer = opened.read(length)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if xxhash.xxh3_128_digest(MAGIC + footer + tail[:8]) != tail[8:]:
+        raise damaged(file, "its footer is corrupt")
+    try:
+        found = _portable(json.loads(footer))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OptionError) as error:
+        raise damaged(file, "its footer can't be read") from error
+    if len(MAGIC) + sum(each[2] for each in found.segments) + length + TAIL_BYTES != size:
+        raise damaged(file, "its length is wrong")
+    return found
+
+
+def packets_of(file: Path, of: Portable) -> Iterator[Packet]:
+    """Yield a file's verified segments. Raises TokamacError at the first damaged one."""
+    try:
+        with open_regular(file) as opened:
+            opened.seek(len(MAGIC))
+            for parent, name, size, checksum in of.segments:
+                data = opened.read(size)
+                if xxhash.xxh3_128_hexdigest(data) != checksum:
+                    raise damaged(file, "a segment is corrupt")
+                yield Packet(parent, name, data)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def check_identity(file: Path, of: Portable, here: Identity, kv: KVSpec) -> None:
+    """Raise TokamacError, naming the difference, unless the file fits the loaded model."""
+    if of.identity.fingerprint == here.fingerprint and of.kv == kv:
+        return
+    theirs, ours = of.identity.facts, here.facts
+    other = [words for part, words in DIFFERENCES.items() if theirs.get(part) != ours.get(part)]
+    versions = _versions(theirs.get("versions"), ours.get("versions"))
+    raise PortableError(
+        f"{file} does not belong to this model: {of.model:.80} computed it with {', '.join(other) or 'another model'}{versions}",
+        "Load the very model, adapter and KV settings that it was exported with, or compute the prompt again.",
+    )
+
+
+def damaged(file: Path, what: str) -> TokamacError:
+    return PortableError(f"{file} is damaged: {what}", "Copy it again, or export the prompt again.")
+
+
+def _portable(facts: Mapping[str, Any]) -> Portable:
+    named, kv, keep, tokens = facts["identity"], facts["kv"], facts["keep"], facts["tokens"]
+    listed = [(str(parent), str(name), size, str(checksum)) for parent, name, size, checksum in facts["segments"]]
+    if not (keep is None or _is_count(keep)) or not _is_count(tokens) or len(listed) > MOST_SEGMENTS or not listed:
+        raise ValueError("counts")
+    for parent, name, size, checksum in listed:
+        if not (_is_count(size) and all(_NAME.fullmatch(each) for each in (parent, name, checksum))):
+            raise ValueError("a segment")
+    if not _NAME.fullmatch(named["fingerprint"]) or not isinstance(named["facts"], dict):
+        raise ValueError("an identity")
+    identity = Identity(named["fingerprint"], named["facts"])
+    return Portable(str(facts["model"]), identity, KVSpec(**kv), keep, tokens, tuple(listed))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+def _versions(theirs: object, ours: object) -> str:
+    if not isinstance(theirs, dict) or not isinstance(ours, dict) or theirs == ours:
+        return ""
+    pairs = [
+        f"{name} {theirs.get(name)!s:.20}, here {ours.get(name)}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    return f" ({'; '.join(pairs)})"
+
+
+def _unreadable(file: Path, error: OSError) -> TokamacError:
+    return PortableError(
+        f"{file} can't be read: {error.strerror or error}", access_hint(error, "Check its permissions.")
+    )

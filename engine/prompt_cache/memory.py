@@ -1,49 +1,138 @@
-"""Where requests get their caches from: computed prefixes in memory, in one set of live caches and a radix tree of all others.
-
-The live caches hold the path that was used last, whole and in place, as attention wants it. For another path they are cut back to
-where the two part: what lies beyond moves into the tree as slices, and the slices of the other path are appended. So a shared
-prefix is held once and never copied, and a switch copies only what differs, at memory speed.
-
-    root ── system prompt ── question ── answer ── question ── answer        live: no slices, the live caches hold them
-                                    └─── another answer                      in the tree: a slice for every cache that grows
-
-State that can't be sliced (rings that wrapped, recurrent layers) is frozen as a whole at checkpoints. A model with such state can
-continue only from a checkpoint, or from as far back as its caches rewind by themselves.
-"""
+"""Computed prefixes in memory: live caches in place, and a radix tree of slices and frozen states."""
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
 
-from .. import kv
 from ..kv import snapshot
-from ..kv.operations import LOCAL, CacheOperations
-from ..kv.snapshot import KVSlice, States
-from .disk import DiskStore, Rates
-from .portable import Packet
-from .radix_tree import Node, common_prefix, insert, match_prefix, remove, split
+from ..kv.cache import nbytes as kv_bytes
+from ..kv.cache import rewindable
+from ..kv.snapshot import LOCAL, CacheOperations, KVSlice, States
+from ..metrics import Rates
+from .misses import ReadPrompt
 
+# Lookups compare whole lists at C speed: well under 1 ms for tens of thousands of tokens.
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Node(Generic[T]):
+    """A run of tokens after ``parent``. start: position of its first token. last_used: a counter."""
+
+    tokens: list[int]
+    parent: "Node[T] | None"
+    start: int
+    value: T
+    children: dict[int, "Node[T]"] = field(default_factory=dict)
+    last_used: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    def path(self) -> list["Node[T]"]:
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def ids(self) -> list[int]:
+        return [token for node in self.path() for token in node.tokens]
+
+    def subtree(self) -> Iterator["Node[T]"]:
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    low, high = 0, length  # a[:low] == b[:low], a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def match_prefix(root: Node[T], ids: list[int]) -> tuple[Node[T], int]:
+    """Return the node where the longest known prefix ends (perhaps mid-run) and its length; root, 0 if none."""
+    node, at = root, 0
+    while at < len(ids) and (child := node.children.get(ids[at])) is not None:
+        shared = common_prefix(child.tokens, ids[at : at + len(child.tokens)])
+        at += shared
+        node = child
+        if shared < len(child.tokens):
+            break
+    return node, at
+
+
+def insert(parent: Node[T], tokens: list[int], value: T) -> Node[T]:
+    if not tokens or tokens[0] in parent.children:
+        raise ValueError("a run must begin with a token that no sibling begins with")
+    node = Node(tokens, parent, parent.stop, value)
+    parent.children[tokens[0]] = node
+    return node
+
+
+def split(node: Node[T], at: int, upper: T, lower: T) -> Node[T]:
+    """Split at position ``at`` inside the run; return the new upper node, ``node`` becomes the lower."""
+    count = at - node.start
+    if not 0 < count < len(node.tokens) or node.parent is None:
+        raise ValueError(f"position {at} is not inside the run {node.start}…{node.stop}")
+    above = Node(node.tokens[:count], node.parent, node.start, upper, last_used=node.last_used)
+    node.parent.children[above.tokens[0]] = above
+    node.tokens, node.start, node.value, node.parent = node.tokens[count:], at, lower, above
+    above.children[node.tokens[0]] = node
+    return above
+
+
+def remove(node: Node[T]) -> None:
+    if node.parent is None:
+        raise ValueError("the root can't be removed")
+    del node.parent.children[node.tokens[0]]
+    node.parent = None
+
+
+# The live caches hold the last path, whole and in place. For another path they are cut back to the fork: the
+# rest moves into the tree as slices, the other path's slices are appended. A shared prefix is held once.
+#
+# Unsliceable state (wrapped rings, recurrent layers) is frozen at checkpoints. Such a model continues only from
+# a checkpoint, or from as far back as its caches rewind.
+
+
+# Tokens: a shorter branch is computed again rather than kept, such as a reply's last tokens that its text encodes
+# differently.
 SHORTEST_BRANCH = 8
-"""Tokens: a shorter branch is computed again rather than kept, such as a reply's last tokens that its text encodes differently."""
 
 
+# Tokens that two conversations in use have in common from which on they are held once: what each adds goes to slots of
+# its own.
 WORTH_SHARING = 256
-"""Tokens that two conversations in use have in common from which on they are held once: what each adds goes to slots of its own."""
 
-WORTH_WAITING = 64
-"""Tokens of a prompt that another reply is reading anyway from which on a reply waits for them."""
+LEAST_TAIL = 32  # tokens beyond the last whole block that are worth a file of their own
+
+WORTH_WAITING = 64  # tokens of a prompt that another reply is reading anyway from which on a reply waits for them
 
 
 @dataclass(slots=True)
 class CacheLease:
-    """Caches, the token ids they hold, and the number of pinned tokens they were made with (``keep``).
+    """Caches and the token ids they hold; in use inside a ``with`` block, dropped after a failure.
 
-    In use inside a ``with`` block; at its end the store takes them back, or drops them after a failure. expected_bytes: that they
-    will hold, as far as it is predicted. coming: the prompt that is being computed into them; restoring: one that is being read
-    from the disk.
+    keep: pinned tokens. expected_bytes: predicted. own: makes private caches, of which nothing is kept.
     """
 
     ids: list[int]
@@ -53,6 +142,7 @@ class CacheLease:
     expected_bytes: int = 0
     coming: Sequence[int] = ()
     restoring: Sequence[int] = ()
+    own: Callable[[int | None], list[Any]] | None = None
 
     def __enter__(self) -> "CacheLease":
         if self.store is not None and (store := self.store()) is not None:
@@ -66,196 +156,23 @@ class CacheLease:
 
 @dataclass(frozen=True, slots=True)
 class KnownPrefix:
-    """How much of a prompt is known. tokens: computed already, in memory or on disk; disk_bytes: to read for that, in bytes."""
+    """How much of a prompt is known. tokens: in memory or on disk; disk_bytes: to read for that."""
 
     tokens: int
     disk_bytes: int
 
 
-class CacheStore:
-    """Where requests get their caches from, and where these go afterwards. This one reuses nothing.
-
-    Args:
-        make: Makes empty caches with a number of pinned tokens.
-
-    Attributes:
-        rates: Measured speeds of prefill and disk.
-        keeps: Whether anything is ever reused.
-        needs_checkpoints: Whether requests can continue only from checkpoints.
-    """
-
-    keeps = False
-    needs_checkpoints = False
-
-    def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
-        self.rates = Rates()
-        self._make = make
-        self._leases: list[CacheLease] = []
-        self._set_aside: list[CacheLease] = []  # suspended, with caches of their own until others need the memory
-
-    @property
-    def leases(self) -> list[CacheLease]:
-        """Those in use."""
-        return self._leases
-
-    def use(self, lease: CacheLease) -> None:
-        """Take note that a lease is in use, if it is not yet."""
-        if not any(each is lease for each in self._leases):
-            self._leases.append(lease)
-
-    def release(self, lease: CacheLease, *, failed: bool = False) -> None:  # noqa: ARG002
-        """Take a lease back. failed: nobody knows what its caches hold."""
-        self._leases = [each for each in self._leases if each is not lease]
-        self._set_aside = [each for each in self._set_aside if each is not lease]
-
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is.
-
-        Use them inside ``with lease:``, which gives them back. keep: tokens that they pin.
-        """
-        lease = self.lend(ids, keep)
-        for _ in self.restore(lease, ids):
-            pass
-        return lease
-
-    def lend(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
-        """Return the same as far as it is in memory."""
-        return CacheLease([], self._make(keep), keep, weakref.ref(self))
-
-    def restore(
-        self,
-        lease: CacheLease,  # noqa: ARG002
-        ids: list[int],  # noqa: ARG002
-        within_s: Callable[[], float] = lambda: math.inf,  # noqa: ARG002
-        *,
-        awaited: bool = True,  # noqa: ARG002
-    ) -> Generator[None, None, None]:
-        """Read from the disk what a lease lacks of ``ids``, all but the last, and yield every ``within_s()`` seconds.
-
-        Between two of them the lease must be in use. awaited: others may wait for it rather than read the same.
-        """
-        yield from ()
-
-    def anew(self) -> "CacheStore":
-        """Return a store with the same disk and nothing in memory."""
-        return self
-
-    def suspend(self, lease: CacheLease) -> None:
-        """Take back a lease in use, for others to use its caches, or their memory, until ``resume``."""
-        self.set_aside(lease)
-
-    def resume(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
-        """Put a suspended lease in use again: it then holds the longest prefix of ``ids`` that is still known."""
-        self.take_up(lease, self._make)
-
-    def set_aside(self, lease: CacheLease) -> None:
-        """Keep a suspended lease's caches, which are its own, as long as nobody needs their memory."""
-        CacheStore.release(self, lease)
-        self._set_aside.append(lease)
-
-    def take_up(self, lease: CacheLease, make: Callable[[int | None], list[Any]]) -> None:
-        """Put a lease that was set aside in use again; with empty caches where its own are gone."""
-        CacheStore.release(self, lease)
-        if not lease.caches:
-            lease.caches[:] = make(lease.keep)
-        CacheStore.use(self, lease)
-
-    def is_coming(
-        self,
-        ids: list[int],  # noqa: ARG002
-        keep: int | None,  # noqa: ARG002
-        but: CacheLease | None = None,  # noqa: ARG002
-    ) -> bool:
-        """Return whether a lease in use, other than ``but``, is about to hold a good part of ``ids`` that is not in memory yet."""
-        return False
-
-    def drop(self, lease: CacheLease) -> None:
-        """Drop what a lease in use holds, which after a failure nobody knows; only ``start_over`` gives it caches again."""
-        lease.expected_bytes = 0
-        lease.ids.clear()
-        lease.caches.clear()
-
-    def start_over(self, lease: CacheLease, ids: list[int]) -> None:  # noqa: ARG002
-        """Drop what a lease in use holds; it then holds the longest known prefix of ``ids``."""
-        self.drop(lease)
-        lease.caches[:] = self._make(lease.keep)
-
-    def checkpoint(self, lease: CacheLease) -> None:
-        """Make the end of what a lease holds a place to continue from."""
-
-    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:  # noqa: ARG002
-        """Return how much of ``ids`` is in memory or on disk."""
-        return KnownPrefix(0, 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, those of leased caches included."""
-        return self._own_bytes
-
-    @property
-    def _own_bytes(self) -> int:
-        """Bytes of caches that are a reply's own."""
-        return sum(kv.nbytes(lease.caches) for lease in (*self._leases, *self._set_aside))
-
-    @property
-    def aside(self) -> int:
-        """Bytes in memory beside the leased caches."""
-        return 0
-
-    def shrink(self, wanted: int) -> int:  # noqa: ARG002
-        """Evict ``wanted`` of those bytes; return how many were freed."""
-        return 0
-
-    def drop_idle(self, lease: CacheLease) -> int:
-        """Forget live caches that nobody uses, unless they are this lease's; return the bytes freed."""
-        idle = [each for each in self._set_aside if each is not lease]
-        freed = sum(kv.nbytes(each.caches) for each in idle)
-        for each in idle:
-            CacheStore.drop(self, each)
-        return freed
-
-    def clear(self) -> None:
-        """Forget everything in memory."""
-
-    @property
-    def disk(self) -> DiskStore | None:
-        """The disk; None where there is none."""
-        return None
-
-    @property
-    def trouble(self) -> str | None:
-        """What the user should know about the disk; None while all is well."""
-        return None
-
-    def idle(self) -> float | None:
-        """Do a little of the work that can wait; return after how many seconds to call again, or None."""
-        return None
-
-    def flush(self, seconds: float) -> None:
-        """Do all work that can wait, within ``seconds``."""
-
-    def stored(self) -> list[tuple[list[int], int | None]]:
-        """Return the prefixes on disk that no other continues, each with the number of tokens its caches pin."""
-        return []
-
-    def packets(self) -> Iterator[Packet]:
-        """Yield what the last leased caches hold, as segments of the disk in order."""
-        return iter(())
-
-
 @dataclass(slots=True)
 class ByteCount:
-    """Bytes that the runs of a tree hold: a tree of thousands is asked at every request."""
+    """Running total of a tree's bytes."""
+
+    # Maintained incrementally: trees have thousands of runs, and every request asks.
 
     total: int = 0
 
 
 class CachedRun:
-    """What the tree holds of a run of tokens. piece: None while the live caches hold it. states: of fixed caches, at its end.
-
-    stored: whether a segment on disk ends here. nbytes: kept up to date, since asking hundreds of arrays takes time; so is
-    ``count``, of all runs that are made with it.
-    """
+    """A run of tokens in the tree. piece: None while the live caches hold it. states: at its end."""
 
     __slots__ = ("_count", "_piece", "_piece_bytes", "_states", "_states_bytes", "stored")
 
@@ -269,7 +186,6 @@ class CachedRun:
 
     @property
     def piece(self) -> KVSlice | None:
-        """The tokens of all caches that grow."""
         return self._piece
 
     @piece.setter
@@ -280,7 +196,6 @@ class CachedRun:
 
     @property
     def states(self) -> States | None:
-        """The states of all other caches, at the run's end."""
         return self._states
 
     @states.setter
@@ -291,75 +206,92 @@ class CachedRun:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
         return self._piece_bytes + self._states_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Live caches, and the node where their path ends, as far as the tree knows it."""
-
     lease: CacheLease
     end: Node[CachedRun]
 
 
-class MemoryStore(CacheStore):
-    """Computed prefixes in memory: the live caches and the tree, at most ``budget`` bytes in all.
-
-    Several leases may be in use at once. What another begins with that one of them holds, both hold once; a little is copied.
+class CacheStore:
+    """Leases caches with computed prefixes, at most ``budget`` bytes in all; several leases may be in use.
 
     Args:
         make: Makes empty caches with a number of pinned tokens.
-        budget: Returns the bytes that all may take; called before every eviction.
+        budget: Returns the bytes allowed, before every eviction. None: caches are private, nothing is kept.
         all_grow: Whether every cache can be sliced.
-        beside: Returns the bytes that memory has for another conversation beside a live one of the given tokens. Up to that, the
-            one used before stays even beyond the budget: else two larger ones would be computed anew at every switch.
-        operations: What is done to caches.
+        least: Bytes allowed whatever ``budget`` returns.
+        beside: Returns the bytes free for another conversation beside a live one of the given tokens.
+
+    Attributes:
+        rates: Measured speeds of prefill and disk.
+        recent: Prompts read of late, newest last.
+        keeps: Whether anything is ever reused.
+        needs_checkpoints: Whether requests can continue only from checkpoints.
     """
 
-    keeps = True
+    # Up to ``beside`` the previous conversation stays even beyond the budget: else two large ones would be
+    # recomputed at every switch.
 
     def __init__(
         self,
         make: Callable[[int | None], list[Any]],
-        budget: Callable[[], int],
+        budget: Callable[[], int] | None = None,
         *,
-        all_grow: bool,
+        all_grow: bool = True,
+        least: int = 0,
         beside: Callable[[int], int] = lambda _: 0,
         operations: CacheOperations = LOCAL,
     ) -> None:
-        super().__init__(make)
+        self.rates = Rates()
+        self.recent: deque[ReadPrompt] = deque()
+        self.keeps, self.needs_checkpoints = budget is not None, budget is not None and not all_grow
+        self._make, self._budget, self._least, self._beside = make, budget, least, beside
         self._operations = operations
-        self.needs_checkpoints = not all_grow
-        self._beside = beside
-        self._budget = budget
         self._roots: dict[int | None, Node[CachedRun]] = {}  # by pinned tokens: other numbers make other caches
         self._in_tree = ByteCount()
         self._idle: Held | None = None  # the live caches that nobody uses
         self._used: list[Held] = []
+        self._own: list[CacheLease] = []  # in use, with caches of their own
+        self._set_aside: list[CacheLease] = []  # such ones, suspended until others need the memory
         self._uses = 0
+        self._written = set[
+            str
+        ]()  # segments, since the last request, so that a small budget does not cause a cycle of writes
 
     @property
     def leases(self) -> list[CacheLease]:
-        """Those in use."""
-        return [*(held.lease for held in self._used), *self._leases]
+        return [*[held.lease for held in self._used], *self._own]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the live caches and the tree, and of caches that are a reply's own."""
-        return self._kept_bytes + self._own_bytes
+        return self._kept_bytes + sum(kv_bytes(lease.caches) for lease in (*self._own, *self._set_aside))
 
     @property
     def _kept_bytes(self) -> int:
-        return kv.nbytes([cache for held in self._held for cache in held.lease.caches]) + self.aside
+        return kv_bytes([cache for held in self._held for cache in held.lease.caches]) + self.aside
 
     @property
     def aside(self) -> int:
-        """Bytes of the tree alone: all that could be evicted."""
         return self._in_tree.total
 
-    def lend(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return the live caches, holding the longest prefix of ``ids`` in memory that they can go back to."""
+    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
+        """Return caches with the longest known prefix of ``ids``, at most all but the last; use in ``with``."""
+        lease = self.lend(ids, keep)
+        for _ in self.restore(lease, ids):
+            pass
+        return lease
+
+    def lend(
+        self, ids: list[int], keep: int | None, own: Callable[[int | None], list[Any]] | None = None
+    ) -> CacheLease:
+        """Return the live caches, cut to the longest prefix of ``ids`` in memory; own: makes private ones."""
+        if not self.keeps or own is not None:
+            own = own or self._make
+            return CacheLease([], own(keep), keep, weakref.ref(self), own=own)
+        self._written.clear()
         for held in self._used:
             self._follow(held)
         wanted, root = ids[:-1], self._root(keep)
@@ -373,19 +305,44 @@ class MemoryStore(CacheStore):
         self._evict()
         return live.lease
 
+    def restore(
+        self,
+        lease: CacheLease,
+        ids: list[int],
+        within_s: Callable[[], float] = lambda: math.inf,
+        *,
+        awaited: bool = True,
+    ) -> Generator[None, None, None]:
+        """Read from disk what a lease in use lacks of ``ids``, but the last; yields every ``within_s()`` seconds."""
+        if lease.own is None and len(ids) - 1 - len(lease.ids) >= LEAST_TAIL:
+            yield from self._read_stored(lease, ids, within_s, awaited=awaited)
+
+    def _read_stored(
+        self,
+        lease: CacheLease,  # noqa: ARG002
+        ids: list[int],  # noqa: ARG002
+        within_s: Callable[[], float],  # noqa: ARG002
+        *,
+        awaited: bool,  # noqa: ARG002
+    ) -> Generator[None, None, None]:
+        yield from ()
+
     def use(self, lease: CacheLease) -> None:
-        """Take note that a lease is in use, if it is not yet: the next goes to other caches."""
-        if self._idle is not None and self._idle.lease is lease:
+        if lease.own is not None:
+            if not any(each is lease for each in self._own):
+                self._own.append(lease)
+        elif self._idle is not None and self._idle.lease is lease:
             self._used.append(self._idle)
             self._idle = None
-        elif self._holding(lease) is None:
-            super().use(lease)  # of ``OwnCaches``
 
     def release(self, lease: CacheLease, *, failed: bool = False) -> None:
-        """Take a lease back; after a failure nobody knows what its caches hold, so they are dropped. A suspended one is ignored."""
+        """Take a lease back, dropping its caches after a failure; a suspended one is ignored."""
+        if lease.own is not None:
+            self._own = [each for each in self._own if each is not lease]
+            self._set_aside = [each for each in self._set_aside if each is not lease]
+            return
         held = self._holding(lease)
         if held is None:
-            super().release(lease)
             return
         if failed:
             self._drop(held)
@@ -401,81 +358,98 @@ class MemoryStore(CacheStore):
         self._evict()
 
     def suspend(self, lease: CacheLease) -> None:
-        """Take a lease back in the middle of its block and leave it empty: others may use the live caches until ``resume``."""
-        if (held := self._holding(lease)) is not None:
+        """Take back a lease in use until ``resume``: others may use its caches, or its memory."""
+        if lease.own is not None:
+            self.release(lease)
+            self._set_aside.append(lease)
+        elif (held := self._holding(lease)) is not None:
             self.release(lease)
             held.lease = CacheLease(list(lease.ids), list(lease.caches), lease.keep, weakref.ref(self))
             lease.ids.clear()
             lease.caches.clear()
 
     def resume(self, lease: CacheLease, ids: list[int]) -> None:
-        """Give the live caches, filled as ``lend`` fills them, to a suspended lease."""
-        live = self.lend([*ids, 0], lease.keep)  # any last id will do: it is never held
-        lease.ids[:], lease.caches[:] = live.ids, live.caches
-        self._current().lease = lease
+        if lease.own is not None:
+            self.release(lease)
+            if not lease.caches:
+                lease.caches[:] = lease.own(lease.keep)
+        else:
+            live = self.lend([*ids, 0], lease.keep)  # any last id will do: it is never held
+            lease.ids[:], lease.caches[:] = live.ids, live.caches
+            self._current().lease = lease
         self.use(lease)
 
     def is_coming(self, ids: list[int], keep: int | None, but: CacheLease | None = None) -> bool:
-        """Return whether another lease in use is about to hold a good part of ``ids``.
-
-        Of a model's that needs checkpoints, only one that is read from the disk.
-        """
+        """Return whether another lease in use will soon hold a good part of ``ids``."""
+        # With checkpoints only, this is true just for a lease that is read from disk.
         leases = [held.lease for held in self._used if held.lease is not but and held.lease.keep == keep]
         coming = [lease.restoring for lease in leases]
         if not self.needs_checkpoints:
             coming += [lease.coming for lease in leases]
         most = max((common_prefix(each, ids) for each in coming), default=0)
-        return most >= WORTH_WAITING and most - MemoryStore.known(self, ids, keep).tokens >= WORTH_WAITING
+        return most >= WORTH_WAITING and most - CacheStore.known(self, ids, keep).tokens >= WORTH_WAITING
 
     def drop(self, lease: CacheLease) -> None:
-        """Drop what a lease in use holds, and all in the tree that continues it."""
-        self.release(lease, failed=True)
-        super().drop(lease)
+        """Drop a failed lease's caches and all that continues them in the tree; see ``start_over``."""
+        if lease.own is None:
+            self.release(lease, failed=True)
+        lease.expected_bytes = 0
+        lease.ids.clear()
+        lease.caches.clear()
 
     def start_over(self, lease: CacheLease, ids: list[int]) -> None:
-        """Drop what a lease in use holds, and fill it again as ``lend`` does."""
         self.drop(lease)
         self.resume(lease, ids)
 
     def checkpoint(self, lease: CacheLease) -> None:
-        """Freeze here what can't be sliced, so that a request with the same beginning can continue from here."""
         if self.needs_checkpoints and (held := self._holding(lease)) is not None:
             self._follow(held)
             self._freeze_end(held)
 
     def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
-        """Return how much of ``ids`` is in memory and can be continued."""
+        if not self.keeps:
+            return KnownPrefix(0, 0)
         for held in self._used:
             self._follow(held)
         return KnownPrefix(self._reachable(self._root(keep), ids[:-1]), 0)
 
+    def on_disk(self, ids: list[int], keep: int | None) -> list[int]:  # noqa: ARG002
+        """Return the stored tokens that begin most like ``ids``."""
+        return []
+
+    @property
+    def has_other_settings(self) -> bool:
+        """Whether prompts of this model are stored that were computed with other settings."""
+        return False
+
     def shrink(self, wanted: int) -> int:
-        """Evict ``wanted`` bytes of the tree, least recently used first; return the bytes freed."""
         before = self._kept_bytes
         self._evict(before - wanted)
         return before - self._kept_bytes
 
     def drop_idle(self, lease: CacheLease) -> int:
-        """Forget the live caches that nobody uses, unless they are this lease's; return the bytes freed."""
-        freed = super().drop_idle(lease)
+        idle = [each for each in self._set_aside if each is not lease]
+        freed = sum(kv_bytes(each.caches) for each in idle)
+        for each in idle:
+            self.drop(each)
         if (held := self._idle) is not None and held.lease is not lease:
-            freed += kv.nbytes(held.lease.caches)
+            freed += kv_bytes(held.lease.caches)
             self._drop(held)
         return freed
 
     def clear(self) -> None:
-        """Forget everything."""
         self._roots.clear()
+        self.recent.clear()
         self._in_tree = ByteCount()
         self._idle = None
         self._used.clear()
 
-    def anew(self) -> CacheStore:
-        """Return an empty store of the same kind."""
+    def anew(self) -> Self:
         return type(self)(
             self._make,
             self._budget,
             all_grow=not self.needs_checkpoints,
+            least=self._least,
             beside=self._beside,
             operations=self._operations,
         )
@@ -488,19 +462,15 @@ class MemoryStore(CacheStore):
 
     @property
     def _held(self) -> list[Held]:
-        """All live caches."""
         return self._used if self._idle is None else [self._idle, *self._used]
 
     def _holding(self, lease: CacheLease) -> Held | None:
-        """Return the live caches of a lease in use; None where it is not, or was cleared."""
         return next((held for held in self._used if held.lease is lease), None)
 
     def _live_nodes(self, but: Held | None = None) -> set[int]:
-        """Return the ids of the nodes whose tokens live caches hold, ``but`` aside."""
         return {id(node) for held in self._held if held is not but for node in held.end.path()}
 
     def _leaves(self) -> list[tuple[int | None, Node[CachedRun]]]:
-        """Return the ends of all paths with their numbers of pinned tokens: the live one, then by last use."""
         live = None if self._idle is None else self._idle.end
         found = [
             (keep, node)
@@ -512,7 +482,6 @@ class MemoryStore(CacheStore):
         return found if self._idle is None else [(self._idle.lease.keep, self._idle.end), *found]
 
     def _current(self) -> Held:
-        """Return the live caches that nobody uses."""
         if self._idle is None:
             raise RuntimeError("there are no live caches")
         return self._idle
@@ -522,7 +491,6 @@ class MemoryStore(CacheStore):
         return self._idle
 
     def _begin_anew(self, lease: CacheLease, *, in_use: bool) -> None:
-        """Give a lease empty caches in place of its live ones, which were dropped."""
         lease.ids.clear()
         lease.caches[:] = self._make(lease.keep)
         held = Held(lease, self._root(lease.keep))
@@ -532,7 +500,6 @@ class MemoryStore(CacheStore):
             self._idle = held
 
     def _retire(self) -> None:
-        """Move what the unused live caches hold into the tree."""
         if (held := self._idle) is not None:
             with self._dropping(held):
                 self._freeze_end(held)
@@ -540,7 +507,6 @@ class MemoryStore(CacheStore):
             self._idle = None
 
     def _drop(self, held: Held) -> None:
-        """Forget live caches, and all in the tree that continues what only they held."""
         if held is self._idle:
             self._idle = None
         self._used = [each for each in self._used if each is not held]
@@ -551,7 +517,7 @@ class MemoryStore(CacheStore):
 
     @contextmanager
     def _dropping(self, held: Held) -> Iterator[None]:
-        """Drop live caches where moving them fails, for want of memory say: nobody knows what they hold then."""
+        """Drop live caches where moving them fails (out of memory): their contents are then unknown."""
         try:
             yield
         except BaseException:
@@ -559,7 +525,6 @@ class MemoryStore(CacheStore):
             raise
 
     def _cut(self, node: Node[CachedRun], start: int, stop: int) -> KVSlice:
-        """Return copies of the tokens start…stop on the path to ``node``, from live caches or the tree."""
         parts = []
         for each in node.path():
             low, high = max(start, each.start), min(stop, each.stop)
@@ -583,12 +548,11 @@ class MemoryStore(CacheStore):
         live = None if self._idle is None else self._idle.lease
         if live is not None and self._roots.get(live.keep) is root:
             shared = common_prefix(live.ids, ids)
-            if shared > best and len(live.ids) - shared <= kv.rewindable(live.caches):
+            if shared > best and len(live.ids) - shared <= rewindable(live.caches):
                 return shared
         return best
 
     def _go_to(self, held: Held, root: Node[CachedRun], ids: list[int]) -> None:
-        """Make live caches hold ``ids``, all of which the tree knows."""
         live = held.lease
         if len(live.ids) != len(ids) and live.ids:
             self._freeze_end(held)
@@ -597,7 +561,7 @@ class MemoryStore(CacheStore):
         surplus = len(live.ids) - shared
         self._operations.own_prefixes(live.caches)
         in_place = shared == len(ids) and surplus == 0
-        if shared == len(ids) and 0 < surplus <= kv.rewindable(live.caches) and node.value.states is None:
+        if shared == len(ids) and 0 < surplus <= rewindable(live.caches) and node.value.states is None:
             self._operations.rewind(live.caches, surplus)
             in_place = True
         self._cut_back(held, self._node_at(root, ids[:shared]))
@@ -624,7 +588,6 @@ class MemoryStore(CacheStore):
         held.end = node
 
     def _share(self, held: Held, ids: list[int]) -> int:
-        """Have empty live caches begin with what others in use hold of ``ids``; return how many tokens that is."""
         donors = [other for other in self._used if other.lease.keep == held.lease.keep]
         common = [common_prefix(other.lease.ids, ids) for other in donors]
         most = max(common, default=0)
@@ -633,7 +596,6 @@ class MemoryStore(CacheStore):
         return self._operations.share(donors[common.index(most)].lease.caches, held.lease.caches, most)
 
     def _node_at(self, root: Node[CachedRun], ids: list[int]) -> Node[CachedRun]:
-        """Return the node that ends where ``ids``, which the tree knows, end; splits one where there is none."""
         node, position = match_prefix(root, ids)
         assert position == len(ids)
         return node if node.stop == position else self._split(node, position)
@@ -646,7 +608,6 @@ class MemoryStore(CacheStore):
         return split(node, at, above, CachedRun(self._in_tree, lower, states, stored=run.stored))
 
     def _follow(self, held: Held) -> Node[CachedRun]:
-        """Add live caches' whole path to the tree, without slices of what they hold themselves; return its end."""
         ids = held.lease.ids
         while held.end.stop < len(ids):
             rest = ids[held.end.stop :]
@@ -660,13 +621,11 @@ class MemoryStore(CacheStore):
         return held.end
 
     def _freeze_end(self, held: Held) -> States | None:
-        """Freeze what can't be sliced of live caches; return the states at their end, None where all can be sliced."""
         if self.needs_checkpoints and held.end.parent is not None and held.end.value.states is None:
             held.end.value.states = self._operations.freeze(held.lease.caches)
         return held.end.value.states
 
     def _cut_back(self, held: Held, start: Node[CachedRun]) -> None:
-        """Cut live caches back to the end of ``start``; the tree keeps what they held beyond it, if that is of use."""
         leaf, elsewhere = held.end, self._live_nodes(held)
         beyond = [node for node in leaf.path() if node.start >= start.stop]
         pieces = self._operations.cut_off(held.lease.caches, [start.stop, *(node.stop for node in beyond)])
@@ -688,9 +647,11 @@ class MemoryStore(CacheStore):
             each.last_used = self._uses
 
     def _evict(self, budget: int | None = None) -> None:
-        """Evict the least recently used until all fits ``budget`` (the store's own by default); the live caches always stay."""
         held = self._kept_bytes
-        surplus = held - (self._budget() if budget is None else budget)
+        if budget is None and held <= self._least:
+            return
+        allowed = self._budget() if budget is None and self._budget is not None else budget or 0
+        surplus = held - allowed
         if surplus > 0 and budget is None:
             surplus = min(surplus, held - self._last_two_bytes())
         while surplus > 0:
@@ -705,16 +666,14 @@ class MemoryStore(CacheStore):
             surplus -= freed
 
     def _last_two_bytes(self) -> int:
-        """Return the bytes of the live caches and of the path used before, where memory has room for both; else 0."""
         live, ends = self._idle, self._leaves()
         if live is None or len(ends) < 2:
             return 0
         other = sum(node.value.nbytes for node in ends[1][1].path())
         held = live.lease
-        return kv.nbytes(held.caches) + other if other <= self._beside(len(held.ids)) else 0
+        return kv_bytes(held.caches) + other if other <= self._beside(len(held.ids)) else 0
 
     def _evict_node(self, node: Node[CachedRun], *, live: bool) -> int:
-        """Remove a leaf, or only the frozen states of any other node; return the bytes freed."""
         before = node.value.nbytes
         if not live and not node.children:
             _forget(node)
@@ -724,7 +683,6 @@ class MemoryStore(CacheStore):
 
 
 def _forget(node: Node[CachedRun]) -> None:
-    """Remove a node and all below it, and what they hold."""
     for each in node.subtree():
         each.value.piece = each.value.states = None
     remove(node)

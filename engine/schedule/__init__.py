@@ -1,1 +1,1 @@
-"""Several replies at once: whose turn it is, and how their tokens are computed together."""
+"""Batched replies: whose turn it is, and how their tokens are computed together."""

@@ -1,8 +1,9 @@
-"""Memory for a prompt before it is computed, and for a reply as it grows: predict the peak, relieve memory, or refuse.
+"""Memory admission for prompts and growing replies: predict the peak, relieve memory, or refuse."""
 
-Only what goes beyond the limit (perf/memory.py) is refused. Where macOS is at critical pressure memory is relieved for what it has
-left, as far as that goes, and the prompt is computed all the same: what it needs is small beside a model that is loaded already.
-"""
+# Only what exceeds the limit (perf/memory.py) is refused.
+
+# At critical macOS pressure memory is relieved as far as possible, and the prompt runs all the same: it needs
+# little beside the loaded model.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -11,32 +12,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..chunking import prompt_peak
+from ..chunking import SHALLOW, prompt_peak
 from ..errors import MemoryLimitError
 from ..events import MemoryPressure
+from ..kv.attention import flat
 from ..kv.cache import Cache
 from ..kv.cache import nbytes as kv_bytes
 from ..kv.plan import spare_slots
-from ..kv.probe import leaves
 from ..perf import memory
-from ..perf.mitigation import LEAST_CHUNK, Mitigation, offers, refusal, relieving, steps
+from ..perf.footprint import LEAST_CHUNK, Mitigation, offers, refusal, relieving, steps
 from ..perf.peak_memory import ModelShape, Peak, predict_peak
 from ..prompt_cache.memory import CacheLease, CacheStore
 from ..runtime import Runtime
-from .policy import Pace
-from .schedule import WAITS
+from .schedule import WAITS, Pace
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
-    """How a prompt may be computed within the memory there is.
-
-    Attributes:
-        chunk: tokens to compute at once.
-        pressure: what was done to make room, or what the prompt costs other programs; None where neither.
-        peak_with: the peak that is expected with a reply of so many tokens.
-        force_fused: whether to ask for fused attention wherever there is a kernel.
-    """
+    """How to prefill within the memory."""
 
     chunk: int
     pressure: MemoryPressure | None
@@ -45,7 +38,7 @@ class PrefillBudget:
 
 
 class RoomTakenError(Exception):
-    """A prompt fits, but not beside the replies that are being made. pressure: to be told."""
+    """A prompt would fit, but not beside the running replies. pressure: to report."""
 
     def __init__(self, pressure: MemoryPressure) -> None:
         super().__init__()
@@ -53,12 +46,7 @@ class RoomTakenError(Exception):
 
 
 class GrowthBudget:
-    """Makes room, while decoding, before the caches of a reply are made larger.
-
-    Attributes:
-        pressure: what was done and is still to be told.
-        waits: whether they fit once another reply has given back what it holds.
-    """
+    """Makes room in decode before a reply's caches grow."""
 
     def __init__(self, runtime: Runtime, store: CacheStore, lease: CacheLease) -> None:
         self._runtime, self._store, self._lease = runtime, store, lease
@@ -66,7 +54,6 @@ class GrowthBudget:
         self.waits = self._told = False
 
     def fits(self) -> bool:
-        """Clear the pool and shrink the prompt cache as far as the larger caches need it; return whether they fit then."""
         store, idle = self._store, 0
         self.waits = False
         if (budget := self._budget()) is None:
@@ -94,12 +81,10 @@ class GrowthBudget:
         return True
 
     def tell(self) -> Iterator[MemoryPressure]:
-        """Yield what was done since it was told last."""
         while self.pressure:
             yield self.pressure.pop(0)
 
     def _steps(self, budget: int) -> Mitigation:
-        """Return what it takes to make the caches larger by a token."""
         cached, slots, aside = len(self._lease.ids), slots_of(self._lease.caches), self._store.aside
 
         def peak(_: int) -> Peak:
@@ -125,13 +110,19 @@ def make_room(
     most: int | None = None,
     may_force: bool = True,
 ) -> PrefillBudget:
-    """Make room to compute a prompt of so many ``tokens``, of which ``lease`` holds the first, and one token of reply.
+    """Make room to prefill ``tokens`` tokens, partly held by ``lease``, and one token of reply.
 
-    most: tokens to compute at once at most, after MLX had no memory for more. may_force: whether fused attention may be asked for.
-    Raises MemoryLimitError where there can be none, with what would fit, and RoomTakenError where there would be if no other lease
-    were in use; nothing was given up for it then.
+    Raises MemoryLimitError, with what would fit, where there can't be room; RoomTakenError where other leases
+    hold it (nothing is evicted then). most: chunk limit after MLX ran out of memory.
     """
     shape, cached, slots, aside = runtime.shape, len(lease.ids), slots_of(lease.caches), store.aside
+    others = _others(shape, store, lease)
+    budget = None if (whole := runtime.memory_budget) is None else whole - others
+    spare = None if (left := memory.available()) is None else left - others
+    chunking = runtime.chunking
+    pool, largest = mx.get_cache_memory(), chunking.first if cached < SHALLOW else chunking.tokens_at(cached)
+    largest = largest if most is None else min(most, largest)
+    critical = memory.is_critical()
 
     def peak(of: ModelShape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
         new = max(0, tokens - 1 - cached)
@@ -142,11 +133,14 @@ def make_room(
     def afresh(of: ModelShape) -> Peak:
         return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
-    others = _others(shape, store, lease)
-    budget = None if (whole := runtime.memory_budget) is None else whole - others
-    spare = None if (left := memory.available()) is None else left - others
-    pool, largest = mx.get_cache_memory(), runtime.chunking.at(cached)
-    largest = largest if most is None else min(most, largest)
+    if budget is not None and most is None and not critical and len(store.leases) == 1:
+        whole_peak, own = runtime.peak_within(tokens, slots)
+        needed = whole_peak + aside
+        if needed + pool <= budget and (
+            spare is None or needed <= spare
+        ):  # by far, as a rule: nothing is to be reckoned
+            lease.expected_bytes = own
+            return PrefillBudget(largest, None, lambda reply: peak(shape, largest, reply))
     fused = replace(shape, force_fused=True)
 
     def plain_at(chunk: int) -> Peak:
@@ -167,7 +161,6 @@ def make_room(
             raise RoomTakenError(MemoryPressure(0, None, 0, found.peak.total, budget, waits=True))
         offered = list(offers(fused, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
-    critical = memory.is_critical()
     if critical and budget is not None and spare is not None and spare < budget:
         found = relieving(plain_at, spare, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
     given = memory.taken_from_others(found.peak.total, spare)
@@ -192,18 +185,18 @@ def admitted(
     background: bool = False,
     most: int | None = None,
     may_force: bool = True,
+    own: Callable[[int | None], list[Any]] | None = None,
 ) -> Generator[Any, None, tuple[CacheLease, PrefillBudget]]:
-    """Return caches for ``ids``, in use already, and the room to compute ``tokens``, as ``make_room``.
+    """Return leased caches for ``ids``, and the room to compute ``tokens``, as ``make_room``.
 
-    Yields None while they are read from the disk, where others may go first; WAITS while others hold the room, or compute what
-    ``ids`` begin with; and once the pressure to be told of. Where ``cancelled`` says so meanwhile, the room is not there. Raises
-    MemoryLimitError.
+    Yields None while reading from disk, WAITS while others hold the room or compute the same prefix, and the
+    pressure to report. Raises MemoryLimitError, also when ``cancelled``.
     """
     told = False
     while True:
-        while store.is_coming(ids, keep) and not cancelled():
+        while own is None and store.is_coming(ids, keep) and not cancelled():
             yield WAITS
-        lease = store.lend(ids, keep)
+        lease = store.lend(ids, keep, own)
         store.use(lease)
         try:
             # Nobody waits for what gives way itself.
@@ -228,19 +221,16 @@ def admitted(
 
 
 def slots_of(caches: list[Any]) -> int:
-    """Return the most tokens that one of our caches has room for."""
-    return max((cache.slots for _, cache in leaves(caches) if isinstance(cache, Cache)), default=0)
+    return max([cache.slots for cache in flat(caches) if isinstance(cache, Cache)], default=0)
 
 
 def _others(shape: ModelShape, store: CacheStore, lease: CacheLease) -> int:
-    """Return what other replies hold, or were told that they may, and other engines of the process: all count in one budget."""
     beside_it = [(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease]
     held = mx.get_active_memory() - shape.weights - kv_bytes(lease.caches) - store.aside
     return max(0, held) + sum(max(0, expected - now) for now, expected in beside_it)
 
 
 def _take(found: Mitigation, store: CacheStore, budget: int | None, from_others: int, critical: bool) -> MemoryPressure:
-    """Take the steps, in their order."""
     pool, chunk, freed, spared = 0, None, 0, 0
     for step in found.steps:
         match step.name:

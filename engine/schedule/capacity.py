@@ -1,12 +1,7 @@
-"""How many replies at once a machine has room for, and how fast they are then: the "requests per GPU" of unified memory.
+"""How many replies a machine holds in parallel, and their speed: "requests per GPU" of unified memory."""
 
-    memory   = weights + one reply at its highest + (replies − 1) × what a reply holds while it is written
-    together = replies ÷ seconds of a step that reads the weights once, and the keys and values of each
-    each     = together ÷ replies
-
-Together they are faster the more there are, until arithmetic is the limit; each is slower. It is all arithmetic over what is known
-elsewhere: memory and the roofline of ``perf``, and the turns of ``policy``.
-"""
+# memory   = weights + one reply at its peak + (replies − 1) × a decoding reply
+# together = replies ÷ seconds of a step that reads the weights once and each reply's KV
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +13,14 @@ from ..metrics import share
 from ..perf.diagnosis import Waits
 from ..perf.memory import MemoryFit
 from ..perf.roofline import Fitted, HostLimited, Phase, decode_phase, predict
-from .policy import beside_s
+from .schedule import beside_s
 
 if TYPE_CHECKING:
     from ..perf.config_cost import Packing
-    from ..perf.machine import Machine
-    from ..perf.what_if import WeighedModel, WhatIfCase
+    from ..perf.what_if import Machine, WeighedModel, WhatIfCase
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-MOST = 1 << 12
-"""Replies at once up to which a limit is looked for: no schedule has more."""
+MOST = 1 << 12  # replies at once up to which a limit is looked for: no schedule has more
 
 SEVERAL_UNTIMED = "what to expect of several at once is not known on this machine; tokamac bench --parallel measures it"
 AS_ONE = (
@@ -37,10 +30,7 @@ AS_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class WidthOutcome:
-    """So many replies at once, each at the context. Tokens a second of all together, seconds; None is unknown.
-
-    waits: what a step waits for. newcomer_ttft_s: until the first token of the last one to come, while the others are written.
-    """
+    """One batch width at a context. Tokens/s of all replies, seconds; None is unknown."""
 
     replies: int
     ceiling_tps: float | None
@@ -51,18 +41,15 @@ class WidthOutcome:
 
     @property
     def each_tps(self) -> float | None:
-        """Tokens a second to expect of one of them."""
         return share(self.expected_tps, self.replies)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many replies at once, of one model in one case on one machine.
+    """Parallel replies of one model in one case on one machine.
 
-    chip: the machine's; here: it is this one, of which ``memory_bytes`` are not told. fitting: how many fit; 0 is none, None is
-    unknown. or_more: perhaps more do. ridge: operations a byte above which a step waits for arithmetic; None is unknown.
-    arithmetic_from: the fewest replies at once that do. caches_from: the fewest whose keys and values are more to read than the
-    weights. Of both, None is never. notes: what is to be known of all widths, in clauses.
+    ridge: operations per byte above which a step is compute-bound. arithmetic_from: the smallest compute-bound
+    width. caches_from: the smallest with more KV than weights to read; None is never.
     """
 
     chip: str
@@ -80,7 +67,7 @@ class Capacity:
 
 
 def capacity(loaded: "WeighedModel", case: "WhatIfCase", widths: Sequence[int] = WIDTHS) -> Capacity:
-    """Return how ``widths`` replies at once do, and the most that fit. Raises OptionError where what the layers keep is unknown."""
+    """Return the outcomes of ``widths``, and the most that fit. Raises OptionError for unknown cache sizes."""
     from ..perf.what_if import KV_UNKNOWN, outcome_at
 
     if loaded.limits(case.context) is None:
@@ -112,10 +99,7 @@ def capacity_of(
     *,
     own: "Packing | None" = None,
 ) -> Capacity:
-    """Return the same of the model of a normalised config. own: how it is packed, where the config does not say.
-
-    Raises OptionError where it can't be weighed, or can't take the case's KV settings.
-    """
+    """Return the capacity for a normalised config. Raises OptionError if it or its KV is impossible."""
     from ..perf.footprint import weigh
     from ..perf.what_if import load
 
@@ -126,9 +110,8 @@ def capacity_of(
 
 
 def width_outcome(loaded: "WeighedModel", case: "WhatIfCase", replies: int) -> WidthOutcome:
-    """Return how so many replies at once do."""
     work, chip, latency = loaded.work, loaded.place.chip, loaded.latency
-    chunk = loaded.chunking.at(case.prompt // 2)
+    chunk = loaded.chunking.tokens_at(case.prompt // 2)
     predicted = predict(work, chip, latency, case.prompt, case.context, batch=replies, chunk=chunk)
     newcomer_ttft_s = predicted.ttft_s
     if replies > 1 and newcomer_ttft_s is not None:
@@ -146,7 +129,6 @@ def width_outcome(loaded: "WeighedModel", case: "WhatIfCase", replies: int) -> W
 
 
 def _phase(loaded: "WeighedModel", case: "WhatIfCase", replies: int) -> Phase:
-    """A step of so many."""
     return decode_phase(loaded.work, loaded.place.chip, loaded.latency, case.context, replies)
 
 
@@ -156,7 +138,6 @@ def _reads_more_of_caches(loaded: "WeighedModel", case: "WhatIfCase", replies: i
 
 
 def _fewest(is_so: Callable[[int], bool]) -> int | None:
-    """Return the fewest replies at once of which something is so that stays so; None where it is so of no number."""
     below = bisect.bisect_left(range(1, MOST + 1), True, key=is_so)
     return below + 1 if below < MOST else None
 

@@ -1,10 +1,11 @@
-"""Decoding several sequences together, one step ahead: one pass makes the next token of every lane.
+"""Batched decoding, one step ahead: one pass makes the next token of every lane."""
 
-    decoder.step(lanes)     the tokens that became known, lane by lane
-
-Lanes may come and go with every step: nothing is copied. A single lane is decoded by the same code, through its own caches; while
-it is alone, drafts of what may come are verified, several tokens in a pass (verify.py). They then come one a step, as any others.
-"""
+# Lanes may come and go with every step: nothing is copied. A lone lane takes a short path, and may verify
+# drafts:
+#
+#     rows      t      d1     d2     d3            read in one pass
+#     chosen    d1     d2     x      –             what plain decoding chooses, with the seed at its position
+#     brings    d1     d2     x                    d3 is rolled back; x is in no cache yet
 
 import math
 from collections import deque
@@ -17,63 +18,50 @@ import numpy as np
 
 from ..errors import ModelDamagedError, TokamacError
 from ..kv.cache import GrowthWatcher
-from ..kv.operations import LOCAL, CacheOperations
-from ..kv.rewind import most_taken_back
+from ..kv.snapshot import LOCAL, CacheOperations, most_taken_back
+from ..metrics import Recorder
 from ..model.head import asking_for_logits, keeping_hidden_states
-from ..sampling import Sampler
+from ..sampling import Sampler, SamplerState
+from ..speculation.head_drafters import HiddenStates
 from ..speculation.speculator import Speculator
-from .verify import NOT_NUMBERS, verify
 
+# Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches.
 CHECK_STEPS = 16
-"""Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches."""
-NO_NUMBER = (1 << 32) - 1
-"""In place of a token: no vocabulary has so many."""
+NO_NUMBER = (1 << 32) - 1  # in place of a token: no vocabulary has so many
 
-POOL_CLEAR_STEPS = 256
-"""Steps between returns of MLX's unused buffers to the system."""
+POOL_CLEAR_STEPS = 256  # steps between returns of MLX's unused buffers to the system
+
+ENDLESS = 1 << 60  # steps that caches which never grow have room for
+
+NOT_NUMBERS = "the model computed values that are not numbers", "Load it with dtype float32, or download it again."
 
 
 class Constraint(Protocol):
-    """Holds one reply to a form."""
+    """Constrains one reply to a grammar."""
 
     def allowed(self) -> np.ndarray:
-        """Return (n,) bool: which tokens may follow all that came."""
+        """Return (n,) bool: which tokens may come next."""
 
     def fitting(self, drafted: Sequence[int]) -> int:
-        """Return how many of these tokens may follow, one after another."""
+        """Return how many of these tokens may follow in order."""
 
     def allowed_along(self, drafted: Sequence[int]) -> list[np.ndarray]:
-        """Return what ``allowed`` would now, and after each of these tokens, which fit."""
+        """Return ``allowed`` now, and after each of these fitting tokens."""
 
 
 class Lane:
-    """One sequence being decoded.
-
-    Invariant: whenever control returns to the caller, ``cached_ids`` are exactly the tokens in the caches.
+    """One sequence being decoded. Invariant: ``cached_ids`` are exactly the tokens in the caches.
 
     Args:
-        caches: one a layer, which hold all tokens but ``last``.
-        cached_ids: the tokens that the caches hold; extended in place.
-        last: the token that the first step takes.
-        sampler: chooses its tokens.
-        limit: tokens to decode at most; None: without end.
-        note: told what may delay the next token (a Cause); where known, by how many milliseconds at most, and which prompt it is.
-        may_grow: asked before the caches are made larger; where it says no, decoding ends.
-        launched: told the number of lanes of each of its steps.
-        speculator: says what to draft; None drafts nothing.
-        unforced: how many of the next tokens are certainly chosen by the sampler; None: all.
-        constraint: tells which tokens may come next, given all that came; None: any. Such a token is chosen a step later than
-            others, once the host knows the one before it: meanwhile the device computes the logits that it is chosen from.
+        caches: One per layer, holding all tokens but ``last``.
+        note: Called with a Cause of delay, and its most milliseconds and prompt where known.
+        may_grow: Asked before the caches grow; False ends decoding.
+        unforced: How many next tokens the sampler certainly chooses; None: all.
+        constraint: Masks next tokens, which are then chosen one step later, while logits are computed.
 
     Attributes:
-        behind: tokens before ``last`` that the caches do not hold: the next step reads them, too.
-        ready: tokens that were computed, and come one a step.
-        hidden: where the hidden states of its passes are kept while it is alone; None keeps none.
-        count: tokens decoded, those that are ready included.
-        came_with_others: whether the token that came last is one of several of a pass.
-        guessed: whether the token that came last was guessed.
-        ended: whether no more will come.
-        ended_by_memory: whether ``may_grow`` ended it.
+        behind: Tokens before ``last`` that the caches lack.
+        free: Steps that certainly fit the caches; 0 is unknown.
     """
 
     def __init__(
@@ -86,24 +74,26 @@ class Lane:
         *,
         note: Callable[..., None] = lambda *_: None,
         may_grow: Callable[[], bool] = lambda: True,
-        launched: Callable[[int], None] = lambda _: None,
+        counts: Recorder | None = None,
         speculator: Speculator | None = None,
         unforced: Callable[[], int | None] = lambda: None,
         constraint: Constraint | None = None,
     ) -> None:
         self.caches, self.cached_ids = caches, cached_ids
         self.sampler = sampler
-        self.launched, self._note = launched, note
-        self.count = 0
+        self.counts, self._note = Recorder() if counts is None else counts, note
+        self.count = self.free = 0
         self.came_with_others = self.guessed = self.ended = self.ended_by_memory = False
         self.behind: list[int] = []
         self.ready: deque[int] = deque()
-        self._taken_back = most_taken_back(caches)
-        self.speculator = speculator if self._taken_back else None
-        self.hidden = None if self.speculator is None else self.speculator.hidden
-        self._limit, self._may_grow, self._unforced = limit, may_grow, unforced
+        self._taken_back = 0
+        self.speculator: Speculator | None = None
+        self.hidden: HiddenStates | None = None
+        if speculator is not None:
+            self.speculate(speculator)
+        self.limit, self._may_grow, self._unforced = limit, may_grow, unforced
         self._growth = GrowthWatcher(caches)
-        self._forced: deque[int] = deque()
+        self.coming: deque[int] = deque()
         self._forcing: int | None = None  # taken by a step, and not read yet
         self.token = mx.array([last], mx.uint32)  # what the next step takes: (1,), maybe not computed yet
         self.known: int | None = last  # the same, where the host knows it
@@ -111,49 +101,46 @@ class Lane:
         self.constraint = constraint
         self._logits: mx.array | None = None  # (1, V), from which the last step has chosen nothing yet
 
+    def speculate(self, speculator: Speculator) -> None:
+        self._taken_back = most_taken_back(self.caches)
+        if self._taken_back:
+            self.speculator, self.hidden = speculator, speculator.hidden
+
     def note(self, cause: str, *more: Any) -> None:
-        """Tell what may delay the next token."""
         self.interrupted()
         self._note(cause, *more)
 
     def interrupted(self) -> None:
-        """Something else is computed: time passes that no step of this lane takes."""
+        self.free = 0
         if self.speculator is not None:
             self.speculator.interrupted()
 
     def force(self, ids: Iterable[int]) -> None:
-        """Have these tokens come next, whatever the sampler chooses. Call it before the first step, or after a token came."""
-        self._forced.extend(ids)
+        self.coming.extend(ids)
 
     @property
     def forced(self) -> list[int]:
-        """The tokens that are to come next, and have not come yet."""
-        return [*([] if self._forcing is None else [self._forcing]), *self._forced]
+        return [*([] if self._forcing is None else [self._forcing]), *self.coming]
 
     @property
     def last(self) -> int:
-        """The token that the next step takes, which the host knows."""
         assert self.known is not None
         return self.known
 
     @property
     def room(self) -> int:
-        """How many tokens may be drafted: each may come true, and one more comes then; all may have to be taken back.
-
-        So may the tokens before them that the pass reads, where a state is recurrent. A pass makes no cache larger: that is left to
-        plain steps, which ask first.
-        """
-        if self._forced:
+        """How many tokens may be drafted, so that a pass fits the caches and can be rolled back."""
+        # With recurrent state, tokens behind ``last`` count too. A pass never grows a cache: plain steps ask first.
+        if self.coming:
             return 0
         most = self._taken_back - len(self.behind) - 1
-        left = None if self._limit is None else self._limit - self.count
+        left = None if self.limit is None else self.limit - self.count
         fitting = self._growth.fitting(len(self.cached_ids) + len(self.behind))
         for bound in (left, self._unforced(), fitting):
             most = most if bound is None else min(most, bound - 1)
         return max(most, 0)
 
     def deliver(self) -> int:
-        """Return the next of the tokens that are ready."""
         token = self.ready.popleft()
         self.came_with_others = True
         self.guessed = bool(self.ready)  # after those that came true stands one that the model chose
@@ -161,29 +148,25 @@ class Lane:
         return token
 
     def resumed(self) -> None:
-        """The caches were released and acquired again: other objects, which hold the same tokens."""
         self._growth = GrowthWatcher(self.caches)
         self.interrupted()
 
     def computed(self, logits: mx.array) -> list[mx.array]:
-        """Choose from logits (1, V), or keep them until it is known what may be chosen; return what to evaluate."""
-        if self.constraint is None:
-            return self._choose(logits, None)
-        self._logits = logits
-        return [logits]
+        """Choose from logits (1, V), or keep them until constrained; return what to evaluate."""
+        if self.constraint is not None:
+            self._logits = logits
+            return [logits]
+        return self._choose(logits, None)
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether its next token is that of the largest logit."""
         return self.constraint is None and self.sampler.takes_likeliest
 
     def take_likeliest(self, logits: np.ndarray) -> None:
-        """Choose from logits (V,) that the host has: where a token is waited for anyhow, MLX need not be waited for once more."""
         token = self.sampler.take_likeliest(logits)
         self.chosen = mx.array([token if math.isfinite(logits[token]) else NO_NUMBER], mx.uint32)
 
     def choose(self) -> None:
-        """Choose from logits that were kept: the tokens before are known now."""
         if self._logits is not None and self.constraint is not None:
             logits, self._logits = self._logits, None
             mx.async_eval(*self._choose(logits, self.constraint.allowed()))  # type: ignore[no-untyped-call]
@@ -193,36 +176,34 @@ class Lane:
         if self.count % CHECK_STEPS == 0:
             chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
         self.chosen = chosen
-        return [chosen, *self.sampler.newest_score()]
+        return [chosen, *self.sampler.newest_score()] if self.sampler.scored else [chosen]
 
     def take_chosen(self) -> None:
-        """Make what the last step chose, or a forced token, the next step's: what was computed of a replaced one is not used."""
         if self.chosen is None:
             return
         self.token, self.known, self.chosen = self.chosen, None, None
-        if self._forced:
-            self._forcing = self._forced.popleft()
+        if self.coming:
+            self._forcing = self.coming.popleft()
             self.token = mx.array([self._forcing], mx.uint32)
             self.sampler.replace_last(self.token)
 
     def goes_on(self, coming: int) -> bool:
-        """Whether a step may follow once ``coming`` tokens are decoded: not at the limit, nor where there is no memory for it."""
         self.ended_by_memory = (
-            coming != self._limit and self._growth.will_grow(len(self.cached_ids)) and not self._may_grow()
+            coming != self.limit and self._growth.will_grow(len(self.cached_ids)) and not self._may_grow()
         )
-        return coming != self._limit and not self.ended_by_memory
+        return coming != self.limit and not self.ended_by_memory
 
     def goes_on_after(self, tokens: list[int]) -> None:
-        """Tokens came at once: they are ready, and the next step takes the last of them."""
         self.ready.extend(tokens)
         self.count += len(tokens)
         self.known = tokens[-1]
         self.token = mx.array([self.known], mx.uint32)
 
     def stepped(self) -> None:
-        """A step took the token: it is in the caches."""
         if self._growth.grew() and self.count:
             self.note("kv growth")
+        fitting = self._growth.fitting(len(self.cached_ids) + len(self.behind))
+        self.free = ENDLESS if fitting is None else fitting
 
     def read(self) -> int:
         """Wait for the token, and return it. Raises ModelDamagedError."""
@@ -237,8 +218,6 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a step brought for a lane: a token, or why none will come."""
-
     lane: Lane
     token: int | None = None
     failure: TokamacError | None = None
@@ -248,9 +227,8 @@ class Decoder:
     """Decodes lanes together.
 
     Args:
-        model: called with (B, 1) ids and the caches of all lanes.
-        ahead: launch the next step before a token is read, so that the device works while the host does.
-        operations: what is done to the model and to caches.
+        model: Called with (B, 1) ids and the caches of all lanes.
+        ahead: Launch the next step before a token is read, to overlap device and host.
     """
 
     def __init__(self, model: Any, *, ahead: bool, operations: CacheOperations = LOCAL) -> None:
@@ -258,12 +236,13 @@ class Decoder:
         self._steps = 0
 
     def step(self, lanes: Sequence[Lane]) -> list[Decoded]:
-        """Compute a token of every lane that has not ended; return those that became known.
+        """Compute a token of every live lane; return those that became known.
 
-        With ``ahead``, a lane's first step brings none: its first token is read while the second is computed. Raises what MLX
-        raises: then nobody knows what the caches hold.
+        With ``ahead``, a lane's first step returns none. After an MLX error the caches' contents are unknown.
         """
         alone = len(lanes) == 1
+        if alone and (found := self._step_alone(lanes[0])) is not None:
+            return found
         delivered = [Decoded(lane, lane.deliver()) for lane in lanes if lane.ready]
         if delivered:
             lanes = [lane for lane in lanes if all(each.lane is not lane for each in delivered)]
@@ -292,13 +271,65 @@ class Decoder:
         ]
         self._steps += 1
         if self._steps % POOL_CLEAR_STEPS == 0:
-            mx.clear_cache()
-            for lane in lanes:
-                lane.note("pool cleared")
+            self._clear_pool(lanes)
         return [*delivered, *failed, *found]
 
+    def _step_alone(self, lane: Lane) -> list[Decoded] | None:
+        if lane.free <= 0 or lane.coming or lane.ready or lane.behind:
+            return None
+        if lane.constraint is not None or lane.hidden is not None:
+            return None
+        ahead, speculator = self._ahead, lane.speculator
+        if speculator is not None and not speculator.rests and (drafted := self._speculate(lane, speculator)):
+            return drafted
+        if reads := lane.chosen is not None:
+            lane.take_chosen()
+        last = reads and lane.count + 1 == lane.limit
+        if not last:
+            self._launch_alone(lane)
+        if not ahead:
+            lane.take_chosen()
+        elif not reads:
+            return []
+        try:
+            token = lane.read()
+        except TokamacError as error:
+            lane.ended = True
+            return [Decoded(lane, failure=error)]
+        if ahead and not last:
+            lane.cached_ids.append(token)
+        lane.ended = lane.count == lane.limit if ahead or lane.free > 0 else not lane.goes_on(lane.count)
+        if speculator is not None:
+            speculator.observe(token, steady=not last)
+        self._steps += 1
+        if self._steps % POOL_CLEAR_STEPS == 0:
+            self._clear_pool([lane])
+        return [Decoded(lane, token)]
+
+    def _launch_alone(self, lane: Lane) -> None:
+        known, sampler = lane.known, lane.sampler
+        ids = (
+            mx.where(lane.token == NO_NUMBER, 0, lane.token)[:, None]
+            if known is None
+            else mx.array([[known]], mx.uint32)
+        )
+        logits = self._model(ids, cache=lane.caches)[:, -1, :]
+        if not self._ahead and sampler.takes_likeliest:
+            lane.take_likeliest(np.asarray(logits.astype(mx.float32))[0])
+        else:
+            mx.async_eval(*lane.computed(logits))  # type: ignore[no-untyped-call]
+        if known is not None:
+            lane.cached_ids.append(known)
+        lane.free -= 1
+        lane.counts.passes += 1
+        lane.counts.rows += 1
+
+    def _clear_pool(self, lanes: Sequence[Lane]) -> None:
+        mx.clear_cache()
+        for lane in lanes:
+            lane.note("pool cleared")
+
     def _speculate(self, lane: Lane, speculator: Speculator) -> list[Decoded]:
-        """Verify a draft of what follows a lane's last token, or read that token where this will pay; else return nothing."""
         if speculator.rests:
             return []
         if lane.chosen is not None:
@@ -319,13 +350,13 @@ class Decoder:
             lane.ended = True
             return [Decoded(lane, failure=error)]
         speculator.verified(draft, tokens, rows)
-        lane.launched(1)
+        lane.counts.passes += 1
+        lane.counts.rows += 1
         lane.stepped()
         lane.goes_on_after(tokens)
         return [Decoded(lane, lane.deliver())]
 
     def _launch(self, lanes: list[Lane]) -> None:
-        """Begin to compute what follows the lanes' tokens, which then are in their caches."""
         if not lanes:
             return
         logits = self._pass(lanes)
@@ -341,12 +372,12 @@ class Decoder:
             if lane.known is not None:
                 lane.cached_ids.append(lane.known)
             lane.stepped()
-            lane.launched(len(lanes))
+            lane.counts.passes += 1
+            lane.counts.rows += len(lanes)
         if wanted:
             mx.async_eval(*wanted)  # type: ignore[no-untyped-call]
 
     def _pass(self, lanes: list[Lane]) -> mx.array:
-        """Return the logits (B, N, V) after the lanes' tokens and what is behind them; the last of the N are meant."""
         hidden = lanes[0].hidden if len(lanes) == 1 else None
         if hidden is None:
             return self._computed(lanes)
@@ -357,7 +388,6 @@ class Decoder:
         return logits
 
     def _computed(self, lanes: list[Lane]) -> mx.array:
-        """Compute a pass."""
         if len(lanes) == 1 and lanes[0].behind:
             (lane,) = lanes
             ids = mx.concatenate([mx.array(lane.behind, mx.uint32), _some_token(lane.token)])[None]
@@ -377,10 +407,12 @@ class Decoder:
             ids = (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[:, None]  # (B, 1)
         else:  # nothing to compute before the pass: on a CPU, one wait for MLX's thread less
             ids = mx.array([[each] for each in known], mx.uint32)
+        if len(lanes) == 1:
+            alone: mx.array = self._model(ids, cache=lanes[0].caches)
+            return alone
         return self._operations.forward(self._model, ids, [lane.caches for lane in lanes])
 
     def _read(self, lane: Lane, *, launched: bool, last: bool = False, shared: bool = False) -> Decoded:
-        """Read a lane's token. launched: so was the step that takes it. last: none may. shared: its pass, with other lanes."""
         try:
             token = lane.read()
         except TokamacError as error:
@@ -390,14 +422,13 @@ class Decoder:
             lane.cached_ids.append(token)
         lane.ended = last or (not launched and not lane.goes_on(lane.count))
         if shared and lane.speculator is not None:
-            lane.speculator.saw_shared(token)
+            lane.speculator.observe_shared(token)
         elif lane.speculator is not None:
-            lane.speculator.saw(token, steady=launched or not self._ahead)
+            lane.speculator.observe(token, steady=launched or not self._ahead)
         return Decoded(lane, token)
 
 
 def _chosen(lanes: Sequence[Lane]) -> tuple[list[Lane], list[Decoded]]:
-    """Have lanes choose from logits that were kept; return those that could, and the failures of the others."""
     able: list[Lane] = []
     failed: list[Decoded] = []
     for lane in lanes:
@@ -412,7 +443,7 @@ def _chosen(lanes: Sequence[Lane]) -> tuple[list[Lane], list[Decoded]]:
 
 
 def decode_alone(model: Any, lane: Lane, *, ahead: bool, operations: CacheOperations = LOCAL) -> Iterator[int]:
-    """Yield the tokens of one lane. Stop iterating to cancel. Raises ModelDamagedError."""
+    """Yield one lane's tokens; stop iterating to cancel. Raises ModelDamagedError."""
     decoder = Decoder(model, ahead=ahead, operations=operations)
     while not lane.ended:
         for each in decoder.step([lane]):
@@ -423,5 +454,50 @@ def decode_alone(model: Any, lane: Lane, *, ahead: bool, operations: CacheOperat
 
 
 def _some_token(chosen: mx.array) -> mx.array:
-    """Return ``chosen`` (1,) or, in place of NO_NUMBER, a token that there is: a lookup has no bounds, and reads foreign memory."""
+    """Replace NO_NUMBER in ``chosen`` (1,) by a valid token."""
+    # An embedding lookup has no bounds check, and would read foreign memory.
     return mx.where(chosen == NO_NUMBER, 0, chosen)
+
+
+def verify(
+    model: Any, lane: Lane, drafted: Sequence[int], operations: CacheOperations = LOCAL, *, on_host: bool = False
+) -> list[int]:
+    """Return the accepted prefix of ``drafted`` and one more token, as plain decoding would choose.
+
+    None follows an end token. The lane then holds all but the last. Raises ModelDamagedError.
+    """
+    allowed = None if lane.constraint is None else lane.constraint.allowed_along(drafted)
+    behind = [*lane.behind, lane.last]
+    read = [*behind, *drafted]
+    before = operations.before_pass(lane.caches)
+    with asking_for_logits(), keeping_hidden_states() as kept:
+        logits = model(mx.array([read], mx.uint32), cache=lane.caches)  # (1, …, V), of which the last 1 + k are meant
+    if on_host and allowed is None and lane.sampler.takes_likeliest:
+        rows = np.asarray(logits.astype(mx.float32))[0, len(behind) - 1 :]
+        tokens, states = lane.sampler.take_likeliest_rows(rows)
+        sound = bool(np.isfinite(rows[np.arange(len(rows)), tokens]).all())
+    else:
+        tokens, states, sound = _chosen_rows(lane, logits[0, len(behind) - 1 :], allowed)
+    if not sound:
+        raise ModelDamagedError(*NOT_NUMBERS)
+    right = 0
+    while right < len(drafted) and tokens[right] == drafted[right] and tokens[right] not in lane.sampler.ends:
+        right += 1
+    lane.sampler.restore(states[right])
+    if lane.hidden is not None:
+        lane.hidden.passed(len(lane.cached_ids), kept[-1][:, : len(behind) + right])
+    held = before.take_back(len(drafted) - right, len(read))
+    lane.cached_ids.extend(read[:held])
+    lane.behind = read[held : len(behind) + right]
+    return tokens[: right + 1]
+
+
+def _chosen_rows(
+    lane: Lane, logits: mx.array, allowed: Sequence[np.ndarray] | None
+) -> tuple[list[int], list[SamplerState], bool]:
+    """Choose from logits (1 + k, V): tokens, the states after each, and whether logits are finite."""
+    chosen, states = lane.sampler.choose_rows(logits, allowed)  # (1 + k,)
+    sound = mx.all(mx.isfinite(mx.max(logits, axis=-1)))
+    mx.eval(chosen, sound, *lane.sampler.newest_scores(len(logits)))
+    tokens: list[int] = chosen.tolist()  # type: ignore[assignment]
+    return tokens, states, bool(sound.item())

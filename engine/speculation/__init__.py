@@ -1,1 +1,1 @@
-"""Tokens guessed ahead and verified in one pass: who guesses, how much, and whether it pays."""
+"""Speculative decoding: drafters, draft lengths, and whether drafting pays."""

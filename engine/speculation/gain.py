@@ -1,12 +1,7 @@
-"""What guessing ahead would gain on a chip, at a given share of guesses that come true. Arithmetic alone; a ledger uses the same.
+"""The gain of speculative decoding on a chip at a given acceptance rate; arithmetic only."""
 
-    tokens a pass  = 1 + a + a² + … + aᵏ          a: how likely each guessed token is; k: tokens guessed
-    plain steps    = pass over k + 1 rows + drafting
-    gain           = tokens a pass ÷ plain steps
-
-Guesses looked up in the conversation take no time. A draft model takes a step of its own for each token, and reads in the first
-what was written since. An extra head is as large as a layer and the output head together, and is read once a token.
-"""
+# tokens a pass  = 1 + a + a² + … + aᵏ          a: acceptance rate of a token; k: draft tokens
+# gain           = tokens a pass ÷ (plain steps of a pass over k + 1 rows, plus drafting)
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,24 +10,21 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import OptionError, TokamacError
 from ..perf.hardware import generation_of
 from ..perf.memory import MemoryFit
-from .ledger import COMPUTED, HALF, LONG, SHORT, WORTH, DraftingCosts
-from .small_batches import RowCosts, draft_step, pass_steps, read_steps, row_costs
+from .ledger import TUNING, DraftingCosts, RowCosts, draft_step, pass_steps, read_steps, row_costs
 
 if TYPE_CHECKING:
     from ..perf.inspection import ModelRef
-    from ..perf.machine import Machine
-    from ..perf.what_if import Suggestion, WeighedModel, WhatIfCase
-    from ..perf.workload import Workload
+    from ..perf.roofline import Workload
+    from ..perf.what_if import Machine, Suggestion, WeighedModel, WhatIfCase
 
-ACCEPTANCE = COMPUTED["draft"]
-"""How likely a guess is taken to be where nobody says it."""
+ACCEPTANCE = TUNING.computed["draft"]  # how likely a guess is taken to be where nobody says it
 
 Guesser = Literal["lookup", "draft", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
 class GuessWidth:
-    """So many tokens guessed at once. tokens: of a pass; steps: plain steps that it takes with its drafting; None is unknown."""
+    """One draft width. tokens: per pass; steps: plain steps, drafting included; None is unknown."""
 
     width: int
     tokens: float
@@ -42,10 +34,11 @@ class GuessWidth:
 
 @dataclass(frozen=True, slots=True)
 class GuesserGain:
-    """What one kind of guesses would gain.
+    """The gain of one kind of drafter.
 
-    name: of the draft model; "" else. step: plain steps that a guessed token takes. best: the width that gains most; 0 where plain
-    steps are as good, None is unknown. gain: tokens for the time of a plain step then. memory_bytes: beside the model.
+    name: of the draft model; "" else. step: plain steps per draft token. best: the best width; 0 where plain
+    steps
+    are as good, None is unknown. gain: tokens per plain step then. memory_bytes: beside the model.
     """
 
     source: Guesser
@@ -59,11 +52,7 @@ class GuesserGain:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationGain:
-    """What guessing ahead would gain with one model in one case on one machine.
-
-    acceptance: how likely each guessed token is, once those before it came true. plain_tps: tokens a second without; None is
-    unknown. timed_on: whose timings of a pass over several rows these are; timed_source: who published them. notes: in clauses.
-    """
+    """Speculation's gain for one model in one case on one machine."""
 
     chip: str
     context: int
@@ -75,16 +64,12 @@ class SpeculationGain:
     notes: tuple[str, ...] = ()
 
     def expected_tps(self, guesser: GuesserGain) -> float | None:
-        """Return the tokens a second to expect with these guesses; None is unknown."""
         return None if self.plain_tps is None or guesser.gain is None else self.plain_tps * guesser.gain
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOffer:
-    """A draft model of the catalogue for one of its models, at a machine. Bytes; None is unknown.
-
-    memory: of both. gain, expected_tps: with ``acceptance`` of its guesses true; a gain of 1 is none.
-    """
+    """A catalogue draft model for one of its models, at a machine. Bytes; None is unknown."""
 
     id: str
     download_bytes: int | None
@@ -95,7 +80,6 @@ class DraftOffer:
 
 
 def draft_offer(found: "Suggestion", place: "Machine", acceptance: float = ACCEPTANCE) -> DraftOffer | None:
-    """Return the draft model that fits a model of the catalogue; None where none is known, or it can't be weighed."""
     from ..perf.catalogue import draft_for, find  # the chat's wire doesn't wait for the table
     from ..perf.inspection import model_ref_of_entry
 
@@ -117,7 +101,6 @@ def draft_offer(found: "Suggestion", place: "Machine", acceptance: float = ACCEP
 
 
 def tokens_a_pass(acceptance: float, width: int) -> float:
-    """Return how many tokens a pass commits on average where each of ``width`` guesses is so likely, once those before are true."""
     return sum(acceptance**place for place in range(width + 1))
 
 
@@ -128,10 +111,7 @@ def gain_of(
     acceptance: float = ACCEPTANCE,
     draft: "ModelRef | None" = None,
 ) -> SpeculationGain:
-    """Return what guessing ahead would gain with a model, and with ``draft`` beside it.
-
-    Raises OptionError where one of them can't be weighed, or can't take the case's KV settings.
-    """
+    """Return the gain with a model, and with ``draft``. Raises OptionError where either can't be weighed."""
     from ..options import KVSpec
     from ..perf.what_if import WhatIfCase
 
@@ -145,7 +125,6 @@ def gain_of(
 def speculation_gain(
     model: "WeighedModel", context: int, acceptance: float, draft: "tuple[str, WeighedModel] | None" = None
 ) -> SpeculationGain:
-    """Return the same of models that are weighed already. draft: its name, and it."""
     if not 0 <= acceptance <= 1:
         raise OptionError(f"a share of {acceptance:g} can't come true", "Give one from 0 to 1.")
     place, limits = model.place, model.limits(context)
@@ -158,10 +137,10 @@ def speculation_gain(
         both = (other.work, other.latency), (model.work, model.latency)
         drafting.step = draft_step(*both, place.chip, context)
         memory = other.weighed.held.weight_bytes + other.plan.bytes_at(context)
-        widths = _widths(acceptance, passes[: len(SHORT)], drafting.drafting)
+        widths = _widths(acceptance, passes[: len(TUNING.short)], drafting.drafting)
         found.append(_guesser("draft", name, widths, drafting.step, memory))
     if (head := head_step(model.work, context)) is not None:
-        widths = _widths(acceptance, passes[: len(SHORT)], lambda width: width * head)
+        widths = _widths(acceptance, passes[: len(TUNING.short)], lambda width: width * head)
         found.append(_guesser("heads", "", widths, head))
     return SpeculationGain(
         chip=place.chip.name,
@@ -176,7 +155,6 @@ def speculation_gain(
 
 
 def head_step(work: "Workload", context: int) -> float | None:
-    """Return the share of a plain step's bytes that an extra head reads; None where they are unknown, or there is no head."""
     weights, whole = work.weight_bytes(), work.step_bytes(context)
     heads = [product for product in work.products if product.head]
     if weights is None or not whole or not heads:
@@ -186,12 +164,11 @@ def head_step(work: "Workload", context: int) -> float | None:
 
 
 def _passes(model: "WeighedModel", costs: RowCosts, context: int) -> list[tuple[int, float | None]]:
-    """Return widths that were timed, and the plain steps of a pass that verifies so many; None where no such kernel was timed."""
     place = model.place
     work, latency, device = model.work, model.latency, place.device
     return [
         (width, None if device == "cuda" else pass_steps(work, latency, place.chip, context, width + 1, device=device))
-        for width in (*SHORT, HALF, LONG)
+        for width in (*TUNING.short, TUNING.half, TUNING.long)
         if width < costs.most
     ]
 
@@ -210,7 +187,7 @@ def _guesser(source: Guesser, name: str, found: Iterable[GuessWidth], step: floa
     best = max(known, key=lambda each: each.gain or 0.0, default=None)
     if best is None:
         return GuesserGain(source, name, step, widths, None, None, memory)
-    pays = (best.gain or 0.0) > WORTH
+    pays = (best.gain or 0.0) > TUNING.worth
     return GuesserGain(source, name, step, widths, best.width if pays else 0, best.gain if pays else 1.0, memory)
 
 
@@ -230,5 +207,5 @@ def _notes(place: "Machine", costs: RowCosts) -> Iterator[str]:
         yield f"unknown: what a pass over several tokens takes on {chip} was not published"
     elif place.device == "metal" and generation_of(chip) not in costs.generations:
         yield f"of {chip} no timings of passes over several tokens are known: those of {costs.timed_on} are taken"
-    if costs.most <= LONG and place.device != "cuda":
+    if costs.most <= TUNING.long and place.device != "cuda":
         yield f"passes were timed for up to {costs.most} tokens"

@@ -1,57 +1,54 @@
-"""Guesses of a model's own heads for further tokens, which read the hidden states of the passes that made the tokens before.
-
-ids          a  b  c  d  e  t            t, the newest, is in no cache yet
-hidden       ·  h  h  h  h               after b … e, kept of passes that ran anyway; of a prompt, none
-a draft      (h b→c) … (h e→t) d1 d2     mtp: pairs that the layer lacks in one pass, then a token a pass on its own hidden states
-             h e ─▶ d1 d2 d3             medusa: all from the last hidden state
-
-The layer's caches hold pairs that are certain alone: what was drafted is taken back at once, since the model's own hidden states
-are the better ones to go on from. They begin where hidden states begin, and anew where they would grow long: guesses are a little
-the worse for it, never the text.
-"""
+"""A checkpoint's own heads for further tokens: loaded, and their drafts."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..kv.plan import CachePlan
-from ..kv.rewind import BeforePass
-from .ledger import SHORT, USUALLY_READ, DraftingCosts
+from .. import files
+from ..device import DeviceKind
+from ..errors import ModelError, OptionError
+from ..events import ModelNote
+from ..kv.plan import CachePlan, plan_caches
+from ..kv.snapshot import BeforePass, most_taken_back
+from ..model.extra_heads import ModelEnds, PredictionHead, build_heads, plain_config
+from ..model.head import open_door
+from ..model.loader import LoadedModel, fill
+from ..model.weights import StoredHeads
+from ..options import KVSpec
+from ..perf.cost import cost_of_model
+from ..perf.memory import MemoryLimit
+from .ledger import TUNING, DraftingCosts
 
 if TYPE_CHECKING:
-    from ..model.extra_heads import MedusaHeads, PredictionHead
+    from ..model.extra_heads import MedusaHeads
     from ..sampling import Sampler
     from .drafters import ComputingDrafter
 
-KEPT = 64
-"""Hidden states of a reply that are kept."""
-LONGEST = 1024
-"""Pairs that the caches of a layer hold at most."""
+# An MTP layer's caches hold certain pairs only: drafted ones are rolled back, as the model's own hidden states
+# are better. They begin with the hidden states, and restart when long.
+
+
+KEPT = 64  # hidden states of a reply that are kept
+LONGEST = 1024  # pairs that the caches of a layer hold at most
 
 NO_MEMORY = "there is no memory for the keys and values of its heads"
 
 
 class HiddenStates:
-    """The last hidden states of one reply, by the place of the token that was read.
-
-    Attributes:
-        end: the place after the last.
-    """
-
     def __init__(self) -> None:
         self._parts: deque[tuple[int, mx.array]] = deque()  # the place of the first, and (1, N, D)
         self.end = 0
 
     @property
     def start(self) -> int:
-        """The place of the first; ``end`` where there is none."""
         return self._parts[0][0] if self._parts else self.end
 
     def passed(self, place: int, hidden: mx.array) -> None:
-        """Keep what a pass over the tokens from ``place`` on made: hidden (1, N, D)."""
+        """Keep a pass's hidden (1, N, D) for tokens from ``place`` on."""
         parts = self._parts
         if place > self.end:
             parts.clear()  # what lies between was computed elsewhere
@@ -66,7 +63,7 @@ class HiddenStates:
             parts.popleft()
 
     def between(self, start: int, end: int) -> mx.array:
-        """Return those of the places from ``start`` up to ``end``: (1, end − start, D)."""
+        """Return positions [start, end): (1, end − start, D)."""
         found = [
             hidden[:, max(0, start - place) : max(0, end - place)]
             for place, hidden in self._parts
@@ -77,16 +74,7 @@ class HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
-    """A model's heads for further tokens, and what they cost. Bytes.
-
-    Attributes:
-        named: which they are, in words.
-        weight_bytes: of their weights, as they are held; kv_bytes: of their keys and values, at most.
-        step_bytes: read for one token of a draft.
-        costs: what their drafts take.
-        drafter: makes what guesses in one reply, of its hidden states and its sampler.
-        forget: lets go of all that belongs to a conversation.
-    """
+    """A model's extra heads, and their costs in bytes."""
 
     named: str
     weight_bytes: int
@@ -98,18 +86,7 @@ class LoadedHeads:
 
 
 class LayerDrafts:
-    """A layer for further tokens, and its caches of one reply: of the one that asked last.
-
-    Args:
-        head: what is called.
-        plan: of its caches.
-        fits: asked before they take so many bytes more.
-
-    Attributes:
-        head, plan: as given.
-        start: place of the first hidden state that was read. held: pairs in the caches, all of them certain.
-        state: another object whenever other pairs are held.
-    """
+    """A prediction layer, and its caches of the last reply that asked."""
 
     def __init__(
         self, head: "PredictionHead", plan: CachePlan, *, fits: Callable[[int], bool] = lambda _: True
@@ -118,13 +95,11 @@ class LayerDrafts:
         self.forget()
 
     def forget(self) -> None:
-        """Hold no pairs any more."""
         self.caches: list[Any] = []
         self.start = self.held = 0
         self.state: object = object()
 
     def begin(self, start: int) -> bool:
-        """Begin with the hidden state at a place; return whether there is memory for the caches."""
         self.forget()
         if not self._fits(self.plan.bytes_at(LONGEST)):
             return False
@@ -132,7 +107,7 @@ class LayerDrafts:
         return True
 
     def draft(self, tokens: Sequence[int], hidden: mx.array, k: int, sampler: "Sampler") -> tuple[int, ...]:
-        """Read tokens and the hidden states (1, N, D) before them; return ``k`` tokens that may follow."""
+        """Read tokens and the hidden states (1, N, D) before them; return ``k`` draft tokens."""
         ids, chosen = mx.array([tokens], mx.uint32), list[mx.array]()
         with sampler.supposing():
             hidden = self.head(ids, hidden, self.caches)
@@ -149,12 +124,6 @@ class LayerDrafts:
 
 
 class LayerDrafter:
-    """Guesses of a layer for one reply.
-
-    Attributes:
-        rests: why it guesses no more; "" while it does.
-    """
-
     source = "mtp"
 
     def __init__(self, layer: LayerDrafts, costs: DraftingCosts, hidden: HiddenStates, sampler: "Sampler") -> None:
@@ -165,30 +134,26 @@ class LayerDrafter:
 
     @property
     def most(self) -> int:
-        """Tokens of a draft at most."""
-        return 0 if self.rests else SHORT[-1]
+        return 0 if self.rests else TUNING.short[-1]
 
     def drafting(self, width: int) -> float:
-        """Return the plain steps that a draft takes which goes on from the last one."""
         return self._costs.drafting(width)
 
     def reading(self, ids: Sequence[int], most: float) -> float | None:
-        """Return the plain steps that it takes beyond that to read what it lacks; None without the hidden states for it."""
         layer, hidden, last = self._layer, self._hidden, len(ids) - 1
         if hidden.end < last or hidden.start >= last:
             return None
         self._start = hidden.start
         reached = layer.start + layer.held
         goes_on = layer.state is self._state and layer.held and hidden.start <= reached < last
-        if goes_on and last - layer.start + SHORT[-1] <= LONGEST:
+        if goes_on and last - layer.start + TUNING.short[-1] <= LONGEST:
             self._start = reached
         if (steps := self._costs.reading(last - self._start)) > most:
-            self._start = max(hidden.start, last - USUALLY_READ)
+            self._start = max(hidden.start, last - TUNING.usually_read)
             steps = self._costs.reading(last - self._start)
         return steps
 
     def draft(self, ids: Sequence[int], k: int) -> tuple[int, ...]:
-        """Return ``k`` tokens that may follow ``ids``, after ``reading`` said what that takes; none where there is no memory."""
         layer, last = self._layer, len(ids) - 1
         goes_on = layer.state is self._state and layer.held and self._start == layer.start + layer.held
         if not goes_on and not layer.begin(self._start):
@@ -200,20 +165,14 @@ class LayerDrafter:
         return found
 
     def took(self, width: int, steps: float) -> None:
-        """Take what the last draft took."""
-        self._costs.saw(self._read, width, steps)
+        self._costs.observe(self._read, width, steps)
 
     def rested(self) -> None:
-        """Take a plain step."""
         self._costs.rested()
 
 
 class MedusaDrafter:
-    """Guesses of Medusa heads for one reply: of each head the token that the reply's sampler chooses, one after another.
-
-    Attributes:
-        rests: "": nothing makes it rest.
-    """
+    """Drafts of Medusa heads for one reply: the sampler's choice of each head in turn."""
 
     source = "medusa"
     rests = ""
@@ -223,19 +182,15 @@ class MedusaDrafter:
 
     @property
     def most(self) -> int:
-        """Tokens of a draft at most."""
-        return min(len(self._heads.heads), SHORT[-1])
+        return min(len(self._heads.heads), TUNING.short[-1])
 
     def drafting(self, width: int) -> float:
-        """Return the plain steps that a draft takes."""
         return self._costs.drafting(width)
 
     def reading(self, ids: Sequence[int], most: float) -> float | None:  # noqa: ARG002  # it reads nothing but what is there
-        """Return 0, or None without the last hidden state."""
         return 0.0 if self._hidden.start < len(ids) - 1 <= self._hidden.end else None
 
     def draft(self, ids: Sequence[int], k: int) -> tuple[int, ...]:
-        """Return ``k`` tokens that may follow ``ids``."""
         hidden = self._hidden.between(len(ids) - 2, len(ids) - 1)
         with self._sampler.supposing():
             chosen = [self._sampler(self._heads(hidden, index)) for index in range(k)]
@@ -243,9 +198,103 @@ class MedusaDrafter:
         return tuple(found)
 
     def took(self, width: int, steps: float) -> None:
-        """Take what the last draft took."""
-        self._costs.saw(1, width, steps)
+        self._costs.observe(1, width, steps)
 
     def rested(self) -> None:
-        """Take a plain step."""
         self._costs.rested()
+
+
+NOT_USED = "its own heads for further tokens ({}) are not used: {}"
+
+
+def load_heads(
+    found: Sequence[StoredHeads],
+    model: LoadedModel,
+    kv: KVSpec,
+    *,
+    dtype: str | None,
+    device: DeviceKind,
+    reading: Callable[[int], float],
+    limit: MemoryLimit,
+    progress: Callable[[int, int], None],
+) -> tuple[tuple[LoadedHeads, ...], tuple[ModelNote, ...]]:
+    """Return the usable heads, and notes on each; enables hidden states of the model."""
+    loaded: list[LoadedHeads] = []
+    notes = [NOT_USED.format(stored.named, stored.trouble) for stored in found if stored.trouble]
+    for stored in found:
+        if stored.trouble:
+            continue
+        try:
+            heads = _load(stored, model, kv, dtype, device, reading, limit, progress)
+        except (ModelError, OptionError) as error:
+            notes.append(NOT_USED.format(stored.named, error.message))
+            continue
+        loaded.append(heads)
+        notes.append(f"its own heads guess ahead: {stored.named}, {files.size(heads.weight_bytes + heads.kv_bytes)}")
+    if loaded:
+        open_door(model.module)
+    return tuple(loaded), tuple(ModelNote(note, "heads") for note in notes)
+
+
+def _load(  # noqa: PLR0917
+    stored: StoredHeads,
+    model: LoadedModel,
+    kv: KVSpec,
+    dtype: str | None,
+    device: DeviceKind,
+    reading: Callable[[int], float],
+    limit: MemoryLimit,
+    progress: Callable[[int, int], None],
+) -> LoadedHeads:
+    ends = ModelEnds(model.module, model.config)
+    module: Any = build_heads(stored, model.config, ends)
+    plan = None if stored.kind == "medusa" else _plan(module, plain_config(model.config), kv)
+    fill(module, model.folder, dtype=dtype, device=device, progress=progress)
+    if plan is None:
+        return _medusa(stored, module)
+    cost = cost_of_model(module, plain_config(model.config))
+
+    layer = LayerDrafts(PredictionHead(module, ends), plan, fits=limit.fits)
+    if device != "cpu":
+        _warm_up(layer)
+    costs = DraftingCosts(reading)
+    return LoadedHeads(
+        stored.named,
+        cost.weight_bytes,
+        plan.bytes_at(LONGEST),
+        (cost.weight_bytes_per_token or cost.weight_bytes) + ends.head_bytes,
+        costs,
+        partial(LayerDrafter, layer, costs),
+        layer.forget,
+    )
+
+
+def _medusa(stored: StoredHeads, heads: "MedusaHeads") -> LoadedHeads:
+    held = sum(each.nbytes for each in _arrays(heads))
+    costs = DraftingCosts(lambda _: 1.0)
+    return LoadedHeads(stored.named, held, 0, held // stored.count, costs, partial(MedusaDrafter, heads, costs))
+
+
+def _arrays(module: Any) -> list[mx.array]:
+    from mlx.utils import tree_flatten
+
+    return [array for _, array in tree_flatten(module.parameters())]
+
+
+def _plan(module: Any, config: dict[str, Any], kv: KVSpec) -> CachePlan:
+    """Return the plan of a layer's caches. Raises OptionError."""
+    try:
+        plan = plan_caches(module, config, KVSpec(kv.key_bits, kv.value_bits, kv.group_size))
+    except OptionError:
+        plan = plan_caches(module, config, KVSpec())
+    if most_taken_back(plan.make()) < TUNING.short[-1]:
+        raise OptionError("its caches can't take back what was guessed", "Use it without its heads.")
+    return plan
+
+
+def _warm_up(layer: LayerDrafts) -> None:
+    caches = layer.plan.make()
+    for rows in (8, 2, 1):
+        hidden = layer.head(mx.zeros((1, rows), mx.uint32), None, caches)
+        mx.eval(layer.head.logits(hidden))
+    mx.clear_cache()

@@ -1,41 +1,43 @@
-"""Speculation of one reply: its drafters, its account, its clock. What it says is done by the decoder (schedule/decoding.py).
-
-plain, one step ahead      ─ t1 ─ t2 ─ t3 ─                          guesses are compared with what comes: nothing else changes
-pays_soon                            ╰ read before another step      the device waits for the host, once
-draft → verified                        ╰ [t3 d1 … dk] one pass      the tokens up to the first that differs, and one more
-"""
+"""Speculation: of one reply, and what the replies of a model share for it."""
 
 import math
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ..metrics import DraftCount, Speculated
-from .drafters import ComputingDrafter, Drafter, TokenDraft
-from .head_drafters import HiddenStates
-from .ledger import LONG, OUTLIER, DraftLedger, DraftPlan, PassCosts
+from ..prompt_cache.memory import common_prefix
+from .draft_model import LoadedDraft, ModelDrafter
+from .drafters import Branches, ComputingDrafter, Drafter, Lookup, TokenDraft
+from .head_drafters import HiddenStates, LoadedHeads
+from .ledger import TUNING, DraftLedger, DraftPlan, PassCosts, draft_step, pass_steps
 
-SOON = 0.5
-"""How likely the token under way must be the guessed one, for the next to wait for it."""
+if TYPE_CHECKING:
+    from ..options import Speculation
+    from ..runtime import Runtime
+    from ..sampling import Sampler
+
+SOON = 0.5  # how likely the token under way must be the guessed one, for the next to wait for it
+# So many times longer or shorter than believed, so many passes one after another: then plain steps are timed again.
 DOUBTFUL, DOUBTS = 1.5, 2
-"""So many times longer or shorter than believed, so many passes one after another: then plain steps are timed again."""
-TIMED_AGAIN = 3
-"""Plain steps for that."""
+TIMED_AGAIN = 3  # plain steps for that
+# Plain steps that must be left for a first draft, where a draft model has to read what it does not know yet.
 DRAFTS_AFTER = 0.5
-"""Plain steps that must be left for a first draft, where a draft model has to read what it does not know yet."""
+# Plain steps after one that was no worse than to compute a guess, before that is reckoned again: reckoning takes time,
+# too. Each time that it is no worse still, twice as many, and at most so many.
 ASKS_AGAIN, ASKS_SELDOM = 8, 64
-"""Plain steps after one that was no worse than to compute a guess, before that is reckoned again: reckoning takes time, too. Each
-time that it is no worse still, twice as many, and at most so many."""
-GUESSES = LONG + 1
-"""Tokens asked of a drafter: one may be under way."""
+GUESSES = TUNING.long + 1  # tokens asked of a drafter: one may be under way
+# Of a plain step, which looking for guesses may take a token, where none came true lately. It costs twice what a clock
+# says of it: what it reads takes the place of what the next step would find in the processor's caches.
 LOOKING = 0.00125
-"""Of a plain step, which looking for guesses may take a token, where none came true lately. It costs twice what a clock says of it:
-what it reads takes the place of what the next step would find in the processor's caches."""
+# Plain steps between two looks at most: so many tokens of what repeats may be written before they are noticed.
 MOST_RESTED = 64
-"""Plain steps between two looks at most: so many tokens of what repeats may be written before they are noticed."""
+# Tokens without a guess that came true, and of a reply before any did, until not every one is looked after.
 RESTS_AFTER, AT_FIRST = 12, 3
-"""Tokens without a guess that came true, and of a reply before any did, until not every one is looked after."""
 
 NOTHING_ALIKE = "nothing like what it writes was written before"
 TOO_SELDOM = "what was guessed came true too seldom for what verifying costs here"
@@ -46,19 +48,7 @@ HEADS_TOO_DEAR = "its own heads for further tokens take longer than they gain"
 
 
 class Speculator:
-    """Decides after each token of a reply whether to draft, and learns from what comes.
-
-    Args:
-        drafters: In the order in which they are asked.
-        costs: What passes take, of the loaded model.
-        ids: All tokens before those of ``saw``.
-        computing: Those whose guesses take time: each is asked only where that is worth it.
-        hidden: Where the hidden states of the reply's passes are kept, for those that read them.
-
-    Attributes:
-        ledger: The reply's account.
-        rests: Whether it looks for nothing after this token: the next step is plain.
-    """
+    """Decides after each token whether to draft, and learns from the outcome."""
 
     def __init__(
         self,
@@ -94,7 +84,6 @@ class Speculator:
         self._ask_at: dict[str, tuple[int, int]] = {}
 
     def done(self) -> Speculated:
-        """What it did so far. Callable from any thread."""
         counts = tuple(self._counts.values())
         return Speculated(counts, self._saved_s if counts else None, self._why())
 
@@ -111,19 +100,16 @@ class Speculator:
         return rests or (TOO_SELDOM if self._guessed and not self._counts else "")
 
     def interrupted(self) -> None:
-        """Something else was computed: the time until the next token is not a step's."""
         self._at_s, self._steady = None, False
 
-    def saw_shared(self, token: int) -> None:
-        """Take a token of a pass that was shared with others."""
+    def observe_shared(self, token: int) -> None:
         self.interrupted()
         self._wake()
         self._shared += 1
         self._add([token])
         self.ledger.stepped()
 
-    def saw(self, token: int, *, steady: bool) -> None:
-        """Take a plain step's token. steady: nothing will be waited for but the device until the next plain step's token."""
+    def observe(self, token: int, *, steady: bool) -> None:
         if self.rests:
             self._skip(token, steady=steady)
             return
@@ -141,7 +127,6 @@ class Speculator:
         self._looking_s = self._clock() - now
 
     def _skip(self, token: int, *, steady: bool) -> None:
-        """Take a plain step's token after which nothing was looked for."""
         self._unseen.append(token)
         if len(self._unseen) >= self._resting:
             now = self._clock()
@@ -150,7 +135,6 @@ class Speculator:
             self._looking_s = self._at_s - now
 
     def _wake(self) -> None:
-        """Look again after the next token."""
         self.rests, tokens = False, self._unseen
         if tokens:
             self._unseen = []
@@ -159,7 +143,6 @@ class Speculator:
             self._add(tokens)
 
     def _rest_if_dear(self, took_s: float) -> None:
-        """Look again only after some plain steps, where looking takes longer than it may, and no guess came true lately."""
         if self.ledger.tokens - self._useful_at < RESTS_AFTER:
             return
         plain_s, took_s = self.ledger.costs.plain_s(len(self._ids)), took_s + self._looking_s
@@ -167,7 +150,6 @@ class Speculator:
             self._resting, self.rests = min(MOST_RESTED, math.ceil(took_s / (LOOKING * plain_s))), True
 
     def _took_plain(self, tokens: Sequence[int]) -> None:
-        """Take what plain steps brought since the guesses were asked for."""
         if self._guesses:
             self._guessed += len(tokens)
             for guess in self._guesses:
@@ -178,7 +160,6 @@ class Speculator:
                 each.rested()
 
     def pays_soon(self, room: Callable[[], int]) -> bool:
-        """Whether to read the token under way before another step is launched: it is likely the guessed one, and the next pay."""
         if self._at_s is None or self._timing is not None:
             return False
         began_s = self._clock()
@@ -189,7 +170,7 @@ class Speculator:
 
     def _pays_soon(self, room: Callable[[], int]) -> bool:
         for guess in self._after_last():
-            if len(guess.tokens) > 1 and self.ledger.acceptance.of(guess.source, guess.match) >= SOON:
+            if len(guess.tokens) > 1 and self.ledger.acceptance.rate(guess.source, guess.match) >= SOON:
                 plan = self.ledger.choose(guess.source, guess.match + 1, len(guess.tokens) - 1, len(self._ids) + 1)
                 if plan.width:
                     return self._is_timed and room() > 1
@@ -199,7 +180,6 @@ class Speculator:
         return any(self._to_compute(each, most).width for each in self._computing)
 
     def draft(self, room: Callable[[], int]) -> TokenDraft | None:
-        """Return what to verify now, ``room()`` tokens at most; None for a plain step."""
         if self._at_s is None or self._timing is not None:
             return None
         began_s = self._clock()
@@ -226,7 +206,6 @@ class Speculator:
         return TokenDraft(found.tokens[: best.width], found.source, found.match) if found else None
 
     def _to_compute(self, drafter: ComputingDrafter, most: int) -> DraftPlan:
-        """Return how long a computed draft should be."""
         width, ledger, ids = min(drafter.most, most), self.ledger, self._ids
         ask_at, wait = self._ask_at.get(drafter.source, (0, ASKS_AGAIN))
         if width < 1 or ledger.tokens < ask_at:
@@ -242,7 +221,6 @@ class Speculator:
         return plan
 
     def _computed(self, drafter: ComputingDrafter, width: int) -> TokenDraft | None:
-        """Compute a draft; None where that can't be done."""
         began_s = self._clock()
         tokens = drafter.draft(self._ids, width)
         if not tokens:
@@ -254,17 +232,15 @@ class Speculator:
 
     @property
     def _is_timed(self) -> bool:
-        """Whether it is known what a plain step takes."""
         return self.ledger.costs.plain_s(len(self._ids)) is not None
 
     def verified(self, draft: TokenDraft, tokens: Sequence[int], rows: int) -> None:
-        """Take the tokens of a round: drafted ones, and one that the model chose. rows: of the pass."""
         now, accepted = self._clock(), len(tokens) - 1
         for guess in self._after_last():
             if guess.source != draft.source:
                 self._learn(guess, tokens[:1])
         for place in range(min(accepted + 1, len(draft.tokens))):
-            self.ledger.acceptance.saw(draft.source, draft.match + place, true=tokens[place] == draft.tokens[place])
+            self.ledger.acceptance.observe(draft.source, draft.match + place, true=tokens[place] == draft.tokens[place])
         before = self._counts.get(draft.source, DraftCount(draft.source, 0, 0))
         right = sum(own == other for own, other in zip(tokens, draft.tokens, strict=False))
         self._counts[draft.source] = replace(
@@ -279,10 +255,9 @@ class Speculator:
         self._add(tokens)
 
     def _time(self, seconds: float) -> None:
-        """Take the time of a plain step."""
         costs, context = self.ledger.costs, len(self._ids)
         if self._timing is None:
-            costs.saw_plain(context, seconds)
+            costs.observe_plain(context, seconds)
             return
         self._timing.append(seconds)
         if len(self._timing) == TIMED_AGAIN:
@@ -290,7 +265,6 @@ class Speculator:
             self._timing = None
 
     def _enter(self, committed: int, taken_s: float, rows: int, drafting_s: float = 0.0) -> None:
-        """Enter what took other than a plain step's time. taken_s: of the pass, without ``drafting_s`` before it."""
         costs, context = self.ledger.costs, len(self._ids)
         plain_s = costs.plain_s(context)
         if plain_s is None:
@@ -301,26 +275,131 @@ class Speculator:
             self._doubts = 0 if 1 / DOUBTFUL < steps / believed < DOUBTFUL else self._doubts + 1
             if self._doubts >= DOUBTS:
                 self._doubts, self._timing = 0, []
-        steps = min(steps, OUTLIER * believed)  # a hold-up has other causes
-        costs.saw_pass(rows, context, steps)
+        steps = min(steps, TUNING.outlier * believed)  # a hold-up has other causes
+        costs.observe_pass(rows, context, steps)
         steps += drafting_s / plain_s
         self._saved_s += (committed - steps) * plain_s
         self.ledger.spent(committed, steps)
 
     def _after_last(self) -> list[TokenDraft]:
-        """Return the guesses of what follows the last token."""
         if self._guesses is None:
             found = (each.propose(self._ids, GUESSES) for each in self._drafters)
             self._guesses = [guess for guess in found if guess is not None]
         return self._guesses
 
     def _learn(self, guess: TokenDraft, tokens: Sequence[int]) -> None:
-        """Compare a guess with what came, as far as it was right."""
         for place, (guessed, token) in enumerate(zip(guess.tokens, tokens, strict=False)):
-            self.ledger.acceptance.saw(guess.source, guess.match + place, true=guessed == token)
+            self.ledger.acceptance.observe(guess.source, guess.match + place, true=guessed == token)
             if guessed != token:
                 return
 
     def _add(self, tokens: Sequence[int]) -> None:
         self._ids.extend(tokens)
         self._guesses = None
+
+
+KEPT_TOKENS = 1 << 18  # of conversations that are kept, 4 bytes each
+TEXTS = 4  # other versions that a reply is compared with
+LONGEST = 1 << 14  # tokens of each
+BEFORE = 32  # tokens before the place where a version goes its own way that are kept to find the place by
+LEAST = 8  # tokens that a version must have beyond that
+
+
+class Conversations:
+    """Token ids of recent conversations, in memory only."""
+
+    def __init__(self) -> None:
+        self._kept: deque[array[int]] = deque()
+
+    def keep(self, ids: Sequence[int]) -> None:
+        new = array("i", ids)
+        self._kept = deque(each for each in self._kept if common_prefix(each, new) < len(each))
+        self._kept.append(new)
+        while sum(map(len, self._kept)) > KEPT_TOKENS:
+            self._kept.popleft()
+
+    def versions(self, ids: Sequence[int]) -> list[Sequence[int]]:
+        new = array("i", ids)
+        found = [(common_prefix(each, new), each) for each in self._kept]
+        found = [(shared, each) for shared, each in found if len(each) - shared >= LEAST]
+        found.sort(key=lambda pair: pair[0])  # of two alike, the latest is last
+        return [each[max(0, shared - BEFORE) :][:LONGEST] for shared, each in found[-TEXTS:]]
+
+
+class SharedSpeculation:
+    """Begins the speculation of each reply. remembers: whether conversations are kept."""
+
+    def __init__(
+        self,
+        options: "Speculation",
+        *,
+        remembers: bool,
+        draft: "LoadedDraft | None" = None,
+        heads: Sequence[LoadedHeads] = (),
+    ) -> None:
+        self._options = options
+        self._draft, self._remembers = draft, remembers
+        self._heads = heads
+        self._costs: dict[tuple[int, int], PassCosts] = {}
+        self._conversations = Conversations() if options.branches and remembers else None
+        self.more: Callable[[], Sequence[Drafter]] = tuple
+
+    @property
+    def computes(self) -> bool:
+        return self._draft is not None or bool(self._heads)
+
+    def begin(
+        self,
+        runtime: "Runtime",
+        ids: Sequence[int],
+        made: Sequence[int],
+        sampler: "Sampler",
+        *,
+        background: bool = False,
+    ) -> Speculator | None:
+        """Return the speculation of a reply of which ``made`` is written; None without drafters."""
+        drafters: list[Drafter] = [*self.more()]
+        if self._options.lookup:
+            drafters.append(Lookup())
+        if self._conversations is not None and (versions := self._conversations.versions(ids)):
+            drafters.append(Branches(versions))
+        draft, heads = (None, ()) if background else (self._draft, self._heads)
+        if not drafters and draft is None and not heads:
+            return None
+        machine, bits = runtime.machine, (runtime.kv.key_bits, runtime.kv.value_bits)
+        if bits not in self._costs:
+            self._costs[bits] = PassCosts(
+                lambda rows, context: pass_steps(
+                    runtime.work, machine.latency, machine.chip, context, rows, device=runtime.device
+                )
+            )
+        computing: list[ComputingDrafter] = []
+        hidden = HiddenStates() if heads else None
+        for each in heads:
+            assert hidden is not None
+            each.costs.step = max(
+                TUNING.least_step, each.step_bytes / (runtime.work.step_bytes(len(ids)) or each.step_bytes)
+            )
+            computing.append(each.drafter(hidden, sampler))
+        if draft is not None:
+            both = (draft.work, draft.latency or machine.latency), (runtime.work, machine.latency)
+            draft.model.costs.step = draft_step(*both, machine.chip, len(ids))
+            computing.append(ModelDrafter(draft.model, sampler))
+        return Speculator(drafters, self._costs[bits], [*ids, *made], computing=computing, hidden=hidden)
+
+    def forget(self) -> None:
+        self._forget_computed()
+        if self._conversations is not None:
+            self._conversations = Conversations()
+
+    def ended(self, ids: Sequence[int]) -> None:
+        if not self._remembers:
+            self._forget_computed()
+        if self._conversations is not None:
+            self._conversations.keep(ids)
+
+    def _forget_computed(self) -> None:
+        if self._draft is not None:
+            self._draft.model.forget()
+        for each in self._heads:
+            each.forget()

@@ -1,1 +1,1 @@
-"""Text and token ids: messages rendered to a prompt, and tokens shown as text."""
+"""Text and token ids: messages rendered to a prompt, and tokens detokenized to text."""

@@ -1,18 +1,11 @@
-"""Holds a reply to a form: an answer that follows a JSON Schema, or calls of tools.
+"""Constrained decoding: replies that follow a JSON Schema, or call tools, by llguidance."""
 
-The form is written as one grammar of the whole reply, from its first token to its last, and llguidance
-(https://github.com/guidance-ai/llguidance) tells after every token which ones may follow:
+# https://github.com/guidance-ai/llguidance masks tokens by one grammar of the whole reply. A call's syntax is
+# found by
+# rendering a probe call; JSON arguments follow the function's schema, of others only name and end are
+# constrained.
 
-    thought </think>  white space  { … }                          an answer of a schema; the thinking is free
-                      <tool_call>{"name": "f", "arguments": …     a call, as the model's chat template writes one
-
-A token's mask needs the tokens before it, on the host, while decoding launches a step before a token is read. So a step computes
-its logits meanwhile, and its token is chosen from them at the next (schedule/decoding.py): the device does not wait.
-
-What a model writes around a call's arguments is found from its template: a call with known words is rendered, and what stands
-around them is the form. Where the arguments are JSON there, they follow the schema of the function; else (XML, say) the call is
-certain, its name is, and its end, but the arguments are the model's.
-"""
+# A mask needs the previous tokens on the host, so a step's logits are kept and sampled at the next step.
 
 import json
 import re
@@ -24,34 +17,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import GrammarError, panics_as_errors
-from ..options import ToolSpec
-from .tools import CALLED, HARMONY_CALLS, CallFormat
+from ..options import EMPTY_SCHEMA, ToolSpec
+from .calls import CallReader
+from .dialects import HARMONY, Dialect
+from .tools import CALLED, PROBES
 
 if TYPE_CHECKING:
     import llguidance
 
+# Between the parts of JSON, as programs write it. It has an end: there are models that write nothing else any more.
 WHITE_SPACE = r"( |\r?\n[ \t]{0,32})"
-"""Between the parts of JSON, as programs write it. It has an end: there are models that write nothing else any more."""
+# Else, where one text alone may come, the mask has the tokens that the tokenizer makes of it: with a space before it,
+# for some.
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Else, where one text alone may come, the mask has the tokens that the tokenizer makes of it: with a space before it, for some."""
-LEAD = r"/[ \n\t]{1,4}/"
-"""Before the answer: as many models leave after their thinking."""
+NAMED = (
+    r"\s*\{\s*\"(name|tool_name|function|type|arguments|parameters)\""  # a call, or how a call without its mark begins
+)
+LEAD = r"/[ \n\t]{1,4}/"  # before the answer: as many models leave after their thinking
 TEXT = r"/(.|\n)*/"
-ID = r"/[A-Za-z0-9]{9}/"
-"""What may stand where a template writes the id of a call: what Mistral's models write."""
-LONGEST_SCHEMA = 1 << 18
-"""Characters of all schemas together."""
+ID = r"/[A-Za-z0-9]{9}/"  # what may stand where a template writes the id of a call: what Mistral's models write
+# Of what llguidance says: where in the grammar it failed; a $ref of a network; that no token may come next.
+PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+ELSEWHERE = re.compile(r"Resource ('.*?') is not present in a registry")
+DEAD_END = "NoExtensionBias"
+MOST_WHOLE = (
+    9 * 10**18
+)  # of whole numbers without bounds, which some models write without end; 64 bits and floats hold it
+VALUES = ("const", "enum", "default", "examples")  # of a schema, where no schema is
+LONGEST_SCHEMA = 1 << 18  # characters of all schemas together
 PROBE_ARGUMENTS = re.compile(r'\{\s*"word"\s*:\s*"w0w"\s*\}')
 PROBE_NAME, PROBE_WORD, PROBE_ID = CALLED[0].name, "w0w", CALLED[0].id
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What a model writes around a call.
-
-    before: up to the name. between: from there to the arguments. after: what ends the call. is_json: whether arguments are JSON;
-    else all from ``between`` to ``after`` is the model's. repeats: whether a reply may have several, one after another.
-    """
+    """A call's syntax: before the name, between name and arguments, after. repeats: several per reply."""
 
     before: str
     between: str
@@ -68,77 +68,63 @@ KIMI = CallShape(
 HARMONY_ANSWER = "<|channel|>final<|message|>"
 HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_CALL = CallShape("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "")
-KNOWN_SHAPES = {"kimi_k2": KIMI, HARMONY_CALLS: HARMONY_CALL}
-"""Of models that write the id of a call, or a channel's header, in another way than their templates."""
+# Of models that write the id of a call, or a channel's header, in another way than their templates.
+KNOWN_SHAPES = {"kimi_k2": KIMI, HARMONY.name: HARMONY_CALL}
 
 
-def find_shape(called: str, empty: str, prompt: str, form: CallFormat, marks: Iterable[str]) -> CallShape | None:
-    """Return how a model writes a call; None where that can't be told.
-
-    Args:
-        called: A conversation that ends with a call of the first probe, as the template renders it.
-        empty: The same without arguments.
-        prompt: The same up to the reply.
-        form: How calls are read.
-        marks: Control tokens.
-    """
-    if form.name in KNOWN_SHAPES:
-        return KNOWN_SHAPES[form.name]
+def find_shape(called: str, empty: str, prompt: str, dialect: Dialect, marks: Iterable[str]) -> CallShape | None:
+    """Return how a model writes a call; None where that can't be told."""
+    if dialect.name in KNOWN_SHAPES:
+        return KNOWN_SHAPES[dialect.name]
+    mark, end = "" if dialect.is_alone else dialect.start, next(iter(dialect.ends), "")
     found = [*PROBE_ARGUMENTS.finditer(called)]
     word = called.rfind(PROBE_WORD)
     begins, ends = found[-1].span() if found else (word, word)
     name = called.rfind(PROBE_NAME, 0, max(begins, 0))
-    start = called.rfind(form.start, 0, max(name, 0)) if form.start else len(prompt)
-    if word < 0 or name < 0 or start < 0 or start > name or not (form.start or called.startswith(prompt)):
+    start = called.rfind(mark, 0, max(name, 0)) if mark else len(prompt)
+    if word < 0 or name < 0 or start < 0 or start > name or not (mark or called.startswith(prompt)):
         return None
     before, rest = called[start:name], called[name + len(PROBE_NAME) :]
-    tail = _call_end(called[ends:], form.end, marks)
+    tail = _call_end(called[ends:], end, marks)
     if found:
-        shape = CallShape(before, called[name + len(PROBE_NAME) : begins], tail, repeats=bool(form.end))
-        return shape if _is_read(shape, form) else None
+        shape = CallShape(before, called[name + len(PROBE_NAME) : begins], tail, repeats=bool(end))
+        return shape if _is_read(shape, dialect) else None
     at = empty.rfind(before + PROBE_NAME)
-    if not form.end or at < 0:
+    if not end or at < 0:
         return None
     bare = empty[at + len(before + PROBE_NAME) :]
-    bare = bare[: bare.find(form.end) + len(form.end)]
-    rest = rest[: rest.find(form.end) + len(form.end)]
+    bare = bare[: bare.find(end) + len(end)]
+    rest = rest[: rest.find(end) + len(end)]
     between = _common(bare, rest)
     after = _common(bare[len(between) :][::-1], rest[len(between) :][::-1])[::-1]
     return CallShape(before, between, after, is_json=False, repeats=True) if between and after else None
 
 
 def _call_end(text: str, end: str, marks: Iterable[str]) -> str:
-    """Return what ends a call at the beginning of ``text``: up to the mark, or else up to whatever is no text."""
     if end:
         return text[: text.find(end) + len(end)] if end in text else end
     places = [text.find(mark) for mark in marks if mark in text]
     return text[: min(places, default=len(text))].rstrip("\n")
 
 
-def _is_read(shape: CallShape, form: CallFormat) -> bool:
-    """Whether what is written in this shape is read as the call that it is."""
+def _is_read(shape: CallShape, dialect: Dialect) -> bool:
     text = f"{shape.before}{PROBE_NAME}{shape.between}{CALLED[0].arguments}{shape.after}"
-    body = text.removeprefix(form.start).removesuffix(form.end)
-    probe = ToolSpec(PROBE_NAME, "", {"type": "object", "properties": {"word": {"type": "string"}}})
-    try:
-        return [call[:2] for call in form.parse(body, [probe.as_dict])] == [(PROBE_NAME, {"word": PROBE_WORD})]
-    except Exception:  # a parser may raise anything
-        return False
+    calls = CallReader(dialect, PROBES, 0).read(text.removeprefix(dialect.start))
+    return [(each.name, each.values, each.problem) for each in calls] == [(PROBE_NAME, {"word": PROBE_WORD}, "")]
 
 
 def _common(one: str, other: str) -> str:
-    """Return what both begin with."""
     end = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:end]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """The form of one reply.
+    """The form of one reply. calls: functions callable in place of the schema's answer.
 
-    schema: of the answer; None where it is not to be one. calls: the functions that may be called in place of it; shape: how.
-    thinking: the marks around what is thought before. thought: whether the reply begins within it; may_think: whether it may begin
-    with its mark. writes_channels: whether replies are Harmony messages. headed: whether such a message's header is there already.
+    thought: whether it begins inside thinking. writes_channels: Harmony. headed: the Harmony header is there
+    already. free: text may come before calls or instead, and only the arguments of strict tools are held. call_starts:
+    the marks by which a call is known.
     """
 
     schema: str | None = None
@@ -149,19 +135,14 @@ class ReplyForm:
     may_think: bool = False
     writes_channels: bool = False
     headed: bool = False
+    free: bool = False
+    call_starts: tuple[str, ...] = ()
 
 
 class GrammarTokens:
-    """A tokenizer's tokens as grammars know them: their bytes, and which of them are no text.
+    """A tokenizer's tokens as llguidance needs them. Raises GrammarError."""
 
-    Args:
-        hf_tokenizer: The model's, of transformers.
-        eos_ids: The tokens that end a reply.
-        name: The model's.
-
-    Making one takes some seconds for a large vocabulary on a slow machine, in which nothing else of the process runs. Raises
-    GrammarError where it can't be made.
-    """
+    # Takes some seconds for a large vocabulary, and holds the GIL.
 
     def __init__(self, hf_tokenizer: Any, eos_ids: frozenset[int], name: str) -> None:
         llg = _library()
@@ -194,20 +175,19 @@ class GrammarTokens:
         return token < self._known.vocab_size and bool(self._known.is_special_token(token))
 
     def matcher(self, grammar: str) -> "llguidance.LLMatcher":
-        """Return what follows a reply through a grammar. Raises GrammarError."""
         with panics_as_errors():
             made: llguidance.LLMatcher = self._llg.LLMatcher(self._known, grammar, log_level=0)
         if made.is_error():
-            reason = " ".join(made.get_error().split("\n")[0].split())
+            reason = PLACE.sub("", " ".join(made.get_error().split("\n")[0].split()))
+            if (elsewhere := ELSEWHERE.match(reason)) is not None:
+                reason = f"$ref {elsewhere[1]} leads outside of it, and nothing is fetched"
             raise GrammarError(f"the JSON schema can't be followed: {reason:.300}", "Change the schema.")
         return made
 
     def ids(self, text: str) -> list[int]:
-        """Return tokens that spell a text."""
         return list(self._known.tokenize_str(text))
 
     def literal(self, text: str) -> list[str]:
-        """Return what matches a text, in the grammar's words: marks by their ids."""
         parts, at = [], 0
         for found in self._any.finditer(text):
             parts += [_quoted(text[at : found.start()]), f"<[{self._marks[found.group()]}]>"]
@@ -215,7 +195,6 @@ class GrammarTokens:
         return [part for part in (*parts, _quoted(text[at:])) if part != '""']
 
     def until(self, text: str, rule: str) -> tuple[str, str]:
-        """Return what matches any text up to and with this one, and the rules that it needs."""
         first, *rest = self.literal(text)
         if first.startswith("<["):
             return " ".join([TEXT, first, *rest]), ""
@@ -230,15 +209,16 @@ def _quoted(text: str) -> str:
 
 
 def grammar_of(form: ReplyForm, tokens: GrammarTokens) -> str:
-    """Return the grammar of a reply, in llguidance's words. Raises GrammarError."""
+    """Return a reply's llguidance grammar. Raises GrammarError."""
     kinds, rules = list[str](), list[str]()
     if form.schema is not None:
         header = tokens.literal(HARMONY_ANSWER) if form.writes_channels and not form.headed else []
         kinds.append("answer")
         rules.append(f"answer: {' '.join(header)} %json {_schema(form.schema)}\n")
     if form.calls:
-        kinds.append("calls")
+        kinds.append("free" if form.free else "calls")
         rules += _calls(form, tokens)
+        rules += _free(form, tokens) if form.free else ()
     if sum(map(len, rules)) > LONGEST_SCHEMA:
         raise GrammarError(f"the JSON schemas have more than {LONGEST_SCHEMA:,} characters", "Use smaller ones.")
     before = ""
@@ -252,9 +232,8 @@ def grammar_of(form: ReplyForm, tokens: GrammarTokens) -> str:
 
 
 def _calls(form: ReplyForm, tokens: GrammarTokens) -> list[str]:
-    """Return the rules of calls."""
     shape = form.shape
-    if shape is None:
+    if shape is None or (form.free and not shape.is_json):
         raise GrammarError(
             "calls can't be held to a form: this model's chat template does not show how it writes them",
             'Leave the choice to the model (tool_choice "auto").',
@@ -264,7 +243,8 @@ def _calls(form: ReplyForm, tokens: GrammarTokens) -> list[str]:
         head = tokens.literal(f"{shape.before}{tool.name}{shape.between}")
         if shape.is_json:
             parts = [*head, f"arguments_{number}", *_with_id(shape.after, tokens)]
-            rules.append(f"arguments_{number}: %json {_schema(tool.parameters, lenient=True)}\n")
+            schema = tool.parameters if tool.strict or not form.free else EMPTY_SCHEMA
+            rules.append(f"arguments_{number}: %json {_schema(schema, lenient=True)}\n")
         else:
             end, more = tokens.until(shape.after, f"body_{number}")
             parts = [*head, end]
@@ -275,29 +255,73 @@ def _calls(form: ReplyForm, tokens: GrammarTokens) -> list[str]:
     return [*rules, f"one_call: {one}\n", f"calls: {lead} one_call {'(LEAD? one_call)*' if shape.repeats else ''}\n"]
 
 
+def _free(form: ReplyForm, tokens: GrammarTokens) -> list[str]:
+    """Return the rules of a reply that may say what it likes, and call tools at its end."""
+    shape = form.shape
+    assert shape is not None
+    header = " ".join(tokens.literal(HARMONY_ANSWER)) if form.writes_channels and not form.headed else ""
+    begun = [NAMED, *([rf"\s*{_escaped(form.thinking[0])}"] if form.thinking is not None and form.may_think else [])]
+    marks = "|".join(_escaped(each) for each in form.call_starts if each != "{")
+    unmarked = rf" & ~/(.|\n)*({marks})(.|\n)*/" if marks else ""
+    rules = [rf"FREE: /(.|\n)+/ & ~/({'|'.join(begun)})(.|\n)*/{unmarked}" + "\n"]
+    mark = next((each for each in form.call_starts if shape.before.startswith(each)), "")
+    if form.writes_channels:
+        return [*rules, f"free: {header} FREE? | calls\n"]
+    if tokens.literal(shape.before)[0].startswith("<["):
+        return [*rules, "free: FREE? calls?\n"]
+    if mark in ("", "{"):  # a call is the whole reply
+        return [*rules, "free: FREE? | calls\n"]
+    firsts = []
+    for number, tool in enumerate(form.calls):  # the mark ends the text before it
+        head = tokens.literal(f"{shape.before.removeprefix(mark)}{tool.name}{shape.between}")
+        rules.append(f"first_{number}: {' '.join([*head, f'arguments_{number}', *_with_id(shape.after, tokens)])}\n")
+        firsts.append(f"first_{number}")
+    rules.append(f"UNTIL: FREE? {_quoted(mark)}\nuntil[lazy]: UNTIL\n")
+    more = "(LEAD? one_call)*" if shape.repeats else ""
+    return [*rules, f"free: FREE? | until ({' | '.join(firsts)}) {more}\n"]
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
 def _with_id(text: str, tokens: GrammarTokens) -> list[str]:
     before, mark, after = text.partition(PROBE_ID)
     return [*tokens.literal(before), *([ID] if mark else []), *tokens.literal(after)]
 
 
 def _schema(text: str, *, lenient: bool = False) -> str:
-    """Return a schema with what llguidance is told. lenient: what it can't follow of it is left out."""
     schema: Mapping[str, Any] = json.loads(text)
+    _bound(schema)
     given = schema.get("x-guidance")
     told = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient, **(given if isinstance(given, dict) else {})}
     return json.dumps({**schema, "x-guidance": told}, ensure_ascii=False)
 
 
+def _bound(schema: object) -> None:
+    """Bound whole numbers on the sides where they have no bound."""
+    if isinstance(schema, list):
+        for each in schema:
+            _bound(each)
+    if not isinstance(schema, dict):
+        return
+    for name, each in schema.items():
+        if name not in VALUES:
+            _bound(each)
+    kinds = schema.get("type")
+    if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds):
+        least, most = (
+            schema.get("minimum", schema.get("exclusiveMinimum")),
+            schema.get("maximum", schema.get("exclusiveMaximum")),
+        )
+        if most is None and (not isinstance(least, int | float) or least < MOST_WHOLE):
+            schema["maximum"] = MOST_WHOLE
+        if least is None and (not isinstance(most, int | float) or most > -MOST_WHOLE):
+            schema["minimum"] = -MOST_WHOLE
+
+
 class GrammarConstraint:
-    """Holds one reply to a grammar: a ``Constraint`` of schedule/decoding.py.
-
-    Args:
-        tokens: The tokenizer's.
-        form: The reply's form.
-        begun: The answer that a continued reply begins with.
-
-    Raises GrammarError for a form that can't be followed, and where ``begun`` has left it already.
-    """
+    """Constrains one reply to a grammar. begun: the answer of a continued reply. Raises GrammarError."""
 
     def __init__(self, tokens: GrammarTokens, form: ReplyForm, begun: str = "") -> None:
         self._ends = tokens.eos_ids
@@ -307,16 +331,15 @@ class GrammarConstraint:
 
     @property
     def is_over(self) -> bool:
-        """Whether the form is complete, and nothing may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def take(self, token: int) -> None:
-        """Take the next token. Raises GrammarError for one that is not allowed."""
+    def accept(self, token: int) -> None:
+        """Advance by a token. Raises GrammarError for one that is not allowed."""
         if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
             raise self._lost()
 
     def allowed(self) -> np.ndarray:
-        """Return (n,) bool: which tokens may follow all that came. Raises GrammarError."""
+        """Return (n,) bool: which tokens may come next. Raises GrammarError."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise self._lost()
@@ -326,11 +349,10 @@ class GrammarConstraint:
         return mask
 
     def fitting(self, drafted: Sequence[int]) -> int:
-        """Return how many of these tokens may follow, one after another; none after the form is complete."""
         return int(self._matcher.validate_tokens(list(drafted)))
 
     def allowed_along(self, drafted: Sequence[int]) -> list[np.ndarray]:
-        """Return what ``allowed`` would now, and after each of these tokens, which fit."""
+        """Return ``allowed`` now, and after each of these fitting tokens."""
         masks, taken = [self.allowed()], 0
         for token in drafted:
             if self._matcher.is_stopped():
@@ -343,6 +365,11 @@ class GrammarConstraint:
         return masks
 
     def _lost(self) -> GrammarError:
+        if DEAD_END in self._matcher.get_error():
+            return GrammarError(
+                "the JSON schema can't be followed: it leads to where nothing can be written, as a $ref to itself does",
+                "Change the schema.",
+            )
         return GrammarError(
             f"the reply can't be held to its form any more: {self._matcher.get_error():.200}", "Simplify the schema."
         )

@@ -1,57 +1,53 @@
-"""From what a caller gives, messages or token ids, to a request: rendered, checked, truncated where it must be, with checkpoints.
-
-What does not fit the context loses its middle. A conversation keeps its system prompt, its first exchange (it says what all is
-about) and its newest message; the exchanges after the first go, oldest first. Only when that is not enough does the newest message
-lose its own middle: a file with a question after it keeps both its ends. Nothing is remembered: the same conversation is always
-cut in the same way.
-"""
+"""Messages or token ids to a request: rendered, continued, checked, cut to the context, with checkpoints."""
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from zlib import crc32
 
 from ..errors import ContextError, OptionError, TemplateError
-from ..events import Message, Truncated
+from ..events import Message, PartialReply, Truncated, unfinished
 from ..metrics import Recorder
 from ..options import NOTHING_TOLD, Sampling, TemplateOptions
-from ..prompt_cache.radix_tree import common_prefix
-from ..reply import Request
+from ..prompt_cache.memory import common_prefix
+from ..reply import Request, check_context
 from ..runtime import Runtime
-from . import continuation
-from .continuation import PartialReply
+from .length import COUNTED
 
-Prompt = Sequence[int] | Sequence[Message]
-"""One of the two, not empty: engine/chat.py sees to it."""
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
 
+# Truncation cuts the middle: exchanges after the first go, oldest first; then the newest message's own middle.
+# Stateless: the same conversation is always cut alike.
+
+
+Prompt = Sequence[int] | Sequence[Message]  # one of the two, not empty: engine/chat.py sees to it
+
+# How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message.
 Turn = Literal["closed", "opened", "continued"]
-"""How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
 
+# The reply gets a quarter of the context, unless it is bounded. Exchanges go by the quarter as well: a cut that moved
+# with every message would leave nothing of the prompt cache to reuse.
 REPLY_SHARE = 4
-"""The reply gets a quarter of the context, unless it is bounded. Exchanges go by the quarter as well: a cut that moved with every
-message would leave nothing of the prompt cache to reuse."""
 
 MARK = "\n[… left out …]\n"
 
-LONGEST_OPENING = 16
-"""Tokens that the mark with which thinking begins, and white space after it, have at most."""
+LONGEST_OPENING = 16  # tokens that the mark with which thinking begins, and white space after it, have at most
 
+# First tokens that much attention goes to, whatever they are (https://arxiv.org/abs/2309.17453): pinned at least.
 SINKS = 4
-"""First tokens that much attention goes to, whatever they are (https://arxiv.org/abs/2309.17453): pinned at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How messages become token ids. ``render``: a whole conversation; ``encode``, ``decode``: plain text."""
-
     render: Callable[[Sequence[Message]], list[int]]
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
 
 
 def room_for_prompt(capacity: int, max_tokens: int | None) -> int:
-    """Return how many tokens of a context of ``capacity`` the prompt may take, never less than half: the reply gets the rest."""
+    """Return the prompt's share of ``capacity`` tokens, at least half."""
     reply = capacity // REPLY_SHARE if max_tokens is None else min(max_tokens, capacity // 2)
     return capacity - max(1, reply)
 
@@ -59,9 +55,9 @@ def room_for_prompt(capacity: int, max_tokens: int | None) -> int:
 def fit_messages(
     messages: Sequence[Message], words: Words, capacity: int, room: int
 ) -> tuple[list[int], Truncated | None]:
-    """Return the token ids of as much of the conversation as fits ``room`` tokens, and what was left out.
+    """Return the ids of what fits ``room`` tokens, and what was cut.
 
-    Raises ContextError when not even the ends of the newest message fit.
+    Raises ContextError where not even the ends of the newest message fit.
     """
     ids = words.render(messages)
     whole, surplus = len(ids), len(ids) - room
@@ -79,7 +75,6 @@ def fit_messages(
 
 
 def fit_ids(ids: list[int], room: int) -> tuple[list[int], Truncated | None]:
-    """Return the first and the last half of the ids that fit ``room``, and what was left out."""
     if len(ids) <= room:
         return ids, None
     tail = room // 2
@@ -87,7 +82,6 @@ def fit_ids(ids: list[int], room: int) -> tuple[list[int], Truncated | None]:
 
 
 def _drop(messages: Sequence[Message], words: Words, goal: int) -> list[Message]:
-    """Leave out exchanges after the first, oldest first, until their texts amount to ``goal`` tokens; the first goes last."""
     system = [message for message in messages[:1] if message.role == "system"]
     exchanges: list[list[Message]] = []  # each from a user's message on, so that roles still alternate without one
     for message in messages[len(system) : -1]:
@@ -122,17 +116,7 @@ def _cut_newest(messages: Sequence[Message], words: Words, room: int) -> list[in
 
 
 class Prompting:
-    """Makes requests for a model.
-
-    Args:
-        runtime: The loaded model.
-        vocabulary_size: Bounds token ids.
-        checkpoints: Whether its caches can continue only from checkpoints.
-        template: Options of the chat template.
-
-    Raises:
-        OptionError: The template does not take these options.
-    """
+    """Makes requests for a model. Raises OptionError for options that its template does not have."""
 
     def __init__(
         self,
@@ -149,27 +133,23 @@ class Prompting:
         self._needs_checkpoints = checkpoints
 
     def request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, turn: Turn = "opened") -> Request:
-        """Return the request for a prompt that ends with this ``turn``.
-
-        Raises OptionError, ContextError or TemplateError for a prompt that can't be.
-        """
+        """Return the request. Raises OptionError, ContextError or TemplateError."""
         messages = [item for item in prompt if isinstance(item, Message)]
         ids = [item for item in prompt if not isinstance(item, Message)]
         tokenizer, in_thinking = self._tokenizer, False
-        reply = continuation.unfinished(messages) if turn == "continued" else None
+        reply = unfinished(messages) if turn == "continued" else None
         before = messages if reply is None else messages[:-1]
 
         def render(messages: Sequence[Message]) -> str:
             if reply is None:
                 return tokenizer.render(messages, reply=turn == "opened")
-            return continuation.render(tokenizer, messages, reply)
+            return render_continued(tokenizer, messages, reply)
 
         if messages:
             text = render(before)
             # Thinking opens at the end of the prompt, which truncation keeps.
-            in_thinking = (
-                tokenizer.opens_thinking(text) if reply is None else continuation.continues_thinking(tokenizer, reply)
-            )
+            in_thinking = tokenizer.opens_thinking(text) if reply is None else continues_thinking(tokenizer, reply)
+            self._check_length(text)
             ids = tokenizer.encode(text)
             if not ids:
                 raise TemplateError("the model's chat template renders nothing", "Use another model.")
@@ -192,18 +172,38 @@ class Prompting:
             self._checkpoints(before, ids) if self._needs_checkpoints else (),
             recorder,
             thinking_budget=self._template.thinking_budget,
-            calls=tokenizer.call_reader(crc32(array("q", ids))),
+            calls=tokenizer.call_reader(
+                crc32(array("q", ids)), tokenizer.decode(ids[-LONGEST_OPENING:]) if reply is None else ""
+            ),
+            messages=messages,
+            tools=self._template.tools,
         )
 
-    def held(self, request: Request) -> Request:
-        """Return a request whose reply is held to the form that it is to have.
+    def tokens(self, prompt: str | Sequence[Message], *, continues: bool) -> list[int]:
+        """Return a prompt's tokens. Raises as ``request``; for a prompt that is too long, if it is several times so."""
+        tokenizer, is_text = self._tokenizer, isinstance(prompt, str)
+        if isinstance(prompt, str):
+            text = prompt
+        elif (reply := unfinished(prompt) if continues else None) is not None:
+            text = render_continued(tokenizer, prompt[:-1], reply)
+        else:
+            text = tokenizer.render(prompt)
+        self._check_length(text, COUNTED)
+        return tokenizer.encode(text, add_special_tokens=is_text)
 
-        Raises OptionError, GrammarError among them, where it can't be.
-        """
+    def _check_length(self, text: str, contexts: int = 1) -> None:
+        """Raise ContextError for a text that has more tokens than so many contexts, before all of it is encoded."""
+        longest, cuts = self._runtime.longest, self._runtime.kv.when_full == "truncate-middle"
+        if longest is not None and not cuts and (least := self._tokenizer.exceeds(text, contexts * longest)):
+            check_context(self._runtime, least, "at least ")
+
+    def held(self, request: Request) -> Request:
+        """Return a request with its constraint. Raises OptionError, GrammarError among them."""
         tokenizer, partial, sampling = self._tokenizer, request.partial, request.sampling
-        if self._template.must_call and sampling.min_tokens:
+        held = bool(self._template.must_call) or any(each.strict for each in self._template.tools)
+        if held and sampling.min_tokens:
             raise OptionError("min tokens may keep a reply from ending after its call", "Leave them out.")
-        if self._template.must_call and request.thinking_budget is not None and tokenizer.writes_channels:
+        if held and request.thinking_budget is not None and tokenizer.writes_channels:
             raise OptionError("a thinking budget ends with an answer here, not with a call", "Leave one of them out.")
         opening = tokenizer.decode(request.ids[-LONGEST_OPENING:]).rstrip()
         thinks = tokenizer.thinking is not None and not opening.endswith(tokenizer.thinking[1])
@@ -217,7 +217,7 @@ class Prompting:
         return replace(request, constraint=constraint)
 
     def without_end(self, reply: Message, ids: Sequence[int]) -> Iterator[Message]:
-        """Yield what ``reply`` may have been before its last tokens ``ids`` came: a space may belong to either."""
+        """Yield candidates for ``reply`` before its last tokens ``ids``: a space may belong to either."""
         answer = self._tokenizer.decode(ids)
         if answer and reply.content.endswith(answer):
             begun = reply.content[: -len(answer)]
@@ -226,14 +226,12 @@ class Prompting:
             )
 
     def check_ids(self, ids: list[int]) -> None:
-        """Raise OptionError for ids outside the vocabulary."""
         bound = self._vocabulary_size
         if ids and not 0 <= min(ids) <= max(ids) < bound:
             bad = next(token for token in ids if not 0 <= token < bound)
             raise OptionError(f"token id {bad} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer.")
 
     def pinned(self, messages: Sequence[Message]) -> int | None:
-        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt, and SINKS at least."""
         kv = self._runtime.kv
         if kv.window is None:
             return None
@@ -251,7 +249,6 @@ class Prompting:
         return pinned
 
     def stable(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids that a conversation begins with, however its last message, the user's, continues."""
         tokenizer = self._tokenizer
         *before, last = messages
         a, b = (
@@ -261,7 +258,7 @@ class Prompting:
         return a[: common_prefix(a, b)]
 
     def _checkpoints(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
-        """Return where the system prompt ends, and where the newest message begins: other chats and edits branch off there."""
+        """Return branch points of other chats and edits: the system prompt's end, the newest message's start."""
         begins = [messages[:1]] if messages and messages[0].role == "system" else []
         begins += [messages[:-1]] if len(messages) > 2 else []
         try:
@@ -276,7 +273,6 @@ class Prompting:
         max_tokens: int | None,
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[list[int], Truncated | None]:
-        """Leave out the middle of a prompt that does not fit, where the user wants that."""
         capacity, tokenizer = self._runtime.capacity, self._tokenizer
         if capacity is None or self._runtime.kv.when_full != "truncate-middle":
             return ids, None
@@ -285,3 +281,46 @@ class Prompting:
             return fit_ids(ids, room)
         words = Words(lambda some: tokenizer.encode(render(some)), tokenizer.encode, tokenizer.decode)
         return fit_messages(messages, words, capacity, room)
+
+
+# Templates trim finished messages, so the cut reply's own tokens are used; the prompt cache holds nearly all.
+
+
+def continues_thinking(tokenizer: "Tokenizer", reply: Message) -> bool:
+    return tokenizer.thinking is not None and bool(reply.thinking) and not reply.content
+
+
+def render_continued(tokenizer: "Tokenizer", before: Sequence[Message], reply: Message) -> str:
+    """Return the conversation, open at the end of ``reply``.
+
+    Raises TemplateError where the template fails, or a reply cut in thinking has a model without it.
+    """
+    opened, reply = tokenizer.render(before), tokenizer.plain(reply)
+    if tokenizer.thinking is None:
+        if not reply.content:
+            raise TemplateError(
+                "the reply was cut off while its model was thinking, and this model does not think",
+                "Regenerate it, or choose the model that began it.",
+            )
+        return opened + reply.content  # another model's thinking is left out, as templates do
+    start, end = tokenizer.thinking
+    if not reply.thinking:
+        # A turn that opens with thinking, and a reply without: nothing was thought.
+        return opened + (f"{end}\n\n" if tokenizer.opens_thinking(opened) else "") + reply.content
+    if (cut := _as_template_writes(tokenizer, before, reply)) is not None:
+        return cut
+    opened += "" if tokenizer.opens_thinking(opened) else start
+    return opened + reply.thinking + (end + reply.content if reply.content else "")
+
+
+def _as_template_writes(tokenizer: "Tokenizer", before: Sequence[Message], reply: Message) -> str | None:
+    last = reply.content or reply.thinking
+    try:
+        text = tokenizer.render_cut([*before, reply], "answer" if reply.content else "thinking").rstrip()
+    except TemplateError:
+        return None
+    # The white space that templates trim is where the model continues from, and part of its reply.
+    end = next((each for each in (last.rstrip(), last.strip()) if text.endswith(each)), None)
+    if end is None or reply.thinking.strip() not in text:
+        return None
+    return text.removesuffix(end) + last

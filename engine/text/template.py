@@ -1,17 +1,12 @@
-"""Render a chat template: foreign code, so it runs in Jinja's sandbox, with its time and its memory bounded.
-
-The sandbox keeps a template away from Python, but not from ``'a' * 700000000`` or ``9 ** 9 ** 9``: one such operation holds the
-interpreter's lock or takes all memory, and no deadline reaches into it. So each operation that makes something larger is weighed
-before it runs, and all that a rendering makes counts against one budget. What is left can loop, and the deadline ends that.
-
-The variables and functions are those that transformers gives to templates, which is what they are written for.
-"""
+"""Chat templates: rendered in a sandbox with bounded time and memory, and how to switch their thinking."""
 
 import ctypes
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -27,33 +22,211 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ..errors import TemplateError
-from .thinking import KNOWN
+from ..options import THINKING, Thinking
+
+# Families differ in name (enable_thinking, thinking, reasoning_effort, thinking_budget) and values; some read a
+# word in the system message. So each variable is tried: without effect it is no switch. Formats published as
+# programs are not run; their templates are here.
+
+
+# Names that are true or false: Qwen 3, GLM 4.5, SmolLM 3, EXAONE 4, Hunyuan; DeepSeek V3.1, Granite 3.2, Kimi K2.5;
+# others.
+FLAGS = ("enable_thinking", "thinking", "enable_reasoning", "reasoning", "think", "use_thinking", "is_thinking")
+# Names that are a level: gpt-oss, Solar Open, Mistral Small 4.
+EFFORTS = ("reasoning_effort", "thinking_effort", "effort")
+LEVELS: tuple[Thinking, ...] = ("low", "medium", "high")
+# Levels that are no thinking, where the template itself has that word.
+NO_EFFORT = ("none", "off", "no_think", "disabled")
+CHOICES = ("thinking_option", "thinking_mode", "reasoning_mode")  # names that are one of two words, and
+# those words, of which the template itself has one.
+CHOICE_WORDS = (("on", "off"), ("enabled", "disabled"), ("thinking", "chat"), ("/think", "/no_think"))
+BUDGET_NAME = "thinking_budget"  # a number of tokens, 0 for none: Seed-OSS
+KNOWN = frozenset({*FLAGS, *EFFORTS, *CHOICES, BUDGET_NAME})  # all of these names
+# Words in the system message, where the template looks for them: Nemotron Nano 2, Ling.
+SYSTEM_WORDS = (("/think", "/no_think"), ("detailed thinking on", "detailed thinking off"))
+
+SECONDS = 1.0  # for all tries together; a real template needs a few milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateArguments:
+    """Template inputs beside the messages; word: appended to the system message."""
+
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    word: str = ""
+
+
+# Renders a short conversation with a system message; None where the template fails.
+Render = Callable[[TemplateArguments], str | None]
+
+Switches = dict[Thinking, TemplateArguments]
+
+
+def find_switches(names: Iterable[str], words: Iterable[str], render: Render) -> Switches:
+    read, texts = frozenset(names), frozenset(words)
+    ends = time.monotonic() + SECONDS
+
+    def in_time(switch: TemplateArguments) -> str | None:
+        return render(switch) if time.monotonic() < ends else None
+
+    found = _first_pair(_flags_and_choices(read, texts), in_time)
+    found |= _find_efforts(read, texts, in_time, found)
+    if "off" not in found and BUDGET_NAME in read:
+        found |= _first_pair([(TemplateArguments(), TemplateArguments({BUDGET_NAME: 0}))], in_time)
+    if not found:
+        found = _find_system_word(texts, in_time)
+    return {mode: found[mode] for mode in THINKING if mode in found}
+
+
+def _flags_and_choices(
+    read: frozenset[str], texts: frozenset[str]
+) -> Iterator[tuple[TemplateArguments, TemplateArguments]]:
+    for name in FLAGS:
+        if name in read:
+            yield TemplateArguments({name: True}), TemplateArguments({name: False})
+    for name in CHOICES:
+        for on, off in CHOICE_WORDS:
+            if name in read and (on in texts or off in texts):
+                yield TemplateArguments({name: on}), TemplateArguments({name: off})
+
+
+def _first_pair(pairs: Iterable[tuple[TemplateArguments, TemplateArguments]], render: Render) -> Switches:
+    return next(({"on": on, "off": off} for on, off in pairs if _differ(render(on), render(off))), {})
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and one != other
+
+
+def _find_efforts(read: frozenset[str], texts: frozenset[str], render: Render, found: Switches) -> Switches:
+    on = dict(found["on"].keywords) if "on" in found else {}
+    for name in EFFORTS:
+        if name not in read:
+            continue
+        switches = {level: TemplateArguments({**on, name: level}) for level in LEVELS}
+        rendered = {level: text for level in LEVELS if (text := render(switches[level])) is not None}
+        none = [TemplateArguments({name: word}) for word in NO_EFFORT if word in texts]
+        off = [each for each in none if all(_differ(render(each), text) for text in rendered.values())]
+        if len({*rendered.values()}) < 2 and not (off and rendered):
+            continue
+        levels: Switches = {level: switches[level] for level in rendered}
+        if found:
+            return levels
+        if not off:
+            return {"on": TemplateArguments(), **levels}  # it always thinks
+        return {"on": levels["medium" if "medium" in levels else [*levels][-1]], "off": off[0], **levels}
+    return {}
+
+
+def _find_system_word(texts: frozenset[str], render: Render) -> Switches:
+    for on, off in SYSTEM_WORDS:
+        if not any(off in text for text in texts):
+            continue
+        with_on, with_off = render(TemplateArguments(word=on)), render(TemplateArguments(word=off))
+        if with_on and with_off and with_on.replace(on, "") != with_off.replace(off, ""):
+            return {"on": TemplateArguments(word=on), "off": TemplateArguments(word=off)}
+    return {}
+
+
+BAR, SPACE = "\uff5c", "\u2581"
+
+# As `encoding_dsv32.py` and `encoding_dsv4.py` in DeepSeek's repositories write conversations: they differ in the name of
+# the calls' section and in the results, which open the reply's thinking in V3.2 and are a user's turn in V4.
+DEEPSEEK = (
+    # The reply to the last user begins with thinking, unless that is turned off; earlier replies lose theirs.
+    "{%- set thinks = thinking is not defined or thinking %}"
+    "{%- set last = namespace(user=-1, calls=0, results=0) %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
+    "{%- endfor %}"
+    "{{- bos_token }}"
+    "{%- if messages[0].role != 'system' %}INSTRUCTION{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}{{ ('\n\n' if last.results and not OPENED else '<|User|>') + message.content }}"
+    "{%- elif message.role == 'assistant' %}"
+    "{%- if last.results and OPENED %}{% set last.results = 0 %}"
+    "{{- ((message.reasoning_content or '') + '</think>' if loop.index0 > last.user and thinks else '') + message.content }}"
+    "{%- else %}{% set last.results = 0 %}{{ '<|Assistant|>' }}"
+    "{%- if (loop.index0 > last.user or tools and not OPENED) and (thinks or message.reasoning_content) %}"
+    "{{- '<think>' + (message.reasoning_content or '') }}"
+    "{%- endif %}"
+    "{{- '</think>' + message.content }}"
+    "{%- endif %}"
+    "{%- if message.tool_calls %}{% set last.calls = message.tool_calls | length %}"
+    "{{- '\n\n<|DSML|SECTION>\n' }}"
+    "{%- for call in message.tool_calls %}{{ '<|DSML|invoke name=\"' + call.function.name + '\">\n' }}"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "{{- '<|DSML|parameter name=\"' + name + '\" string=\"' + ('true' if value is string else 'false') + '\">' }}"
+    "{{- (value if value is string else value | tojson) + '</|DSML|parameter>\n' }}"
+    "{%- endfor %}{{ '</|DSML|invoke>\n' }}{% endfor %}{{ '</|DSML|SECTION>' }}"
+    "{%- endif %}{{ '<|end_of_sentence|>' }}"
+    "{%- elif message.role == 'tool' %}{% set last.results = last.results + 1 %}"
+    "{%- if not OPENED %}"
+    "{{- ('<|User|>' if last.results == 1 else '\n\n') + '<tool_result>' + message.content + '</tool_result>' }}"
+    "{%- else %}"
+    "{{- ('\n\n<function_results>' if last.results == 1 else '') + '\n<result>' + message.content + '</result>' }}"
+    "{%- if last.results == last.calls %}"
+    "{{- '\n</function_results>\n\n' + ('<think>' if thinks and loop.index0 > last.user else '</think>') }}"
+    "{%- endif %}"
+    "{%- endif %}"
+    "{%- else %}{{ message.content }}{% if loop.first and tools %}{{ '\n\n' }}INSTRUCTION{% endif %}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt and not (last.results and OPENED) %}"
+    "{{- '<|Assistant|>' + ('<think>' if thinks else '</think>') }}"
+    "{%- endif %}"
+).replace("|Assistant|", f"{BAR}Assistant{BAR}").replace("|User|", f"{BAR}User{BAR}").replace(
+    "|end_of_sentence|", f"{BAR}end{SPACE}of{SPACE}sentence{BAR}"
+).replace("|DSML|", f"{BAR}DSML{BAR}")  # fmt: skip
+
+
+def template_of(config: Mapping[str, Any]) -> str | None:
+    """Return the template of a model that is published without one."""
+    kind = config.get("model_type")
+    if kind not in ("deepseek_v32", "deepseek_v4"):
+        return None
+    from mlx_lm.chat_templates import deepseek_v32 as program
+
+    marks = {"thinking_start_token": "<think>", "thinking_end_token": "</think>"}
+    text = program.TOOLS_SYSTEM_TEMPLATE.format(dsml_token=program.dsml_token, tool_schemas="TOOLS", **marks)
+    section, is_v4 = "function_calls", kind == "deepseek_v4"
+    if is_v4:
+        before, _, after = text.partition("If the thinking_mode")  # which shows results as V3.2 has them
+        text = (before + after[after.find("Here are the functions") :]).replace(section, "tool_calls")
+        section = "tool_calls"
+    before, after = text.split("TOOLS")
+    each = "{% for tool in tools %}{{ tool.function | tojson }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+    given = f"{{% if tools %}}{{{{ {before!r} }}}}{each}{{{{ {after!r} }}}}{{% endif %}}"
+    opened = "false" if is_v4 else "true"
+    return DEEPSEEK.replace("OPENED", opened).replace("SECTION", section).replace("INSTRUCTION", given)
+
+
+# The sandbox alone does not stop 'a' * 700000000 or 9 ** 9 ** 9: one operation that holds the GIL or takes all
+# memory, out of any deadline's reach. So growing operations are charged to a budget before they run; loops
+# end by the deadline. Variables and functions are those of transformers.
+
 
 T = TypeVar("T")
 
-RENDER_SECONDS = 5.0
-"""A real template takes milliseconds; one that takes this long loops."""
+RENDER_SECONDS = 5.0  # a real template takes milliseconds; one that takes this long loops
 
-LONGEST_TEMPLATE = 1 << 18
-"""Characters. The longest published ones have some 30,000."""
+LONGEST_TEMPLATE = 1 << 18  # characters. The longest published ones have some 30,000.
 
+# Characters and items that one rendering may make or look through, beside what the conversation's own length allows.
 BUDGET = 1 << 26
-"""Characters and items that one rendering may make or look through, beside what the conversation's own length allows."""
 
-BUDGET_SHARE = 64
-"""The same for each character of the conversation."""
+BUDGET_SHARE = 64  # the same for each character of the conversation
 
-MOST_NUMBER = 10**6
-"""A number given to a function: a width, a count."""
-MOST_BITS = 4096
-"""Of an integer."""
+MOST_NUMBER = 10**6  # a number given to a function: a width, a count
+MOST_BITS = 4096  # of an integer
 
+# A width in a format of printf, strftime or str.format that no text for a model has: five digits, or one that is an
+# argument.
 WIDTH = re.compile(r"%[-+ #0^_]*[\d.]*(?:\*|\d{5})|[:.<>=^]\d{5}")
-"""A width in a format of printf, strftime or str.format that no text for a model has: five digits, or one that is an argument."""
-NESTED = re.compile(r"\{[^{}]*:[^{}]*\{")
-"""A format of str.format whose width is itself filled in."""
+NESTED = re.compile(r"\{[^{}]*:[^{}]*\{")  # a format of str.format whose width is itself filled in
 
 BARRED_METHODS = frozenset({"expandtabs", "format_map", "maketrans", "translate"})
+# Jinja's, without those that lay out, fill or link text for a page.
 FILTERS = frozenset(
     {
         "abs", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "indent",
@@ -62,29 +235,17 @@ FILTERS = frozenset(
         "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
     }
 )  # fmt: skip
-"""Jinja's, without those that lay out, fill or link text for a page."""
 
+# Written after the text that a rendering is to end with. The space at its end tells whether the template trims.
 CUT = "TOKAMAC CUTS HERE "
-"""Written after the text that a rendering is to end with. The space at its end tells whether the template trims."""
 
-REASONING = ("reasoning_content", "thinking")
-"""Names under which templates look for a reply's thinking."""
+REASONING = ("reasoning_content", "thinking")  # names under which templates look for a reply's thinking
 
 
 class ChatTemplate:
-    """A model's chat template.
+    """A model's chat template. Raises TemplateError for an invalid or too long one.
 
-    Args:
-        source: Its text.
-        variables: What it may read beside the messages, such as ``bos_token``.
-
-    Attributes:
-        names: What else it reads, and may be given as options.
-        words: The texts in it.
-        source: All of it.
-
-    Raises:
-        TemplateError: The text is too long, or no template.
+    names: variables that it reads and that may be options. words: its string literals.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -110,15 +271,12 @@ class ChatTemplate:
         """Return the conversation as text.
 
         Args:
-            messages: Each with a role, texts, and calls.
             reply: Whether to open the assistant's turn.
-            cut: A field of the last message: the text ends with it, however the template continues.
-            options: Other variables of the template, by name.
-            tools: Definitions of functions.
-            seconds: How long it may take.
+            cut: A field of the last message that the text shall end with.
+            options: Other template variables, by name.
 
         Raises:
-            TemplateError: It does not end, asks for too much, or does not write what is to be cut.
+            TemplateError: It times out, exceeds the budget, or drops the ``cut`` field.
             Exception: Whatever else a template raises.
         """
         turns = [_with_reasoning(message) for message in messages]
@@ -144,7 +302,6 @@ class ChatTemplate:
         return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
 
     def _compile(self) -> tuple[Any, frozenset[str], frozenset[str]]:
-        """Return the template, the names it reads and the texts in it."""
         parsed = self._environment.parse(self.source)
         read = meta.find_undeclared_variables(parsed)
         words = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -154,11 +311,8 @@ class ChatTemplate:
 
 
 def with_deadline(work: Callable[[], T], seconds: float = RENDER_SECONDS) -> T:
-    """Run pure-Python ``work`` in a thread of its own and return its result.
-
-    Raises TemplateError when it takes longer than ``seconds``; the thread is then stopped by an exception raised inside it.
-    Whatever ``work`` raises is raised here.
-    """
+    """Run pure-Python ``work`` on its own thread; raises TemplateError after ``seconds``."""
+    # The thread is then stopped by an exception raised inside it.
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -187,20 +341,16 @@ def with_deadline(work: Callable[[], T], seconds: float = RENDER_SECONDS) -> T:
 
 
 class _DeadlineExceeded(BaseException):
-    """Raised inside the rendering thread; a BaseException so that a template's own handlers don't swallow it."""
+    """Raised inside the rendering thread; a BaseException, so that templates can't swallow it."""
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its thinking under both names that templates use."""
     usual, other = REASONING
     return {other: message[usual], **message} if usual in message else dict(message)
 
 
 def _locals(parsed: nodes.Template) -> set[str]:
-    """Return the names that a template sets for itself: in one block, say, to be read in another.
-
-    A name that may be set from outside is tested by ``is defined``, has a default, or is set to itself.
-    """
+    # An external one is tested by ``is defined``, has a default, or is assigned to itself.
     stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
     asking = [
         *(test.node for test in parsed.find_all(nodes.Test) if test.name in {"defined", "undefined", "none"}),
@@ -219,7 +369,7 @@ def _names(node: nodes.Node) -> set[str]:
 
 
 class _Code(CodeGenerator):
-    """Joins for ``~`` through the environment, which weighs it first; the environment weighs other operators by itself."""
+    """Routes ``~`` through the environment's budget; other operators are intercepted there."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802  # Jinja's name
         self.write("environment.concat((")
@@ -231,7 +381,7 @@ class _Code(CodeGenerator):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what a reply is, for training: here it is its body."""
+    """``{% generation %}`` marks replies for training; here it is its body."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
@@ -241,7 +391,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that reach Python's insides."""
+    """Jinja's, without names that reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template may call one of its names self
         self, *rest = args
@@ -260,7 +410,7 @@ def _check_name(name: object) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which what one rendering makes is bounded, whichever operator, filter or function makes it."""
+    """A sandbox that bounds the total output of one rendering's operators, filters and functions."""
 
     code_generator_class = _Code
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -281,23 +431,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def spending(self, budget: int, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns; it may make and look through ``budget`` characters and items."""
         self._left.budget = budget
         return work()
 
     def text(self, value: Any) -> str:
-        """Return a value as text, if there is budget for it."""
         self._spend(self._size(value))
         return str(value)
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a block, a macro or the whole template printed."""
         listed = list(parts)
         self._spend(sum(map(len, listed)))
         return "".join(listed)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See Jinja: the operators of ``intercepted_binops`` come here."""
         if operator == "**":
             raise SecurityError("a template may not compute powers")
         if operator == "%" and isinstance(left, str):
@@ -310,7 +456,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, *args: Any, **named: Any) -> Any:
-        """See Jinja: every function call comes here."""
         owner = getattr(called, "__self__", None)
         if isinstance(owner, str | bytes):
             name = called.__name__
@@ -324,7 +469,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return found
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """See Jinja: ``str.format`` is replaced by what this returns."""
         if (safe := super().wrap_str_format(value)) is None:
             return None
 
@@ -337,7 +481,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return weighed
 
     def _weighed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that is weighed before it runs, and its result after."""
         first = 0 if getattr(function, "jinja_pass_arg", None) is None else 1  # a context may come before the value
 
         @wraps(function)
@@ -353,7 +496,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return weighed
 
     def _weigh(self, name: str, value: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """Spend what a filter or a method of this name asks for; return its arguments, iterators among them listed."""
         args = tuple(self._list(each) if isinstance(each, Iterator) else each for each in args)
         given = [*args, *named.values()]
         _check_numbers(given)
@@ -381,7 +523,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return args
 
     def _weigh_printed(self, value: Any) -> Any:
-        """Jinja's ``finalize``: what a template prints."""
         self._spend(self._size(value))
         return value
 
@@ -393,7 +534,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return listed
 
     def _size(self, value: Any) -> int:
-        """Return the characters and items of a value as it would be written; stops soon after what is left, however it nests."""
         left, size, rest = self._left.budget, 0, [value]
         while rest and size <= left:
             item = rest.pop()
@@ -422,7 +562,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """Write JSON for a model; Jinja's own filter writes for a page, and escapes its marks."""
         size = self._size(value)
         self._spend(6 * size + size * min(indent or 0, MOST_NUMBER))
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -453,7 +592,7 @@ def _check_format(text: str) -> None:
 
 
 def _product_size(left: Any, right: Any) -> int:
-    """Return what a product makes. Raises SecurityError for an integer that is too long."""
+    """Return a product's size. Raises SecurityError for a too long integer."""
     if isinstance(left, int) and isinstance(right, int):
         if left.bit_length() + right.bit_length() > MOST_BITS:
             raise SecurityError("a template may not compute with such numbers")

@@ -1,14 +1,12 @@
-"""Text to token ids and back: the tokenizer, its chat template, and a detokenizer that never shows half a character.
-
-What a user writes never becomes a control token. A tokenizer reads ``<|im_end|>`` as the end of a turn wherever it stands, so a
-pasted file could end the user's turn and begin a system's; only a chat template may write such marks. So every look-alike in a
-message gets a BREAK inside it before the template sees it, and what the template rendered is encoded piece by piece between breaks:
-no piece holds a whole mark, and decoded the pieces are the text.
-"""
+"""Text to token ids and back: segments, control tokens, the chat template, detokenizing."""
 
 import copy
 import json
+import math
 import re
+import threading
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,34 +14,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import (
-    ModelDamagedError,
-    ModelUnsupportedError,
-    OptionError,
-    TemplateError,
-    panic_error,
-    panics_as_errors,
-    unreadable,
-)
-from ..events import Message, TextKind
+from ..errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError, panic_error, unreadable
+from ..events import Message, TextKind, has_calls
 from ..files import TOKENIZER_BYTES, TOKENIZER_FILES, check_regular, read_text
 from ..options import TemplateOptions, Thinking, ToolSpec
-from .encoder import SegmentEncoder, check_growth
-from .thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
+from ..perf.memory import give_back_freed
+from .calls import CallReader
+from .dialects import written
+from .length import LongestPieces, letters_in
+from .template import BUDGET_NAME, SECONDS, TemplateArguments, find_switches, template_of
+from .tokenizer_file import FileTokenizer, read_tokenizer
 from .tools import (
     ASKED,
     CALLED,
-    ID,
     PROBES,
-    CallFormat,
-    CallReader,
     ToolSupport,
-    find_format,
+    as_text,
     find_support,
-    harmony_format,
-    has_calls,
+    folded,
+    plainer,
     settled,
-    short_id,
+    with_fit_ids,
 )
 
 if TYPE_CHECKING:
@@ -51,18 +42,159 @@ if TYPE_CHECKING:
     from .grammar import CallShape, GrammarConstraint, GrammarTokens
     from .template import ChatTemplate
 
-BREAK = "\ufdd1"
-"""A noncharacter: Unicode keeps it out of texts for private use, and no template trims or splits at it."""
+# Texts are cut before added tokens, where a tokenizer splits anyway, so the ids are the same.
 
+# Hostile tokenizers: chained replacements can grow a text without end, in one uninterruptible call.
+# ``check_growth`` bounds that from tokenizer.json before it is loaded.
+
+
+MOST_CHARACTERS = 1 << 23  # of the remembered segments: some two million tokens, in about 16 MB
+# Characters from which a text is encoded alone, and what that took is given back to the system: 200 bytes each.
+LONG_TEXT = 1 << 18
+
+CHARACTERS_A_TOKEN, CUT_TOKENS = 12, 64  # more than texts have on average; tokens that a cut changes at most
+
+# How many characters become one at most, by kind of normalizer: those that leave out none.
+SHORTENED = {"NFC": 3, "NFD": 1, "Prepend": 1, "Lowercase": 1}
+WHOLE = frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"})  # pre-tokenizers that leave out nothing
+
+# Times as many characters as before. Unicode's longest decomposition takes 18, and published tokenizers replace by a
+# character.
+MOST_GROWTH = 256
+# Characters that one becomes at most (unicode.org/faq/normalization.html); a second time nothing is left to take apart.
+DECOMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Precompiled": 18, "BertNormalizer": 4, "Lowercase": 3}
+
+
+class SegmentEncoder:
+    """Encodes texts by segments. Callable from any thread.
+
+    added: transformers' AddedTokens; none where the tokenizer does not split at them.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], added: Iterable[Any] = ()) -> None:
+        self._encode = encode
+        # Others are found in the normalized text, or not everywhere: the text is not cut where it has one of these alone.
+        exact = {str(token.content): token for token in added if not (token.normalized or token.single_word)}
+        self._cuts = {text for text, token in exact.items() if not token.lstrip}  # which takes white space before it
+        longest_first = sorted(filter(None, exact), key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for segment in self._segments(text):
+            ids += self._ids(segment)
+        return ids
+
+    def _segments(self, text: str) -> Iterator[str]:
+        begin = 0
+        for found in self._marks.finditer(text):
+            if found.start() > begin and found.group() in self._cuts:
+                yield text[begin : found.start()]
+                begin = found.start()
+        yield text[begin:]
+
+    def _ids(self, segment: str) -> "array[int]":
+        with self._lock:
+            known = self._known.get(segment)
+            if known is not None:
+                self._known.move_to_end(segment)
+                return known
+        ids = array("q", self._encode(segment))
+        with self._lock:
+            if segment not in self._known and len(segment) <= MOST_CHARACTERS:
+                self._known[segment] = ids
+                self._characters += len(segment)
+            while self._characters > MOST_CHARACTERS:
+                self._characters -= len(self._known.popitem(last=False)[0])
+        return ids
+
+
+def _shortened(backend: Any) -> int:
+    """Return how many characters become one at most; 0 where some may be left out."""
+    normalizer, pre_tokenizer = (
+        [*_steps(json.loads(part.__getstate__()))] if part is not None else []
+        for part in (backend.normalizer, backend.pre_tokenizer)
+    )
+    kinds = {step["type"] for step in pre_tokenizer}
+    removes = any(step.get("behavior") == "Removed" for step in pre_tokenizer)
+    model = backend.model
+    covers = "ByteLevel" in kinds or getattr(model, "byte_fallback", False)
+    if not covers or removes or not kinds <= WHOLE:
+        return 0
+    return math.prod(_shortens(step) for step in normalizer)
+
+
+def _shortens(step: dict[str, Any]) -> int:
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String", "")
+        return -(-len(pattern) // len(step["content"])) if pattern and step["content"] else 0
+    return SHORTENED.get(step["type"], 0)
+
+
+def check_growth(file: Path) -> dict[str, Any] | None:
+    """Return what the file says, so that it is parsed once; None where it can't be. Raises ModelDamagedError."""
+    try:
+        parts = json.loads(read_text(file, TOKENIZER_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(parts, dict):
+        return None
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        try:
+            steps = [*_steps(parts.get(name))]
+            decomposed = max((DECOMPOSED.get(step["type"], 1) for step in steps), default=1)
+            growth = math.prod(map(_replacement_growth, steps)) * decomposed
+        except (TypeError, KeyError, AttributeError, RecursionError):
+            continue
+        if growth > MOST_GROWTH:
+            raise ModelDamagedError(
+                f"the {name} in {file} could make a text {growth:,.0f} times as long".replace(" inf ", " endless "),
+                "Don't use this model.",
+            )
+    return parts
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    if not isinstance(part, dict):
+        return
+    nested = next((part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), None)
+    if nested is None:
+        yield part
+        return
+    for step in nested:
+        yield from _steps(step)
+
+
+def _replacement_growth(step: dict[str, Any]) -> float:
+    if step["type"] != "Replace":
+        return 1.0
+    pattern, content = step["pattern"], step["content"]
+    literal = pattern.get("String") if isinstance(pattern, dict) else pattern
+    if not literal:  # a regular expression may match at every character, and between all
+        return 1.0 + len(content)
+    return max(1.0, len(content) / len(literal))
+
+
+# User text never becomes a control token: a pasted ``<|im_end|>`` must not end a turn. Look-alikes in messages
+# get a BREAK inside before templating, and the rendered text is encoded piecewise between breaks.
+
+
+BREAK = "\ufdd1"  # a noncharacter: Unicode keeps it out of texts for private use, and no template trims or splits at it
+
+# Texts to encode a later piece after: some tokenizers put a space before whatever they are given first.
 LEADS = ("\n", ".", "a")
-"""Texts to encode a later piece after: some tokenizers put a space before whatever they are given first."""
 
+# Files of a model's folder that transformers may read.
 READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files of a model's folder that transformers may read."""
 
+# How a Harmony reply usually begins, and how its answer follows.
 HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
-"""How a Harmony reply usually begins, and how its answer follows."""
 
+# How models mark their thinking: (begins with, ends with). Only pairs whose first special token is in the vocabulary
+# apply.
 THINKING_MARKERS = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),
@@ -70,19 +202,23 @@ THINKING_MARKERS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
     HARMONY,
 )
-"""How models mark their thinking: (begins with, ends with). Only pairs whose first special token is in the vocabulary apply."""
 
+# Where templates look for the parts of a reply.
 FIELDS: dict[TextKind, str] = {"answer": "content", "thinking": "reasoning_content"}
-"""Where templates look for the parts of a reply."""
 
+# Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come
+# before.
 LONGEST_PENDING = 8
-"""Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come before."""
 
-LONGEST_CONTEXT = 8
-"""Tokens decoded again with each new one, at most, before the oldest are dropped."""
+LONGEST_CONTEXT = 8  # tokens decoded again with each new one, at most, before the oldest are dropped
 
+# Tried on a chat template: does it write a system message that follows others, in its place?
 LATER_SYSTEM = (
     Message("system", "Be brief."),
     Message("user", "What is prefill?"),
@@ -90,21 +226,21 @@ LATER_SYSTEM = (
     Message("system", "Be thorough from here on."),
     Message("user", "What is decode?"),
 )
-"""Tried on a chat template: does it write a system message that follows others, in its place?"""
 
+# Tried on a chat template: how can its thinking be switched?
 TRIED = (Message("system", "Be brief."), Message("user", "What is prefill?"))
-"""Tried on a chat template: how can its thinking be switched?"""
 
+# Tried on a chat template: how does thinking end?
 THOUGHT, SAID = "It reads the prompt, I think", "Prefill reads the prompt"
-"""Tried on a chat template: how does thinking end?"""
 
+# What an added token looks like that is a mark for the model, special or not: <think>, [INST].
 MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-"""What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
+
+
+TURN_END = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\]|\[\|\w+\|\])")
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer, by their texts."""
-
     def __init__(self, marks: Iterable[str]) -> None:
         self._marks = frozenset(mark for mark in marks if len(mark) > 1)
         # There may be a thousand: looked up by length, where their first two characters are found.
@@ -115,17 +251,14 @@ class ControlTokens:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Their texts."""
         return self._marks
 
     def broken(self, content: str, keep: Sequence[str] = ()) -> str:
-        """Return ``content`` with a BREAK after the first character of every mark in it, but for those to ``keep``."""
         content = content.replace(BREAK, "\ufffd")
         places = [place + 1 for place in self._places(content, self._marks - set(keep) if keep else self._marks)]
         return BREAK.join(content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True))
 
     def broken_in(self, value: Any) -> Any:
-        """Return a JSON value whose texts are ``broken``."""
         if isinstance(value, str):
             return self.broken(value)
         if isinstance(value, list):
@@ -135,7 +268,6 @@ class ControlTokens:
         return value
 
     def are_all(self, text: str) -> bool:
-        """Whether a text is control tokens and white space alone."""
         while text := text.strip():
             lengths = self._lengths.get(text[:2], set())
             longest = max((length for length in lengths if text[:length] in self._marks), default=0)
@@ -145,7 +277,6 @@ class ControlTokens:
         return True
 
     def _places(self, content: str, marks: frozenset[str]) -> Iterator[int]:
-        """Yield where ``marks`` begin, overlapping ones too."""
         at = 0
         while (found := self._begins.search(content, at)) is not None:
             at = found.start()
@@ -155,12 +286,10 @@ class ControlTokens:
 
 
 class Detokenizer:
-    """Turns a stream of token ids into whole characters.
+    """Turns a stream of token ids into whole characters."""
 
-    The text of ``ids[:n]`` is a prefix of the text of ``ids[:n+1]`` only up to an unfinished character, and a token's text can
-    depend on the one before it (a leading space). So it decodes from a few tokens before what is shown, and shows the difference.
-    A few, not one, so that most tokens are decoded once: decoding is the dearest of what a token costs the host.
-    """
+    # A token's text depends on the one before (a leading space), so decoding starts a few tokens before what is
+    # shown: a few, not one, so that most tokens are decoded once, the host's largest cost per token.
 
     def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -171,43 +300,50 @@ class Detokenizer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that was added is shown."""
         return self._shown == len(self._ids)
 
     def add(self, token: int) -> str:
-        """Add one token and return the characters that became whole; "" while one is incomplete."""
-        self._ids.append(token)
-        return self._advance(final=False)
+        ids, before = self._ids, self._before
+        ids.append(token)
+        after = self._decode(ids[self._context :])
+        if len(after) <= len(before) or (after.endswith("\ufffd") and len(ids) - self._shown < LONGEST_PENDING):
+            return ""
+        self._show(after)
+        return after[len(before) :]
 
     def flush(self) -> str:
-        """Return the rest; bytes that never became a character come out as U+FFFD."""
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> str:
         before, after = self._before, self._decode(self._ids[self._context :])
-        pending = len(self._ids) - self._shown
-        unfinished = after.endswith("\ufffd") and pending < LONGEST_PENDING
-        if len(after) <= len(before) or (unfinished and not final):
+        if len(after) <= len(before):
             return ""
-        last, self._shown, self._before = self._shown, len(self._ids), after
+        self._show(after)
+        return after[len(before) :]
+
+    def _show(self, text: str) -> None:
+        last, self._shown, self._before = self._shown, len(self._ids), text
         if self._shown - self._context >= LONGEST_CONTEXT:
             self._context, self._before = last, self._decode(self._ids[last:])
-        return after[len(before) :]
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Texts go in and out as str, tokens as lists of ints (host, not device)."""
+    """A model's tokenizer and chat template.
 
-    def __init__(self, hf_tokenizer: Any, eos_ids: frozenset[int], name: str) -> None:
+    hidden_ids: marks for the model (end, padding, role) that readers never see. end_texts: marks of several tokens
+    with which the template ends a turn.
+    """
+
+    def __init__(self, hf_tokenizer: Any, eos_ids: frozenset[int], name: str, end_texts: tuple[str, ...] = ()) -> None:
         self._hf = hf_tokenizer
         self._name = name
         # The Rust tokenizer, where there is one, skips a Python layer that costs more than the work.
         backend = hf_tokenizer.backend_tokenizer if hf_tokenizer.is_fast else None
         self._backend_decode = backend.decode if backend is not None else None
-        self.eos_ids = eos_ids
+        self._backend_encode = (
+            hf_tokenizer.backend_tokenizer.encode if isinstance(hf_tokenizer, FileTokenizer) else None
+        )
+        self.eos_ids, self.end_texts = eos_ids, end_texts
         self.vocabulary_size = len(hf_tokenizer)
         self.thinking = self._find_thinking()
-        self._hidden_ids = self._find_hidden_ids()
+        self.hidden_ids = self._find_hidden_ids()
         added = hf_tokenizer.added_tokens_decoder.values()
         # Special tokens, and added ones that look like marks: not runs of spaces or digits.
         marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
@@ -218,17 +354,33 @@ class Tokenizer:
         self._call_shapes: list[CallShape | None] = []
         splits = backend is not None and not backend.encode_special_tokens
         self._segments = SegmentEncoder(self._encode_segment, added if splits else ())
+        self._long = threading.Lock()
         self._arguments = TemplateArguments()
         self._tools: tuple[ToolSpec, ...] = ()
         self._probing = False  # what the template does with tools is being found out
+        self._text_arguments = False  # while probing: calls are rendered with arguments as JSON text
+        self._tools_in_message = False  # the same of definitions, in the first message
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells tokenizers apart whose ids mean other tokens: 32 hexadecimal digits of every token by its id."""
+        """32 hexadecimal digits over every token by id: equal for the same vocabulary."""
         import xxhash
 
         tokens = "\0".join(f"{token} {text}" for token, text in self._tokens().items())
         return xxhash.xxh3_128_hexdigest(tokens.encode("utf-8", "surrogatepass"))
+
+    @cached_property
+    def longest_pieces(self) -> LongestPieces:
+        """What a token stands for at most; unknown where a text may lose parts before it is encoded."""
+        shortened = _shortened(self._hf.backend_tokenizer) if self._hf.is_fast else 0
+        if not shortened:
+            return LongestPieces()
+        pieces, letters = sorted(self._hf.get_vocab(), key=len, reverse=True), 0
+        for piece in pieces:
+            if len(piece) <= letters:
+                break
+            letters = max(letters, letters_in(piece))
+        return LongestPieces(shortened * max(map(len, pieces[:1]), default=0), letters)
 
     def difference(self, other: "Tokenizer") -> str:
         """Return where the tokens of two tokenizers differ first; "" where they don't."""
@@ -241,7 +393,6 @@ class Tokenizer:
         return ""
 
     def _tokens(self) -> dict[int, str]:
-        """Return every token as the vocabulary writes it, by id, ascending."""
         vocabulary: dict[str, int] = self._hf.get_vocab()
         return {token: text for text, token in sorted(vocabulary.items(), key=lambda pair: pair[1])}
 
@@ -255,44 +406,50 @@ class Tokenizer:
         """Whether replies are Harmony messages, each in a channel of its own (gpt-oss)."""
         return self.thinking == HARMONY
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ``text`` as it is: nothing is added unless asked for.
+    def exceeds(self, text: str, tokens: int) -> int:
+        """Return a number of tokens above ``tokens`` that a text has at least, 0 where it may have fewer.
 
-        In a rendered conversation, look-alikes within messages are encoded as plain text; elsewhere marks become control tokens.
+        Reads no more of a text than so many tokens hardly ever have.
         """
+        if len(text) <= tokens:
+            return 0
+        if (least := self.longest_pieces.least_tokens(text)) > tokens:
+            return least
+        most = max(LONG_TEXT, tokens * CHARACTERS_A_TOKEN)
+        # The last tokens of a beginning may be fewer in the whole.
+        begins = len(self._encode_segment(text[:most])) - CUT_TOKENS if len(text) > most else 0
+        return begins if begins > tokens else 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return ids without special tokens; look-alikes that ``render`` marked are encoded as text."""
         if add_special_tokens and BREAK not in text:
             return self._encode_plain(text, add_special_tokens=True)
         return self._segments(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character.
+    def decode(self, ids: Sequence[int], *, marks: bool = False) -> str:
+        """Return text without end and padding marks; U+FFFD for bad bytes. Raises OptionError for a negative id.
 
-        Raises OptionError for a negative id.
+        marks: keep end, padding and role marks.
         """
-        if any(token < 0 for token in ids):
+        if ids and min(ids) < 0:
             raise OptionError("a token id is negative", "Give ids of this tokenizer.")
-        return self._decode([token for token in ids if token not in self._hidden_ids])
+        return self._decode(ids if marks else [token for token in ids if token not in self.hidden_ids])
 
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
-        """Return a new streaming detokenizer; feed it only tokens for which ``is_hidden`` is false.
-
-        after: the tokens that come before; their text is not shown again.
-        """
+        """Return a new streaming detokenizer; feed it only tokens for which ``is_hidden`` is false."""
         return Detokenizer(self._decode, after)
 
     def is_hidden(self, token: int) -> bool:
         """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
-        return token in self._hidden_ids
+        return token in self.hidden_ids
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, hidden or not; U+FFFD stands for bytes that are no character."""
         return self._decode([token])
 
     def breakers(self, texts: tuple[str, ...]) -> "Breakers":
-        """Return which tokens end a repeated sequence (DRY): those that spell one of ``texts``, and marks for the model.
-
-        The first time this decodes every token: about a second for a large vocabulary on a slow machine.
-        """
+        """Return the DRY breaker tokens of ``texts`` and the marks."""
+        # The first call decodes the whole vocabulary: about a second on a slow machine.
         known = self._breakers.get(texts)
         if known is None:
             from ..sampling import find_breakers
@@ -303,15 +460,15 @@ class Tokenizer:
                 vocabulary = list(backend.decode_batch([[each] for each in ids], skip_special_tokens=False))
             else:
                 vocabulary = [self._decode([each]) for each in ids]
-            known = find_breakers(texts, vocabulary, self._encode_after_letter, self._hidden_ids)
+            known = find_breakers(texts, vocabulary, self._encode_after_letter, self.hidden_ids)
             self._breakers = {texts: known}
         return known
 
     def using(self, options: TemplateOptions) -> "Tokenizer":
-        """Return this tokenizer with ``options`` for the chat template.
+        """Return a copy with ``options``.
 
-        Raises OptionError for what the template does not take (tools among it), and for a thinking budget where the model marks no
-        thinking.
+        Raises OptionError for options (tools among them) that the template lacks, and for a thinking budget without
+        thinking marks.
         """
         if options.thinking_budget is not None and self.thinking is None:
             raise OptionError(
@@ -334,26 +491,32 @@ class Tokenizer:
         """Whether the chat template writes definitions of tools, calls and results, and the calls of the model can be read."""
         return self._tool_support is not None
 
-    def call_reader(self, seed: int) -> CallReader | None:
-        """Return what reads the calls of a reply, ``seed`` being a number of its prompt; None where the model has no tools."""
-        support = self._tool_support if self._tools else None
-        return None if support is None else CallReader(support.form, self._tools, seed)
+    @property
+    def holds_calls(self) -> bool:
+        """Whether the arguments of calls can be held to a schema: the model writes them as JSON, in a form that is known."""
+        return self.takes_tools and (shape := self._call_shape) is not None and shape.is_json
+
+    def call_reader(self, seed: int, prompt: str = "") -> CallReader | None:
+        """Return what reads the calls of a reply; None where the model has no tools.
+
+        seed: a number of its prompt. prompt: its end.
+        """
+        support = self._tool_support
+        if support is None or not (self._tools or support.dialect.answer):
+            return None
+        opened = bool(support.dialect.answer) and prompt.endswith(support.dialect.start)
+        return CallReader(support.dialect, self._tools, seed, opened=opened)
 
     def constraint(
         self, schema: str | None, must_call: Sequence[str], *, thought: bool, may_think: bool, begun: Message | None
     ) -> "GrammarConstraint | None":
-        """Return what holds a reply to its form; None where it may be anything.
+        """Return a reply's constraint, or None. Raises OptionError, GrammarError among them.
 
-        Args:
-            schema: The JSON Schema of its answer. Where the model was given tools, it may call them in place of that.
-            must_call: Names of tools of which it has to call one.
-            thought: Whether it begins within its thinking.
-            may_think: Whether it may begin with its thinking.
-            begun: What it begins with, where it is continued.
-
-        Raises OptionError, GrammarError among them, where it can't be held to that.
+        must_call: tools of which it has to call one. begun: the beginning of a continued reply. Strict tools hold a
+        reply that may call them to their schemas, and leave its text free.
         """
-        if schema is None and not must_call:
+        strict = any(each.strict for each in self._tools)
+        if schema is None and not must_call and not strict:
             return None
         if schema is not None and must_call:
             raise OptionError("a reply can't be held to a JSON schema and to a call", "Ask for one of them.")
@@ -365,6 +528,7 @@ class Tokenizer:
                 f"there is no tool {unknown[0]!r:.140} to call", f"There are: {', '.join(names) or 'none'}."
             )
         self.prepare_forms()
+        support = self._tool_support
         form = ReplyForm(
             schema,
             tuple(each for each in self._tools if each.name in must_call or not must_call),
@@ -374,14 +538,13 @@ class Tokenizer:
             may_think,
             self.writes_channels,
             headed=begun is not None and bool(begun.content),
+            free=schema is None and not must_call,
+            call_starts=() if support is None else tuple(filter(None, (support.dialect.start, *support.dialect.bare))),
         )
         return GrammarConstraint(self._grammar_tokens[0], form, begun.content if begun is not None else "")
 
     def prepare_forms(self) -> None:
-        """Make what ``constraint`` needs of the vocabulary, if it was not: for a large one a second, in which nothing else runs.
-
-        Raises GrammarError where replies can't be held to a form.
-        """
+        """Prepare ``constraint``: about a second for a large vocabulary. Raises GrammarError."""
         from .grammar import GrammarTokens
 
         if not self._grammar_tokens:
@@ -389,7 +552,6 @@ class Tokenizer:
 
     @property
     def _call_shape(self) -> "CallShape | None":
-        """How the model writes a call; None where that is not known."""
         if not self._call_shapes:
             self._call_shapes.append(self._find_call_shape())
         return self._call_shapes[0]
@@ -399,8 +561,7 @@ class Tokenizer:
 
         if (support := self._tool_support) is None:
             return None
-        tried = copy.copy(self)
-        tried._probing, tried._arguments, tried._tools = True, TemplateArguments(), PROBES
+        tried = self._probe(PROBES)
         called, empty = (
             Message("assistant", "", tool_calls=(each,)) for each in (CALLED[0], replace(CALLED[0], arguments="{}"))
         )
@@ -408,13 +569,13 @@ class Tokenizer:
             with_call, without_arguments, prompt = (
                 tried._render([ASKED, *more], reply=not more, seconds=SECONDS) for more in ([called], [empty], [])
             )
-            shape = find_shape(with_call, without_arguments, prompt, support.form, self._control.marks)
+            shape = find_shape(with_call, without_arguments, prompt, support.dialect, self._control.marks)
             return None if shape is None else replace(shape, repeats=shape.repeats and support.at_once)
         return None
 
     def token_ids(self, text: str) -> frozenset[int]:
         """Return the hidden tokens whose text is part of ``text``."""
-        return frozenset(each for each in self._hidden_ids - self.eos_ids if self.token_text(each) in text)
+        return frozenset(each for each in self.hidden_ids - self.eos_ids if self.token_text(each) in text)
 
     @property
     def template_names(self) -> tuple[str, ...]:
@@ -434,22 +595,11 @@ class Tokenizer:
         return self._encode_within(end)
 
     def takes_later_system(self) -> bool:
-        """Whether the chat template writes a system message that follows others in its place, and the first one too.
-
-        Many refuse one, or leave it out; some write the last of all at the beginning, in place of the first.
-        """
-        try:
-            written = self._render(LATER_SYSTEM, reply=True)
-        except TemplateError:
-            return False
-        places = [written.find(message.content) for message in LATER_SYSTEM]
-        return -1 not in places and places == sorted(places)
+        """Return whether a later system message renders in place, beside the first one."""
+        return self._later_system
 
     def opens_thinking(self, rendered: str) -> bool:
-        """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking.
-
-        Other marks may follow it, as in Seed-OSS's prompt without thinking.
-        """
+        """Whether a rendered prompt ends inside an open thinking mark; others may follow (Seed-OSS)."""
         if self.thinking is None:
             return False
         start, end = self.thinking
@@ -463,31 +613,41 @@ class Tokenizer:
         return replace(message, content=content, thinking=thinking)
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
-        """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
+        """Return the conversation as text for ``encode``; ``reply`` opens the assistant's turn.
 
-        For ``encode``: look-alikes of control tokens in messages are marked.
-        Raises TemplateError when the template is missing, fails, or does not end.
+        Raises TemplateError where the template is missing, fails, or times out.
         """
         if not self.has_chat_template:
             raise TemplateError(f"{self._name} has no chat template", "Choose an instruct or chat model.")
         try:
             return self._render(messages, reply)
         except TemplateError as error:
-            folded = _fold_system(messages)
-            if folded is None:
+            if error.__cause__ is None:  # it took too long, and was not the template's word
                 raise
-            # Some templates refuse the system role (Gemma 2's raises): the words still reach the model, in the user's turn.
-            try:
-                return self._render(folded, reply)
-            except TemplateError:
-                raise error from None
+            # Gemma 2's refuses the system role, Mistral's two turns of the user: the words still reach the model.
+            for form in plainer(messages):
+                with suppress(TemplateError):
+                    return self._render(form, reply)
+            raise
 
     def render_cut(self, messages: Sequence[Message], kind: TextKind) -> str:
-        """Return a conversation that ends with a reply, open after the reply's text of this ``kind``.
-
-        The template may trim that text. Raises TemplateError where it fails, or does not write that text at all.
-        """
+        """Return a conversation that ends inside a reply, after its ``kind`` of text. Raises TemplateError."""
         return self._render(messages, reply=False, cut=FIELDS[kind])
+
+    def with_turn_end(self) -> "Tokenizer":
+        """Return one that ends replies at the mark, too, that the template writes after an assistant's text."""
+        if self.writes_channels or not self.has_chat_template:  # a Harmony message's end is not the reply's
+            return self
+        found = None
+        with suppress(Exception):
+            said = [TRIED[1], Message("assistant", SAID), TRIED[1]]
+            found = TURN_END.match(self._render(said, reply=True, seconds=SECONDS).rpartition(SAID)[2])
+        if found is None:
+            return self
+        token = self._encode_plain(found[1])
+        if found[1] in self._control.marks and len(token) == 1:
+            return Tokenizer(self._hf, self.eos_ids | {*token}, self._name)
+        return Tokenizer(self._hf, self.eos_ids, self._name, (found[1],))
 
     def compile_template(self) -> None:
         """Compile the chat template now, so that no reply waits for it. An invalid one is reported when it is used."""
@@ -495,13 +655,13 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
         messages = _with_word(messages, self._arguments.word)
+        messages = messages if self._probing else self._settled(messages)
         called = has_calls(messages)
-        if called:
-            support = self._tool_support if not self._probing else None
-            messages = settled(messages, at_once=self._probing or (support is not None and support.at_once))
-            messages = self._with_ids(messages)
         turns = [self._as_dict(self.plain(message)) for message in messages]
         tools = [self._control.broken_in(each.as_dict) for each in self._tools]
+        support = None if self._probing else self._tool_support if tools else None
+        if tools and (self._tools_in_message if support is None else support.in_message):
+            turns[0] |= dict.fromkeys(("tools", "functions"), json.dumps(tools, ensure_ascii=False))
         try:
             template = self._tool_template if tools or called else self._template
             return template.render(turns, reply=reply, cut=cut, options=self._arguments.keywords, tools=tools, **more)
@@ -514,6 +674,50 @@ class Tokenizer:
                 "Check the order of the messages, or use another model.",
             ) from error
 
+    def _settled(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return a conversation of which this template drops nothing, as far as that was found out."""
+        messages = [_thought_apart(each) for each in messages]
+        begins = bool(messages) and messages[0].role == "system"
+        if any(each.role == "system" for each in messages[1:]) and not self._later_system:
+            messages = [*messages[:begins], *(_not_system(each) for each in messages[begins:])]
+        if begins and not (self._lone_system if len(messages) == 1 else self._first_system):
+            messages = folded(messages)
+        support = self._tool_support if self._tools or has_calls(messages) else None
+        if self._tools and support is not None and support.in_message and not begins:
+            messages = [Message("system", ""), *messages]
+        if not has_calls(messages):
+            return messages
+        if support is None:
+            return as_text(messages)
+        return with_fit_ids(support.dialect, settled(messages, support))
+
+    @cached_property
+    def _first_system(self) -> bool:
+        return self._shows(TRIED)
+
+    @cached_property
+    def _lone_system(self) -> bool:
+        return self._shows(TRIED[:1])
+
+    @cached_property
+    def _later_system(self) -> bool:
+        # Many templates refuse or drop one; some write the last of all in place of the first.
+        return self._shows(LATER_SYSTEM)
+
+    def _shows(self, messages: Sequence[Message]) -> bool:
+        """Return whether the template writes all of it, in order."""
+        with suppress(TemplateError):
+            written = self._probe()._render(messages, reply=True, seconds=SECONDS)
+            places = [written.find(message.content) for message in messages]
+            return -1 not in places and places == sorted(places)
+        return False
+
+    def _probe(self, tools: tuple[ToolSpec, ...] = ()) -> "Tokenizer":
+        """Return a copy that renders just what it is given."""
+        tried = copy.copy(self)
+        tried._probing, tried._arguments, tried._tools = True, TemplateArguments(), tools
+        return tried
+
     @cached_property
     def _template(self) -> "ChatTemplate":
         from .template import ChatTemplate  # Jinja takes its time, and the screen's process renders nothing
@@ -522,7 +726,6 @@ class Tokenizer:
 
     @cached_property
     def _tool_template(self) -> "ChatTemplate":
-        """The template for conversations with tools, where the model has one of its own for them."""
         if not isinstance(self._hf.chat_template, dict):
             return self._template
         from .template import ChatTemplate
@@ -533,30 +736,28 @@ class Tokenizer:
     def _tool_support(self) -> ToolSupport | None:
         if self._usable_template is None:
             return None
-        tried = copy.copy(self)
-        tried._probing, tried._arguments = True, TemplateArguments()
+        tried = self._probe(PROBES)
 
-        def render(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-            tried._tools = tuple(tools)
+        def render(messages: Sequence[Message], as_text: bool, in_message: bool) -> str:
+            tried._text_arguments, tried._tools_in_message = as_text, in_message
             return tried._render(messages, reply=True, seconds=SECONDS)
 
-        with suppress(Exception):
-            return find_support(render, self._call_format())
-        return None
-
-    def _call_format(self) -> CallFormat | None:
-        if self.writes_channels:
-            return harmony_format()
         wanted = self._hf.init_kwargs.get("tool_parser_type")
-        return find_format(self._tool_template.source, self._hf.get_vocab(), wanted)
+        with suppress(Exception):
+            source = self._tool_template.source
+            return find_support(render, wanted, self._hf.get_vocab(), source, has_channels=self.writes_channels)
+        return None
 
     def _why_no_tools(self) -> str:
         names = self._usable_template.names if self._usable_template is not None else frozenset()
-        return "mlx-lm reads no calls of its format" if "tools" in names else "its chat template has no place for them"
+        return (
+            "the calls in its chat template can't be read"
+            if "tools" in names
+            else "its chat template has no place for them"
+        )
 
     @property
     def _usable_template(self) -> "ChatTemplate | None":
-        """The template; None where there is none or it is invalid: rendering says why."""
         with suppress(Exception):
             return self._template if self.has_chat_template else None
         return None
@@ -569,7 +770,6 @@ class Tokenizer:
 
     @cached_property
     def _thinking_ends(self) -> str:
-        """The text between thinking and answer: as the template writes it, else the mark alone."""
         if self.thinking is None:
             return ""
         mark = self.thinking[1]
@@ -581,7 +781,6 @@ class Tokenizer:
         return f"\n{mark}\n\n" if mark == "</think>" else mark
 
     def _try(self, arguments: TemplateArguments) -> str | None:
-        """Return a short conversation rendered with these arguments; None where the template fails."""
         tried = copy.copy(self)
         tried._arguments = arguments
         for messages in (TRIED, TRIED[1:]):
@@ -606,8 +805,8 @@ class Tokenizer:
                     "Give one of the two.",
                 )
             keywords, word = {**keywords, **switch.keywords}, switch.word
-        if options.thinking_budget is not None and BUDGET in names:
-            keywords = {BUDGET: options.thinking_budget, **keywords}
+        if options.thinking_budget is not None and BUDGET_NAME in names:
+            keywords = {BUDGET_NAME: options.thinking_budget, **keywords}
         return TemplateArguments({name: self._control.broken_in(value) for name, value in keywords.items()}, word)
 
     def _no_switch(self, mode: str) -> OptionError:
@@ -621,24 +820,6 @@ class Tokenizer:
         names = ", ".join(self.template_names)
         return f"Beside the messages it reads: {names}." if names else "It reads nothing beside the messages."
 
-    def _with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages whose calls have ids that the template takes."""
-        support = None if self._probing else self._tool_support
-        if support is None or support.form.name != "mistral":
-            return messages
-
-        def fit(given: str) -> str:
-            return given if not given or ID.fullmatch(given) else short_id(given)
-
-        return [
-            replace(
-                each,
-                tool_calls=tuple(replace(call, id=fit(call.id)) for call in each.tool_calls),
-                tool_call_id=fit(each.tool_call_id),
-            )
-            for each in messages
-        ]
-
     def _as_dict(self, message: Message) -> dict[str, Any]:
         turn: dict[str, Any] = {"role": message.role, FIELDS["answer"]: message.content}
         if message.thinking:
@@ -647,11 +828,19 @@ class Tokenizer:
             if self.writes_channels and message.content and message.thinking:  # its template refuses both beside a call
                 turn |= {FIELDS["answer"]: "", FIELDS["thinking"]: f"{message.thinking}\n\n{message.content}"}
             broken = self._control.broken_in
+            support = None if self._probing else self._tool_support
+            if support is not None and support.in_text:
+                called = [(str(broken(each.name)), broken(each.values)) for each in message.tool_calls]
+                return turn | {FIELDS["answer"]: turn[FIELDS["answer"]] + written(support.dialect, called)}
+            as_text = self._text_arguments if support is None else support.as_text
             turn["tool_calls"] = [
                 {
                     "id": broken(each.id),
                     "type": "function",
-                    "function": {"name": broken(each.name), "arguments": broken(each.values)},
+                    "function": {
+                        "name": broken(each.name),
+                        "arguments": broken(each.arguments if as_text else each.values),
+                    },
                 }
                 for each in message.tool_calls
             ]
@@ -669,7 +858,6 @@ class Tokenizer:
         return ids
 
     def _encode_within(self, piece: str) -> list[int]:
-        """Return the ids of a piece of text as it would stand within a text."""
         for lead in LEADS:
             before, both = self._encode_plain(lead), self._encode_plain(lead + piece)
             if both[: len(before)] == before and self._decode(both) == self._decode(before) + piece:
@@ -686,8 +874,27 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
         # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
-        with panics_as_errors():
+        try:
+            if len(text) >= LONG_TEXT:
+                return self._encode_long(text, add_special_tokens)
+            if self._backend_encode is not None:
+                return list(self._backend_encode(text, add_special_tokens=add_special_tokens).ids)
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        except BaseException as error:
+            if (known := panic_error(error)) is None:
+                raise
+            raise known from error
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        backend = self._hf.backend_tokenizer if self._hf.is_fast else None
+        with self._long:
+            if backend is None or backend.truncation is not None:
+                return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            (encoded,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoded.ids
+            del encoded
+        give_back_freed()
+        return ids
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend_decode is not None:
@@ -700,7 +907,13 @@ class Tokenizer:
         return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _find_thinking(self) -> tuple[str, str] | None:
+        """Return the marks that the template names, else those that begin with a token of the vocabulary."""
+        template = self._hf.chat_template or ""
+        text = template if isinstance(template, str) else "\n".join(template.values())
         vocabulary = self._hf.get_vocab()
+        for start, end in THINKING_MARKERS:
+            if start in text or (end in text and end != HARMONY[1]):
+                return start, end
         for start, end in THINKING_MARKERS:
             first_token = start[: start.index(">") + 1] if ">" in start else start
             if start in vocabulary or first_token in vocabulary:
@@ -714,7 +927,6 @@ class Tokenizer:
 
 
 def _with_word(messages: Sequence[Message], word: str) -> Sequence[Message]:
-    """Return a conversation whose system message ends with a word for the template."""
     if not word:
         return messages
     if messages and messages[0].role == "system":
@@ -723,20 +935,26 @@ def _with_word(messages: Sequence[Message], word: str) -> Sequence[Message]:
     return [Message("system", word), *messages]
 
 
-def _fold_system(messages: Sequence[Message]) -> list[Message] | None:
-    if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
-        return None
-    system, user, *rest = messages
-    return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
+def _not_system(message: Message) -> Message:
+    return replace(message, role="user") if message.role == "system" else message
+
+
+def _thought_apart(message: Message) -> Message:
+    """Return a reply whose text begins with thinking, as other programs keep it, with that as its thinking."""
+    if message.role == "assistant" and not message.thinking:
+        text = message.content.lstrip()
+        for start, end in THINKING_MARKERS[:-1]:
+            if text.startswith(start) and end in text:
+                thought, _, said = text.removeprefix(start).partition(end)
+                return replace(message, content=said.lstrip("\n"), thinking=thought.strip("\n"))
+    return message
 
 
 def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer:
-    """Load the tokenizer of a model folder. No code of the folder's is run.
+    """Load a folder's tokenizer; none of its code is run.
 
-    Raises ModelDamagedError when its files are missing or unreadable, ModelUnsupportedError when it needs code of its own.
+    Raises ModelDamagedError for missing or unreadable files, ModelUnsupportedError if it needs its own code.
     """
-    from transformers import AutoTokenizer
-
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise ModelDamagedError(
             f"{name} has no tokenizer ({folder / 'tokenizer.json'} is missing)", "Download or convert the model again."
@@ -745,9 +963,9 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         check_regular(sorted({path for kind in READ_FILES for path in folder.glob(kind)}), TOKENIZER_BYTES)
     except OSError as error:
         raise unreadable(error.filename, error) from error
-    check_growth(folder / "tokenizer.json")
+    parts = check_growth(folder / "tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = read_tokenizer(folder, parts) or _read_with_transformers(folder)
     except BaseException as error:  # transformers raises many kinds for bad files, and the Rust library panics
         if not isinstance(error, Exception) and panic_error(error) is None:
             raise
@@ -764,20 +982,26 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         tokenizer.chat_template = template_of(config)
     found = Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
     found.compile_template()
-    return found
+    return found.with_turn_end()
+
+
+def _read_with_transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
-    generation = generation_config(folder).get("eos_token_id")
-    for value in (config.get("eos_token_id") if generation is None else generation, tokenizer.eos_token_id):
-        listed = value if isinstance(value, list) else [value]
-        found.update(item for item in listed if isinstance(item, int))
-    return frozenset(found)
+    text = config.get("text_config")
+    for given in (config, text if isinstance(text, dict) else {}, generation_config(folder)):
+        value = given.get("eos_token_id")
+        found.update(item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int))
+    return frozenset(found | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()))
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Return the folder's generation_config.json, {} where there is none. Raises ModelDamagedError when it is not JSON."""
+    """Return generation_config.json, or {}. Raises ModelDamagedError for invalid JSON."""
     path = folder / "generation_config.json"
     try:
         loaded = json.loads(read_text(path))
@@ -791,6 +1015,5 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts before every text: a mark without which some models compute nonsense, or nothing."""
     plain, marked = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
     return next((marked[:at] for at in range(len(marked)) if marked[at : at + len(plain)] == plain), [])

@@ -1,347 +1,106 @@
-"""Calls of functions in a reply's text: how a model writes them, read by mlx-lm's parsers, and given back to its template.
+"""Calls and results in a conversation: which dialect a chat template writes, and history that it can render."""
 
-mlx-lm tells a model's format from its template or vocabulary, and has a parser for each: between two marks a call, or several, in a
-form of their own. Two families are not among them and are read here: Harmony, where a channel's header names the function, and
-Llama 3's reply that is nothing but a JSON object.
-
-    I'll look. <tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>
-    text       start       what the parser reads                               end
-
-What can't be read stays text, so that nothing is lost, and is told as a call with a problem, so that the model can be told. That
-holds for a call of which pieces were told already: they can't be taken back, so the problem says that they are no call.
-"""
-
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
-from types import SimpleNamespace
-from typing import Any
 
 from ..errors import TemplateError
-from ..events import Message, ToolCall, ToolCallDelta
+from ..events import Message, ToolCall
 from ..options import ToolSpec
-from .call_arguments import ARGUMENTS, LONGEST_OPENING, STREAMING, Arguments, JsonArguments, Streaming, TaggedArguments
+from .calls import CallReader, short_id
+from .dialects import BY_NAME, HARMONY, MISTRAL_START, TABLE, UNWRITTEN, Dialect, TurnMarks, json_dialect, padded
 
-LONGEST_CALL = 1 << 18
-"""Characters of a call that is given to a parser: regular expressions over foreign text take their time."""
+ID = re.compile(r"[A-Za-z0-9]{9}")  # mistral's templates refuse any other
 
-CALLED_FUNCTION = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
-"""Of a Harmony message: to which function its header is addressed."""
-
-BARE = "bare"
-HARMONY_CALLS = "harmony"
-PARSER_NAME = re.compile(r"[a-z][a-z0-9_]*")
-ID_LENGTH = 9
-ID = re.compile(r"[A-Za-z0-9]{9}")
-"""Mistral's templates refuse any other."""
-
+# Tried on a chat template: does it write definitions?
 PROBES = (
     ToolSpec("find_probe", "Finds a probe.", {"type": "object", "properties": {"word": {"type": "string"}}}),
     ToolSpec("count_probes", "Counts probes.", {"type": "object", "properties": {"word": {"type": "string"}}}),
 )
-"""Tried on a chat template: does it write definitions?"""
-ASKED = Message("user", "What is prefill?")
+ASKED, SAID = Message("user", "What is prefill?"), "Prefill reads the prompt."
 CALLED = tuple(ToolCall(each.name, f'{{"word": "w{at}w"}}', f"probecal{at}") for at, each in enumerate(PROBES))
-RESULTS = tuple(Message("tool", f"r{call.id}r", tool_call_id=call.id, name=call.name) for call in CALLED)
-"""Tried on a chat template: does it write a call and its result, and several at once?"""
-
-Parsed = tuple[str, Mapping[str, Any], str]
-"""Name, arguments, and the id that the model gave or ""."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """How a model writes calls. start, end: the marks around them; ``end`` is "" where the reply's end is that of the calls.
-
-    parse: from what stands between the marks, and the definitions. Raises whatever a parser raises.
-    """
-
-    name: str
-    start: str
-    end: str
-    parse: Callable[[str, Sequence[Mapping[str, Any]]], list[Parsed]]
-
-    @property
-    def streaming(self) -> Streaming | None:
-        """How calls are told while they are written; None where they are told once they are whole."""
-        return STREAMING.get(self.name)
-
-
-def find_format(template: str, vocabulary: Mapping[str, int], wanted: object) -> CallFormat | None:
-    """Return mlx-lm's format for a model, found as mlx-lm finds it; None where it has none.
-
-    wanted: what the model's tokenizer_config.json names, if it does.
-    """
-    from mlx_lm import tokenizer_utils
-
-    shim = SimpleNamespace(chat_template=template, get_vocab=lambda: vocabulary)
-    name = wanted if isinstance(wanted, str) else tokenizer_utils._infer_tool_parser(shim)
-    if not isinstance(name, str) or not PARSER_NAME.fullmatch(name):
-        return None
-    try:
-        module = import_module(f"mlx_lm.tool_parsers.{name}")
-    except ImportError:
-        return None
-
-    def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> list[Parsed]:
-        found = module.parse_tool_call(text, list(tools))
-        return [_parsed(each) for each in (found if isinstance(found, list) else [found])]
-
-    return CallFormat(name, module.tool_call_start, module.tool_call_end, parse)
-
-
-def harmony_format() -> CallFormat:
-    """Return the format of models that write channels; the name of the function stands in the channel's header."""
-    return CallFormat(HARMONY_CALLS, "", "", lambda text, _: [_parsed(json.loads(text))])
-
-
-def bare_format() -> CallFormat:
-    """Return the format of models whose call is a whole reply, a JSON object with a name and parameters."""
-    return CallFormat(BARE, "", "", _parse_bare)
-
-
-def _parse_bare(text: str, tools: Sequence[Mapping[str, Any]]) -> list[Parsed]:
-    names = {each["function"]["name"] for each in tools}
-    decoder, calls, at = json.JSONDecoder(), [], 0
-    text = text.strip()
-    while at < len(text):
-        value, at = decoder.raw_decode(text, at)
-        if not isinstance(value, dict) or value.get("name") not in names:
-            raise ValueError("no tool is named")
-        calls.append(_parsed(value))
-        at += len(text[at:]) - len(text[at:].lstrip("; \n"))
-    return calls
-
-
-def may_be_bare(text: str) -> bool:
-    """Whether a reply that begins so may be a bare call."""
-    begun = text.lstrip()
-    return not begun or (begun[0] == "{" and (len(begun) < 200 or '"name"' in begun[:200]))
-
-
-def _parsed(call: Any) -> Parsed:
-    """Return what a parser found. Raises ValueError for what is no call."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"].strip():
-        raise ValueError("it names no function")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else {}
-    if not isinstance(arguments, dict):
-        raise ValueError("its arguments are not a JSON object")
-    given = call.get("id")
-    return call["name"].strip(), arguments, given if isinstance(given, str) else ""
-
-
-class CallReader:
-    """Reads the calls of one reply.
-
-    Args:
-        form: The model's.
-        tools: What it may call.
-        seed: Tells this reply from others of the conversation: a number of its prompt.
-    """
-
-    def __init__(self, form: CallFormat, tools: Sequence[ToolSpec], seed: int) -> None:
-        self.form = form
-        self._tools = [each.as_dict for each in tools]
-        self._texts = {each.name: _names_of_texts(each) for each in tools}
-        self._seed = seed
-        self._count = 0
-
-    def is_bare(self, text: str) -> bool:
-        """Whether a reply without marks begins with a call of a tool, up to its arguments."""
-        streaming = self.form.streaming
-        begun = None if streaming is None else streaming.opening.match(text, 0, LONGEST_OPENING)
-        return begun is not None and begun["name"] in self._texts
-
-    def begin(self, name: str, given: str) -> ToolCallDelta:
-        """Return the beginning of a call: what is known before its arguments. given: the id that the model wrote, or ""."""
-        return ToolCallDelta(name, "", given or self._id(name))
-
-    def arguments(self, streaming: Streaming, head: str, name: str) -> Arguments:
-        """Return the arguments of a call of ``name`` that begins with ``head``."""
-        if streaming.tags is None:
-            return JsonArguments()
-
-        def parse(text: str) -> Mapping[str, Any]:
-            ((called, arguments, _),) = self.form.parse(text, self._tools)
-            return arguments if called == name else {}
-
-        return TaggedArguments(streaming.tags, head, streaming.end, parse, self._texts.get(name, ()))
-
-    def read(self, text: str, name: str = "", begun: ToolCallDelta | None = None) -> list[ToolCall]:
-        """Return the calls in a text, or one with a problem.
-
-        name: of the function, where the text does not say it. begun: what was told of the first: its arguments go on from there.
-        """
-        try:
-            if len(text) > LONGEST_CALL:
-                raise ValueError(f"it has more than {LONGEST_CALL:,} characters")
-            found = [(name, _object(text), "")] if name else self.form.parse(text, self._tools)
-            if begun is None:
-                return [self._call(*each) for each in found]
-            if not found or found[0][0] != begun.name:
-                raise ValueError("it does not name the function that it began with")
-            # An id that stands behind the arguments comes too late.
-            first = ToolCall(begun.name, _completed(begun.arguments, _dumped(found[0][1])), begun.id)
-            return [first, *(self._call(*each) for each in found[1:])]
-        except Exception as error:  # a parser may raise anything
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            begun = begun or ToolCallDelta(name, "", self._id(name))
-            return [ToolCall(begun.name, text, begun.id, problem=reason)]
-
-    def _call(self, name: str, arguments: Mapping[str, Any], given: str) -> ToolCall:
-        return ToolCall(name, _dumped(arguments), given or self._id(name))
-
-    def _id(self, name: str) -> str:
-        """Return an id that the same reply to the same prompt has again, and that is known before the arguments are."""
-        self._count += 1
-        return short_id(f"{self._seed} {self._count} {name}")
-
-
-class OpenCall:
-    """What stands between the marks of calls, while a model writes it: told as far as it is known.
-
-    Args:
-        reader: Of the reply.
-        header: What was written to begin it.
-        name: The function, where the header names it.
-
-    Attributes:
-        header: The same, until a call was told.
-    """
-
-    def __init__(self, reader: CallReader, header: str, name: str = "") -> None:
-        self.name = name
-        self._reader, self.header = reader, header
-        self._streaming = ARGUMENTS if name else reader.form.streaming
-        self._has_told = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._parts: list[str] = []
-        self._length = 0
-        self._head = ""  # what comes before the arguments
-        self._arguments: Arguments | None = None
-        self._begun: ToolCallDelta | None = None
-        self._told: list[str] = []  # of the arguments
-
-    def take(self, text: str) -> Iterator[ToolCallDelta | ToolCall]:
-        """Add what was written next; yield what is known now, and calls that are whole before the mark at the end."""
-        while text:
-            self._parts.append(text)
-            self._length += len(text)
-            yield from self._stream(text)
-            behind = self._behind()
-            if behind is None:
-                return
-            body = "".join(self._parts)
-            yield from self._read(body[: len(body) - len(behind)])
-            self._begin()
-            self.header, self._has_told, text = "", True, behind
-
-    def end(self) -> Iterator[ToolCallDelta | ToolCall]:
-        """Yield the calls that were not told yet: nothing follows."""
-        body = "".join(self._parts)
-        if body.strip() or not self._has_told:
-            yield from self._read(body)
-
-    def _stream(self, text: str) -> Iterator[ToolCallDelta]:
-        if self._streaming is None or self._length > LONGEST_CALL:
-            return
-        if self._begun is None or self._arguments is None:
-            self._head += text
-            opened = self._streaming.opening.match(self._head, 0, LONGEST_OPENING)
-            if opened is None:
-                self._streaming = self._streaming if len(self._head) < LONGEST_OPENING else None
-                return
-            named = opened.groupdict()
-            self._begun = self._reader.begin(self.name or named["name"], named.get("id", ""))
-            self._arguments = self._reader.arguments(self._streaming, opened[0], self._begun.name)
-            text = self._head[opened.end() :]
-        if self._arguments.is_broken or len(self._arguments.rest) > LONGEST_OPENING:
-            return
-        if piece := self._arguments.take(text):
-            self._told.append(piece)
-            yield replace(self._begun, arguments=piece)
-
-    def _behind(self) -> str | None:
-        """Return what was written behind a call that is whole; None where none is, or it ends with the mark."""
-        if self._streaming is None or self._arguments is None or not self._arguments.is_over:
-            return None
-        end, after = self._streaming.end, self._arguments.rest
-        if end:
-            after = after.lstrip()
-        return None if end is None or not after.startswith(end) else after[len(end) :]
-
-    def _read(self, body: str) -> Iterator[ToolCallDelta | ToolCall]:
-        told = "".join(self._told)
-        begun = None if self._begun is None else replace(self._begun, arguments=told)
-        for call in self._reader.read(body, self.name, begun):
-            if not call.problem and (rest := call.arguments[len(told) :]):
-                yield ToolCallDelta(call.name, rest, call.id)
-            told = ""
-            yield call
-
-
-def _names_of_texts(tool: ToolSpec) -> set[str]:
-    """Return the parameters of a tool that are texts and nothing else."""
-    properties = tool.as_dict["function"]["parameters"].get("properties")
-    others = {"enum", "const", "anyOf", "oneOf", "allOf"}
-    return {
-        name
-        for name, schema in (properties.items() if isinstance(properties, dict) else ())
-        if isinstance(schema, dict) and schema.get("type") == "string" and not others & schema.keys()
-    }
-
-
-def _dumped(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-
-
-def _completed(told: str, whole: str) -> str:
-    """Return the arguments as they were told, with what is left of them. Raises ValueError where they became others."""
-    if whole.startswith(told):
-        return whole
-    for text in (told, told + "}"):
-        with suppress(ValueError):
-            if _dumped(json.loads(text)) == whole:  # other white space, other escapes, a name twice
-                return text
-    raise ValueError("its arguments do not go on as they began")
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text) if text.strip() else {}
-    if not isinstance(value, dict):
-        raise ValueError("its arguments are not a JSON object")
-    return value
-
-
-def short_id(text: str) -> str:
-    """Return nine letters and digits that stand for a text."""
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:ID_LENGTH]
-
-
-def settled(messages: Sequence[Message], *, at_once: bool) -> list[Message]:
-    """Return a conversation whose calls a template can write.
-
-    A call that could not be read is in its reply's text, so what it is told is the user's message. at_once: whether the template
-    writes several calls of one message; else each becomes a message of its own, its result after it.
-    """
-    known = {call.id for message in messages for call in message.tool_calls if not call.problem}
+def settled(messages: Sequence[Message], support: "ToolSupport") -> list[Message]:
+    """Return a conversation that a template can render."""
+    # A call that could not be read becomes text, where its reply's text does not have it; a result without a call is
+    # the user's.
+    waiting: dict[str, ToolCall] = {}
     out: list[Message] = []
     for message in messages:
-        if message.role == "tool" and message.tool_call_id not in known:
-            out.append(Message("user", message.content))
+        waiting |= {call.id: call for call in message.tool_calls}
+        call = waiting.pop(message.tool_call_id, None) if message.role == "tool" else None
+        if message.role == "tool" and (call is None or call.problem or not support.has_results):
+            _join(out, Message("user", message.content if call is not None and call.problem else _result(message)))
+        elif message.role == "user":
+            _join(out, message)  # after such a result: templates refuse two in a row
         elif message.tool_calls:
-            out.append(replace(message, tool_calls=tuple(each for each in message.tool_calls if not each.problem)))
+            said = _with_calls(message, [each for each in message.tool_calls if not each.problem])
+            if said.content and said.tool_calls and not support.with_text:
+                out.append(replace(said, tool_calls=()))
+                said = replace(said, content="", thinking="")
+            out.append(said)
         else:
             out.append(message)
-    return out if at_once else _one_by_one(out)
+    return out if support.at_once else _one_by_one(out)
+
+
+def _join(out: list[Message], message: Message) -> None:
+    """Add a message, to the last one if that is of the same role."""
+    last = out[-1] if out else None
+    if last is None or last.role != message.role or message.role == "tool" or last.tool_calls or message.tool_calls:
+        out.append(message)
+        return
+    content, thinking = (
+        "\n\n".join(filter(None, pair)) for pair in ((last.content, message.content), (last.thinking, message.thinking))
+    )
+    out[-1] = replace(last, content=content, thinking=thinking)
+
+
+def plainer(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield a conversation in ever plainer forms, for templates that refuse it."""
+    answered = {each.tool_call_id for each in messages if each.role == "tool"}
+    called = [_with_calls(each, [call for call in each.tool_calls if call.id in answered]) for each in messages]
+    for form in (called, as_text(called)):
+        turns = _alternating(form)
+        yield turns
+        yield folded(turns)
+
+
+def _alternating(messages: Sequence[Message]) -> list[Message]:
+    """Return turns of user and assistant in turn, after at most one system message."""
+    out: list[Message] = []
+    for message in messages:
+        is_later = message.role == "system" and bool(out)
+        if message.role == "assistant" and not any(each.role != "system" for each in out):
+            out.append(Message("user", ""))
+        _join(out, replace(message, role="user") if is_later else message)
+    return out
+
+
+def folded(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation whose system message is the beginning of its first user's."""
+    if not messages or messages[0].role != "system":
+        return [*messages]
+    out = [replace(messages[0], role="user")]
+    for message in messages[1:]:
+        _join(out, message)
+    return out
+
+
+def _result(message: Message) -> str:
+    return f"Result of {message.name or 'the call'}:\n{message.content}"
+
+
+def _with_calls(message: Message, kept: Sequence[ToolCall]) -> Message:
+    """Return a message whose other calls are in its text, unless that has them already."""
+    lost = [
+        each
+        for each in message.tool_calls
+        if each not in kept and not (each.problem and each.arguments in message.content)
+    ]
+    words = [f"[calls {each.name} with {each.arguments}]" for each in lost]
+    return replace(message, content="\n".join(filter(None, (message.content, *words))), tool_calls=tuple(kept))
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
@@ -364,60 +123,142 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation with its calls and results as plain text, for a model whose template takes neither."""
+    """Return a conversation whose calls and results are text."""
     out: list[Message] = []
     for message in messages:
-        if message.role == "tool":
-            said = f"Result of {message.name or 'the call'}:\n{message.content}"
-            last = out[-1] if out else None
-            if last is not None and last.role == "user":
-                out[-1] = replace(last, content=f"{last.content}\n\n{said}")
-            else:
-                out.append(Message("user", said))
-        elif message.tool_calls:
-            calls = [f"[calls {each.name} with {each.arguments}]" for each in message.tool_calls if not each.problem]
-            content = "\n".join(part for part in (message.content, *calls) if part)
-            out.append(Message("assistant", content, message.thinking))
+        if message.role in ("tool", "user"):
+            _join(out, Message("user", _result(message) if message.role == "tool" else message.content))
         else:
-            out.append(message)
+            out.append(_with_calls(message, ()))
     return out
-
-
-def has_calls(messages: Sequence[Message]) -> bool:
-    """Whether a conversation holds calls or results."""
-    return any(each.tool_calls or each.role == "tool" for each in messages)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """What a chat template does with tools. form: how its model writes calls. at_once: several in one message."""
+    """How a template has calls.
 
-    form: CallFormat
-    at_once: bool
+    at_once: several in a turn. with_text: beside a text. as_text: it wants arguments as JSON text. in_text: it writes
+    no calls, so that they go into the text. in_message: it looks for definitions in the system message. has_results:
+    it has a role for them.
+    """
+
+    dialect: Dialect
+    at_once: bool = True
+    with_text: bool = True
+    as_text: bool = False
+    in_text: bool = False
+    in_message: bool = False
+    has_results: bool = True
+
+
+# Renders a conversation with the probes as tools: arguments as JSON text or as an object; definitions in the message.
+Render = Callable[[Sequence[Message], bool, bool], str]
 
 
 def find_support(
-    render: Callable[[Sequence[Message], Sequence[ToolSpec]], str], form: CallFormat | None
+    render: Render, wanted: object, vocabulary: Mapping[str, int], source: str, *, has_channels: bool = False
 ) -> ToolSupport | None:
-    """Return what a template does with tools; None where it does not write them, or nothing reads the calls of its model.
+    """Return how a template's calls are written and read; None where it has no place for them.
 
-    render: renders a conversation with definitions; may raise TemplateError. form: what is known without it.
+    wanted: the dialect that the model's files name, taken where rendering does not tell. source: the template.
     """
 
-    def tried(messages: Sequence[Message]) -> str:
+    def tried(messages: Sequence[Message], as_text: bool = False, in_message: bool = False) -> str:
         try:
-            return render(messages, PROBES)
+            return render(messages, as_text, in_message)
         except TemplateError:
             return ""
 
+    unwritten = [each for each in UNWRITTEN if each.start in vocabulary or each.start in source]
+    unwritten = [
+        replace(each, ends=tuple(e for e in each.ends if e in vocabulary or e in source)) for each in unwritten
+    ]
     if not all(each.name in tried([ASKED]) for each in PROBES):
+        asked = tried([Message("system", SAID), ASKED], in_message=True)
+        return _in_text(tried, unwritten, in_message=True) if all(each.name in asked for each in PROBES) else None
+    if has_channels:
+        return _support(tried, HARMONY, as_text=False)
+    for as_text in (False, True):
+        for dialect in _written(tried, as_text):
+            if (found := _support(tried, dialect, as_text)) is not None:
+                return found
+    fallen = [BY_NAME[wanted]] if isinstance(wanted, str) and wanted in BY_NAME else []
+    fallen += [each for each in TABLE if each.start in vocabulary and vocabulary.keys() & {*each.ends}]
+    found = next((found for each in fallen if (found := _support(tried, each, as_text=False)) is not None), None)
+    return found or _in_text(tried, unwritten, in_message=False)
+
+
+def _in_text(tried: Callable[..., str], dialects: Sequence[Dialect], *, in_message: bool) -> ToolSupport | None:
+    if not dialects or SAID not in tried([ASKED, Message("assistant", SAID)]):
         return None
-    one = tried([ASKED, Message("assistant", "", tool_calls=CALLED[:1]), RESULTS[0]])
-    if "w0w" not in one or RESULTS[0].content not in one:
+    has_results = "r0r" in tried(_conversation(CALLED[:1]), in_message=in_message)
+    return ToolSupport(dialects[0], in_text=True, in_message=in_message, has_results=has_results)
+
+
+def _written(tried: Callable[..., str], as_text: bool) -> list[Dialect]:
+    """Return the dialects in which a rendered call is read back as what it was."""
+    turn = TurnMarks.around(SAID, tried([ASKED, Message("assistant", SAID)]))
+    plain = tried(_conversation(CALLED[:1]), as_text)
+    found: list[tuple[bool, Dialect]] = []
+    for dialect in (json_dialect(plain, CALLED[0], turn), *TABLE):
+        if dialect is None:
+            continue
+        rendered = plain
+        if dialect.id_form:
+            rendered = tried(_conversation([replace(CALLED[0], id=fit_id(dialect, CALLED[0], 0))]), as_text)
+        for mark in dict.fromkeys((dialect.start, *dialect.bare)):
+            if mark and _reads_back(dialect, mark, rendered, turn):
+                found.append((mark != dialect.start, padded(dialect, rendered, "w0w")))
+                break
+    return [dialect for _, dialect in sorted(found, key=lambda each: each[0])]
+
+
+def _conversation(calls: Sequence[ToolCall], said: str = "") -> list[Message]:
+    results = [Message("tool", f"r{at}r", tool_call_id=each.id, name=each.name) for at, each in enumerate(calls)]
+    return [ASKED, Message("assistant", said, tool_calls=tuple(calls)), *results]
+
+
+def _reads_back(dialect: Dialect, mark: str, rendered: str, turn: TurnMarks) -> bool:
+    begin = word = rendered.rfind("w0w")
+    end = rendered.find(turn.after, word) if turn.after else -1
+    rendered = rendered if end < 0 else rendered[:end]
+    while begin > 0 and (begin := rendered.rfind(mark, 0, begin)) >= 0:
+        calls = CallReader(dialect, PROBES, 0).read(rendered[begin:].removeprefix(dialect.start))
+        if [(each.name, each.values, each.problem) for each in calls] == [(CALLED[0].name, CALLED[0].values, "")]:
+            return True
+    return False
+
+
+def _support(tried: Callable[..., str], dialect: Dialect, as_text: bool) -> ToolSupport | None:
+    calls = [replace(each, id=fit_id(dialect, each, at)) for at, each in enumerate(CALLED)]
+    one, both = (tried(_conversation(calls[:count]), as_text) for count in (1, 2))
+    if "w0w" not in one or "r0r" not in one:
         return None
-    if form is None and re.search(r'\{\s*"name":\s*"find_probe",\s*"parameters":', one):
-        form = bare_format()
-    if form is None:
-        return None
-    both = tried([ASKED, Message("assistant", "", tool_calls=CALLED), *RESULTS])
-    return ToolSupport(form, all(each in both for each in ("w0w", "w1w", *(result.content for result in RESULTS))))
+    at_once = all(each in both for each in ("w0w", "w1w", "r0r", "r1r"))
+    return ToolSupport(dialect, at_once, SAID in tried(_conversation(calls[:1], SAID), as_text), as_text)
+
+
+def fit_id(dialect: Dialect, call: ToolCall, number: int) -> str:
+    """Return the id of the conversation's call ``number`` in the form that a template needs."""
+    if dialect.id_form:
+        return call.id if call.name in call.id else dialect.id_form.format(call.name, number)
+    if dialect.start == MISTRAL_START:
+        return call.id if not call.id or ID.fullmatch(call.id) else short_id(call.id)
+    return call.id
+
+
+def with_fit_ids(dialect: Dialect, messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages whose calls have ids in the form that a template needs."""
+    if not dialect.id_form and dialect.start != MISTRAL_START:
+        return messages
+    ids: dict[str, str] = {}
+    for call in (each for message in messages for each in message.tool_calls):
+        ids[call.id] = fit_id(dialect, call, len(ids))
+    return [
+        replace(
+            each,
+            tool_calls=tuple(replace(call, id=ids[call.id]) for call in each.tool_calls),
+            tool_call_id=ids.get(each.tool_call_id, each.tool_call_id),
+        )
+        for each in messages
+    ]

@@ -1,9 +1,6 @@
-"""Packing weights with less squared error than rounding has, in the same format, and measuring that error.
+"""Quantization search: less squared error than rounding, in the same format. Loads no MLX or numba."""
 
-``search`` packs affine groups of any rank on any device, ``squared_error`` takes every packed form, and ``implementation().name``
-says what computes here: kernels.py on a plain CPU, on_mlx.py elsewhere. Microscaling formats are searched by
-``on_mlx.search_scales``. Importing this package loads neither MLX nor numba.
-"""
+# kernels.py computes on a plain CPU, on_mlx.py elsewhere and for microscaling formats.
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -22,15 +19,11 @@ if TYPE_CHECKING:
 
 
 class Implementation(Protocol):
-    """Finds and compares affine groups. Weights are matrices here."""
-
     @property
-    def name(self) -> str:
-        """What a plan calls it."""
-        ...
+    def name(self) -> str: ...
 
     def search(self, weight: "mx.array", packing: Packing, importance: "np.ndarray | None") -> "Arrays":
-        """Return words, scales and biases. weight: (rows, in). importance: (parts, in), each for an equal share of the rows."""
+        """Return words, scales, biases. weight: (rows, in); importance: (parts, in), equal shares of rows."""
         ...
 
     def squared_error(self, weight: "mx.array", arrays: "Sequence[mx.array]", packing: Packing) -> tuple[float, float]:
@@ -39,10 +32,8 @@ class Implementation(Protocol):
 
 
 def implementation() -> Implementation:
-    """Return numba's where MLX computes on the CPU, and MLX's own where it has a GPU or numba is not installed.
-
-    Both find the same: their errors agree within half a per cent. On a CPU, MLX's takes some thirty times as long.
-    """
+    """Return numba's search on a CPU, MLX's on a GPU or without numba."""
+    # Errors agree within half a per cent; on a CPU, MLX's takes some thirty times as long.
     if device_kind() == "cpu" and find_spec("numba") is not None:
         from .kernels import NumbaSearch
 
@@ -53,22 +44,14 @@ def implementation() -> Implementation:
 
 
 def search(weight: "mx.array", packing: Packing, importance: "np.ndarray | None" = None) -> "Arrays":
-    """Return affine groups that minimise Σ h · (w − (scale · q + bias))², in mx.quantize's format.
+    """Return affine groups minimising Σ h · (w − (scale · q + bias))², in mx.quantize's format.
 
-    No group's error is larger than with mx.quantize: where nothing better was found, its scale and bias stand. Errors are taken in
-    float32 from scale and bias as stored, and finite weights give finite scales and biases, however large or small.
+    No group is worse than with mx.quantize. Raises ValueError for bad shapes, types, packings or importance.
 
     Args:
         weight: (…, in) of float32, float16 or bfloat16, finite.
-        packing: affine.
-        importance: h, not negative: (in,), or (experts, in) for a weight (experts, out, in). Only ratios within a group matter; a
-            group that is all zero counts as one that is all alike.
-
-    Returns:
-        Words, scales and biases; the last two have the weight's type, and may have either sign.
-
-    Raises:
-        ValueError: For other shapes, types, packings or importance.
+        packing: Affine.
+        importance: h ≥ 0: (in,), or (experts, in) for (experts, out, in); only ratios within a group matter.
     """
     from .on_mlx import checked
 
@@ -84,10 +67,9 @@ def search(weight: "mx.array", packing: Packing, importance: "np.ndarray | None"
 
 
 def squared_error(weight: "mx.array", arrays: "Sequence[mx.array]", packing: Packing) -> tuple[float, float]:
-    """Return the sum of squared errors and of squared weights of any packed form, added up in float64.
+    """Return Σ error² and Σ weight² of any packed form, in float64; bounded extra memory.
 
-    weight: (…, in), floating. arrays: words, scales[, biases] as mx.quantize gives them. A packed weight is scale · q + bias as
-    float32 computes it, which is what a product with it uses. Memory beyond the arguments is bounded.
+    weight: (…, in). arrays: words, scales[, biases], evaluated as scale · q + bias in float32.
     """
     from .on_mlx import unpacked_error
 

@@ -1,15 +1,10 @@
-"""The search of affine groups on a CPU, compiled by numba, on all cores; on_mlx.py says how it works. The kernels know no MLX.
+"""The affine search on a CPU, compiled by numba, on all cores; see on_mlx.py. No MLX in the kernels."""
 
-LANES groups are searched at once, one group a lane: arrays are (weights of a group, lanes), and inner loops run over lanes. So the
-sums of a group are added in one order, however wide the machine's vectors are, its divisions and choices are vector instructions
-too, and no loop needs leave to reorder a sum. ``contract`` (a product and a sum may be rounded once instead of twice) is the only
-liberty the compiler has: with ``reassoc`` it would remove the rounding by RINT.
+# LANES groups are searched together, arrays being (weights of a group, lanes): a group's sums have one order on any
+# vector width. Groups are scaled by a power of two to [1, 2) and centred, so squares neither overflow nor vanish.
 
-The values of a group are multiplied by a power of two, so that the largest lies in [1, 2), and their mean is subtracted. Squares
-neither overflow nor vanish then, and sums keep their digits in a group that lies far from zero.
-
-All of it is in one file, because numba keeps what it compiled for as long as the file of the function that was called is unchanged.
-"""
+# ``contract`` is the compiler's only liberty: ``reassoc`` would remove the rounding by RINT. All in one file,
+# because numba's cache is keyed by the called function's file.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compile with numba at the first call, without the interpreter's lock, and keep the result on disk if a folder can be written.
-
-    numba looks for one beside the package, then in the user's cache (or in NUMBA_CACHE_DIR), and raises RuntimeError where it finds
-    none; then every process compiles anew, for some seconds.
-    """
+    """Compile with numba at the first call, without the GIL, cached on disk if possible."""
+    # numba raises RuntimeError where neither the package's folder, the user's cache nor NUMBA_CACHE_DIR is
+    # writable; then every process compiles anew, for some seconds.
     settings: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
     try:
         return njit(cache=True, **settings)(function)  # type: ignore[no-any-return]
@@ -43,28 +36,26 @@ def compiled(function: F) -> F:
 
 Array = np.ndarray
 
+# Groups in a batch: two of the widest vectors, and the values and importance of 128 × 32 weights fit in a 32 KB cache.
 LANES = 32
-"""Groups in a batch: two of the widest vectors, and the values and importance of 128 × 32 weights fit in a 32 KB cache."""
 
+# Weights of a group that one pass over the lanes takes, with the sums in registers. It divides every group size.
 UNROLL = 8
-"""Weights of a group that one pass over the lanes takes, with the sums in registers. It divides every group size."""
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-"""Types that scales and biases are stored in."""
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # types that scales and biases are stored in
 
+# Adding and subtracting this rounds a number below 2²² to the nearest integer, ties to even, with two additions.
 RINT = np.float32(1.5 * 2**23)
-"""Adding and subtracting this rounds a number below 2²² to the nearest integer, ties to even, with two additions."""
 
 ZERO, ONE, INFINITE = np.float32(0), np.float32(1), np.float32(np.inf)
 
-TINY = np.float32(1e-30)
-"""A step or spread up to this is none: its inverse could overflow. Values are about 1."""
+TINY = np.float32(1e-30)  # a step or spread up to this is none: its inverse could overflow. Values are about 1.
 
-EPS = np.float32(1e-7)
-"""The smallest scale that mx.quantize gives."""
+EPS = np.float32(1e-7)  # the smallest scale that mx.quantize gives
 
+# An answer replaces another, first MLX's own, only where its error is smaller by more than sums in float32 can be
+# wrong.
 NO_WORSE = np.float32(1 - 1e-5)
-"""An answer replaces another, first MLX's own, only where its error is smaller by more than sums in float32 can be wrong."""
 
 # Rows of a batch's state, each a number per lane. FACTOR, MEAN: value = (weight × FACTOR) − MEAN.
 LOW, HIGH, FACTOR, MEAN, COUNT, INVERSE, OFFSET = range(7)
@@ -87,9 +78,9 @@ def search_groups(  # noqa: PLR0917
 ) -> None:
     """Find the codes, scale and bias of every group.
 
-    weights (groups, size) float32, stored as ``kind``. importance (groups in a row, size) float32, or None: all alike.
-    drawn (candidates, 2) float32: how far the lower and the upper end are drawn in, in steps of the codes. rounds: of refinement.
-    words (groups, size · bits / 32) uint32, scales and biases (groups,) float32 are written; the latter exact in the weights' type.
+    weights (groups, size) float32, stored as ``kind``. importance (groups in a row, size) or None. drawn
+    (candidates, 2): how far the ends move in, in code steps. Outputs: words (groups, size · bits / 32) uint32;
+    scales, biases (groups,) float32, exact in the weights' type.
     """
     top = np.float32(2**bits - 1)
     x = np.empty((weights.shape[1], LANES), np.float32)
@@ -120,7 +111,6 @@ def search_groups(  # noqa: PLR0917
 
 @compiled
 def _load(weights: Array, importance: Array | None, first: int, lanes: int, x: Array, h: Array | None) -> None:  # noqa: PLR0917
-    """Turn a batch of groups into lanes, importance scaled as on_mlx does; a lane that has no group takes the first one's."""
     for lane in range(LANES):
         group = first + (lane if lane < lanes else 0)
         for i in range(x.shape[0]):
@@ -134,7 +124,6 @@ def _load(weights: Array, importance: Array | None, first: int, lanes: int, x: A
 
 @compiled
 def _measure(x: Array, s: Array) -> None:
-    """Find the groups' ends, and the powers of two that bring their largest values into [1, 2)."""
     s[LOW, :] = INFINITE
     s[HIGH, :] = -INFINITE
     for i in range(x.shape[0]):
@@ -151,7 +140,6 @@ def _measure(x: Array, s: Array) -> None:
 
 @compiled
 def _start(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> None:
-    """Begin with the scale and bias of mx.quantize, bit for bit (its rule is repeated here), and with no fit."""
     for lane in range(LANES):
         low, high = s[LOW, lane], s[HIGH, lane]
         below = abs(low) > abs(high)
@@ -172,7 +160,6 @@ def _start(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> N
 
 @compiled
 def _store(s: Array, row: int, kind: int) -> None:
-    """Round a row of numbers to the type they are stored in, ties to even; what lies beyond its largest becomes that."""
     values = s[row]
     raw = values.view(np.uint32)
     largest = np.float32(3.4028234663852886e38)
@@ -191,7 +178,6 @@ def _store(s: Array, row: int, kind: int) -> None:
 
 @compiled
 def _centre(x: Array, h: Array | None, s: Array) -> None:
-    """Scale the groups and move their (weighted) means to zero."""
     s[MEAN, :] = ZERO
     s[COUNT, :] = ZERO
     for i in range(x.shape[0]):
@@ -209,7 +195,6 @@ def _centre(x: Array, h: Array | None, s: Array) -> None:
 
 @compiled
 def _try(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
-    """Find the error of the proposed scale and bias, as stored, with the nearest codes."""
     _aim(s, TRY_SCALE, TRY_BIAS)
     s[ERROR, :] = ZERO
     for begin in range(0, x.shape[0], UNROLL):
@@ -225,7 +210,6 @@ def _try(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
 
 @compiled
 def _place(s: Array, low: np.float32, high: np.float32, top: np.float32) -> None:
-    """Spread the codes over the group's range, its ends drawn in by so many steps."""
     for lane in range(LANES):
         whole = (s[HIGH, lane] * s[FACTOR, lane] - s[LOW, lane] * s[FACTOR, lane]) / top
         s[START, lane] = s[LOW, lane] * s[FACTOR, lane] - s[MEAN, lane] + low * whole
@@ -234,7 +218,6 @@ def _place(s: Array, low: np.float32, high: np.float32, top: np.float32) -> None
 
 @compiled
 def _fit(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
-    """Give each weight its nearest code, fit scale and bias to the codes by least squares, and keep the best fit."""
     # With values of mean zero the squared error of the fit is Σ h x² less (Σ h x q)² ÷ Σ h (q − mean q)²: the gain.
     # So a candidate is judged by what it becomes, for one more sum than its own error would take.
     middle = (top + ONE) / np.float32(2)  # sums of q − middle keep more digits than sums of q
@@ -268,7 +251,6 @@ def _fit(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
 
 @compiled
 def _settle(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> None:
-    """Round the best fit to what can be stored; keep it where it is better than MLX's answer."""
     # Scale and bias can be counted from the lower end or, with the scale's sign changed, from the upper one. One of the two biases
     # is smaller or happens to be rounded less: with 8 bits in bfloat16 trying both saves a twentieth of the error.
     for upper in range(2):
@@ -288,7 +270,6 @@ def _settle(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> 
 
 @compiled
 def _keep(s: Array) -> None:
-    """Keep what was tried where it is better than the best, clearly; an error that is not finite never is."""
     for lane in range(LANES):
         better = s[ERROR, lane] < s[BEST_ERROR, lane]
         s[BEST_ERROR, lane] = s[ERROR, lane] * NO_WORSE if better else s[BEST_ERROR, lane]
@@ -298,7 +279,6 @@ def _keep(s: Array) -> None:
 
 @compiled
 def _aim(s: Array, scale: int, bias: int) -> None:
-    """Express a stored scale and bias (rows of the state) on the values."""
     for lane in range(LANES):
         step = s[scale, lane] * s[FACTOR, lane]
         s[STEP, lane] = step
@@ -308,7 +288,6 @@ def _aim(s: Array, scale: int, bias: int) -> None:
 
 @compiled
 def _pack(x: Array, s: Array, top: np.float32, bits: int, packed: Array) -> None:
-    """Write the codes of the best answer, one after another from the lowest bit on: MLX's layout, whatever the bits."""
     _aim(s, BEST_SCALE, BEST_BIAS)
     packed[:] = np.uint32(0)
     for i in range(x.shape[0]):
@@ -320,18 +299,15 @@ def _pack(x: Array, s: Array, top: np.float32, bits: int, packed: Array) -> None
                 packed[word + 1, lane] |= code >> np.uint32(32 - shift)
 
 
+# Sums that run side by side: an addition need not wait for the one before, and all sizes of groups are multiples of it.
 ERROR_LANES = 8
-"""Sums that run side by side: an addition need not wait for the one before, and all sizes of groups are multiples of it."""
 
 
 @compiled
 def squared_error_groups(
     weights: np.ndarray, words: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int
 ) -> tuple[float, float]:
-    """Return Σ (weight − (scale · q + bias))² and Σ weight², in float64 from the difference on, which nothing float32 overflows.
-
-    weights (groups, size) float32; words (groups, size · bits / 32) uint32; scales, biases (groups,) float32.
-    """
+    """Return Σ (weight − (scale · q + bias))² and Σ weight² in float64."""
     mask = np.uint64(2**bits - 1)
     error, total = np.zeros(ERROR_LANES), np.zeros(ERROR_LANES)
     codes = np.empty(weights.shape[1], np.float32)
@@ -359,8 +335,8 @@ def squared_error_groups(
     return error.sum(), total.sum()
 
 
+# Done by one thread at a time: some milliseconds, and its float32 values fit in a core's second-level cache.
 CHUNK_WEIGHTS = 1 << 18
-"""Done by one thread at a time: some milliseconds, and its float32 values fit in a core's second-level cache."""
 
 Arrays = tuple[mx.array, mx.array, mx.array]
 
@@ -368,14 +344,13 @@ KINDS = {mx.float32: FLOAT32, mx.bfloat16: BFLOAT16, mx.float16: FLOAT16}
 
 
 class NumbaSearch:
-    """See Implementation. A large weight is never held in float32: each thread casts what it works on."""
+    """See Implementation; threads cast what they work on, so no large weight is held in float32."""
 
     name = "numba"
 
     def search(self, weight: mx.array, packing: Packing, importance: np.ndarray | None) -> Arrays:
-        """See Implementation."""
         bits, size = packing.bits or 0, packing.group_size
-        groups = Groups.of(weight, size)
+        groups = Groups.group(weight, size)
         made = mx.zeros((weight.shape[0], weight.shape[1] * bits // 32), mx.uint32)
         # MLX's memory, filled in place: a copy would double the peak.
         words = np.asarray(made).reshape(groups.count, -1)
@@ -395,9 +370,8 @@ class NumbaSearch:
         return made, scale, bias
 
     def squared_error(self, weight: mx.array, arrays: Sequence[mx.array], packing: Packing) -> tuple[float, float]:
-        """See Implementation."""
         bits, size = packing.bits or 0, packing.group_size
-        groups = Groups.of(weight, size)
+        groups = Groups.group(weight, size)
         words = np.asarray(mx.contiguous(arrays[0])).reshape(groups.count, -1)
         scales, biases = (np.asarray(each.astype(mx.float32)).reshape(-1) for each in arrays[1:])
 
@@ -411,25 +385,22 @@ class NumbaSearch:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A weight's groups in its own type, as NumPy sees MLX's memory. raw: (count, size); bfloat16, which NumPy lacks, as uint16."""
+    """A weight's groups as NumPy views of MLX memory. raw: (count, size); bfloat16 as uint16."""
 
     raw: np.ndarray
     source: mx.array
 
     @classmethod
-    def of(cls, weight: mx.array, size: int) -> "Groups":
-        """Evaluate the weight. Copies nothing, unless its rows don't lie one after another."""
+    def group(cls, weight: mx.array, size: int) -> "Groups":
         source = mx.contiguous(weight)
         source = source.view(mx.uint16) if weight.dtype == mx.bfloat16 else source
         return cls(np.asarray(source).reshape(-1, size), source)
 
     @property
     def count(self) -> int:
-        """Groups."""
         return len(self.raw)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Return some groups in float32."""
         raw = self.raw[begin:end]
         if raw.dtype == np.uint16:
             raw = np.left_shift(raw, 16, dtype=np.uint32).view(np.float32)
@@ -437,7 +408,6 @@ class Groups:
 
 
 def _step(size: int, groups_in_row: int) -> int:
-    """Return the groups in a chunk: whole rows, so that a chunk begins where importance does."""
     return max(CHUNK_WEIGHTS // size // groups_in_row, 1) * groups_in_row
 
 
@@ -446,7 +416,6 @@ def _chunks(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _in_threads(work: Callable[..., Any], chunks: Iterator[tuple[Any, ...]]) -> list[Any]:
-    """Call ``work`` with each of the chunks, on all cores; an exception or an interrupt leaves the rest undone."""
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="search")
     try:
         return [future.result() for future in [pool.submit(work, *chunk) for chunk in chunks]]

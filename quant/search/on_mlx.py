@@ -1,35 +1,22 @@
-"""The search in MLX's own operations: of affine groups on GPUs and wherever numba is missing, and of microscaling scales.
+"""The search in MLX operations: affine groups on GPUs or without numba, and microscaling scales."""
 
-Affine groups. mx.quantize spreads the codes of a group from its smallest to its largest value. Moving an end by a part of a step
-changes how the values fall between codes; drawing it in makes all steps smaller, for a larger error at that end. So both ends are
-moved, in quarters of a step: from a quarter outwards to three quarters inwards. Each placement is judged by the least-squares fit
-to the codes it gives (its scale and bias, not the placement's), and the best fit is refined by finding codes and fitting again,
-twice. kernels.py does the same, step by step.
+# Affine: both ends of mx.quantize's range move in quarter steps, from 1/4 out to 3/4 in. Each placement is
+# judged by
+# its least-squares fit, and the best is refined twice. Squared error over mx.quantize's, 4 bits at groups of
+# 64,
+# mean of Gaussian, Student-t (5) and Laplace weights:
+#
+#     ends moved by                        placements   error
+#     1/4 out … 3/4 in, by halves               9       0.802
+#     1/4 out … 3/4 in, by quarters            25       0.796   chosen
+#     1/2 out … 1 in, by quarters              49       0.795
+#     a share of the range, 0 … 1/8            25       0.803
+#
+# Microscaling (OCP MX Specification 1.0: mxfp4, 32 weights; NVIDIA's NVFP4, 16 weights, E4M3 scale): scales around
+# mx.quantize's are tried, for 0.85–0.94 of its error with mxfp4, 0.73–0.81 with nvfp4, no gain with mxfp8.
 
-Squared error over mx.quantize's, 4 bits at groups of 64, mean of Gaussian, Student-t (5) and Laplace weights:
-
-    ends moved by                        placements   error
-    1/4 out … 3/4 in, by halves               9       0.802
-    1/4 out … 3/4 in, by thirds              16       0.798
-    1/4 out … 3/4 in, by quarters            25       0.796   chosen
-    1/2 out … 1 in, by quarters              49       0.795
-    a share of the range, 0 … 1/8            25       0.803
-    a share of the range, 0 … 1/4            25       0.827
-    a share of 0 … 0.15, judged as placed    16       0.824
-
-Counted in steps, the best range hardly depends on the bits; as a share of the range it does. At 2 bits a whole step in would save
-another 0.3 %. A third round of refinement saves less than 0.1 %.
-
-Microscaling formats: OCP Microscaling Formats (MX) Specification 1.0 for mxfp4 (32 weights, a power of two), and NVIDIA's NVFP4
-(16 weights, an E4M3 scale). mx.quantize divides a group's largest value by 6 and rounds to a scale of the format; here the scales
-around that one are tried. Squared error over mx.quantize's on Gaussian, Student-t and Laplace weights: 0.85 to 0.94 for mxfp4, by
-where the values lie between powers of two, and 0.73 to 0.81 for nvfp4. mxfp8 gains nothing: its floats reach so far that the scale
-hardly matters.
-
-A weight is taken in blocks of rows. Within one, arrays are (groups, size), and numbers of a group (groups, 1). The two functions
-that look at every weight for every candidate are compiled; what differs between candidates goes in as arrays, so that they are
-compiled once.
-"""
+# Counted in steps the best range hardly depends on bits. At 2 bits a whole step in saves another 0.3 %; a third
+# refinement less than 0.1 %. Candidates are passed as arrays, so that the two hot functions compile once.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,74 +33,66 @@ from tokamac.engine.perf.memory import device_total
 
 Arrays = tuple[mx.array, mx.array, mx.array]
 
+# Bytes a weight that MLX holds beside a block: while affine groups or scales are searched, and while a packing is
+# compared.
 SEARCHING, SEARCHING_SCALES, COMPARING = 80, 140, 20
-"""Bytes a weight that MLX holds beside a block: while affine groups or scales are searched, and while a packing is compared."""
 
+# Weights of a block. A CPU gains nothing by more; a GPU does nothing between two blocks, and a small one does not fill
+# it.
 SMALLEST, LARGEST = 1 << 20, 1 << 24
-"""Weights of a block. A CPU gains nothing by more; a GPU does nothing between two blocks, and a small one does not fill it."""
 
-PART_OF_MEMORY = 12
-"""A block's arrays take at most one such part of the GPU's memory."""
+PART_OF_MEMORY = 12  # a block's arrays take at most one such part of the GPU's memory
 
 OFFSETS = (-0.25, 0.0, 0.25, 0.5, 0.75)
+# Steps by which the lower and the upper end of a group are drawn in.
 DRAWN_IN = tuple((low, high) for low in OFFSETS for high in OFFSETS)
-"""Steps by which the lower and the upper end of a group are drawn in."""
 
-ROUNDS = 2
-"""Of refinement."""
+ROUNDS = 2  # of refinement
 
-TINY = 1e-30
-"""A step or spread up to this is none: its inverse could overflow. Values are about 1."""
+TINY = 1e-30  # a step or spread up to this is none: its inverse could overflow. Values are about 1.
 
 SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 
+# An answer replaces another, first MLX's own, only where its error is smaller by more than sums in float32 can be
+# wrong.
 NO_WORSE = 1 - 1e-5
-"""An answer replaces another, first MLX's own, only where its error is smaller by more than sums in float32 can be wrong."""
 
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of E2M1, by code, and where the nearest changes."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by code, and where the nearest changes
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """largest: the last byte that is a positive scale. nearby: bytes tried, counted from MLX's; scales grow with their bytes."""
+    """largest: the last positive scale byte. nearby: byte offsets tried around MLX's."""
 
     group_size: int
     largest: int
     nearby: tuple[int, ...]
 
 
+# Formats that gain. Of powers of two the next smaller is better for a third of the groups, and the next larger never
+# is.
 FORMATS: Mapping[str, Format] = {
     "mxfp4": Format(32, 254, (-1,)),
     "nvfp4": Format(16, 126, (-1, 1, 2, 3, 4, 5)),
 }
-"""Formats that gain. Of powers of two the next smaller is better for a third of the groups, and the next larger never is."""
 
 
 class MlxSearch:
-    """See Implementation."""
-
     name = "mlx"
 
     def search(self, weight: mx.array, packing: Packing, importance: np.ndarray | None) -> Arrays:
-        """See Implementation."""
         words, scales, biases = _in_blocks(_search, weight, packing, importance, SEARCHING)
         return words, scales, biases
 
     def squared_error(self, weight: mx.array, arrays: Sequence[mx.array], packing: Packing) -> tuple[float, float]:
-        """See Implementation."""
         return unpacked_error(weight, arrays, packing)
 
 
 def search_scales(
     weight: mx.array, packing: Packing, importance: np.ndarray | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Return words and scales with at most mx.quantize's squared error in every group.
-
-    weight: (…, in), floating and finite. packing: of a mode in FORMATS. importance: of the inputs, as for affine groups.
-    Raises ValueError for another mode, or importance that does not fit.
-    """
+    """Return words and scales, no group worse than mx.quantize's. weight: (…, in). Raises ValueError."""
     if packing.mode not in FORMATS:
         raise ValueError(f"{packing.mode} has no scales worth searching")
     rows = weight.reshape(-1, weight.shape[-1])
@@ -123,7 +102,7 @@ def search_scales(
 
 
 def unpacked_error(weight: mx.array, arrays: Sequence[mx.array], packing: Packing) -> tuple[float, float]:
-    """Return Σ (weight − packed)² and Σ weight². weight: (rows, in); arrays: words, scales[, biases], as matrices."""
+    """Return Σ (weight − packed)² and Σ weight². weight: (rows, in)."""
     height = max(block_here(COMPARING) // weight.shape[-1], 1)
     error = total = 0.0
     for begin in range(0, weight.shape[0], height):
@@ -134,10 +113,7 @@ def unpacked_error(weight: mx.array, arrays: Sequence[mx.array], packing: Packin
 
 
 def checked(importance: np.ndarray | None, weight: mx.array) -> np.ndarray | None:
-    """Return importance as (parts, in) float32. Raises ValueError where it does not fit, is negative or not finite.
-
-    importance: (in,), or (experts, in) for a weight (experts, out, in).
-    """
+    """Return importance as (parts, in) float32. Raises ValueError if misshapen, negative or not finite."""
     if importance is None:
         return None
     inputs = weight.shape[-1]
@@ -150,10 +126,6 @@ def checked(importance: np.ndarray | None, weight: mx.array) -> np.ndarray | Non
 
 
 def block_weights(kind: DeviceKind, memory_bytes: int | None, weight_bytes: int) -> int:
-    """Return how many weights to work on at a time, in whole rows. It decides about time and memory, not about results.
-
-    memory_bytes: of the device, or None. weight_bytes: what the work holds for each weight.
-    """
     if kind == "cpu" or memory_bytes is None:
         return SMALLEST
     fits = max(memory_bytes // PART_OF_MEMORY // weight_bytes, 1)
@@ -161,7 +133,6 @@ def block_weights(kind: DeviceKind, memory_bytes: int | None, weight_bytes: int)
 
 
 def block_here(weight_bytes: int) -> int:
-    """Return ``block_weights`` for MLX's default device."""
     return block_weights(device_kind(), device_total(), weight_bytes)
 
 
@@ -172,7 +143,6 @@ def _in_blocks(
     importance: np.ndarray | None,
     weight_bytes: int,
 ) -> list[mx.array]:
-    """Return what ``find`` makes of a matrix, block by block, each evaluated before the next."""
     found = []
     for block, h in _blocks(weight, importance, block_here(weight_bytes)):
         found.append(find(block, packing, h))
@@ -181,7 +151,6 @@ def _in_blocks(
 
 
 def _blocks(weight: mx.array, importance: np.ndarray | None, block: int) -> Iterator[tuple[mx.array, mx.array | None]]:
-    """Yield (rows, in) pieces of a matrix, of ``block`` weights or one row at most, and the (in,) importance of each."""
     parts = 1 if importance is None else len(importance)
     share, height = weight.shape[0] // parts, max(block // weight.shape[-1], 1)
     for part in range(parts):
@@ -191,7 +160,6 @@ def _blocks(weight: mx.array, importance: np.ndarray | None, block: int) -> Iter
 
 
 def _importance_of_groups(importance: mx.array, size: int, rows: int) -> mx.array:
-    """Return (groups, size): (in,) for the groups of so many rows, the largest of each group 1; all alike where nothing matters."""
     h = importance.reshape(-1, size)
     most = h.max(axis=-1, keepdims=True)
     h = mx.where(most > 0, h / mx.where(most > 0, most, 1), 1)
@@ -199,14 +167,12 @@ def _importance_of_groups(importance: mx.array, size: int, rows: int) -> mx.arra
 
 
 def _pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Return (groups, size · bits / 32) words in MLX's layout: one code after another from the lowest bit on."""
     single = codes.astype(mx.uint32)[..., None] >> mx.arange(bits, dtype=mx.uint32) & 1
     words = single.reshape(codes.shape[0], -1, 32) << mx.arange(32, dtype=mx.uint32)
     return words.sum(axis=-1).astype(mx.uint32)
 
 
 def _block_error(weight: mx.array, arrays: Sequence[mx.array], packing: Packing) -> tuple[float, float]:
-    """Squares are taken of values divided by the largest, which they can't overflow, and added in float64 beyond a group."""
     exact = weight.astype(mx.float32)
     words, scales, *biases = arrays
     if biases:  # in the wider type the product is not rounded to theirs
@@ -227,7 +193,7 @@ def _block_error(weight: mx.array, arrays: Sequence[mx.array], packing: Packing)
 
 
 class Values(NamedTuple):
-    """What is fitted. x: (groups, size), of mean zero. h: importance, or None. total: Σ h."""
+    """Fitted values. x: (groups, size), of mean zero. h: importance, or None. total: Σ h."""
 
     x: mx.array
     h: mx.array | None
@@ -236,8 +202,6 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupValues:
-    """Values, their ends, and what they were made with: x = weight × factor − mean."""
-
     values: Values
     low: mx.array
     high: mx.array
@@ -246,16 +210,12 @@ class GroupValues:
 
 
 class BestFit(NamedTuple):
-    """The best fit so far, on values. gain: by how much it lowers the squared error."""
-
     gain: mx.array
     scale: mx.array
     bias: mx.array
 
 
 class StoredFit(NamedTuple):
-    """The best scale and bias so far, as stored, on weights, and their error on values."""
-
     error: mx.array
     scale: mx.array
     bias: mx.array
@@ -301,13 +261,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _codes(x: mx.array, start: mx.array, step: mx.array, top: float) -> mx.array:
-    """Return the nearest codes, ties to even, as floats."""
     inverse = mx.where(mx.abs(step) > TINY, 1 / step, 0)
     return mx.round(mx.clip((x - start) * inverse, 0, top))
 
 
 def _fit(values: Values, start: mx.array, step: mx.array, best: BestFit, top: float) -> BestFit:
-    """Fit scale and bias by least squares to the codes that a placement gives; return the better of this fit and the best."""
     x, h, total = values
     middle = (top + 1) / 2
     codes = _codes(x, start, step, top) - middle
@@ -328,7 +286,6 @@ def _error(values: Values, start: mx.array, step: mx.array, top: float) -> mx.ar
 
 
 def _aim(groups: GroupValues, scale: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
-    """Return start and step on values of a stored scale and bias."""
     return bias * groups.factor - groups.mean, scale * groups.factor
 
 
@@ -337,7 +294,6 @@ def _answer(groups: GroupValues, scale: mx.array, bias: mx.array, top: float) ->
 
 
 def _mlx_answer(groups: GroupValues, weight: mx.array, packing: Packing, top: float) -> StoredFit:
-    """Return mx.quantize's scale and bias, and their error with the nearest codes."""
     _, *stored = mx.quantize(weight, **asdict(packing))
     scale, bias = (each.astype(mx.float32).reshape(-1, 1) for each in stored)
     answer = _answer(groups, scale, bias, top)
@@ -345,7 +301,6 @@ def _mlx_answer(groups: GroupValues, weight: mx.array, packing: Packing, top: fl
 
 
 def _settle(groups: GroupValues, fit: BestFit, answer: StoredFit, top: float, dtype: mx.Dtype) -> StoredFit:
-    """Round a fit to what can be stored, counted from the lower and from the upper end; return the best, or ``answer``."""
     scale = _stored(fit.scale / groups.factor, dtype)
     step = scale * groups.factor
     start = mx.where(fit.scale > TINY, fit.bias * step / fit.scale, 0)
@@ -358,7 +313,6 @@ def _settle(groups: GroupValues, fit: BestFit, answer: StoredFit, top: float, dt
 
 
 def _stored(numbers: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Round float32 to a type and back; what lies beyond its largest number becomes that."""
     largest = float(mx.finfo(dtype).max)
     return mx.clip(mx.clip(numbers, -largest, largest).astype(dtype).astype(mx.float32), -largest, largest)
 
@@ -385,20 +339,17 @@ def _search_scales(weight: mx.array, packing: Packing, importance: mx.array | No
 
 
 def _scale_table(mode: str) -> mx.array:
-    """Return what each of a scale's 256 bytes stands for."""
     if mode == "nvfp4":
         return mx.from_fp8(mx.arange(256).astype(mx.uint8), dtype=mx.float32)
     return mx.array(np.ldexp(np.float32(1), np.minimum(np.arange(256), 254) - 127))
 
 
 def _float_codes(x: mx.array, scale: mx.array) -> mx.array:
-    """Return the nearest E2M1 codes: the sign bit, 8, over the magnitude's."""
     size = mx.where(scale > 0, mx.abs(x) / mx.where(scale > 0, scale, 1), 0)
     codes = sum((size > middle).astype(mx.uint32) for middle in MIDDLES)
     return codes + mx.where(x < 0, 8, 0).astype(mx.uint32)
 
 
 def _float_error(x: mx.array, h: mx.array, scale: mx.array, unit: mx.array) -> mx.array:
-    """Return each group's squared error, in squares of its largest value, which can't overflow."""
     made = mx.array(MAGNITUDES)[_float_codes(x, scale) & 7] * scale
     return (h * mx.square((mx.abs(x) - made) / unit)).sum(axis=-1, keepdims=True)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,8 +14,11 @@ import pytest
 from textual.events import Paste
 from textual.pilot import Pilot, WaitForScreenTimeout
 from textual.screen import Screen
+from textual.strip import Strip
+from textual.widgets import Input, OptionList
 
 from tests.scripted_engine import SCRIPTED
+from tests.waiting import PATIENCE_S
 from tokamac.app.backend.client import EngineProcess
 from tokamac.app.chat.figures import PRIMED
 from tokamac.app.chat.recording import Recording
@@ -22,21 +26,41 @@ from tokamac.app.chat.session import Session
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import is_new
-from tokamac.app.tui import build
+from tokamac.app.store.store import Store
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.markdown.page import Page
 from tokamac.app.tui.markdown.turns import ReplyMessage
-from tokamac.app.tui.widgets.prompt_input import Prompt
+from tokamac.app.tui.run import build
+from tokamac.app.tui.widgets.prompt_input import Chips, Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 
 Shown = TypeVar("Shown", bound=Screen[Any])
 
-PATIENCE_S = 60.0  # a machine that is busy with other work takes its time
 OFTEN_S, SOON_S, SELDOM_S = (
     0.01,
     1.0,
     0.05,
 )  # to look at the screen is work too, which what is waited for has to wait for
+
+
+def strips_of(screen: Screen[Any]) -> list[Strip]:
+    """Return what is drawn, row by row."""
+    return screen._compositor.render_strips(screen.size)
+
+
+def text_on(screen: Screen[Any]) -> str:
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips_of(screen))
+
+
+def reply_of(session: Session) -> int:
+    """Return the id that the engine has for the reply that runs."""
+    assert session._id is not None
+    return session._id
+
+
+def refuse_writes(store: Store, *, refused: bool = True) -> None:
+    """Let every write of a chat be refused, as on a disk that may not be written; or not any more."""
+    store._database._connection.execute(f"PRAGMA query_only = {int(refused)}")
 
 
 class Chat:
@@ -64,11 +88,11 @@ class Chat:
 
     @property
     def prompt(self) -> Prompt:
-        return self.app.chat.query_one(Prompt)
+        return self.app.view.query_one(Prompt)
 
     @property
     def transcript(self) -> Transcript:
-        return self.app.chat.query_one(Transcript)
+        return self.app.view.query_one(Transcript)
 
     @property
     def replies(self) -> list[ReplyMessage]:
@@ -121,8 +145,7 @@ class Chat:
         return [turn.prompt for turn in self.session.turns]
 
     def refuse_writes(self, *, refused: bool = True) -> None:
-        """Let every write of a chat be refused, as on a disk that may not be written; or not any more."""
-        self.recording.store._database._connection.execute(f"PRAGMA query_only = {int(refused)}")
+        refuse_writes(self.recording.store, refused=refused)
 
     async def type(self, text: str) -> None:
         self.prompt.insert(text)
@@ -131,6 +154,25 @@ class Chat:
     async def paste(self, text: str) -> None:
         self.app.post_message(Paste(text))  # as a terminal's driver does
         await self.until(lambda: text in self.prompt.text, "the pasted text")
+
+    async def find_setting(self, name: str) -> None:
+        """Search the open list of settings, so that it points at this one."""
+        self.app.screen.query_one("#search", Input).value = name
+        await self.pilot.pause()
+        listed = self.app.screen.query_one(OptionList)
+        await self.until(lambda: listed.highlighted_option and listed.highlighted_option.id == name, name)
+
+    async def write_setting(self, name: str, text: str) -> None:
+        """Give a setting of the open list this text."""
+        await self.find_setting(name)
+        await self.pilot.press("enter")
+        self.app.screen.query_one("#value", Input).value = text
+        await self.pilot.press("enter")
+
+    async def close_settings(self) -> None:
+        """Close the list of settings, whose search is not empty."""
+        await self.pilot.press("escape", "escape")
+        await self.until(lambda: self.app.screen is self.app.view, "the end of the settings")
 
     async def send(self, text: str) -> None:
         # Not by the pilot's keys: it waits for an idle screen, which a running reply may keep from it.
@@ -153,18 +195,25 @@ class Chat:
 
     def screen_text(self) -> str:
         """Everything on the screen, row by row."""
-        screen = self.app.screen
-        return "\n".join("".join(s.text for s in line) for line in screen._compositor.render_strips(screen.size))
+        return text_on(self.app.screen)
 
     @property
     def notices(self) -> str:
-        return "\n".join(notice.message for notice in self.app._notifications)
+        """What is told beside the text, in the chat and over a dialog."""
+        told = [notice.text for notice in self.app.view.query_one(Chips).notices]
+        return "\n".join([*told, *(notice.message for notice in self.app._notifications)])
 
 
 @pytest.fixture(autouse=True, scope="session")
 def primed() -> None:
     """This machine was told what figures mean: it is a chat's first reply that says so, and tests come in any order."""
     is_new(PRIMED)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the system be another."""
+    return lambda platform: monkeypatch.setattr(sys, "platform", platform)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tokamac.app.backend.client import EngineProcess
 from tokamac.app.chat import recording
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.store.store import Store
-from tokamac.app.tui import run_chat
+from tokamac.app.tui.run import run_chat
 
 NOTED = (
     "add_message",

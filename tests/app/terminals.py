@@ -11,11 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.waiting import PATIENCE_S
+
 # A program in tmux, which is a terminal of its own: what a person would see and press.
 
-PATIENCE_S = 60.0
+# What tells of the terminal around the tests: a program would believe it and not ask the window for its size.
 OUTER = ("TMUX", "TMUX_PANE", "COLUMNS", "LINES")
-"""What tells of the terminal around the tests: a program would believe it and not ask the window for its size."""
 Size = tuple[int, int]
 
 
@@ -59,6 +60,20 @@ class Tmux:
     def screen(self, *, colours: bool = False) -> str:
         """Return what is seen, with the escape sequences of its colours if wanted."""
         return self._run("capture-pane", "-p", *(["-e"] if colours else []))
+
+    def children(self, words: str) -> list[int]:
+        """Return the processes that the program started whose command has ``words``."""
+        listed = subprocess.run(
+            ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], check=True, capture_output=True, text=True
+        )
+        rows = [
+            (int(pid), int(parent), command)
+            for pid, parent, command in (line.split(maxsplit=2) for line in listed.stdout.splitlines())
+        ]
+        family = {int(self._run("list-panes", "-F", "#{pane_pid}"))}
+        while grown := {pid for pid, parent, _ in rows if parent in family} - family:
+            family |= grown
+        return [pid for pid, _, command in rows if pid in family and words in command]
 
     @property
     def exit_status(self) -> int | None:

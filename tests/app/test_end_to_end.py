@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 
 from tests.app.terminals import Size, Tmux
-from tests.benchmarks.terminal import Terminal
+from tests.bench.terminal import Terminal
+from tests.waiting import PATIENCE_S, until
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage, StoreError
 
@@ -85,17 +86,32 @@ def ended(home: Home, *questions: str) -> bool:
 
 
 def stop_one(tmux: Tmux, home: Home) -> None:
-    """Stop a reply. The model is small, and may be quicker than the key: then ask again."""
+    """Stop a reply. The model is quicker than the key, so its process is held until the app has read the key."""
     for attempt in range(ATTEMPTS):
         question = f"What is prefill, what is decode, what is a ceiling, and which keys are there? ({attempt})"
         tmux.write(question)
         tmux.shows(f"({attempt})")
-        tmux.press("Enter", "Escape")
-        # An Escape after the end, read at once with the next letter, is to Textual a ^ and that letter.
-        tmux.until(lambda question=question: ended(home, question, f"^{question}"), "the end of the reply")
+        with held(tmux.children("backend.child")):
+            tmux.press("Enter")
+            tmux.until(lambda question=question: home.messages()[-2].text == question, "the question is kept")
+            tmux.press("Escape")
+            tmux.shows("stopping")
+        tmux.until(lambda question=question: ended(home, question), "the end of the reply")
         if home.messages()[-1].state == "stopped":
             return
     pytest.fail(f"none of {ATTEMPTS} replies was stopped")
+
+
+@contextmanager
+def held(processes: Sequence[int]) -> Iterator[None]:
+    assert processes
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
 
 
 def leave(tmux: Tmux) -> None:
@@ -116,13 +132,13 @@ def test_a_first_run_to_a_chat_that_is_continued(tmp_path: Path) -> None:
         assert answer.metrics is not None
         stop_one(tmux, home)
         tmux.shows("stopped")
-        tmux.press("C-r")
+        tmux.press("C-x", "r")
         tmux.until(lambda: home.versions() == 2 and home.messages()[-1].state != "partial", "another reply")
         tmux.shows("‹ 2 of 2 ›")
         tmux.press("C-n")
         ask(tmux, home, "Which keys make a new line?")
         tmux.press("C-l")
-        tmux.shows("Conversations")
+        tmux.shows("Search titles and messages")
         tmux.write("ceiling")
         tmux.shows("what is a ceiling")
         tmux.press("Enter")
@@ -170,10 +186,9 @@ def fits(tmux: Tmux, size: Size) -> bool:
 # The chat is used in a terminal, and killed: the screen, the engine, or both, at any moment. Nothing it had stored
 # is lost.
 
-ROUNDS = ("screen", "engine", "both") * 2
+VICTIMS = ("screen", "engine", "both")
 SEED = 20
 READY = " bits"  # in the side panel: the engine has loaded
-PATIENCE_S = 60.0
 ESCAPE, ENTER, CHATS, DELETE, UNDO = "\x1b", "\r", "\x0c", "\x04", "\x1a"
 
 
@@ -262,13 +277,6 @@ def engines(folder: Path) -> list[int]:
     return [note.made for note in notes(folder) if note.op == "engine"]
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
-
-
 def check_stored(folder: Path) -> None:
     """The file is whole, and every write that was acknowledged is in it."""
     file = folder / "chats" / "chats.db"
@@ -331,10 +339,11 @@ def end(folder: Path, terminal: Terminal, victim: str, user: User) -> None:
 
 
 @pytest.mark.e2e
-def test_whatever_is_killed_the_store_is_whole_and_the_chat_opens_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_whatever_is_killed_the_store_is_whole_and_the_chat_opens_again(tmp_path: Path, rounds: int) -> None:
     chance = random.Random(SEED)
     command = [sys.executable, "-m", "tests.app.kill_chat_app", str(tmp_path)]
-    for number, victim in enumerate(ROUNDS):
+    for number, victim in enumerate(VICTIMS * rounds):
         shown = expected(tmp_path)
         with Terminal(command, os.environ) as terminal:
             terminal.wait_for(READY, PATIENCE_S)
@@ -349,6 +358,51 @@ def test_whatever_is_killed_the_store_is_whole_and_the_chat_opens_again(tmp_path
     assert {"add_message", "begin_reply", "checkpoint", "finish_reply"} <= done
     with Terminal(command, os.environ) as terminal:
         terminal.wait_for(expected(tmp_path), PATIENCE_S)
+
+
+@pytest.mark.e2e
+def test_what_is_written_after_another_program_came_and_went_outlives_a_kill(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.app.kill_chat_app", str(tmp_path)]
+    (tmp_path / "more.md").write_text("## User\n\nimported\n\n## Assistant\n\nyes\n")
+    file, store = tmp_path / "chats" / "chats.db", {"TOKAMAC_DATA_DIR": str(tmp_path)}
+    log = file.with_name("chats.db-wal")
+
+    def commands() -> None:
+        for words in (["list"], ["search", "first"], ["import", str(tmp_path / "more.md")], ["repair"]):
+            program = [sys.executable, "-m", "tokamac.app.cli", "chats", *words]
+            subprocess.run(program, env=os.environ | store, check=True, capture_output=True)
+
+    def replied(prompt: str) -> bool:
+        with Store.open(file) as opened:
+            chats = [opened.path(chat.id) for chat in opened.chats()]
+        return any([m.text for m in path[-2:-1]] == [prompt] and path[-1].state == "complete" for path in chats)
+
+    with Terminal(command, os.environ) as terminal:
+        terminal.wait_for(READY, PATIENCE_S)
+        for key in ("the first prompt", ENTER):
+            terminal.press(key)
+        until(lambda: replied("the first prompt"), "a reply")
+        terminal.press(CHATS)  # a second connection of the app
+        terminal.wait_for("Search titles and messages", PATIENCE_S)
+        terminal.press(ESCAPE)
+        inode = log.stat().st_ino
+        commands()
+        assert log.stat().st_ino == inode
+        time.sleep(0.2)  # Esc and what follows it at once would be another key
+        for key in ("the second prompt", ENTER):
+            terminal.press(key)
+        until(lambda: replied("the second prompt"), "a reply")
+        log.unlink()  # by a tool that knows nothing of SQLite
+        for key in ("the third prompt", ENTER):
+            terminal.press(key)
+        terminal.wait_for("replaced the chat file", PATIENCE_S)
+        until(lambda: replied("the third prompt"), "a reply")
+        kill(terminal.pid)
+        until(lambda: not terminal.running, "the end of the screen")
+    with Store.open(file) as opened:
+        opened.check()
+        texts = [m.text for chat in opened.chats() for m in opened.path(chat.id) if m.role == "user"]
+    assert sorted(texts) == ["imported", "the first prompt", "the second prompt", "the third prompt"]
 
 
 def test_a_damaged_store_is_told_apart_from_a_whole_one(tmp_path: Path) -> None:
@@ -387,11 +441,12 @@ def test_a_window_that_is_closed_leaves_no_process(tmp_path: Path, ignored: bool
         shown += os.read(ours, 1 << 16)
     os.close(ours)
     assert chat.wait(PATIENCE_S) in (0, 128 + signal.SIGHUP)
-    deadline = time.monotonic() + PATIENCE_S
-    while True:  # its engine's process, of the same session, ends with it
-        try:
-            os.killpg(chat.pid, 0)
-        except ProcessLookupError:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: group_is_gone(chat.pid))  # its engine's process, of the same session, ends with it
+
+
+def group_is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.scripted_engine import SCRIPTED
+from tests.waiting import until
 from tokamac.app import settings
 from tokamac.app.backend import keep_awake
 from tokamac.app.backend.keep_awake import KeepAwake, awake
@@ -21,7 +22,6 @@ from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.plain.repl import run_plain
 from tokamac.app.settings import Settings
 
-PATIENCE_S = 60.0
 LASTING = 3600.0
 
 
@@ -53,13 +53,6 @@ def _runs(process: int) -> bool:
         ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
     ).stdout
     return bool(state.strip()) and not state.strip().startswith("Z")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "never"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -140,10 +133,10 @@ def test_elsewhere_nothing_is_started() -> None:
         assert keeper._process is None
 
 
-def test_only_a_mac_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
+def test_only_a_mac_has_it(on: Callable[[str], None]) -> None:
+    on("linux")
     assert keep_awake.program() is None
-    monkeypatch.setattr(sys, "platform", "darwin")
+    on("darwin")
     assert keep_awake.program() == "/usr/bin/caffeinate"
 
 
@@ -186,7 +179,7 @@ async def test_in_the_chat_it_runs_while_a_reply_is_made(chat: Callable[..., Any
         await c.send("write on")
         await c.phase(EnginePhase.DECODING)
         await c.until(lambda: caffeinate.running, "caffeinate")
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: not caffeinate.running, "rest")
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tokamac.app.latex import to_rows, to_unicode
+from tokamac.app.text.latex import to_rows, to_unicode
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.app.serve.serving import serving, user
 from tests.engine.distributed.test_nodes import children, is_there
 from tests.engine.helpers import until
 from tests.tiny import make_tiny
+from tests.waiting import PATIENCE_S
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess
 from tokamac.app.backend.protocol import Generate, Load, Loaded, ReplyEvent, RequestFailed
 from tokamac.engine.events import Finished, Message, TextChunk
@@ -38,7 +39,7 @@ def engine(folder: Path) -> Iterator[tuple[EngineProcess, "queue.Queue[BackendEv
 
 
 def awaited(events: "queue.Queue[BackendEvent]", kind: type[T]) -> T:
-    while not isinstance(event := events.get(timeout=120), kind):
+    while not isinstance(event := events.get(timeout=PATIENCE_S), kind):
         assert kind is Died or not isinstance(event, Died), event
     return event
 
@@ -104,7 +105,7 @@ def test_bench_runs_on_two_nodes(tmp_path: Path) -> None:
         cli("bench", "--prompt", "64", "--max-tokens", "8", "--runs", "1", folder=tmp_path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert told.returncode == 0, told.stderr
@@ -121,7 +122,7 @@ def test_the_plain_chat_runs_on_two_nodes(tmp_path: Path) -> None:
         running.stdin.flush()
         assert running.stdout.read(1)
         (follower,) = followers_of(running.pid)
-        running.communicate(b"/quit\n", timeout=60)
+        running.communicate(b"/quit\n", timeout=PATIENCE_S)
     assert running.returncode == 0
     until(lambda: not is_there(follower))
 

@@ -19,12 +19,16 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, reply_of, strips_of
 from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
 from tokamac.app.backend import protocol
 from tokamac.app.backend.protocol import ReplyEvent
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.sanitise import (
+from tokamac.app.settings import Settings, dumps
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import Archive, Attachment, StoredMessage
+from tokamac.app.store.values import StoredChat as Stored
+from tokamac.app.text.sanitise import (
     LONGEST_SEQUENCE,
     REPLACEMENT,
     Sanitiser,
@@ -34,12 +38,8 @@ from tokamac.app.sanitise import (
     sanitise,
     sanitise_line,
 )
-from tokamac.app.settings import Settings, dumps
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import Archive, Attachment, StoredMessage
-from tokamac.app.store.values import StoredChat as Stored
 from tokamac.app.tui.app import OutputFilter
-from tokamac.app.tui.bridge import EngineSaid
+from tokamac.app.tui.screens.dialog import EngineSaid
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import TextChunk
 
@@ -152,8 +152,8 @@ SEQUENCES = [
 ]
 MARKUP = "[red]red[/red] [@click=app.quit]quit[/] [link=http://evil.example]go[/link]"
 LINK = "[words](http://evil.example/x)"
+# All of it each time, in another order: what comes in chunks is cut at every place.
 CHUNKS = st.permutations([*ALL_CONTROLS, *BIDI, *SEQUENCES, "words ", "é🦊 ", "\r", "a\tb "])
-"""All of it each time, in another order: what comes in chunks is cut at every place."""
 FEW = settings(
     max_examples=2,
     deadline=None,
@@ -162,6 +162,7 @@ FEW = settings(
     ),  # each example is a whole app: a failure is told as it is found, not made smaller
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+# Those last that have the engine's process reckon, which goes on after they are closed.
 SCREENS = (
     "chats",
     "branches",
@@ -174,12 +175,11 @@ SCREENS = (
     "what_if",
     "choose_model",
 )
-"""Those last that have the engine's process reckon, which goes on after they are closed."""
 
 
 def segments(c: Chat) -> Iterator[Segment]:
     screen = c.app.screen
-    return (segment for strip in screen._compositor.render_strips(screen.size) for segment in strip)
+    return (segment for strip in strips_of(screen) for segment in strip)
 
 
 def check(c: Chat) -> None:
@@ -201,10 +201,10 @@ def hold(c: Chat) -> None:
 async def look_everywhere(c: Chat) -> None:
     check(c)
     for action in SCREENS:
-        c.app.chat.do(action)
+        c.app.view.do(action)
         await c.pilot.pause(0.05)
         check(c)
-        while c.app.screen is not c.app.chat:
+        while c.app.screen is not c.app.view:
             await c.app.pop_screen()
 
 
@@ -264,9 +264,9 @@ async def test_what_a_model_says(
         hold(c)
 
         def say(event: protocol.EngineMessage) -> None:
-            c.app.chat.post_message(EngineSaid(event, c.app.chat.bridge.process_number))
+            c.app.view.post_message(EngineSaid(event, c.app.chat.bridge.process_number))
 
-        reply = c.session._id
+        reply = reply_of(c.session)
         for kind, chunks in (("thinking", thinking), ("answer", [*text, f"\n\nSo {MARKUP} and {LINK}."])):
             for chunk in (char for piece in chunks for char in piece):
                 say(ReplyEvent(reply, TextChunk(chunk, kind)))
@@ -356,7 +356,7 @@ async def test_names_of_files_and_models_settings_and_errors(
         await c.until(lambda: "[red]red[/red]" in c.screen_text(), "the notice, as it was written")
         check(c)
         for command in ("attach", "import", "pull"):
-            c.app.chat.do(command, str(tmp_path / name))
+            c.app.view.do(command, str(tmp_path / name))
             await asyncio.sleep(0.2)
             check(c)
     assert foreign(written()) == []

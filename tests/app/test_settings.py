@@ -18,18 +18,16 @@ from hypothesis import strategies as st
 from textual.widgets import Input, OptionList, TextArea
 
 from tests.app.conftest import Chat
+from tests.scripted_engine import model_spec
 from tokamac.app import settings
-from tokamac.app.backend.protocol import ModelInfo
 from tokamac.app.chat.preferences import ChatOverrides, Preferences, as_settings, own_of
+from tokamac.app.chat.settings_form import SAMPLING_FIELDS, THIS_CHAT, FieldError, Form, Sheet
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.profiles import CHAT_KV, Profile, differing, why_no_name
-from tokamac.app.settings import Settings, merged
-from tokamac.app.settings_form import SAMPLING_FIELDS, FieldError, Form, Sheet
+from tokamac.app.settings import CHAT_KV, Profile, Settings, differing, merged, why_no_name
 from tokamac.app.store.store import Store
-from tokamac.app.tui.screens import Tick
-from tokamac.app.tui.screens.profiles import ProfilesScreen
-from tokamac.app.tui.screens.settings import SettingsScreen, SystemScreen
+from tokamac.app.tui.screens.dialog import Tick
+from tokamac.app.tui.screens.settings import ProfilesScreen, SettingsScreen, SystemScreen
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 # Settings survive a round trip; what can't be used is said, kept, and never fatal.
@@ -206,6 +204,7 @@ def test_the_form_has_every_option_but_those_of_single_requests() -> None:
     assert {field.name for field in SAMPLING_FIELDS} == {each.name for each in fields(Sampling)} - {
         "logprobs",
         "json_schema",
+        "loop_grace",
     }
 
 
@@ -387,15 +386,13 @@ async def ready(c: Chat) -> None:
 
 async def choose(c: Chat, temperature: str, *, own: bool) -> str:
     """Set the temperature in the form, for this chat only or not; return what the form said before."""
-    await c.pilot.press("ctrl+t")
-    await c.until(lambda: isinstance(c.app.screen, SettingsScreen))
-    screen = c.app.screen
-    screen.query_one("#own", Tick).value = own
-    await c.pilot.pause()
-    before: str = screen.query_one("#temperature", Input).value
-    screen.query_one("#temperature", Input).value = temperature
-    await c.pilot.press("ctrl+s")
-    await c.until(lambda: c.app.screen is c.app.chat)
+    screen = await c.opened("ctrl+t", SettingsScreen)
+    await c.find_setting("own")
+    if (screen.texts["own"] == "on") is not own:
+        await c.pilot.press("enter")
+    before = screen.texts["temperature"]
+    await c.write_setting("temperature", temperature)
+    await c.close_settings()
     return before
 
 
@@ -878,7 +875,7 @@ async def test_the_profile_of_the_command_line_is_for_one_run_and_flags_go_befor
 
 
 def test_the_sheet_has_a_line_for_each_option_of_the_template_and_says_what_a_model_can_not_take() -> None:
-    info = ModelInfo("qwen", thinking_modes=("on", "off"), template_names=("enable_thinking", "style", "tools"))
+    info = model_spec("qwen", thinking_modes=("on", "off"), template_names=("enable_thinking", "style", "tools"))
     form = Form(info)
     template = TemplateOptions("low", 5, {"style": "brief", "depth": 3})
     texts = form.texts(Sheet(template))
@@ -893,27 +890,34 @@ def test_the_sheet_has_a_line_for_each_option_of_the_template_and_says_what_a_mo
     assert not any(name.startswith("option:") for name in Form().fields)
 
 
-async def test_a_setting_goes_back_to_its_default_by_one_key_and_is_walked_without_a_mouse(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_settings_are_searched_walked_and_reset_by_keys(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking", size=(60, 20)) as c:
-        await ready(c)
+        await c.ready()
         screen = await c.opened("ctrl+t", SettingsScreen)
-        await c.until(lambda: "All settings are at their defaults." in c.screen_text())
+        await c.until(lambda: "Temperature" in c.screen_text())
+        await c.pilot.press(*"thinking")
+        await c.until(lambda: "Temperature" not in c.screen_text())
         await c.pilot.press("right")
-        assert screen.query_one("#thinking", Input).value == "on"
-        await c.until(lambda: "● Thinking" in c.screen_text())
+        await c.until(lambda: "● Thinking            on" in c.screen_text() and "● 1 differ" in c.screen_text())
         await c.pilot.press("ctrl+r")
         await c.until(lambda: "● Thinking" not in c.screen_text())
-        await c.pilot.press("left", "down", *"few", "down")
-        await c.until(lambda: "'few' is not" in c.screen_text())
-        assert screen.query_one("#thinking", Input).value == "off"
-        await c.pilot.press("enter")
-        await c.until(lambda: "Thinking budget: 'few' is not valid (tokens; empty" in c.screen_text())
-        assert screen.query_one("#thinking_budget").has_focus
-        await c.pilot.press("ctrl+r", *["pagedown"] * 7)
-        assert screen.query_one("#app-models_folder").has_focus
-        await c.pilot.press(*"/models", "down", "right", "enter")
-        await c.until(lambda: c.app.screen is c.app.chat)
+        await c.pilot.press("left", "down", "enter", *"few", "enter")
+        await c.until(lambda: "Thinking budget: 'few' is not valid" in c.screen_text())
+        await c.pilot.press("escape", "escape")
+        assert (screen.texts["thinking"], screen.texts["thinking_budget"]) == ("off", "")
+        await c.pilot.press(*"nothing", "enter")
+        await c.until(lambda: "No matches." in c.screen_text())
+        await c.pilot.press("escape", *["pagedown"] * 7)
+        await c.find_setting("models_folder")
+        await c.pilot.press("enter", *"/models", "enter")
+        await c.find_setting("panel")
+        await c.pilot.press("right", "ctrl+s")
+        await c.until(lambda: c.app.screen is c.app.view)
         read = settings.load(tmp_path / "settings.toml").settings
         assert (read.models_folder, read.panel, read.template) == ("/models", False, TemplateOptions("off"))
+
+
+def test_what_the_loaded_model_can_take_comes_before_what_it_can_not() -> None:
+    titles = lambda info: [each.title for each in Form(info).groups if each.scope == THIS_CHAT]  # noqa: E731
+    assert titles(model_spec("plain"))[-2:] == ["Thinking", "Chat template"]
+    assert titles(model_spec("qwen", thinks=True)) == ["Sampling", "Thinking", "More about sampling", "Chat template"]

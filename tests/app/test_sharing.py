@@ -18,6 +18,7 @@ import pytest
 from tests.app.serve.serving import serving
 from tests.engine.helpers import until
 from tests.scripted_engine import SCRIPTED
+from tests.waiting import PATIENCE_S
 from tokamac.app.backend.client import BackendEvent, Died, EngineLink, EngineProcess
 from tokamac.app.backend.protocol import (
     AskCount,
@@ -61,7 +62,7 @@ class Heard:
     def next(self, kind: type[T]) -> T:
         """Return the next of a kind; others are passed over."""
         while True:
-            event = self.events.get(timeout=60)
+            event = self.events.get(timeout=PATIENCE_S)
             if isinstance(event, kind):
                 return event
             assert not isinstance(event, Died), event
@@ -178,14 +179,14 @@ def test_while_another_model_is_loaded_guests_hear_of_it_and_get_no_reply_of_it(
         assert of_server.next(Loaded).load == first + 1
         refused = of_server.next(RequestFailed)
         assert (refused.id, refused.kind) == (1, "AnotherModelError")
-        process.send(Load("fails"))
+        process.send(Load("missing"))
         of_server.next(Loading)
         assert of_server.next(RequestFailed).id is None
         server.close()
 
 
 def of_strict_end(heard: Heard) -> Died:
-    while not isinstance(event := heard.events.get(timeout=60), Died):
+    while not isinstance(event := heard.events.get(timeout=PATIENCE_S), Died):
         pass
     return event
 

@@ -4,10 +4,11 @@ import io
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any, Self
 
 import pytest
 
-from tests.app.conftest import PATIENCE_S, Chat
+from tests.app.conftest import PATIENCE_S, Chat, reply_of
+from tests.scripted_engine import model_spec
 from tokamac.app import settings
-from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent
+from tokamac.app.backend.protocol import Generate, Load, Loaded, ReplyEvent
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import NOT_RUN, Reply, Tree, Turn, messages
 from tokamac.app.chat.preferences import Preferences
@@ -35,14 +37,13 @@ from tokamac.app.chat.steps import (
     ToolAnswered,
 )
 from tokamac.app.commands import ask, loading
+from tokamac.app.commands.ask import AskTools
+from tokamac.app.serve.answering import ServedReply
 from tokamac.app.settings import McpServer, Settings, ToolSettings
 from tokamac.app.store.values import ToolResult
-from tokamac.app.tools import files
-from tokamac.app.tools.calculate import Clock, evaluate, shown
-from tokamac.app.tools.callers import AskTools
-from tokamac.app.tools.files import AllowedFolders, ListFolder, ReadFile, SearchFiles
-from tokamac.app.tools.mcp import McpConnection, McpTool
-from tokamac.app.tools.tool import (
+from tokamac.app.tools import builtin
+from tokamac.app.tools.builtin import AllowedFolders, Clock, ListFolder, ReadFile, SearchFiles, evaluate, shown
+from tokamac.app.tools.calls import (
     LONGEST_RESULT,
     Decision,
     Tool,
@@ -52,9 +53,9 @@ from tokamac.app.tools.tool import (
     decision_of,
     result_of,
 )
-from tokamac.app.tools.toolbox import Toolbox, UnknownToolError
+from tokamac.app.tools.toolbox import McpConnection, McpError, McpTool, Toolbox, UnknownToolError
 from tokamac.app.tui.markdown.turns import ReplyMessage, ToolMessage, UserMessage
-from tokamac.app.tui.screens.tools import ConsentScreen, ToolsScreen
+from tokamac.app.tui.screens.dialog import ConsentScreen, ToolsScreen
 from tokamac.engine.events import Event, Finished, Message, TextChunk, ToolCall, ToolCallDelta
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
@@ -142,12 +143,12 @@ def test_a_pattern_that_takes_for_ever_is_given_up(folder: Path) -> None:
 
 def test_a_search_is_bounded_whether_or_not_anything_matches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search = SearchFiles(AllowedFolders([folder]))
-    monkeypatch.setattr(files, "MOST_FILES", 2)
+    monkeypatch.setattr(builtin, "MOST_FILES", 2)
     assert (
         told(search, text="needle", files="*.nothing") == "no line matches\n[stopped early: search in a smaller folder]"
     )
     monkeypatch.undo()
-    monkeypatch.setattr(files, "SEARCH_S", 0.0)
+    monkeypatch.setattr(builtin, "SEARCH_S", 0.0)
     assert told(search, text="e", path="notes.md").endswith("[stopped early: search in a smaller folder]")
 
 
@@ -218,13 +219,13 @@ def ready(*, takes: bool = True) -> Session:
     session = Session(Load("guide"), Sampling(), "", lambda: 0.0)
     session.offer(SPECS)
     session.start()
-    session.on_event(Loaded(ModelInfo("m", takes_tools=takes, later_system=True)))
+    session.on_event(Loaded(model_spec("m", takes_tools=takes, later_system=True)))
     return session
 
 
 def finish(session: Session, *calls: ToolCall, text: str = "") -> list[Step]:
     reason: Any = "tool_calls" if any(not each.problem for each in calls) else "stop"
-    return session.on_event(ReplyEvent(session._id, Finished(reason, text, METRICS, tool_calls=calls)))
+    return session.on_event(ReplyEvent(reply_of(session), Finished(reason, text, METRICS, tool_calls=calls)))
 
 
 def asked(steps: list[Step]) -> list[Generate]:
@@ -259,7 +260,7 @@ def test_a_reply_that_begins_with_a_call_is_written_from_its_first_piece_on() ->
     session = ready()
     session.submit("What is it?")
     assert session.engine.phase is EnginePhase.PREFILL
-    assert session.on_event(ReplyEvent(session._id, ToolCallDelta("add", '{"a"', "a"))) == []
+    assert session.on_event(ReplyEvent(reply_of(session), ToolCallDelta("add", '{"a"', "a"))) == []
     assert session.engine.phase is EnginePhase.DECODING
 
 
@@ -304,7 +305,7 @@ def test_a_call_of_a_chat_in_the_background_is_run_whatever_tools_the_open_one_h
     preferences.choose_tools([])
     ended: queue.SimpleQueue[ToolResult] = queue.SimpleQueue()
     preferences.run_tool(ToolCall("calculate", '{"expression": "6 * 7"}', "a"), ended.put)
-    result = ended.get(timeout=10)
+    result = ended.get(timeout=PATIENCE_S)
     assert (result.text, result.outcome) == ("42", "done")
 
 
@@ -343,13 +344,37 @@ def test_calls_without_end_are_ended() -> None:
     assert [step.text for step in steps if isinstance(step, Notice)] == ["Stopped: the model made more than 2 calls."]
 
 
+def test_a_call_that_can_not_be_read_goes_back_to_the_model_once() -> None:
+    session, bad = ready(), ToolCall("", "{", "d", problem="no JSON")
+    (asked_first,) = asked(session.submit("a"))
+    (again,) = asked(finish(session, bad))
+    assert [each.content for each in again.messages if each.role == "tool"] == [
+        "Your call could not be read: no JSON. Write it again, in the right form."
+    ]
+    assert len(again.messages) == len(asked_first.messages) + 2
+    steps = finish(session, replace(bad, id="e"))
+    assert asked(steps) == []
+    assert [step.text for step in steps if isinstance(step, Notice)] == [
+        "Stopped: the model's calls could not be read, twice in a row."
+    ]
+    session.submit("b")
+    assert asked(finish(session, bad)), "of another prompt, it is told again"
+
+
+def test_a_server_names_arguments_of_another_type() -> None:
+    reply = ServedReply(0)
+    reply.add(ToolCall("add", '{"a": "x"}', "c", mistyped=("a",)))
+    reply.add(Finished("tool_calls", "", METRICS))
+    assert reply.figures["mistyped"] == {"c": ["a"]}
+
+
 def test_regenerating_and_continuing_keep_to_the_right_place() -> None:
     session = ready()
     session.tools.allowed = {"add"}
     session.submit("a")
     finish(session, CALL)
     session.tool_ended(ToolResult(CALL, "1"))
-    session.on_event(ReplyEvent(session._id, Finished("length", "It is", METRICS)))
+    session.on_event(ReplyEvent(reply_of(session), Finished("length", "It is", METRICS)))
     (more,) = asked(session.continue_reply())
     assert [each.role for each in more.messages] == ["user", "assistant", "tool", "assistant"]
     assert more.continues
@@ -515,7 +540,7 @@ def fail() -> str:
 @app.tool()
 def hang() -> str:
     """Take for ever."""
-    time.sleep(60)
+    time.sleep(600)
     return ""
 
 @app.tool()
@@ -556,7 +581,7 @@ def test_a_server_tells_its_tools_and_is_called_and_survives_its_death(server: C
 def test_a_slow_server_costs_one_call(server: Callable[..., McpConnection]) -> None:
     connection = server()
     tools = {tool.spec.name: tool for tool in connection.tools()}
-    connection._server = replace(connection._server, seconds=0.5)  # to start, it may take longer
+    connection.server = replace(connection.server, seconds=0.5)  # to start, it may take longer
     assert "did not answer within 0.5 s" in told(tools["probe_hang"])
     connection.close()
 
@@ -574,6 +599,49 @@ def test_a_server_that_is_not_there_is_one_sentence(server: Callable[..., McpCon
     box.retry(["gone"])
     assert box.state_of("gone") == "not started"
     box.close()
+
+
+def test_a_server_that_ends_is_quoted(server: Callable[..., McpConnection], tmp_path: Path) -> None:
+    del server  # mcp is there
+    for name, code, why in (
+        (
+            "loud",
+            "print('a log'); raise SystemExit('no \x1b[2Jtoken: set PROBE_TOKEN')",
+            "could not be started: no �token: set",
+        ),
+        ("mute", "raise SystemExit(3)", "could not be started: Connection closed"),
+    ):
+        connection = McpConnection(name, McpServer(sys.executable, ("-c", code), seconds=60.0), tmp_path / "mcp.log")
+        with pytest.raises(McpError, match=re.escape(f"the MCP server {name} {why}")):
+            connection.tools()
+
+
+def test_servers_that_were_added_changed_or_removed_are_noticed(
+    server: Callable[..., McpConnection], tmp_path: Path
+) -> None:
+    del server  # its script is there
+    how = McpServer(sys.executable, (str(tmp_path / "server.py"),))
+    box = Toolbox(Settings(mcp={"a": how}), tmp_path, tmp_path / "log")
+    assert box.start("a") == 4
+    box.update({"a": how, "b": how, "no name": how})
+    assert [(name, box.state_of(name)) for name in box.servers] == [("a", "running, 4 tools"), ("b", "not started")]
+    box.update({"a": replace(how, seconds=9.0)})
+    assert [(name, box.state_of(name)) for name in box.servers] == [("a", "not started")]
+    with pytest.raises(McpError, match="not in the settings any more"):
+        box.start("b")
+    box.close()
+
+
+async def test_a_server_that_is_added_while_the_chat_runs_is_listed(chat: Callable[..., Any], tmp_path: Path) -> None:
+    async with chat("calls") as running:
+        await running.ready()
+        running.app.view.do("tools")
+        await running.on(ToolsScreen)
+        with (tmp_path / "settings.toml").open("a") as file:
+            file.write('[mcp.mine]\ncommand = "no-such-program"\n[mcp.wrong]\nargs = []\n')
+        await running.until(lambda: "not started" in running.screen_text(), "the new server")
+        assert "mine" in running.screen_text()
+        assert "[mcp] wrong" in running.notices
 
 
 def test_tools_are_listed_with_their_servers_and_what_the_user_allowed(
@@ -619,7 +687,7 @@ async def test_a_user_allows_one_call_denies_another_and_reads_what_came(
     del at_home
     async with chat("calls") as running:
         await running.ready()
-        running.app.chat.do("tools", "on read_file calculate")
+        running.app.view.do("tools", "on read_file calculate")
         assert "tools 2" in running.screen_text()
         await running.send("What shall I bring?")
         await choose(running)
@@ -648,7 +716,7 @@ async def test_a_user_allows_one_call_denies_another_and_reads_what_came(
         stored = running.recording.store.path(held)
         assert [each.role for each in stored] == ["user", "assistant", "tool", "tool", "assistant"]
         assert running.recording.store.chat(held).settings["tools"] == ["read_file", "calculate"]
-        running.app.chat.do("new_chat")
+        running.app.view.do("new_chat")
         assert running.session.tools.specs == ()
         running.app.chat.open_chat(held)
         assert [spec.name for spec in running.session.tools.specs] == ["read_file", "calculate"]
@@ -659,7 +727,7 @@ async def test_always_is_kept_and_escape_stops(chat: Callable[..., Any], at_home
     del at_home
     async with chat("calls") as running:
         await running.ready()
-        running.app.chat.do("tools", "on")
+        running.app.view.do("tools", "on")
         await running.send("And?")
         await choose(running, "down", "down", "down", "enter")
         await running.until(
@@ -682,7 +750,7 @@ async def test_the_list_turns_tools_on_and_off_and_takes_back_what_was_allowed(
     async with chat("calls", size=(80, 24)) as running:
         await running.ready()
         running.session.conversation.allowed.add("read_file")
-        running.app.chat.do("tools")
+        running.app.view.do("tools")
         await running.on(ToolsScreen)
         await running.until(lambda: "allowed in this chat" in running.screen_text(), "the list")
         assert "always allowed" in running.screen_text()
@@ -706,13 +774,13 @@ async def test_a_call_in_the_background_names_its_chat_which_alone_is_allowed_it
     del at_home
     async with chat("calls") as running:
         await running.ready()
-        running.app.chat.do("tools", "on")
+        running.app.view.do("tools", "on")
         await running.send("What shall I bring?")
         await running.on(ConsentScreen)
         first = running.session.conversation
         call = running.app.screen.call
         await running.app.pop_screen()
-        running.app.chat.do("new_chat")
+        running.app.view.do("new_chat")
         running.app.chat.perform([AskConsent(call)])
         await running.on(ConsentScreen)
         text = running.screen_text()
@@ -737,7 +805,7 @@ async def test_a_chat_opened_again_while_its_call_runs_shows_each_message_once(
     goes_on = threading.Event()
     async with chat("calls") as running:
         await running.ready()
-        running.app.chat.do("tools", "on read_file calculate")
+        running.app.view.do("tools", "on read_file calculate")
         running.session.conversation.allowed |= {"read_file", "calculate"}
         box = running.app.chat.preferences.toolbox
         runs = box.run
@@ -751,7 +819,7 @@ async def test_a_chat_opened_again_while_its_call_runs_shows_each_message_once(
         await running.send("What shall I bring?")
         await running.until(lambda: (call := running.session.tools.running) and call.name == "calculate", "the second")
         held = running.held
-        running.app.chat.do("new_chat")
+        running.app.view.do("new_chat")
         running.app.chat.open_chat(held)
         shown = running.transcript.messages
         kinds = [UserMessage, ReplyMessage, ToolMessage]
@@ -768,7 +836,7 @@ async def test_a_call_that_is_being_written_is_told(chat: Callable[..., Any]) ->
     """Its arguments may take the model a minute, and nothing of them is the answer's text."""
     async with chat("calls-slowly") as running:
         await running.ready()
-        running.app.chat.do("tools", "on read_file calculate")
+        running.app.view.do("tools", "on read_file calculate")
         await running.send("And?")
         await running.until(lambda: "writing a call of read_file ·" in running.screen_text(), "the first call")
         await running.until(lambda: "writing a call of calculate ·" in running.screen_text(), "the second")
@@ -781,7 +849,7 @@ async def test_a_model_that_calls_for_ever_is_ended(chat: Callable[..., Any], tm
     (tmp_path / "settings.toml").write_text('[tools]\nallowed = ["calculate"]\ncalls = 2\n')
     async with chat("calls-for-ever") as running:
         await running.ready()
-        running.app.chat.do("tools", "calculate")
+        running.app.view.do("tools", "calculate")
         await running.send("And?")
         await running.until(lambda: "more than 2 calls" in running.notices, "the notice")
         assert running.session.engine.phase is EnginePhase.IDLE
@@ -797,9 +865,10 @@ def test_a_command_runs_what_is_allowed_and_refuses_the_rest(
     box = Toolbox(Settings(), tmp_path, tmp_path / "log")
     call = ToolCall("calculate", '{"expression": "6 * 7"}', "a")
     allowed = AskTools(box, ["calculate"], ToolSettings(), allow=True)
-    assert allowed.answer([call]) == [Message("tool", "42", tool_call_id="a", name="calculate")]
+    (result,) = allowed.answer([call])
+    assert result.as_message == Message("tool", "42", tool_call_id="a", name="calculate")
     refused = AskTools(box, ["calculate"], ToolSettings(), allow=False)  # nobody types in a test
-    assert [each.content for each in refused.answer([call])] == ["The user did not allow this call."]
+    assert [each.text for each in refused.answer([call])] == ["The user did not allow this call."]
     assert "--allow-tools" in capsys.readouterr().err
 
 
@@ -820,7 +889,10 @@ def test_a_command_asks_for_a_call_with_all_of_its_arguments(
 
 
 class CallingEngine:
-    """Ends every reply with a call."""
+    """Ends every reply with a call. told: the results it was given."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.problem, self.told = problem, list[str]()
 
     def __enter__(self) -> Self:
         return self
@@ -831,20 +903,22 @@ class CallingEngine:
     def cancel(self) -> None:
         """Nothing runs."""
 
-    def generate(self, *_: object, template: TemplateOptions) -> Iterator[Event]:
+    def generate(self, messages: Sequence[Message], *_: object, template: TemplateOptions) -> Iterator[Event]:
         assert template.tools
-        call = ToolCall("calculate", '{"expression": "6 * 7"}', "a")
+        self.told = [each.content for each in messages if each.role == "tool"]
+        call = ToolCall("calculate", '{"expression": "6 * 7"}', "a", problem=self.problem)
         yield TextChunk("I look.", "answer")
         yield Finished("tool_calls", "I look.", METRICS, tool_calls=(call,))
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, box: Toolbox) -> int:
+def answered(monkeypatch: pytest.MonkeyPatch, box: Toolbox, engine: CallingEngine | None = None) -> int:
     """The status of ``tokamac ask --json``, of a model that calls for ever."""
-    monkeypatch.setattr(loading, "load", lambda *_, **__: CallingEngine())
+    monkeypatch.setattr(loading, "load", lambda *_, **__: engine or CallingEngine())
     tools = AskTools(box, ["calculate"], ToolSettings(calls=2), allow=True)
     options = ask.parser().parse_args(["why?", "--json", "--tools", "calculate"])
     options.sharing = None  # as without --nodes
-    return ask._answer(options, [Message("user", "why?")], Sampling(), (KVSpec(), TemplateOptions()), tools)
+    how = KVSpec(), TemplateOptions()
+    return ask._answer(options, (Draft("why?"), None), Sampling(), how, tools, kept=None)
 
 
 def test_a_command_says_that_a_model_that_calls_for_ever_gave_no_answer(
@@ -852,6 +926,15 @@ def test_a_command_says_that_a_model_that_calls_for_ever_gave_no_answer(
 ) -> None:
     assert answered(monkeypatch, Toolbox(Settings(), tmp_path, tmp_path / "log")) == 1
     assert "stopped without an answer: the model made more than 2 calls" in capsys.readouterr().err
+
+
+def test_a_command_tells_a_model_once_that_its_call_can_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = CallingEngine("no JSON")
+    assert answered(monkeypatch, Toolbox(Settings(), tmp_path, tmp_path / "log"), engine) == 1
+    assert engine.told == ["Your call could not be read: no JSON. Write it again, in the right form."]
+    assert "stopped without an answer: the model's calls could not be read, twice in a row" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_while_a_call_is_answered_and_the_last_line_is_the_result(

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.waiting import PATIENCE_S
 from tokamac.engine.events import Event
 from tokamac.engine.reply import ReplyTask
 from tokamac.engine.runner import Runner
@@ -24,7 +25,7 @@ from tokamac.engine.schedule.decoding import Lane
 
 T = TypeVar("T")
 
-DEADLINE_S = 60.0
+DEADLINE_S = PATIENCE_S
 
 
 def within(work: Callable[[], T]) -> T:
@@ -54,21 +55,25 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def made(runner: Runner, reply: ReplyTask) -> Iterator[Event]:
-    """Yield the events of one reply, made alone, on the engine's thread."""
-    events = reply.events()
-    given = next(events, None)
-    while True:
-        try:
-            if isinstance(given, Lane):
-                (found, *_) = runner.decode([given]) or [None]
-                given = events.send(None if found is None else found.token)
-                continue
-            if given is not None:
-                yield given
-            given = next(events)
-        except StopIteration:
-            return
+def made(runner: Runner, reply: ReplyTask, read: Callable[[Event], object] = lambda _: None) -> Iterator[Event]:
+    """Yield the events of one reply, made alone, on the engine's thread. read: given what a token says as it is handed over."""
+    said: list[Event] = []
+
+    def put(event: Event) -> None:
+        read(event)
+        said.append(event)
+
+    for given in reply.events():
+        if isinstance(given, Lane):
+            goes_on = False
+            while not goes_on:
+                for found in runner.decode([given]):
+                    assert found.token is not None
+                    goes_on = reply.feed(found.token, put)
+                    yield from said
+                    said.clear()
+        elif given is not None:
+            yield given
 
 
 # A seeded llama folder made with MLX: packed if wanted, a tokenizer whose every token is a byte, thinking marks if

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,28 @@ from mlx.utils import tree_flatten
 from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.utils import _get_classes
 
-from tests.engine.kv.models import kv_table, offset, trim
-from tests.engine.test_golden import build, golden
+from tests.engine.kv.models import kv_table, offset, trim, work_of_config
+from tests.families import build, golden
 from tests.golden.weights import tensor
 from tests.quant.models import write_source
-from tokamac.engine import Engine, Finished, Message, PromptCacheSpec, Sampling
+from tokamac.engine import Engine, Finished, Message, PromptCacheSpec, Sampling, TemplateOptions, ToolCall, ToolSpec
 from tokamac.engine.architectures import PREFIX, SAME_CLASS, loads_in_mlx_lm, own_architectures
 from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
-from tokamac.engine.kv import plan_caches, rewindable
-from tokamac.engine.kv.compressed import SPARE
+from tokamac.engine.kv.cache import rewindable
+from tokamac.engine.kv.layout import SPARE
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.kv.snapshot import freeze, thaw
+from tokamac.engine.lab.scoring import log_probabilities
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.model.config_rules import check_config
-from tokamac.engine.model.loader import build_model
+from tokamac.engine.model.loader import build_model, skeleton_model
 from tokamac.engine.model.safetensors import find_shards, read_header
-from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack
+from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack, query_heads
 from tokamac.engine.perf.cost import Cost, cost_of_folder
-from tokamac.engine.perf.footprint import KVTable, weigh, work_of_config
-from tokamac.engine.perf.model_work import query_heads
-from tokamac.engine.perf.workload import Attention
-from tokamac.engine.scoring import log_probabilities
-from tokamac.engine.text.template import ChatTemplate
-from tokamac.engine.text.thinking import DEEPSEEK
+from tokamac.engine.perf.footprint import KVTable, weigh
+from tokamac.engine.perf.roofline import Attention
+from tokamac.engine.text.template import ChatTemplate, template_of
 from tokamac.engine.text.tokenizer import load_tokenizer
 from tokamac.quant import convert
 
@@ -194,8 +193,8 @@ def test_minimax_m3_rotates_by_the_fraction_that_transformers_reads() -> None:
 # DeepSeek V4: as it is published, packed in fp8 and fp4, its caches taken back and kept, and what it costs.
 
 CASE = "deepseek_v4_published"
+# Sizes that fill more than one fp8 tile of 128 and whole fp4 groups of 32.
 SIZES = {"head_dim": 64, "moe_intermediate_size": 64, "hidden_size": 96, "vocab_size": 128}
-"""Sizes that fill more than one fp8 tile of 128 and whole fp4 groups of 32."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 PUBLISHED = (
@@ -479,8 +478,51 @@ def test_without_a_template_it_is_chatted_with_in_deepseeks_format(tmp_path: Pat
     rendered = tokenizer.render([Message(role, content) for role, content in talk])
     assert rendered == wanted
     assert tokenizer.opens_thinking(rendered)
-    off = ChatTemplate(DEEPSEEK, {"bos_token": BOS, "thinking": False}).render(messages, reply=True)
+    template = template_of({"model_type": kind})
+    assert template is not None
+    off = ChatTemplate(template, {"bos_token": BOS, "thinking": False}).render(messages, reply=True)
     assert off == deepseek_v32.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
+
+
+def test_deepseek_v32_is_given_tools_and_results_as_its_own_program_writes_them(tmp_path: Path) -> None:
+    deepseek_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, {"model_type": "deepseek_v32"}, "it")
+    tool, call = ToolSpec("add", "Adds.", {"type": "object"}), ToolCall("add", '{"a": 1, "b": "c", "d": [2]}', "1")
+    talk = [Message("system", "Be brief."), Message("user", "Add."), Message("assistant", "", "Hm.", (call, replace(call, id="2"))),
+            Message("tool", "3", tool_call_id="1"), Message("tool", "4", tool_call_id="2")]  # fmt: skip
+    function = {"function": {"name": call.name, "arguments": call.arguments}}
+    messages: list[dict[str, Any]] = [{"role": each.role, "content": each.content} for each in talk]
+    messages[2] |= {"reasoning_content": "Hm.", "tool_calls": [function, function]}
+    model = tokenizer.using(TemplateOptions(tools=(tool,)))
+    assert model.render(talk) == deepseek_v32.apply_chat_template(
+        messages, tools=[tool.as_dict], add_generation_prompt=True
+    )
+    more = [*talk, Message("assistant", "Seven.", "Well."), Message("user", "Thanks.")]
+    messages += [
+        {"role": "assistant", "content": "Seven.", "reasoning_content": "Well."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    assert model.render(more) == deepseek_v32.apply_chat_template(
+        messages, tools=[tool.as_dict], add_generation_prompt=True
+    )
+
+
+def test_deepseek_v4_is_given_tools_and_results_as_turns_of_the_user(tmp_path: Path) -> None:
+    deepseek_tokenizer(tmp_path)
+    made = load_tokenizer(tmp_path, {"model_type": "deepseek_v4"}, "it")
+    model = made.using(TemplateOptions(tools=(ToolSpec("look"),)))
+    calls = tuple(ToolCall("look", arguments, id) for id, arguments in (("a", '{"at": "x"}'), ("b", '{"n": 2}')))
+    results = [Message("tool", text, tool_call_id=id) for id, text in (("a", "1"), ("b", "2"))]
+    talk = [Message("user", "q"), Message("assistant", "So.", "Hm.", calls), *results]
+    said = model.render(talk)
+    assert said.endswith("<｜User｜><tool_result>1</tool_result>\n\n<tool_result>2</tool_result><｜Assistant｜><think>")
+    called = said[said.index("<think>Hm.</think>So.\n\n") :].partition("So.")[2].partition("<｜end▁of▁sentence｜>")[0]
+    reader = model.call_reader(0)
+    assert reader is not None
+    assert reader.dialect.name == "deepseek_v4"
+    found = reader.read(called.strip().removeprefix(reader.dialect.start))
+    assert [(each.name, each.values) for each in found] == [(each.name, each.values) for each in calls]
+    assert "<tool_result>2</tool_result>\n\nAnd?<｜Assistant｜>" in model.render([*talk, Message("user", "And?")])
 
 
 def test_a_reply_is_gone_on_with_in_its_thoughts_or_after_them(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import DEADLINE_S, within, write_model, write_tokenizer
+from tests.engine.inside import runtime_of, store_of
 from tokamac.engine import (
     Chat,
     ContextError,
@@ -30,10 +31,11 @@ from tokamac.engine import (
     TemplateError,
     TextChunk,
 )
+from tokamac.engine.events import PartialReply, unfinished
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.perf import memory
 from tokamac.engine.prompt_cache import cache
-from tokamac.engine.text.continuation import PartialReply, render, unfinished
+from tokamac.engine.text.prompt import render_continued as render
 from tokamac.engine.text.stream import ReplyText
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -326,8 +328,7 @@ def test_a_chat_says_what_it_is(talked: Chat) -> None:
 # not.
 
 TOKENS = 1000
-NEW = 20
-"""Tokens that each turn adds, and as many that it replies with."""
+NEW = 20  # tokens that each turn adds, and as many that it replies with
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +365,7 @@ def test_neither_of_two_is_computed_anew_at_a_switch(folder: Path) -> None:
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         one, other = LongChat(engine, 1), LongChat(engine, 2)
         assert (one.turn(), other.turn()) == (TOKENS + NEW, TOKENS + NEW)
-        held = engine.between(lambda: engine._runner._store.nbytes)
+        held = engine.between(lambda: store_of(engine).nbytes)
         assert held > cache.LEAST_MEMORY
         assert [chat.turn() for _ in range(3) for chat in (one, other)] == [NEW] * 6
 
@@ -403,8 +404,8 @@ def test_a_prompt_that_needs_the_room_has_it_and_the_older_conversation_goes_fir
         first.turn()
         second.turn()
         third.ids *= 2
-        runtime = engine._runner.runtime
-        live = engine.between(lambda: engine._runner._store.nbytes)
+        runtime = runtime_of(engine)
+        live = engine.between(lambda: store_of(engine).nbytes)
         peak = cache.predict_peak(runtime.shape, held=0, new=2 * TOKENS + NEW, chunk=512, reply=8).total
         others = engine.between(mx.get_active_memory) - runtime.shape.weights - live
         monkeypatch.setattr(memory, "array_budget", lambda: others + peak + live // 2 + (2 << 20))
@@ -549,7 +550,8 @@ def test_a_turn_that_opens_with_thinking_is_left_for_an_answer_without(tmp_path:
 
 
 def test_a_model_that_does_not_think_goes_on_with_an_answer_but_not_with_thinking(tmp_path: Path) -> None:
-    plain = tokenizer(tmp_path, THINKS, thinking=False)
+    marks_nothing = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
+    plain = tokenizer(tmp_path, marks_nothing, thinking=False)
     assert render(plain, [Message("user", "u")], Message("assistant", "yes", "hm")).endswith("<assistant>yes")
     with pytest.raises(TemplateError, match="was thinking"):
         render(plain, [Message("user", "u")], Message("assistant", "", "hm"))

@@ -15,10 +15,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx import nn
 from mlx.utils import tree_map
 
 from tests.engine.helpers import ALPHA, RANK, as_mlx, shapes_of, until, write_fused, write_model, write_peft
+from tests.engine.inside import replies_of, runner_of, runtime_of
+from tests.waiting import PATIENCE_S
 from tokamac.engine import (
     ContextError,
     DeviceError,
@@ -27,6 +31,7 @@ from tokamac.engine import (
     Event,
     Finished,
     KVSpec,
+    LoopFound,
     Message,
     OptionError,
     PrefillProgress,
@@ -42,6 +47,8 @@ from tokamac.engine.errors import (
     ModelUnsupportedError,
 )
 from tokamac.engine.model.adapters import attach, changes_of, read_adapter
+from tokamac.engine.reply import room_of_reply
+from tokamac.engine.text.stream import ENOUGH_TOKENS
 
 # The engine whole, on a tiny model: reuse, cancelling, seeds, threads, limits, closing.
 
@@ -68,6 +75,47 @@ def finish(events: Iterator[Event]) -> Finished:
 
 def ids(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(7, 262, count).tolist()
+
+
+STUCK = Sampling(temperature=0, logit_bias={65: 100}, max_tokens=ENOUGH_TOKENS + 60)  # type: ignore[arg-type]
+
+
+def test_a_reply_that_repeats_itself_ends_unless_it_is_let_go_on(tiny: Path) -> None:
+    with Engine.load(tiny, kv=KVSpec(window=64), prompt_cache=None) as engine:
+
+        def ended(sampling: Sampling, *, keeps_going: bool = False) -> tuple[str, str | None, int, int]:
+            reply = engine.generate(ids(5), sampling)
+            if keeps_going:
+                reply.keep_going()
+            events = list(reply)
+            end = finish(iter(events))
+            told = sum(isinstance(each, LoopFound) for each in events)
+            return end.reason, end.cut_by, end.metrics.generated_tokens, told
+
+        whole = ("length", "max_tokens", ENOUGH_TOKENS + 60)
+        assert ended(STUCK) == ("loop", None, ENOUGH_TOKENS, 0)
+        assert ended(replace(STUCK, loop_check=False)) == (*whole, 0)
+        assert ended(replace(STUCK, loop_grace=20)) == ("loop", None, ENOUGH_TOKENS + 20, 1)
+        assert ended(replace(STUCK, loop_grace=20), keeps_going=True) == (*whole, 1)
+
+
+def test_a_reply_leaves_room_for_the_next_turn_where_nobody_says_how_long_it_may_be(engine: Engine) -> None:
+    for prompt in (5, 300, 511):
+        end = finish(engine.generate(ids(prompt), replace(STUCK, max_tokens=None)))
+        assert (end.reason, end.cut_by) == ("length", "context")
+        assert end.metrics.generated_tokens == room_of_reply(512 - prompt, 512)
+    asked = finish(engine.generate(ids(500), replace(STUCK, max_tokens=400)))
+    assert (asked.cut_by, asked.metrics.generated_tokens) == ("context", 12)  # all that there is
+
+
+@given(st.integers(2, 10**6).flatmap(lambda context: st.tuples(st.just(context), st.integers(1, context - 1))))
+def test_the_room_that_is_kept_is_an_eighth_of_the_context_within_bounds(drawn: tuple[int, int]) -> None:
+    context, prompt = drawn
+    room = context - prompt
+    left = room - (reply := room_of_reply(room, context))
+    assert 1 <= reply <= room
+    kept = min(max(512, context // 8), 4096, context // 2)
+    assert left == min(kept, room // 2)
 
 
 def test_a_reply_is_progress_then_text_then_the_end(fresh: Engine) -> None:
@@ -337,7 +385,7 @@ def test_keep_system_pins_sinks_where_there_is_no_system_prompt(tiny: Path) -> N
     for keep in ("system", 4):
         with Engine.load(tiny, kv=KVSpec(window=64, keep=keep), prompt_cache=None) as engine:  # type: ignore[arg-type]
             prompting.append(finish(engine.generate([Message("user", "u" * 200)], GREEDY)).text)
-            assert engine._runner._prompting().pinned([Message("user", "u")]) == 4
+            assert runner_of(engine).prompting().pinned([Message("user", "u")]) == 4
     assert prompting[0] == prompting[1]
 
 
@@ -411,7 +459,7 @@ def test_cancel_reaches_replies_that_wait(fresh: Engine) -> None:
     threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 2)]
     for thread in threads:
         thread.start()
-    while len(fresh._replies.open) < 2:
+    while len(replies_of(fresh).open) < 2:
         time.sleep(0.001)
     fresh.cancel()
     for thread in threads:
@@ -433,7 +481,7 @@ def test_closing_tells_every_reader(tiny: Path) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    while len(engine._replies.open) < 2:
+    while len(replies_of(engine).open) < 2:
         time.sleep(0.001)
     engine.close()
     reader.join(30)
@@ -445,7 +493,7 @@ def test_closing_tells_every_reader(tiny: Path) -> None:
 def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = ids(300)
     calls = 0
-    model = fresh._runner.runtime.model
+    model = runtime_of(fresh).model
 
     class Failing:
         layers = model.layers
@@ -457,14 +505,14 @@ def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.Monkey
                 raise RuntimeError("no memory")
             return model(*args, **options)
 
-    monkeypatch.setattr(fresh._runner, "_runtime", replace(fresh._runner.runtime, model=Failing()))
+    monkeypatch.setattr(runner_of(fresh), "_runtime", replace(runtime_of(fresh), model=Failing()))
     with pytest.raises(DeviceError, match="no memory"):
         list(fresh.warm(prompt))
     monkeypatch.undo()
     assert finish(fresh.generate(prompt, GREEDY)).metrics.cached_tokens == 0
 
 
-@pytest.mark.parametrize("prompt", ["hello", [{"role": "user"}], [10, "x"], [1.5]])
+@pytest.mark.parametrize("prompt", [[{"role": "user"}], [10, "x"], [1.5]])
 def test_prompts_of_other_kinds_are_refused(engine: Engine, prompt: object) -> None:
     with pytest.raises(OptionError):
         list(engine.generate(prompt))  # type: ignore[arg-type]
@@ -503,7 +551,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "interrupted")
 
 
@@ -560,7 +608,7 @@ def test_packed_weights_stay_packed_and_take_the_change_beside_them(tmp_path: Pa
     peft = write_peft(tmp_path / "peft", plain, dora=dora)
     unpacked = _unpacked(tmp_path / "unpacked", packed, plain)
     with Engine.load(packed, prompt_cache=None, adapter=peft, cpu_exact=True) as engine:
-        module = engine.between(lambda: engine._runner.runtime.model)
+        module = engine.between(lambda: runtime_of(engine).model)
         assert any(isinstance(each, nn.QuantizedLinear) for each in module.modules())
         found = np.array(engine.logprobs(IDS))
     assert np.allclose(found, logprobs(write_fused(tmp_path / "fused", unpacked, peft)), atol=3e-4)
@@ -623,19 +671,19 @@ def test_the_spec_names_the_adapter_and_its_bytes_are_counted(tmp_path: Path, ti
         if path.endswith(("q_proj", "v_proj", "down_proj"))
     )
     with Engine.load(tiny, prompt_cache=None) as engine:
-        bare = engine._runner.runtime
+        bare = runtime_of(engine)
         assert engine.spec.adapter is None
         before, products, kernels = bare.work.weight_bytes(), bare.work.prefill_parameters, bare.work.launches
         weights = bare.shape.weights
     with Engine.load(tiny, prompt_cache=None, adapter=str(peft)) as engine:
-        work = engine._runner.runtime.work
+        work = runtime_of(engine).work
         assert engine.spec.adapter == str(peft)
         assert engine.spec.adapter_digest == read_adapter(peft, "x").digest
         assert any(f"6 matrices of rank {RANK}, trained on org/base" in note for note in engine.spec.notes)
         assert work.weight_bytes() == before + 4 * numbers
         assert work.prefill_parameters == products + numbers
         assert work.launches == kernels + 6 * 4
-        assert engine._runner.runtime.shape.weights == weights + 4 * numbers
+        assert runtime_of(engine).shape.weights == weights + 4 * numbers
 
 
 def test_every_byte_of_an_adapter_is_in_its_digest(tmp_path: Path, tiny: Path) -> None:

@@ -5,7 +5,6 @@ import fcntl
 import os
 import socket
 import sqlite3
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import pytest
 from tests.engine.helpers import within
 from tests.quant.models import make_source
 from tests.tiny import make_tiny
-from tokamac.app import prompts, settings
+from tokamac.app import settings
 from tokamac.app.chat.attachments import AttachError, read_file
-from tokamac.app.commands import kv_quality
+from tokamac.app.commands import prompts
+from tokamac.app.commands.bench import kv_quality
 from tokamac.app.models import local
 from tokamac.app.models.local import Folders
 from tokamac.app.store import export
@@ -30,13 +30,12 @@ from tokamac.engine.hub import download
 from tokamac.engine.hub.cache import Repo, is_whole, whole_snapshot
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.safetensors import find_shards
-from tokamac.engine.perf import measurement_store
+from tokamac.engine.perf import hardware
 from tokamac.engine.prompt_cache import folder
 from tokamac.engine.prompt_cache.folder import Folder, SegmentEntry, child_name, root_name
 from tokamac.engine.text.tokenizer import generation_config, load_tokenizer
-from tokamac.quant import calibration, convert
-from tokamac.quant.provenance import front_matter
-from tokamac.quant.report import read_recorded
+from tokamac.quant import convert, streaming
+from tokamac.quant.report import front_matter, read_recorded
 from tokamac.quant.resume import checksum, read_journal
 
 # A path that can be none is one where nothing is.
@@ -243,7 +242,7 @@ def test_the_prompt_caches_files(tmp_path: Path, make: Make) -> None:
 
 def test_what_is_kept_of_the_machine(tmp_path: Path, make: Make) -> None:
     make(tmp_path / "kept.json")
-    assert within(lambda: measurement_store.load(tmp_path / "kept.json")) == {}
+    assert within(lambda: hardware.load(tmp_path / "kept.json")) == {}
 
 
 def test_the_apps_own_files(tmp_path: Path, make: Make, special: Make) -> None:
@@ -259,10 +258,9 @@ def test_the_apps_own_files(tmp_path: Path, make: Make, special: Make) -> None:
         within(lambda: Store.open(tmp_path / "chats" / "chats.db"))
 
 
-def test_files_that_the_user_names(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_the_user_names(tmp_path: Path, make: Make, no_stdin: None) -> None:
     path = tmp_path / "notes.txt"
     make(path)
-    monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(prompts.InputError):
         within(lambda: prompts.compose("what is it?", [str(path)]))
     with pytest.raises(prompts.InputError):
@@ -272,7 +270,7 @@ def test_files_that_the_user_names(tmp_path: Path, make: Make, monkeypatch: pyte
     with pytest.raises(StoreError):
         within(lambda: export.read(path, now=0.0))
     with pytest.raises(OptionError):
-        within(lambda: calibration.text(path))
+        within(lambda: streaming.calibration_text(path))
 
 
 def test_a_conversions_files(tmp_path: Path, make: Make) -> None:
@@ -285,11 +283,10 @@ def test_a_conversions_files(tmp_path: Path, make: Make) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs /dev/fd")
-def test_what_a_shell_hands_over_as_a_file_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_shell_hands_over_as_a_file_is_read(no_stdin: None) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"a diff")
     os.close(writing)
-    monkeypatch.setattr(sys, "stdin", None)
     try:
         assert "a diff" in within(lambda: prompts.compose("Review it", [f"/dev/fd/{reading}"]))
     finally:
@@ -299,8 +296,7 @@ def test_what_a_shell_hands_over_as_a_file_is_read(monkeypatch: pytest.MonkeyPat
 # What is on the disk before a name leads to it, as macOS needs to be told; recorded, as only a loss of power would
 # tell.
 
-FULL_SYNC = 51
-"""F_FULLFSYNC, of macOS' <sys/fcntl.h>."""
+FULL_SYNC = 51  # F_FULLFSYNC, of macOS' <sys/fcntl.h>
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.helpers import write_model
-from tests.engine.kv.models import tiny_llama, tokens
-from tests.engine.kv.test_plan import built
+from tests.engine.inside import idle_of, runner_of, runtime_of, store_of
+from tests.engine.kv.models import built, tiny_llama, tokens
 from tokamac.engine import (
     DeviceError,
     Engine,
@@ -26,15 +26,15 @@ from tokamac.engine import (
 )
 from tokamac.engine.errors import computing_error, engine_error
 from tokamac.engine.generation import Generation, PrefillChunker
-from tokamac.engine.kv import install_seam, plan_caches
-from tokamac.engine.kv.probe import leaves
+from tokamac.engine.kv.attention import install_seam, leaves
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import PromptCacheSpec, TemplateOptions
 from tokamac.engine.prompt_cache import memory
-from tokamac.engine.runner import Runner
+from tokamac.engine.runner import Runner, cacheable, compute_prompt, stable_prompt, warm_stable
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.schedule.decoding import Decoder
-from tokamac.engine.schedule.policy import Pace
+from tokamac.engine.schedule.schedule import Pace
 
 # Where a prompt is cut: at multiples of the chunk, whatever a clock says, so its logits do not depend on the
 # machine's load.
@@ -52,11 +52,19 @@ class FixedChunking:
     whole: bool = False
     piece: int | None = None
 
-    def at(self, depth: int) -> int:
+    def tokens_at(self, depth: int) -> int:
         return self.size // 2 if depth >= self.deep else self.size
 
     def token_s(self, depth: int) -> float | None:
         """Not known, as on a CPU."""
+
+    @property
+    def first(self) -> int:
+        return self.tokens_at(0)
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self.token_s(0)
 
 
 @dataclass
@@ -102,7 +110,7 @@ def test_a_piece_is_never_larger_than_what_there_is_room_for():
 
 
 def test_deep_down_pieces_are_smaller_and_still_end_at_multiples():
-    assert sizes(0, 1500, deep=1024) == [512, 512, 256, 220]
+    assert sizes(4096, 1500, deep=5120) == [512, 512, 256, 220]
 
 
 def test_however_a_prompt_is_interrupted_its_cuts_are_the_same():
@@ -113,6 +121,8 @@ def test_however_a_prompt_is_interrupted_its_cuts_are_the_same():
         ]
 
 
+# Caches that grow, packed ones, rings alone; rings among caches that grow; recurrent states among them; a model's own,
+# in lists; recurrent states alone.
 STAGED = {
     "llama": (KVSpec(), KVSpec(key_bits=8, value_bits=4), KVSpec(window=48)),
     "gemma3_text": (KVSpec(),),
@@ -120,8 +130,6 @@ STAGED = {
     "deepseek_v32": (KVSpec(),),
     "mamba2": (KVSpec(),),
 }
-"""Caches that grow, packed ones, rings alone; rings among caches that grow; recurrent states among them;
-a model's own, in lists; recurrent states alone."""
 
 
 @pytest.mark.parametrize("stops_after", [1, 2, None])
@@ -185,7 +193,7 @@ def test_a_piece_that_was_stopped_still_shares_what_another_began_with_meanwhile
     install_seam()
     model, config = built("llama", num_hidden_layers=6)
     plan = plan_caches(model, config, KVSpec())
-    store = memory.MemoryStore(plan.make, lambda: 1 << 40, all_grow=True)
+    store = memory.CacheStore(plan.make, lambda: 1 << 40, all_grow=True)
     ids: list[int] = tokens(120)[0].tolist()  # type: ignore[assignment]
 
     def after(lease: memory.CacheLease, wanted: list[int]) -> mx.array:
@@ -216,11 +224,16 @@ def test_a_piece_that_was_stopped_still_shares_what_another_began_with_meanwhile
         assert mx.allclose(after(first, ids), cold(ids), atol=1e-4)
 
 
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are cut after so many tokens wherever they are."""
+    monkeypatch.setattr("tokamac.engine.chunking.Chunking.tokens_at", lambda *_: CHUNK)
+
+
 @pytest.mark.parametrize("what", ["reply", "warm"])
 def test_what_is_closed_within_a_chunk_gives_back_caches_that_hold_the_chunks_before(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, chunks: None, what: str
 ):
-    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: CHUNK)
     monkeypatch.setattr(PrefillChunker, "_stages", lambda *_: 2)
     generators: list[object] = []  # all are referred to: it is not enough to let go of one
 
@@ -234,21 +247,21 @@ def test_what_is_closed_within_a_chunk_gives_back_caches_that_hold_the_chunks_be
     monkeypatch.setattr(PrefillChunker, "compute", kept(PrefillChunker.compute))
     monkeypatch.setattr(Generation, "prefill_in_stages", kept(Generation.prefill_in_stages))
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as engine:
-        core: Runner = engine._runner
+        core: Runner = runner_of(engine)
         chunking = replace(core.runtime.chunking, piece=None)
         monkeypatch.setattr(core, "_runtime", replace(core.runtime, chunking=chunking))
 
         def closed() -> tuple[list[int], set[int]]:
             if what == "reply":
-                events = core.reply(PROMPT, GREEDY, Recorder(), lambda: False).events()
+                events = core.reply(core.request(PROMPT, GREEDY, Recorder()), lambda: False).events()
             else:
-                events = core.warm(PROMPT, lambda: False, Pace())
+                events = compute_prompt(core, cacheable(core, PROMPT), Pace(), cancelled=lambda: False)
             for _ in range(2):  # within the second chunk
                 while next(events) is not None:
                     pass
             events.close()
-            store: Any = core._store
-            live = store._idle.lease
+            store: Any = core.store
+            live = idle_of(store).lease
             return list(live.ids), {cache.offset for _, cache in leaves(live.caches)}
 
         assert engine.between(closed) == (PROMPT[:CHUNK], {CHUNK})
@@ -301,9 +314,8 @@ def test_where_pieces_of_any_size_are_the_same_a_slow_chunk_is_cut_by_tokens_and
 
 
 @pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)
-def engine(tiny: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(tiny: Path, request: pytest.FixtureRequest, chunks: None) -> Iterator[Engine]:
     """A model whose keys and values have so many bits, with prompts cut after 64 tokens."""
-    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: CHUNK)
     kv = KVSpec(key_bits=request.param[0], value_bits=request.param[1])
     with Engine.load(tiny, kv=kv, prompt_cache=PromptCacheSpec(disk=False), speculation=None) as loaded:
         yield loaded
@@ -336,8 +348,8 @@ def test_the_pace_of_the_machine_moves_no_cut_and_no_logit(engine: Engine, logit
     cuts, first = answer(engine, PROMPT)
     assert cuts == [0, 64, 128, 192, 256, 320, 384, 400]
     before, logits[:] = list(logits), []
-    engine._runner._store.clear()
-    engine._runner._store.rates.prefill_tps = prefill_tps
+    store_of(engine).clear()
+    store_of(engine).rates.prefill_tps = prefill_tps
     again, second = answer(engine, PROMPT)
     assert (again, second.text) == (cuts, first.text)
     assert logits == before
@@ -348,10 +360,11 @@ def test_what_idle_time_was_enough_for_moves_no_logit(engine: Engine, logits: li
     said = [Message("user", "How does it go on, and why? " * 12)]
     _, cold = answer(engine, said)
     before, logits[:] = list(logits), []
-    core: Runner = engine._runner
-    core._store.clear()
+    core: Runner = runner_of(engine)
+    core.store.clear()
     asked = itertools.count(1)
-    engine.between(lambda: [*core.warm_stable(said, lambda: next(asked) > looks, Pace(), TemplateOptions())])
+    stable = stable_prompt(core, said, TemplateOptions())
+    engine.between(lambda: [*warm_stable(core, stable, Pace(), cancelled=lambda: next(asked) > looks)])
     cuts, warm = answer(engine, said)
     assert cuts[0] >= CHUNK
     assert warm.text == cold.text
@@ -448,10 +461,10 @@ def either_engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engi
 def failing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[int, int], bool], error: BaseException
 ) -> Failing:
-    runtime = engine._runner.runtime
+    runtime = runtime_of(engine)
     model = Failing(runtime.model, when, error)
-    monkeypatch.setattr(engine._runner, "_runtime", replace(runtime, model=model))
-    monkeypatch.setattr(engine._runner, "_decoder", Decoder(model, ahead=runtime.ahead))
+    monkeypatch.setattr(runner_of(engine), "_runtime", replace(runtime, model=model))
+    monkeypatch.setattr(runner_of(engine), "_decoder", Decoder(model, ahead=runtime.ahead))
     return model
 
 
@@ -466,7 +479,7 @@ def last(events: list[Any]) -> Finished:
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_failed_piece_is_tried_again_at_half_its_size(either_engine, monkeypatch, error, step):
     plain = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
-    either_engine._runner._store.clear()
+    store_of(either_engine).clear()
     model = failing(either_engine, monkeypatch, lambda _, number: number == step, error)
     events = list(either_engine.generate(LONG_PROMPT, GREEDY))
     (told,) = [event for event in events if isinstance(event, MemoryPressure)]
@@ -500,7 +513,7 @@ def test_what_always_fails_is_an_error_with_a_remedy_and_the_engine_goes_on(eith
 
 def test_a_failure_while_decoding_ends_the_reply_and_drops_its_caches(either_engine, monkeypatch):
     plain = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
-    either_engine._runner._store.clear()
+    store_of(either_engine).clear()
     seen: list[int] = []
 
     def third_token(rows: int, _: int) -> bool:

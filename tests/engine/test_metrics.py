@@ -1,5 +1,6 @@
 """Gaps between tokens and their causes, and what a reply in progress says of its steps."""
 
+import itertools
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.helpers import made
+from tests.engine.inside import runner_of, worker_of
 from tests.mac import RecordedMac
 from tokamac.engine import Engine, KVSpec, Sampling, metrics
 from tokamac.engine.events import Finished, Live
@@ -27,8 +29,8 @@ from tokamac.engine.metrics import (
     StepCost,
     outliers,
 )
-from tokamac.engine.perf import macos
-from tokamac.engine.perf.macos import EVERY_S, ThrottleWatch, throttles
+from tokamac.engine.perf import hardware
+from tokamac.engine.perf.hardware import EVERY_S, ThrottleWatch, throttles
 from tokamac.engine.schedule.decoding import POOL_CLEAR_STEPS
 
 # Gaps that stand out, by hand; what may be named as their cause; and who watches the process for it.
@@ -216,9 +218,9 @@ def test_after_short_steps_the_system_is_seldom_asked_and_what_they_idled_is_no_
 
 def test_a_slow_reader_is_marked_with_what_it_took():
     watched = Watched()
-    for item in watched.watch.handed(iter("ab")):
+    for _ in range(2):
         watched.now_s += 0.02
-        assert item in "ab"
+        watched.watch.waited_s += 0.02
     watched.token(after_ms=10, computed_ms=10)
     watched.token(after_ms=10, computed_ms=10)
     assert watched.marks == [("slow reader", 40.0)]
@@ -238,12 +240,12 @@ def test_the_real_counters_see_a_process_that_stands_still():
 
 @pytest.mark.parametrize(("level", "held_back"), [(None, None), (0, False), (1, False), (2, True), (4, True)])
 def test_what_macos_says_of_heat(level, held_back):
-    states = {} if level is None else {macos.THERMAL_PRESSURE: level}
-    assert macos.throttled(RecordedMac(states=states)) is held_back
+    states = {} if level is None else {hardware.THERMAL_PRESSURE: level}
+    assert hardware.throttled(RecordedMac(states=states)) is held_back
 
 
 def test_both_reasons_are_told_and_what_is_not_said_is_none():
-    hot = {macos.THERMAL_PRESSURE: 2}
+    hot = {hardware.THERMAL_PRESSURE: 2}
     assert throttles(RecordedMac(states=hot, low_power_mode=True)) == ("thermal", "low power")
     assert throttles(RecordedMac(low_power_mode=True)) == ("low power",)
     assert throttles(RecordedMac()) == throttles(RecordedMac(states={}, low_power_mode=None)) == ()
@@ -274,9 +276,9 @@ def test_a_state_that_was_seen_is_remembered_for_the_reply():
     clocked = Clocked()
     clocked.look(after_s=0.0)
     assert clocked.watch.seen == ()
-    clocked.mac.states[macos.THERMAL_PRESSURE] = 3
+    clocked.mac.states[hardware.THERMAL_PRESSURE] = 3
     clocked.look(after_s=EVERY_S)
-    clocked.mac.states[macos.THERMAL_PRESSURE] = 0
+    clocked.mac.states[hardware.THERMAL_PRESSURE] = 0
     clocked.look(after_s=EVERY_S)
     assert clocked.watch.seen == clocked.watch.explains_gaps == ("thermal",)
 
@@ -355,25 +357,37 @@ def test_a_mark_belongs_to_the_token_that_comes_next():
     assert (outlier.token, outlier.gap_ms, outlier.causes) == (4, pytest.approx(40.0), ("pool cleared",))
 
 
-def test_a_reply_says_what_its_last_step_read_and_how_fast(engine: Engine):
+def test_a_reply_says_what_its_last_step_read(engine: Engine):
     seen, _ = reply(engine, 8, 120)
-    written = [live for live in seen if live.metrics.generated_tokens > metrics.RECENT_GAPS]
+    written = [live for live in seen if live.metrics.generated_tokens > 1]
     assert written
     for live in written:
         assert live.bytes_per_step == engine.limits(live.context_tokens).bytes_per_step
-        now = metrics.achieved_gbs(live.bytes_per_step, metrics.recent_rate(live.gaps_ms))
-        assert live.achieved_gbs == now
+        assert live.achieved_gbs == metrics.achieved_gbs(live.bytes_per_step, live.now_tps)
     before = [live for live in seen if live.metrics.generated_tokens < 2]
     assert all(live.achieved_gbs is None and live.outliers == () for live in before)
 
 
+@given(st.lists(st.one_of(st.just(0.0), st.floats(0.0001, 3)), max_size=200))
+def test_the_rate_now_is_of_a_second_and_twenty_tokens_at_least(gaps):
+    """Tokens that came several in a pass have no time between them."""
+    times = [*itertools.accumulate(gaps, initial=10.0)]
+    now = metrics.recent_rate(times)
+    assert (now is not None) == metrics.is_shown(len(gaps), times[-1] - times[0])
+    if now is not None:
+        spans = [(len(times) - 1 - begin, times[-1] - times[begin]) for begin in range(len(times) - 1)]
+        assert any(
+            now == pytest.approx(count / seconds) for count, seconds in spans if metrics.is_shown(count, seconds)
+        )
+
+
 def test_the_ends_percentiles_are_those_of_all_gaps(engine: Engine):
     recorders = []
-    core, answer = engine._runner, engine._runner.reply
+    core, answer = runner_of(engine), runner_of(engine).reply
 
-    def noted(prompt, sampling, recorder, cancelled, **more):
-        recorders.append(recorder)
-        return answer(prompt, sampling, recorder, cancelled, **more)
+    def noted(request, cancelled, **more):
+        recorders.append(request.recorder)
+        return answer(request, cancelled, **more)
 
     core.reply = noted
     _, end = reply(engine, 8, 60)
@@ -397,32 +411,36 @@ def test_growth_and_clearing_are_marked_where_they_happen(tiny: Path, kv: KVSpec
 def marks_of(engine: Engine, prompt: int, new: int):
     """Return what was marked in a reply, and whether steps are launched ahead."""
     recorder = Recorder()
-    runtime = engine._runner.runtime
+    runtime = runner_of(engine).runtime
     sampling = Sampling(temperature=0, max_tokens=new)
 
     def run():
         ids = [5 + i % 40 for i in range(prompt)]
-        runner = engine._runner
-        return Counter(type(e).__name__ for e in made(runner, runner.reply(ids, sampling, recorder, lambda: False)))
+        runner = runner_of(engine)
+        return Counter(
+            type(e).__name__ for e in made(runner, runner.reply(runner.request(ids, sampling, recorder), lambda: False))
+        )
 
-    assert engine._worker.call(run)["Finished"] == 1
+    assert worker_of(engine).call(run)["Finished"] == 1
     assert [mark.token for mark in recorder.marks] == sorted(mark.token for mark in recorder.marks)
     return recorder.marks, runtime.ahead
 
 
 def test_a_reader_who_keeps_the_engine_waiting_is_told_as_such(engine: Engine):
     recorder = Recorder()
-    runner = engine._runner
+    runner = runner_of(engine)
 
     def read():
-        slept_at = None
-        for event in made(runner, runner.reply([5, 6, 7], GREEDY, recorder, lambda: False)):
-            if slept_at is None and len(recorder.token_times) >= 20:
-                slept_at = len(recorder.token_times)
-                time.sleep(0.5)
-            last = event
-        return slept_at, last
+        slept_at = []
 
-    slept_at, end = engine._worker.call(read)
-    assert end.outliers[0].token == slept_at + 1
-    assert end.outliers[0].causes == ("slow reader",)
+        def sleep(_):
+            if not slept_at and len(recorder.token_times) >= 20:
+                slept_at.append(len(recorder.token_times))
+                time.sleep(0.5)
+
+        *_, last = made(runner, runner.reply(runner.request([5, 6, 7], GREEDY, recorder), lambda: False), sleep)
+        return slept_at[0], last
+
+    slept_at, end = worker_of(engine).call(read)
+    (gap,) = (each for each in end.outliers if each.token == slept_at + 1)  # a busy machine has others
+    assert gap.causes[0] == "slow reader"

@@ -17,6 +17,7 @@ import pytest
 
 import tokamac.engine
 import tokamac.quant
+from tests.engine.inside import runner_of
 from tokamac.engine import (
     ContextError,
     Engine,
@@ -29,9 +30,10 @@ from tokamac.engine import (
     PromptCacheSpec,
     Sampling,
 )
-from tokamac.engine.chat import given_count, given_ids, given_prompt
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.scoring import _rows_at_once, check_scored
+from tokamac.engine.events import given_ids, given_prompt
+from tokamac.engine.lab.scoring import _rows_at_once, check_scored, logprobs
+from tokamac.engine.options import given_count
 from tokamac.quant.options import Options
 
 # What callers may give an engine, and what they are told where they may not. The same for each of its methods.
@@ -66,7 +68,6 @@ def test_ids_of_any_kind_are_ids(engine: Engine, take: Callable[[Engine, object]
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("Hello", "a text is not"),
         (b"Hello", "a text is not"),
         ([], "no token"),
         (None, "NoneType"),
@@ -104,9 +105,20 @@ def test_the_openai_form_is_named_and_so_is_ours(engine: Engine, take: Callable[
         take(engine, [Message("user", "x"), 5])
 
 
-def test_a_text_is_told_where_it_belongs() -> None:
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+def test_a_text_is_one_message_of_the_user_and_no_ids(
+    engine: Engine, take: Callable[[Engine, object], object], request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.id in ("generate", "warm", "price"):
+        assert take(engine, "Hello") is not None
+    else:
+        with pytest.raises(OptionError, match="a text is not"):
+            take(engine, "Hello")
+
+
+def test_bytes_are_told_where_a_text_belongs() -> None:
     with pytest.raises(OptionError) as caught:
-        given_prompt("Hello")
+        given_prompt(b"Hello")
     for way in ("chat().send(text)", 'Message("user", text)', "tokenizer.encode(text)"):
         assert way in caught.value.hint
     with pytest.raises(OptionError, match="messages are not token ids"):
@@ -150,7 +162,7 @@ def test_sampling_is_a_sampling(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [("foo", "x"), (None, "x"), (["user"], "x"), ("user", None), ("user", b"x"), ("assistant", "x", None)]
+    "fields", [(None, "x"), (["user"], "x"), ("user", None), ("user", b"x"), ("assistant", "x", None)]
 )
 def test_a_message_has_a_role_and_texts(fields: tuple[object, ...]) -> None:
     with pytest.raises(OptionError):
@@ -171,13 +183,13 @@ def test_what_is_scored_must_fit_the_context(tiny: Path, engine: Engine) -> None
 
 
 def test_what_is_scored_must_fit_the_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = engine._runner
+    core = runner_of(engine)
     least = core.runtime.shape.weights
     monkeypatch.setattr("tokamac.engine.perf.memory.array_budget", lambda: least + 10_000_000)
     assert engine.logprobs([10, 11]).shape == (2, 272)
     monkeypatch.setattr(type(core.runtime.kv), "rolls", property(lambda _: True))  # no context is in the way
     with pytest.raises(MemoryLimitError, match=r"5,000 tokens need .*\(10\.9 MB .* 272 numbers"):
-        check_scored(core.runtime, core._store, 5_000, 2_048, 272)
+        check_scored(core.runtime, core.store, 5_000, 2_048, 272)
 
 
 @pytest.mark.parametrize("chunk", [None, 50])
@@ -189,7 +201,7 @@ def test_the_rows_that_are_counted_are_there(engine: Engine, chunk: int | None, 
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        engine._runner.logprobs(ids, chunk)
+        logprobs(runner_of(engine), ids, chunk)
         return mx.get_peak_memory() - before
 
     assert 4 * 272 * _rows_at_once(500, chunk or 500) <= engine.between(measured)

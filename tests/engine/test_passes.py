@@ -10,12 +10,10 @@ from itertools import pairwise
 import pytest
 
 from tokamac.engine import Engine, Finished, Message, PrefillProgress, Sampling
-from tokamac.engine.metrics import Mark, PromptBeside, Recorder, StepCost
-from tokamac.engine.passes.cost import PassCost, cost_of
-from tokamac.engine.passes.log import CAUSES, PassLogError, TimedTokens, log_of, pack
-from tokamac.engine.passes.tokens import OTHERS, PromptText, StepToken, StepTokens
-from tokamac.engine.passes.walk import ReplyWalk
-from tokamac.engine.passes.without_cache import (
+from tokamac.engine.events import PromptText, StepToken, StepTokens
+from tokamac.engine.lab.likely import OTHERS
+from tokamac.engine.lab.passes import CAUSES, PassCost, PassLogError, ReplyWalk, TimedTokens, cost_of, log_of, pack
+from tokamac.engine.lab.without_cache import (
     CacheWorth,
     KnownFigure,
     cache_worth,
@@ -24,13 +22,13 @@ from tokamac.engine.passes.without_cache import (
     units_with,
     units_without,
 )
+from tokamac.engine.metrics import Mark, PromptBeside, Recorder, StepCost
 from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.footprint import Footprint, weigh
 from tokamac.engine.perf.hardware import Chip
-from tokamac.engine.perf.machine import elsewhere
-from tokamac.engine.perf.what_if import WhatIfCase, load
-from tokamac.engine.perf.workload import Attention, KVUse
+from tokamac.engine.perf.roofline import Attention, KVUse
+from tokamac.engine.perf.what_if import WhatIfCase, elsewhere, load
 
 from ..scripted_engine import CHIP, WORK
 
@@ -106,8 +104,7 @@ def test_a_token_takes_eight_bytes_at_most() -> None:
     assert len(pack(TimedTokens(ids, ms))) <= 8 * many
 
 
-ENDLESS = base64.b64encode(zlib.compress((b"\x80" * 1000 + b"\x01") * 9)).decode()
-"""Numbers of thousands of bits."""
+ENDLESS = base64.b64encode(zlib.compress((b"\x80" * 1000 + b"\x01") * 9)).decode()  # numbers of thousands of bits
 
 
 @pytest.mark.parametrize("damage", ["", "not base64!", "AAAA", "eJwDAAAAAAE=", ENDLESS])
@@ -135,7 +132,7 @@ def test_the_cost_of_a_pass_is_the_work_of_the_model() -> None:
 
 
 def test_a_pass_takes_as_long_as_reading_or_computing() -> None:
-    work = COST.of(1, 99, head=True)
+    work = COST.work(1, 99, head=True)
     assert (work.weight_bytes, work.kv_bytes) == (1_000_000, 20_000)
     assert work.operations == 2 * 510_000 + 2 * 2 * 64 * 100
     assert work.weights_ms == pytest.approx(0.01)
@@ -145,7 +142,7 @@ def test_a_pass_takes_as_long_as_reading_or_computing() -> None:
 
 
 def test_what_is_unknown_of_a_chip_stays_unknown() -> None:
-    work = cost_of(WORK, Chip("somewhere", None, None, None, "unknown")).of(1, 10, head=True)
+    work = cost_of(WORK, Chip("somewhere", None, None, None, "unknown")).work(1, 10, head=True)
     assert (work.reading_ms, work.computing_ms, work.least_ms, work.share_of_ceiling(3.0)) == (None,) * 4
 
 

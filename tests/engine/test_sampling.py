@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.engine.helpers import write_model
 from tokamac.engine import ContextError, Engine, KVSpec, OptionError, PromptCacheSpec, Sampling
+from tokamac.engine.lab.scoring import windows
+from tokamac.engine.loading import recommended_sampling
 from tokamac.engine.options import STAGES
-from tokamac.engine.runner import recommended_sampling
 from tokamac.engine.sampling import (
     GROWS_BY,
     TIES,
@@ -32,11 +33,11 @@ from tokamac.engine.sampling import (
     penalise_repeats,
     take_top_k,
 )
-from tokamac.engine.scoring import windows
 
 # Sampling: filters against plain NumPy, seeds, penalties, and what options refuse.
 
 # Hundredths: nearer values would be ties in float32 once they are probabilities.
+PLAIN = Sampling(min_p=0, repetition_penalty=1)  # a model whose files say that nothing is to be done
 LOGITS = st.lists(st.integers(-800, 800), min_size=2, max_size=30, unique=True).map(lambda n: [i / 100 for i in n])
 
 
@@ -139,19 +140,13 @@ def drawn_from_the_whole(logits: mx.array, sampling: Sampling, seen: list[int], 
 )
 @settings(max_examples=60, deadline=None)
 def test_a_seed_draws_the_tokens_that_filters_over_the_whole_vocabulary_give(  # noqa: PLR0917
-    seed: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    penalty: float,
-    dtype: mx.Dtype,
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, dtype: mx.Dtype
 ) -> None:
     asked = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty, seed=seed
     )
     logits = (3 * mx.random.normal((1, 1500), key=mx.random.key(seed))).astype(dtype)  # bfloat16: with ties
-    sampler = Sampler(asked.resolved(Sampling()), [5, 6, 7])
+    sampler = Sampler(asked.resolved(PLAIN), [5, 6, 7])
     drawn = [int(sampler(logits).item()) for _ in range(12)]
     assert drawn == drawn_from_the_whole(logits, asked, [5, 6, 7], 12)
 
@@ -182,7 +177,7 @@ def test_a_token_searches_the_vocabulary_once_at_most(
 
     for name in ("sort", "argsort", "partition", "argpartition", "topk"):
         counted(name)
-    sampler = Sampler(asked.resolved(Sampling()), [])
+    sampler = Sampler(asked.resolved(PLAIN), [])
     sampler(mx.random.normal((1, 5000), key=mx.random.key(1)))
     assert len([size for size in sizes if size == 5000]) == searches
     assert all(size in (5000, 20 + TIES) for size in sizes)
@@ -216,7 +211,7 @@ def test_the_repetition_penalty_by_hand() -> None:
 
 def draw(sampling: Sampling, count: int = 40, vocabulary: int = 50) -> list[int]:
     logits = mx.random.normal((1, vocabulary), key=mx.random.key(5)) * 2
-    sampler = Sampler(sampling.resolved(Sampling()), [1, 2, 3])
+    sampler = Sampler(sampling.resolved(PLAIN), [1, 2, 3])
     return [int(sampler(logits).item()) for _ in range(count)]
 
 
@@ -236,14 +231,14 @@ def test_top_k_one_is_greedy_at_any_temperature() -> None:
 
 def test_sampled_shares_follow_the_softmax() -> None:
     logits = mx.log(mx.array([[0.5, 0.3, 0.2]]))
-    sampler = Sampler(Sampling(temperature=1, seed=0).resolved(Sampling()), [])
+    sampler = Sampler(Sampling(temperature=1, seed=0).resolved(PLAIN), [])
     counts = np.bincount([int(sampler(logits).item()) for _ in range(3000)], minlength=3) / 3000
     assert np.abs(counts - [0.5, 0.3, 0.2]).max() < 0.04
 
 
 def test_a_strong_penalty_ends_repetition() -> None:
     logits = mx.array([[3.0, 2.9, 2.8, 0.0]])
-    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0).resolved(Sampling()), [])
+    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0).resolved(PLAIN), [])
     assert [int(sampler(logits).item()) for _ in range(3)] == [0, 1, 2]
 
 
@@ -307,13 +302,23 @@ def test_what_is_not_asked_for_comes_from_the_model_then_from_the_defaults() -> 
     recommended = recommended_sampling({"temperature": 0.6, "top_k": 20, "top_p": 7, "repetition_penalty": 1.05})
     assert Sampling().resolved(recommended).repetition_penalty == 1.05
     assert Sampling(repetition_penalty=1.0).resolved(recommended).repetition_penalty == 1.0
-    assert Sampling().resolved(Sampling()).repetition_penalty == 1.0
+    assert Sampling().resolved(PLAIN).repetition_penalty == 1.0
     assert (recommended.temperature, recommended.top_k, recommended.top_p) == (0.6, 20, None)  # 7 is nonsense
     resolved = Sampling(temperature=0.1).resolved(recommended)
     assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (0.1, 20, 1.0, 0.0)
     assert recommended_sampling({"do_sample": False, "temperature": 0.9}).temperature == 0.0
     for nonsense in (float("inf"), float("nan"), -float("inf"), 10**400):
         assert recommended_sampling({"temperature": nonsense, "top_k": nonsense, "min_p": nonsense}) == Sampling()
+
+
+def test_what_neither_model_nor_user_names_is_a_mild_penalty_but_where_the_user_is_greedy() -> None:
+    named = Sampling().resolved(Sampling())
+    assert (named.temperature, named.min_p, named.repetition_penalty) == (0.7, 0.05, 1.1)
+    own = Sampling(min_p=0, repetition_penalty=1.3).resolved(Sampling())
+    assert (own.min_p, own.repetition_penalty) == (0, 1.3)
+    greedy = Sampling(temperature=0).resolved(Sampling())
+    assert (greedy.min_p, greedy.repetition_penalty) == (0.0, 1.0)
+    assert Sampler(greedy, []).takes_likeliest
 
 
 def test_a_stop_text_alone_is_one_stop() -> None:
@@ -326,7 +331,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
 
 
 def tokens_of(sampling: Sampling, logits: mx.array, count: int, sets: TokenSets | None = None) -> list[int]:
-    sampler = Sampler(sampling.resolved(Sampling()), [0], sets or TokenSets())
+    sampler = Sampler(sampling.resolved(PLAIN), [0], sets or TokenSets())
     return [int(sampler(logits).item()) for _ in range(count)]
 
 
@@ -346,7 +351,7 @@ DRAWN = {  # since random numbers are those of a position
 )
 @pytest.mark.parametrize("asked", DRAWN)
 def test_a_seed_draws_what_it_drew_before(asked: Sampling) -> None:
-    sampler = Sampler(asked.resolved(Sampling()), [4, 5, 6])
+    sampler = Sampler(asked.resolved(PLAIN), [4, 5, 6])
     logits = 2 * mx.random.normal((1, 900), key=mx.random.key(3))
     assert [int(sampler(logits).item()) for _ in range(12)] == DRAWN[asked]
 
@@ -354,7 +359,7 @@ def test_a_seed_draws_what_it_drew_before(asked: Sampling) -> None:
 @given(seed=st.integers(0, 999), cut=st.integers(1, 11), xtc=st.sampled_from((0.0, 0.5)))
 @settings(max_examples=20, deadline=None)
 def test_a_continued_reply_draws_what_the_whole_one_would(seed: int, cut: int, xtc: float) -> None:
-    asked = Sampling(temperature=1.3, seed=seed, xtc_probability=xtc, xtc_threshold=0.05).resolved(Sampling())
+    asked = Sampling(temperature=1.3, seed=seed, xtc_probability=xtc, xtc_threshold=0.05).resolved(PLAIN)
     logits = [2 * mx.random.normal((1, 200), key=mx.random.key(at)) for at in range(12)]
     whole, prompt = Sampler(asked, [4, 5]), [4, 5]
     said = [int(whole(each).item()) for each in logits]
@@ -470,7 +475,7 @@ def test_stages_apply_in_the_order_that_is_asked_for(order: list[str], seed: int
         presence_penalty=0.7, frequency_penalty=0.4, seed=seed,
     )  # fmt: skip
     logits = 1.5 * mx.random.normal((1, 200), key=mx.random.key(seed))  # more than top-k searches
-    sampler, seen = Sampler(asked.resolved(Sampling()), [0]), []
+    sampler, seen = Sampler(asked.resolved(PLAIN), [0]), []
     for _ in range(6):
         allowed = set(np.flatnonzero(np.isfinite(staged(np.asarray(logits[0]), asked, seen))).tolist())
         token = int(sampler(logits).item())
@@ -509,7 +514,7 @@ def test_nothing_ends_a_reply_before_the_least_number_of_tokens() -> None:
 def test_scores_are_the_models_own_whatever_is_done_to_its_logits(seed: int, count: int) -> None:
     asked = Sampling(temperature=2, top_k=5, presence_penalty=2, logit_bias={1: 9}, seed=seed, logprobs=count)
     logits = 3 * mx.random.normal((1, 30), key=mx.random.key(seed))
-    sampler = Sampler(asked.resolved(Sampling()), [0])
+    sampler = Sampler(asked.resolved(PLAIN), [0])
     row = np.asarray(logits[0], dtype=np.float64)
     expected = row - row.max() - np.log(np.exp(row - row.max()).sum())
     drawn = [int(sampler(logits).item()) for _ in range(3)]  # launched ahead: read later, in order
@@ -523,7 +528,7 @@ def test_scores_are_the_models_own_whatever_is_done_to_its_logits(seed: int, cou
 
 
 def test_without_being_asked_for_nothing_is_scored() -> None:
-    sampler = Sampler(Sampling(temperature=0).resolved(Sampling()), [0])
+    sampler = Sampler(Sampling(temperature=0).resolved(PLAIN), [0])
     sampler(mx.zeros((1, 5)))
     assert sampler.newest_score() == ()
     assert sampler.take_score() is None
@@ -531,7 +536,7 @@ def test_without_being_asked_for_nothing_is_scored() -> None:
 
 def test_a_token_that_is_put_in_place_of_the_chosen_one_counts_and_is_scored_in_its_place() -> None:
     logits = mx.array([[3.0, 2.5, 1.0]])
-    sampler = Sampler(Sampling(temperature=0, presence_penalty=1.0, logprobs=0).resolved(Sampling()), [0])
+    sampler = Sampler(Sampling(temperature=0, presence_penalty=1.0, logprobs=0).resolved(PLAIN), [0])
     assert int(sampler(logits).item()) == 0
     sampler.replace_last(mx.array([2], mx.uint32))
     assert int(sampler(logits).item()) == 0  # it was not used, so it has no penalty
@@ -614,11 +619,7 @@ def test_a_breaker_of_several_tokens_breaks_where_it_ends() -> None:
 )
 @settings(max_examples=150, deadline=None)
 def test_token_by_token_it_is_what_a_search_finds(
-    ids: list[int],
-    cut: int,
-    allowed: int,
-    single: frozenset[int],
-    sequence: tuple[frozenset[int], list[int]] | None,
+    ids: list[int], cut: int, allowed: int, single: frozenset[int], sequence: tuple[frozenset[int], list[int]] | None
 ) -> None:
     how = Sampling(dry_multiplier=0.8, dry_base=1.75, dry_allowed_length=allowed)
     breakers = Breakers(single, () if sequence is None else ((sequence[0], tuple(sequence[1])),))
@@ -676,7 +677,7 @@ def test_a_sampler_is_kept_from_a_loop() -> None:
     rows = np.full((4, 4), -9.0, dtype=np.float32)
     for token in range(3):
         rows[token, (token + 1) % 3], rows[token, 3] = 2.0, 1.0
-    asked = Sampling(temperature=0, dry_multiplier=0.8, dry_allowed_length=2).resolved(Sampling())
+    asked = Sampling(temperature=0, dry_multiplier=0.8, dry_allowed_length=2).resolved(PLAIN)
     sampler, last, said = Sampler(asked, [0], TokenSets(ends=frozenset({3}))), 0, [0]
     while last != 3 and len(said) < 30:
         last = int(sampler(mx.array(rows[last][None])).item())

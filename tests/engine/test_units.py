@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokamac.engine.units import figures, size, sizes
+from tokamac.engine.files import figures, size, sizes
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.engine.helpers import DEADLINE_S, until, within
+from tests.engine.inside import batches_of, replies_of, runtime_of, worker_of
 from tokamac.engine import (
     DeviceError,
     Engine,
@@ -69,17 +70,20 @@ def test_a_stream_is_ahead_of_a_slow_reader_and_not_of_one_that_left() -> None:
     clock = FakeClock()
     stream = EventStream(clock)
     for _ in range(LOOK_AHEAD):
-        assert not stream.is_ahead
+        assert not stream.ahead
         clock.now += 1  # a slow model: each token is a batch of its own
         stream.put(TextChunk("x"))
-    assert stream.is_ahead
-    next(stream.read())
-    assert not stream.is_ahead
+    assert stream.ahead
+    reader = stream.read()
+    next(reader)
+    next(reader)
     clock.now += 1
     stream.put(TextChunk("x"))
-    assert stream.is_ahead
+    assert not stream.ahead
     stream.abandon()
-    assert not stream.is_ahead
+    for _ in range(2):
+        stream.put(PrefillProgress(0, 1, 0))
+        assert not stream.ahead
 
 
 def test_text_that_follows_at_once_is_handed_over_together_and_in_order() -> None:
@@ -89,7 +93,7 @@ def test_text_that_follows_at_once_is_handed_over_together_and_in_order() -> Non
     stream.put(TextChunk("a"))
     assert next(reader) == TextChunk("a")  # the first is not kept waiting
     stream.put(TextChunk("b"))
-    assert stream._batches.empty()
+    assert batches_of(stream).empty()
     clock.now += 2 * HAND_OVER_S
     stream.put(TextChunk("c"))
     assert [next(reader), next(reader)] == [TextChunk("b"), TextChunk("c")]
@@ -228,7 +232,7 @@ def test_a_stream_that_rests_goes_on_once(ending: str) -> None:
     stream = EventStream()
     for done in range(LOOK_AHEAD):
         stream.put(PrefillProgress(done, LOOK_AHEAD, 0))
-    assert stream.is_ahead
+    assert stream.ahead
     if ending == "before it rests":
         stream.cancel()
     stream.rest(lambda: asked.append("again"))
@@ -245,7 +249,7 @@ def test_a_stream_that_rests_goes_on_once(ending: str) -> None:
     stream.end()
     list(events)
     assert asked == ["again"]
-    assert not stream.is_ahead
+    assert not stream.ahead
 
 
 def test_idle_work_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,8 +272,8 @@ def test_idle_work_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureF
 def test_an_engine_that_nobody_refers_to_closes_itself(tiny: Path) -> None:
     engine = Engine.load(tiny, prompt_cache=None)
     finish(engine.chat().send("hello", GREEDY))
-    gone, thread = weakref.ref(engine), engine._worker._thread
-    model = weakref.ref(engine._runner.runtime.model)
+    gone, thread = weakref.ref(engine), worker_of(engine)._thread
+    model = weakref.ref(runtime_of(engine).model)
     del engine
     gc.collect()
     assert gone() is None
@@ -351,11 +355,11 @@ class Struck(TextChunk):
 
 
 def test_an_interrupted_question_leaves_no_reply_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "read", lambda _: iter([Struck("x")]))
+    monkeypatch.setattr(EventStream, "next_batch", lambda _: [Struck("x")])
     with pytest.raises(KeyboardInterrupt) as caught:
         engine.ask(PROMPT, LONG)
     assert caught.traceback  # it holds the frames
-    assert engine._replies.open == []
+    assert replies_of(engine).open == []
 
 
 def test_one_reply_of_several_is_ended_from_another_thread(engine: Engine) -> None:
@@ -369,7 +373,7 @@ def test_one_reply_of_several_is_ended_from_another_thread(engine: Engine) -> No
     threads = [threading.Thread(target=read, args=pair) for pair in (("waiting", waiting), ("third", third))]
     for thread in threads:
         thread.start()
-    while len(engine._replies.open) < 3:
+    while len(replies_of(engine).open) < 3:
         time.sleep(0.001)
     waiting.cancel()
     ends["running"] = last(running)
@@ -417,7 +421,7 @@ def test_a_reply_that_is_let_go_of_ends(engine: Engine) -> None:
     next(events)
     del events
     gc.collect()
-    assert engine._replies.open == []
+    assert replies_of(engine).open == []
 
 
 async def collected(events: AsyncGenerator[Event, None]) -> list[Event]:
@@ -460,11 +464,9 @@ def test_the_event_loop_goes_on_meanwhile_and_replies_may_be_several(engine: Eng
 
 
 def ended(engine: Engine) -> bool:
-    """Whether no reply is open any more, soon."""
-    deadline = time.monotonic() + 30
-    while engine._replies.open and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not engine._replies.open
+    """Wait until no reply is open any more."""
+    until(lambda: not replies_of(engine).open)
+    return True
 
 
 def test_cancelling_the_task_ends_the_reply(engine: Engine) -> None:
@@ -538,7 +540,7 @@ def rolling(tiny: Path) -> Iterator[Engine]:
 
 def parked(engine: Engine) -> None:
     """Wait until the reply that is read is as far ahead as it may be."""
-    until(lambda: engine._replies.open[0]._batches.qsize() >= LOOK_AHEAD)
+    until(lambda: batches_of(replies_of(engine).open[0]).qsize() >= LOOK_AHEAD)
 
 
 CALLS: dict[str, Callable[[Engine], object]] = {
@@ -612,7 +614,7 @@ def test_a_reply_that_waits_for_its_reader_lets_calls_of_other_threads_go_first(
     parked(rolling)
     assert within(rolling.memory).active > 0
     assert within(lambda: rolling.price([5, 6, 7, 8])).prompt_tokens == 4
-    assert rolling._replies.open[0]._batches.qsize() <= LOOK_AHEAD + 1  # and it still waits
+    assert batches_of(replies_of(rolling).open[0]).qsize() <= LOOK_AHEAD + 1  # and it still waits
     events.close()
 
 
@@ -660,7 +662,7 @@ def test_nobody_waits_for_a_reader_of_an_endless_reply_who_has_paused(rolling: E
     paused = [rolling.generate([5, 6, first], ENDLESS) for first in (7, 8, 9)]
     for events in paused:
         next(events)
-    until(lambda: all(stream._batches.qsize() >= LOOK_AHEAD for stream in rolling._replies.open))
+    until(lambda: all(batches_of(stream).qsize() >= LOOK_AHEAD for stream in replies_of(rolling).open))
     assert within(lambda: finish(rolling.generate([5, 6, 11], GREEDY))).metrics.generated_tokens == 8
     assert within(rolling.memory).active > 0
     for events in paused:
@@ -730,7 +732,7 @@ def test_a_cancelled_reply_without_an_end_may_be_read_after_another(rolling: Eng
         endless = rolling.generate([5, 6, 7], ENDLESS)
         next(endless)
         parked(rolling)
-        (stream,) = rolling._replies.open
+        (stream,) = replies_of(rolling).open
         rolling.cancel()
         until(lambda: stream.ended)
         after = finish(rolling.generate([5, 6, 7], GREEDY)).metrics.generated_tokens
@@ -744,7 +746,7 @@ def test_cancelling_reaches_a_reply_that_waits_for_its_reader_though_nobody_read
     events = own_engine.generate([5, 6, 7], MANY_TOKENS)
     next(events)
     parked(own_engine)
-    (stream,) = own_engine._replies.open
+    (stream,) = replies_of(own_engine).open
     own_engine.cancel()
     until(lambda: stream.ended)
     assert within(lambda: finish(events)).reason == "cancelled"
@@ -799,13 +801,13 @@ def test_a_reply_rests_at_its_bound_also_while_another_waits(own_engine: Engine)
     next(events)
     parked(own_engine)
     time.sleep(0.3)
-    stream = own_engine._replies.open[0]
-    assert stream._batches.qsize() <= LOOK_AHEAD + 1
+    stream = replies_of(own_engine).open[0]
+    assert batches_of(stream).qsize() <= LOOK_AHEAD + 1
     waiting = threading.Thread(target=lambda: list(own_engine.generate([5, 6, 8], GREEDY)), daemon=True)
     waiting.start()
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
-    assert stream._batches.qsize() <= LOOK_AHEAD + 1
+    assert batches_of(stream).qsize() <= LOOK_AHEAD + 1
     assert not stream.ended
     assert finish(events).metrics.generated_tokens == 400
 

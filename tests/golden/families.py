@@ -8,11 +8,10 @@ from typing import Any
 # The golden cases: which transformers configuration each one is, and what it is there to catch.
 
 VOCABULARY = 128
-PROMPT = 24
-"""Tokens of a prompt, shorter than every sliding window."""
+PROMPT = 24  # tokens of a prompt, shorter than every sliding window
 WINDOW = 16
+# Tokens of a prompt that leaves the window behind, and the ring too, which holds 64 tokens more than the window.
 BEYOND = 6 * WINDOW
-"""Tokens of a prompt that leaves the window behind, and the ring too, which holds 64 tokens more than the window."""
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -520,14 +519,13 @@ CASES |= {
     ),
     "kimi_k25": ("Kimi_K25Config", sees(**CASES["deepseek_v3"][1], model_type="deepseek_v3")),
 }
+# Cases whose config is written as their makers spell it, not as transformers saves it.
 AS_PUBLISHED = frozenset({"deepseek_v4_published", "kimi_linear", "mimo_v2_flash", "step3p7_published_long"})
-"""Cases whose config is written as their makers spell it, not as transformers saves it."""
-CHATS = ("llama", "qwen3", "gemma3")
-"""The cases that also hold three greedy chat turns."""
+CHATS = ("llama", "qwen3", "gemma3")  # the cases that also hold three greedy chat turns
 
 
+# Tokens of prompts that need more, so that what a config says of them shows.
 LONG_PROMPTS = {"deepseek_v4_published": 160}
-"""Tokens of prompts that need more, so that what a config says of them shows."""
 
 
 def is_windowed(case: str) -> bool:
@@ -542,11 +540,9 @@ def prompt_tokens(case: str) -> int:
 
 # Configs changed in one scalar: which there are, and where the reference's answers to them are looked at.
 
-MOVES = 1e-3
-"""A change counts as seen where a log-probability of the reference moves by more than this."""
+MOVES = 1e-3  # a change counts as seen where a log-probability of the reference moves by more than this
 
-CHANGED_TOKENS = [0, 3, 5, 7, 9, 11]
-"""The tokens whose log-probabilities are kept; the smallest vocabulary has twelve."""
+CHANGED_TOKENS = [0, 3, 5, 7, 9, 11]  # the tokens whose log-probabilities are kept; the smallest vocabulary has twelve
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 NEVER = {"transformers_version", "dtype", "torch_dtype", "model_type", "initializer_range", "use_cache", "pad_token_id"}

@@ -45,8 +45,7 @@ HERE = Path(__file__).parent
 SPECIALS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 TURNS = ("why is decode slow?", "and what of prefill", "thanks!")
 REPLY_TOKENS = 10
-CLEAR = 0.02
-"""The likeliest token must lead by this much at every step, so that rounding can't change a greedy reply."""
+CLEAR = 0.02  # the likeliest token must lead by this much at every step, so that rounding can't change a greedy reply
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -28,8 +28,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GUIDE = Path(__file__).parents[2] / "assets" / "guide"
 NEWCOMERS = Path(__file__).with_name("newcomers.txt")
+# Phrasing i of a turn is held out of training when i % 5 == 3: a fifth, spread over all questions.
 HELD_OUT_EVERY, HELD_OUT_AT = 5, 3
-"""Phrasing i of a turn is held out of training when i % 5 == 3: a fifth, spread over all questions."""
 
 
 class CorpusError(ValueError):
@@ -159,9 +159,9 @@ def _read_line(where: str, line: str, entries: list[CorpusEntry]) -> None:
         turn.facts.append([wording.strip() for wording in text.split("|") if wording.strip()])
 
 
-SWAP_SHARE = 0.35
-"""Of the words that have synonyms, how many are swapped, in the questions in which any are."""
+SWAP_SHARE = 0.35  # of the words that have synonyms, how many are swapped, in the questions in which any are
 
+# Ways to begin a question that ask for the same thing: what a question begins with, and what may stand there instead.
 OPENINGS = (
     (
         r"(?:how do I|how can I|how to|how could I|how would I) ",
@@ -178,18 +178,15 @@ OPENINGS = (
     (r"(?:can I|could I|may I|is it possible to) ", "can I |could I |is it possible to |am I able to |may I "),
     (r"does it ", "does it |does tokamac |does the app |will it "),
 )
-"""Ways to begin a question that ask for the same thing: what a question begins with, and what may stand there instead."""
 
 POLITE = (
     "please tell me ", "hey, ", "hi, ", "can you tell me ", "I want to know ", "quick question: ", "so, ", "um, ", "ok: ",
 )  # fmt: skip
 THANKS = (" please", " thanks", ", thanks", " pls", " ?")
 
-KEPT_SHARE = 0.4
-"""Of nonsense questions that could, how many keep one telling word."""
+KEPT_SHARE = 0.4  # of nonsense questions that could, how many keep one telling word
 
-COINED_SHARE = 0.35
-"""Of foreign words, how many are coined."""
+COINED_SHARE = 0.35  # of foreign words, how many are coined
 
 FILLER_LINE = "a an the is are was do does did of in on for to it its my me i you your we that this there be can could would should"
 FILLERS = frozenset(FILLER_LINE.split())
@@ -396,36 +393,32 @@ SYSTEM_PROMPTS = (
     "Help the user with this program.",
     "Answer as well as you can.",
 )
-NONSENSE_SHARE = 0.2
-"""Of in-scope questions, how many are copied as nonsense that must be declined."""
+NONSENSE_SHARE = 0.2  # of in-scope questions, how many are copied as nonsense that must be declined
 
-CHAINED_SHARE = 0.04
-"""Of all questions, how many come again in chains."""
+CHAINED_SHARE = 0.04  # of all questions, how many come again in chains
 
-DIALOGUE_SHARE = 0.5
-"""Of the ways to ask a dialogue's questions, how many an epoch takes."""
+DIALOGUE_SHARE = 0.5  # of the ways to ask a dialogue's questions, how many an epoch takes
 
+# Of questions asked alone, how many end after so many tokens of the answer: which answer it is shows there, and
+# reciting the rest is learned from far fewer examples.
 OPENING_SHARE, OPENING_TOKENS = 0.95, (3, 6)
-"""Of questions asked alone, how many end after so many tokens of the answer: which answer it is shows there, and reciting the
-rest is learned from far fewer examples."""
 
-DECLINED_OPENING_SHARE = 0.995
-"""The same, of questions that are declined: they share one answer, which is soon learned."""
+DECLINED_OPENING_SHARE = 0.995  # the same, of questions that are declined: they share one answer, which is soon learned
 
+# Of questions, how many are cut into other tokens than usual, and of BPE's merges, how many are left out there
+# (BPE-dropout, Provilkov et al. 2020, https://arxiv.org/abs/1910.13267): so words that were never seen are known by
+# their parts.
 SPLIT_SHARE, MERGES_LEFT_OUT = 0.3, 0.1
-"""Of questions, how many are cut into other tokens than usual, and of BPE's merges, how many are left out there (BPE-dropout,
-Provilkov et al. 2020, https://arxiv.org/abs/1910.13267): so words that were never seen are known by their parts."""
 
-PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 3
-"""How many wordings of a pattern an epoch draws,"""
-PIECE = 0.25
-"""The share of an epoch that is made at once: which answers need more is known anew for the next piece."""
+PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 3  # how many wordings of a pattern an epoch draws,
+PIECE = 0.25  # the share of an epoch that is made at once: which answers need more is known anew for the next piece
 
+# How often a question is drawn whose answer is hardly ever missed, and one that is missed most, at least and at most.
 NEED = (0.4, 4.0)
-"""How often a question is drawn whose answer is hardly ever missed, and one that is missed most, at least and at most."""
 
+# and how many questions for one answer at least, where it has patterns: one that few phrasings ask for is learned as
+# well.
 LEAST_DRAWS = 60
-"""and how many questions for one answer at least, where it has patterns: one that few phrasings ask for is learned as well."""
 
 Exchange = tuple[str, str]  # question, answer
 

@@ -16,17 +16,15 @@ from pathlib import Path
 from tests.guide.dataset import GUIDE, CorpusEntry, CorpusTurn, normalised, read_corpus, read_newcomers, wordings
 from tokamac.app.guide import near_questions
 from tokamac.engine import Engine, Failed, Finished, Message, Sampling
-from tokamac.engine.runner import ModelSpec
+from tokamac.engine.events import ModelSpec
 
 BEGIN, END = "<!-- measured: evaluate.py writes from here", "<!-- measured: to here -->"
 TRAINING = "## Last line of each round's training log"
 MODEL, CARD = GUIDE / "model", GUIDE / "MODEL_CARD.md"
 
-PASS = 0.85
-"""The share of in-scope replies that must be right."""
+PASS = 0.85  # the share of in-scope replies that must be right
 
-MAX_TOKENS = 160
-"""Well over the longest answer: a model that rambles is cut, and judged by what it said."""
+MAX_TOKENS = 160  # well over the longest answer: a model that rambles is cut, and judged by what it said
 
 OUT_OF_SCOPE, NEWCOMERS = "out of scope", "newcomers"
 

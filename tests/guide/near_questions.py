@@ -19,8 +19,7 @@ from tokamac.engine import Engine
 
 INDEX = GUIDE.parent / "guide_questions.json"
 ASKS = re.compile(r"(?:how|what|why|which|where|when|who|can|is|are|does|do|should) ", re.IGNORECASE)
-LEAST_SHARE = 3
-"""Per cent of an entry's wordings that have a word, so that the word belongs to it."""
+LEAST_SHARE = 3  # per cent of an entry's wordings that have a word, so that the word belongs to it
 
 Answers = Callable[[CorpusTurn, str], bool]
 

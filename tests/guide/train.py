@@ -74,18 +74,16 @@ class GuideShape:
         return {**fixed, **asdict(self), "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
 
 
+# What drafts for the guide.
 STUDENT = GuideShape(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=384
 )
-"""What drafts for the guide."""
 
 WEIGHTS = "model.safetensors"
 
-ROUTED = 0.75
-"""The share of the layers after which, in training, the assistant mark must tell which answer is coming."""
+ROUTED = 0.75  # the share of the layers after which, in training, the assistant mark must tell which answer is coming
 
-GROUP, LEVELS = 64, 15
-"""The shipped format: 4 bits, groups of 64."""
+GROUP, LEVELS = 64, 15  # the shipped format: 4 bits, groups of 64
 
 
 class Linear(nn.Linear):
@@ -266,22 +264,19 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=std)
 
 
-PACKED_FROM = 0.65
-"""Share of the training after which the model sees its weights as 4-bit ones."""
+PACKED_FROM = 0.65  # share of the training after which the model sees its weights as 4-bit ones
 
+# What naming the answer weighs, and the steps in which only the router learns from it: it begins anew with each round.
 ROUTE_WEIGHT, ROUTE_FROM = 0.5, 120
-"""What naming the answer weighs, and the steps in which only the router learns from it: it begins anew with each round."""
 
-MEET_EVERY = 20
-"""The steps after which workers that train together draw near."""
+MEET_EVERY = 20  # the steps after which workers that train together draw near
 
+# Share of the training after which a wrongly answered question costs that much more than one wrongly declined.
 DECLINING_FROM, DECLINE_WEIGHT = 0.8, 20.0
-"""Share of the training after which a wrongly answered question costs that much more than one wrongly declined."""
 
 DROPOUT = 0.08
 
-MATRIX_RATE = 8
-"""The learning rate of Muon over that of AdamW."""
+MATRIX_RATE = 8  # the learning rate of Muon over that of AdamW
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,8 +528,8 @@ class Muon(torch.optim.Optimizer):
     ``torch.optim.Muon`` does it in bfloat16 always: emulated, six times the time of all else in a step.
     """
 
+    # The Newton-Schulz polynomial of the method's author, which is applied five times.
     STEPS = (3.4445, -4.7750, 2.0315)
-    """The Newton-Schulz polynomial of the method's author, which is applied five times."""
 
     def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})

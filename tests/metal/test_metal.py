@@ -12,20 +12,20 @@ from mlx.utils import tree_flatten
 
 from tests.app.commands.conftest import Run, tokamac  # noqa: F401
 from tests.engine.helpers import write_model
+from tests.engine.inside import runtime_of, store_of
 from tests.mac import CAPTURES, GIB, MetalDevice, RecordedMac, as_captured
 from tokamac.engine import Engine, Finished, KVSpec, LoadProgress, MemoryLimitError, MemoryPressure, Message, Sampling
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.events import PrefillProgress
 from tokamac.engine.generation import Generation
 from tokamac.engine.options import PromptCacheSpec
-from tokamac.engine.perf import hardware, macos, memory
+from tokamac.engine.perf import hardware, memory
 from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.footprint import check_fits, module_of
-from tokamac.engine.perf.machine import here
-from tokamac.engine.perf.macos import EVERY_S
+from tokamac.engine.perf.hardware import EVERY_S
 from tokamac.engine.perf.peak_memory import predict_peak
 from tokamac.engine.perf.roofline import HostLimited
-from tokamac.engine.perf.what_if import Suggestion, WhatIfCase, rank, suggestion
+from tokamac.engine.perf.what_if import Suggestion, WhatIfCase, here, suggestion
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.schedule.decoding import NO_NUMBER, Decoder, Lane
 from tokamac.quant import convert
@@ -41,10 +41,15 @@ PROMPT = [5 + i * i % 250 for i in range(600)]
 
 
 @pytest.fixture
-def nothing_else_is_held(settled_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests of this process hold does not count as this Mac's."""
-    before = memory.held()
-    monkeypatch.setattr(memory, "held", lambda: max(0, mx.get_active_memory() + mx.get_cache_memory() - before))
+def held(settled_memory: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What other tests of this process hold does not count as this Mac's; it holds ``ours``, or what it does."""
+    before, told = memory.held(), {"ours": 0}
+
+    def held() -> int:
+        return told["ours"] or max(0, mx.get_active_memory() + mx.get_cache_memory() - before)
+
+    monkeypatch.setattr(memory, "held", held)
+    return told
 
 
 def suggested(name: str, tokens: int = 4096) -> Suggestion:
@@ -85,7 +90,7 @@ def write_headers(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("gib", CAPTURES)
 @pytest.mark.parametrize("name", EIGHTS)
 def test_no_8b_model_is_refused_on_a_mac_in_use(
@@ -102,7 +107,7 @@ def test_no_8b_model_is_refused_on_a_mac_in_use(
         assert found.verdict == ("runs well" if gib == 48 and level < 4 else "tight")
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(("gib", "said"), [(8, 3.6), (16, 2.5), (24, 3.8), (48, 0)])
 def test_what_other_programs_give_way_for_is_told_before_loading(
     mac: RecordedMac, metal: MetalDevice, tmp_path: Path, gib: int, said: float
@@ -113,15 +118,14 @@ def test_what_other_programs_give_way_for_is_told_before_loading(
     assert notes == ((amount,) if said else ())
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
-def test_what_is_free_changes_a_word_of_the_list_and_not_the_list(mac: RecordedMac, metal: MetalDevice) -> None:
+@pytest.mark.usefixtures("held")
+def test_what_is_free_changes_a_word_of_the_list(mac: RecordedMac, metal: MetalDevice) -> None:
     names = (*EIGHTS, "Qwen3-0.6B-4bit", "Qwen3-14B-4bit")
     as_captured(mac, metal, 24)
-    busy = sorted(map(suggested, names), key=rank)
+    busy = [*map(suggested, names)]
     pages = CAPTURES[24]
-    mac.counted = macos.Pages(PAGE, pages.free + pages.active, 0, 0, pages.wired, 0, 0, 0, 0, 0)
-    quiet = sorted(map(suggested, names), key=rank)
-    assert [each.id for each in busy] == [each.id for each in quiet]
+    mac.counted = hardware.Pages(PAGE, pages.free + pages.active, 0, 0, pages.wired, 0, 0, 0, 0, 0)
+    quiet = [*map(suggested, names)]
     words = {each.id: (each.verdict, found.verdict) for each, found in zip(busy, quiet, strict=True)}
     assert words["mlx-community/Qwen3-8B-4bit"] == ("tight", "runs well")
     assert {pair for pair in words.values() if pair[0] != pair[1]} <= {("tight", "runs well")}
@@ -129,7 +133,7 @@ def test_what_is_free_changes_a_word_of_the_list_and_not_the_list(mac: RecordedM
     assert "macOS would have to compress about " in told
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_the_limit_is_what_macos_recommends(mac: RecordedMac, metal: MetalDevice) -> None:
     for level in (1, 2, 4):
         mac.sysctl[memory.PRESSURE] = level
@@ -139,25 +143,23 @@ def test_the_limit_is_what_macos_recommends(mac: RecordedMac, metal: MetalDevice
     assert memory.system_limit() == memory.Limit(left, "wired elsewhere")
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
-def test_our_own_wired_arrays_are_not_held_against_us(mac: RecordedMac, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_wired_arrays_are_not_held_against_us(mac: RecordedMac, held: dict[str, int]) -> None:
     before = CAPTURES[16]
     ours = 8 * GIB
-    wired = macos.Pages(PAGE, 0, 0, 0, before.wired + ours // PAGE, 0, 0, 0, 0, 0)
+    wired = hardware.Pages(PAGE, 0, 0, 0, before.wired + ours // PAGE, 0, 0, 0, 0, 0)
     mac.counted = wired
     assert memory.array_budget() == 16 * GIB - wired.wired * PAGE
-    monkeypatch.setattr(memory, "held", lambda: ours)
+    held["ours"] = ours
     assert memory.array_budget() == int(11.84e9)
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
-def test_what_is_allocated_is_never_above_the_limit(mac: RecordedMac, monkeypatch: pytest.MonkeyPatch) -> None:
-    mac.counted = macos.Pages(PAGE, 0, 0, 0, 16 * GIB // PAGE, 0, 0, 0, 0, 0)  # others wired all there is
-    monkeypatch.setattr(memory, "held", lambda: 5 * GIB)
+def test_what_is_allocated_is_never_above_the_limit(mac: RecordedMac, held: dict[str, int]) -> None:
+    mac.counted = hardware.Pages(PAGE, 0, 0, 0, 16 * GIB // PAGE, 0, 0, 0, 0, 0)  # others wired all there is
+    held["ours"] = 5 * GIB
     assert memory.array_budget() == 5 * GIB + memory.ALLOWANCE
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_files_and_purgeable_pages_are_available_until_pressure_is_critical(mac: RecordedMac) -> None:
     pages = CAPTURES[16]
     assert memory.available() == (pages.free - pages.speculative + pages.file_backed + pages.purgeable) * PAGE
@@ -179,7 +181,7 @@ def events(engine: Engine, prompt: list[int]) -> tuple[list[MemoryPressure], Fin
     return [each for each in found if isinstance(each, MemoryPressure)], found[-1]
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_a_loaded_model_answers_at_critical_pressure(folder: Path, mac: RecordedMac) -> None:
     other = [260 - token for token in PROMPT]
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
@@ -188,10 +190,10 @@ def test_a_loaded_model_answers_at_critical_pressure(folder: Path, mac: Recorded
         quiet, plain = events(engine, PROMPT)
         assert not quiet
         events(engine, other)
-        kept = engine._runner._store.aside
+        kept = store_of(engine).aside
         assert kept > 0
         mac.sysctl[memory.PRESSURE] = 4
-        mac.counted = macos.Pages(PAGE, 0, 0, 0, 16 * GIB // PAGE, 0, 0, 0, 0, 0)
+        mac.counted = hardware.Pages(PAGE, 0, 0, 0, 16 * GIB // PAGE, 0, 0, 0, 0, 0)
         longer = [9 + i * i % 240 for i in range(1900)]  # nothing of it is known
         (told,), answered = events(engine, longer)
         assert told.critical
@@ -202,7 +204,7 @@ def test_a_loaded_model_answers_at_critical_pressure(folder: Path, mac: Recorded
         assert events(engine, PROMPT)[1].text == plain.text
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_a_limit_that_is_set_holds_below_and_above_the_recommended_one(folder: Path, metal: MetalDevice) -> None:
     metal.info["max_recommended_working_set_size"] = 1 * GIB
     with Engine.load(folder, prompt_cache=None, memory=3 * GIB) as engine:
@@ -217,20 +219,20 @@ def test_a_limit_that_is_set_holds_below_and_above_the_recommended_one(folder: P
         assert engine.memory().budget == round(needed * 1e9)
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_the_prompt_cache_follows_the_limit(folder: Path, metal: MetalDevice) -> None:
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        budget = engine._runner._store._budget  # type: ignore[attr-defined]
+        budget = store_of(engine)._budget  # type: ignore[attr-defined]
         assert budget() == int(11.84e9) // 10
         metal.info["max_recommended_working_set_size"] = 8 * GIB
         assert budget() == 8 * GIB // 10
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_a_prompt_that_others_give_way_for_is_computed_and_told(
     folder: Path, mac: RecordedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mac.counted = macos.Pages(PAGE, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    mac.counted = hardware.Pages(PAGE, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     monkeypatch.setattr(memory, "WORTH_SAYING", 1 << 20)
     with Engine.load(folder, prompt_cache=None) as engine:
         (note,) = engine.spec.memory_notes
@@ -241,7 +243,7 @@ def test_a_prompt_that_others_give_way_for_is_computed_and_told(
         assert answered.text
 
 
-@pytest.mark.usefixtures("nothing_else_is_held")
+@pytest.mark.usefixtures("held")
 def test_no_process_is_started_by_anything_that_reads_memory(
     folder: Path, mac: RecordedMac, metal: MetalDevice
 ) -> None:
@@ -297,7 +299,7 @@ def test_where_the_gpu_can_not_run_the_kernel_smaller_pieces_do(tmp_path, monkey
     with Engine.load(folder, prompt_cache=None) as engine:
         sampling = Sampling(temperature=0, max_tokens=3)
         *_, plain = engine.generate(FUSED_PROMPT, sampling)
-        shape = engine._runner.runtime.shape
+        shape = runtime_of(engine).shape
         peaks = [
             predict_peak(shape, held=0, new=len(FUSED_PROMPT) - 1, chunk=chunk, reply=1).total for chunk in (512, 256)
         ]
@@ -319,7 +321,7 @@ def test_fused_attention_is_asked_for_where_there_is_a_kernel(tmp_path, monkeypa
     folder = write_model(tmp_path, head_dim=head_dim, num_attention_heads=8, max_position_embeddings=2048)
     others = mx.get_active_memory()
     with Engine.load(folder, prompt_cache=None) as engine:
-        shape = engine._runner.runtime.shape
+        shape = runtime_of(engine).shape
         peaks = [
             predict_peak(each, held=0, new=len(FUSED_PROMPT) - 1, chunk=512, reply=1).total
             for each in (shape, replace(shape, force_fused=True))
@@ -343,8 +345,7 @@ def test_fused_attention_is_asked_for_where_there_is_a_kernel(tmp_path, monkeypa
 REPLIES_PROMPT = [5 + i * i % 250 for i in range(1300)]
 CONTEXT = {"max_position_embeddings": 4096}
 SPECS = (KVSpec(), KVSpec(8, 4, 32), KVSpec(4, 4, 32), KVSpec(8, 8, 32, window=256))
-MOST_ROWS = 3
-"""Of a product with packed values, above which Metal takes one threadgroup for all tokens."""
+MOST_ROWS = 3  # of a product with packed values, above which Metal takes one threadgroup for all tokens
 
 
 @pytest.fixture
@@ -375,7 +376,7 @@ def test_a_reply_is_the_same_whatever_its_prompt_was_cut_into(tmp_path, rows, kv
             texts.append(last.text)
         done, chunk = (
             [event.done for event in events if isinstance(event, PrefillProgress)],
-            engine._runner.runtime.prefill_chunk,
+            runtime_of(engine).prefill_chunk,
         )
         assert chunk >= 512
         assert done == [*range(0, len(REPLIES_PROMPT) - 1, chunk), len(REPLIES_PROMPT) - 1]
@@ -425,7 +426,7 @@ def test_what_macos_slows_the_chip_down_for_is_in_the_diagnosis(mac):
     with Engine.load("guide") as engine:
         assert reply(engine, "What is the ceiling?").diagnosis.throttles == ()
         mac.asked.clear()
-        mac.states[macos.THERMAL_PRESSURE] = 2
+        mac.states[hardware.THERMAL_PRESSURE] = 2
         mac.low_power_mode = True
         last = reply(engine, "What is prefill?")
         assert last.diagnosis.throttles == ("thermal", "low power")
@@ -443,7 +444,7 @@ WARM_UP_PROMPT = [3 + i % 90 for i in range(60)]
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What was computed: of each call, its kind and how many tokens were held before."""
     seen: list[tuple[str, int]] = []
-    prefill, launch = Generation.prefill, Decoder._launch
+    prefill, launch, launch_alone = Generation.prefill, Decoder._launch, Decoder._launch_alone
 
     def read(run: Generation, ids: list[int], chunk: int):  # type: ignore[no-untyped-def]
         seen.append(("prefill", len(run.cached_ids)))
@@ -453,8 +454,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.extend(("step", len(lane.cached_ids)) for lane in lanes)
         launch(decoder, lanes)
 
+    def decode_alone(decoder: Decoder, lane: Lane) -> None:
+        seen.append(("step", len(lane.cached_ids)))
+        launch_alone(decoder, lane)
+
     monkeypatch.setattr(Generation, "prefill", read)
     monkeypatch.setattr(Decoder, "_launch", decode)
+    monkeypatch.setattr(Decoder, "_launch_alone", decode_alone)
     return seen
 
 
@@ -474,7 +480,7 @@ def test_loading_reads_a_few_tokens_and_decodes_two_and_says_so(steps):
 def test_it_leaves_no_trace(steps, monkeypatch):
     with Engine.load("guide", prompt_cache=PromptCacheSpec(disk=False)) as engine:
         warmed = list(steps)
-        store = engine._runner._store
+        store = store_of(engine)
         assert store.nbytes == 0
         assert store.rates.prefill_s(1) is None
         assert engine.live() is None
@@ -500,7 +506,7 @@ def test_a_model_that_fails_in_it_is_loaded_all_the_same(monkeypatch):
 
 def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():
     with Engine.load("guide") as engine:
-        latency = engine._runner.runtime.machine.latency
+        latency = runtime_of(engine).machine.latency
         assert isinstance(latency, HostLimited)
         assert latency.host is not None
         assert engine.predict(100, 200).decode.expected_s >= latency.host.step_s

@@ -68,12 +68,10 @@ def _convert(
 ):
     """What ``tokamac.quant.convert`` does, with small shards, a stage before, and a file more."""
     from tokamac.quant import resume
-    from tokamac.quant.choices import choose
-    from tokamac.quant.methods import Round
     from tokamac.quant.options import Options
-    from tokamac.quant.plan import make_plan
+    from tokamac.quant.packing import Round, choose
+    from tokamac.quant.plan import lay_out, make_plan
     from tokamac.quant.resume import conversion_key, open_work_dir
-    from tokamac.quant.shards import lay_out
     from tokamac.quant.source import open_source
     from tokamac.quant.writer import write
 

@@ -10,13 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes
+from mlx_lm.utils import _get_classes, quantize_model
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
-from tokamac.engine.model.config import read_config
+from tokamac.engine.cpu.layers import unpack
+from tokamac.engine.model.config import model_classes, read_config
+from tokamac.engine.model.loader import load_model as engine_load_model
 from tokamac.quant import convert
-from tokamac.quant.modules import clone
-from tokamac.quant.source import Source, fresh, open_source
+from tokamac.quant.source import Source, clone, fresh, open_source
 from tokamac.quant.streaming import Streamed, streamable_source
 
 # Tiny seeded models for the conversion tests.
@@ -90,11 +91,10 @@ def names_in(folder):
 # Checkpoints packed by others, made by hand from known integers: what each weight is worth follows from the format
 # alone.
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in its word, in nibbles, of each of eight columns in a row."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its word, in nibbles, of each of eight columns in a row
 
+# What the low three bits of a 4-bit float are worth; the fourth is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the low three bits of a 4-bit float are worth; the fourth is the sign."""
 
 E4M3 = "F8_E4M3"
 TYPES = {"float32": "F32", "float16": "F16", "int32": "I32", "uint32": "U32", "uint8": "U8", "int64": "I64"}
@@ -290,3 +290,40 @@ def same_bytes(one: Source, other: Source) -> bool:
     ]
     arrays += [(one.weights[name], other.weights[name]) for name in one.weights]
     return all(a.dtype == b.dtype and bool(mx.array_equal(a, b).item()) for a, b in arrays)
+
+
+# What a model computes: whole, by the engine's own module; packed, as mlx-lm packs it.
+
+IDS = [5, 4, 3, 2, 1, 7, 7, 9, 11, 10, 0, 3, 2, 8, 10, 6, 4, 7, 8, 3, 5, 9, 8, 11]
+
+
+def whole(folder, ids=IDS):
+    """The log-probabilities of the engine's own module, all of it in memory."""
+    module = engine_load_model(folder, dtype=None, device="cpu", progress=lambda *_: None).module
+    logits = module(mx.array([ids]))[0].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def whole_unpacked(folder):
+    """The same of a module whose layers are all unpacked, as the streamed ones are."""
+    module, _ = mlx_lm_load_model(folder, lazy=True, model_config=read_config(folder), get_model_classes=model_classes)
+    module.set_dtype(mx.float32)
+    unpack(module)
+    logits = module(mx.array([IDS]))[0].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def pack(folder, out, group_size=32, bits=4):
+    """The model as mlx-lm packs it."""
+    out.mkdir()
+    config = read_config(folder)
+    model, config = mlx_lm_load_model(folder, lazy=True, model_config=config, get_model_classes=model_classes)
+    model, config = quantize_model(model, config, group_size, bits)
+    mx.save_safetensors(str(out / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def difference(a, b):
+    """max |a − b|, in float32."""
+    return mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item()

@@ -12,13 +12,11 @@ from mlx.utils import tree_unflatten
 
 from tests.quant.models import BASE, CONFIGS, logits_calibrated_models, relative, same_bytes, seeded_ids, source_of
 from tokamac.engine.errors import ConversionError, OptionError
-from tokamac.quant import calibration
-from tokamac.quant.choices import choose
-from tokamac.quant.methods import awq, gptq
-from tokamac.quant.modules import clone, override
+from tokamac.quant import awq, gptq, streaming
 from tokamac.quant.options import Options
+from tokamac.quant.packing import choose
 from tokamac.quant.report import StageDone
-from tokamac.quant.source import Source, fresh, open_source
+from tokamac.quant.source import Source, clone, fresh, open_source, override
 
 IDS = seeded_ids(2, 40)
 QWEN2 = {**BASE, "model_type": "qwen2", "tie_word_embeddings": False, "rope_theta": 10000.0}
@@ -36,8 +34,8 @@ DEEPSEEK = {
 
 @pytest.fixture(autouse=True)
 def _more_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONFIGS, "qwen2", QWEN2)
-    monkeypatch.setitem(CONFIGS, "deepseek_v2", DEEPSEEK)
+    for kind, config in {"qwen2": QWEN2, "deepseek_v2": DEEPSEEK}.items():
+        monkeypatch.setitem(CONFIGS, kind, config)
 
 
 def packed(source: Source, options: Options, ids: list[list[int]] = IDS) -> Source:
@@ -201,7 +199,7 @@ def test_memory_is_predicted_from_above(tmp_path: Path, settled_memory: None, mo
     predicted = awq.peak_bytes(source, options, chosen)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    awq.pack(source, options, chosen, seeded_ids(2, calibration.LENGTH), lambda _: None)
+    awq.pack(source, options, chosen, seeded_ids(2, streaming.LENGTH), lambda _: None)
     taken = mx.get_peak_memory() - before
     assert taken < predicted < 4 * taken
 

@@ -15,22 +15,28 @@ from tokamac.engine.device import may_use_tf32
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import Plan, convert
-from tokamac.quant.card import card, command, packing_name
 from tokamac.quant.options import Options
 from tokamac.quant.plan import conversion_s
-from tokamac.quant.provenance import Provenance, ShardMark, front_matter, provenance, safe_name, source_id
 from tokamac.quant.report import (
     RECORD,
     UNCOMPARED,
     UNRECORDED,
     Outcome,
+    Provenance,
     Quality,
+    ShardMark,
     WeightError,
     by_part,
+    front_matter,
+    provenance,
     read_recorded,
     record,
     relative_error,
+    remedy,
+    safe_name,
+    source_id,
 )
+from tokamac.quant.writer import card, command, packing_name
 
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
 BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)
@@ -97,6 +103,26 @@ def test_what_is_far_worse_than_its_bits_explain_is_of_concern() -> None:
     assert Outcome(4.5, None, GOOD).concerns == ()
     assert len(Outcome(4.5, None, BAD).concerns) == 2
     assert Outcome(4.5).concerns == ()
+    assert (Outcome(4.5, None, GOOD).advice, Outcome(4.5).advice) == ("", "")
+    assert "convert it again with --bits 6." in Outcome(4.5, None, BAD, remedy="--bits 6").advice
+    assert "use the source." in Outcome(8.5, None, BAD).advice
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "embed_bits", "flags"),
+    [
+        (None, None, None, "--group-size 32 --embed-bits 8"),
+        (6, 64, 4, "--group-size 32 --embed-bits 8"),
+        (4, 32, 8, "--bits 6 --group-size 32 --embed-bits 8"),
+        (2, 64, None, "--bits 4 --group-size 32 --embed-bits 8"),
+        (8, 32, 16, ""),
+    ],
+)
+def test_the_remedy_is_what_costs_the_fewest_bytes(
+    bits: int | None, group_size: int | None, embed_bits: int | None, flags: str
+) -> None:
+    assert remedy(bits, group_size, embed_bits) == flags
+    Options(**{name[2:].replace("-", "_"): int(value) for name, value in zip(*[iter(flags.split())] * 2, strict=True)})
 
 
 # The record ---------------------------------------------------------------------------------------------------------------
@@ -140,6 +166,7 @@ def test_what_is_recorded_is_read_back(plan: Plan, tmp_path: Path) -> None:
             result.layers,
         )
         assert len(found.concerns) == len(result.concerns)
+        assert ("--group-size 32 --embed-bits 8" in found.advice) == (result.quality is BAD)
     (tmp_path / RECORD).write_bytes(record(plan, {}, None, MADE))
     assert read_recorded(tmp_path) == UNCOMPARED
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,32 +15,25 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_lm_load
 from mlx_lm.utils import load_model as mlx_lm_load_model
-from mlx_lm.utils import quantize_model
 
 from tests.engine.helpers import write_fused, write_model, write_peft
-from tests.golden.weights import write_weights
-from tests.quant.models import CONFIGS, GOLDEN, arrays_of, build, make_source, names_in, run
+from tests.quant.models import CONFIGS, arrays_of, build, difference, make_source, names_in, run
 from tokamac.engine import Engine
-from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.errors import ConversionError, ModelNotFoundError, ModelUnsupportedError, OptionError
-from tokamac.engine.model.config import model_classes, read_config
+from tokamac.engine.model.config import read_config
 from tokamac.engine.model.loader import load_model as engine_load
 from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import Conversion, Plan, convert
 from tokamac.quant import plan as plan_module
 from tokamac.quant.conversion import FINISHED, conversion_key, default_target
 from tokamac.quant.options import Options
-from tokamac.quant.shards import lay_out
+from tokamac.quant.plan import lay_out
 from tokamac.quant.source import fresh, open_adapter, open_source
 
 # Conversion: what comes out, and that it is what MLX's own quantizer gives, in a folder that mlx-lm and the engine
 # load.
 
 TOKENS = mx.array([[5, 4, 3, 2, 1, 7, 7, 9]])
-
-
-def difference(a, b):
-    return mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item()
 
 
 def reference(kind, **options):
@@ -62,46 +54,6 @@ def test_logits_equal_those_of_mlx_quantize_through_mlx_lm_and_the_engine(tmp_pa
     ours = engine_load(tmp_path / "out", dtype="bfloat16", device="cpu", progress=lambda *_: None).module
     assert difference(ours(TOKENS), expected) == 0
     assert report.quality.quality.top1 > 0
-
-
-# Without granite: mlx-lm's own rule for it asks for groups of 64, which these tiny layers do not have.
-FAMILIES = sorted(
-    {path.parent.name for path in GOLDEN.glob("*/case.json")} - {path.name for path in GOLDEN.glob("granite*")}
-)
-
-
-OURS_ALONE = {
-    # What mlx-lm alone does not load, and why.
-    **dict.fromkeys(
-        ("gpt2", "gpt_oss", "gpt_oss_window", "kimi_linear", "olmo_hybrid"), "its class does not take these names"
-    ),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), "experts as transformers 5 saves them"),
-    "kimi_k25": "it takes the projector of pictures for a part of the language model",
-    "longcat_flash": "it has no place for weights of experts that pass their input through",
-    "glm_moe_dsa_shared": "it makes an indexer in every layer",
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_golden_family_converts_as_mlx_lm_would(tmp_path, family):
-    source = tmp_path / "source"
-    source.mkdir()
-    shutil.copy(GOLDEN / family / "config.json", source)
-    case, config = json.loads((GOLDEN / family / "case.json").read_text()), read_config(source)
-    write_weights(source, case["seed"], case["shapes"], config)
-    report = convert(source, tmp_path / "out", group_size=32, method="round")
-    written = read_config(tmp_path / "out")
-    ours = {"get_model_classes": lambda config: model_classes(config)}
-    alone = family in OURS_ALONE or not loads_in_mlx_lm(config["model_type"])
-    # With the engine's classes, and with mlx-lm's own: for those, the config that was written has to do.
-    for more in (ours,) if alone else (ours, {}):
-        model, loaded = mlx_lm_load_model(source, lazy=True, model_config=config, **more)
-        model, _ = quantize_model(model, loaded, 32, 4)
-        back, _ = mlx_lm_load_model(tmp_path / "out", **more)
-        assert difference(back(TOKENS), model(TOKENS)) == 0
-    cost = cost_of_folder(tmp_path / "out", written)
-    assert cost.weight_bytes == report.weight_bytes
-    assert cost.bits_per_weight == pytest.approx(report.bits_per_weight)
 
 
 def test_a_rule_of_the_model_holds_where_the_groups_fit(tmp_path):

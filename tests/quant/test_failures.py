@@ -15,6 +15,7 @@ import pytest
 
 from tests.quant.dying import interpreter
 from tests.quant.models import make_source, names_in
+from tests.waiting import PATIENCE_S
 from tokamac import quant
 from tokamac.engine import files
 from tokamac.engine.errors import (
@@ -300,7 +301,7 @@ def test_ctrl_c_in_the_middle(tmp_path, stop):
         def step(done):
             if done.done == {stop}:
                 print("half way", flush=True)
-                time.sleep(30)
+                time.sleep(600)
         try:
             convert({str(source)!r}, {str(tmp_path / "out")!r}, progress=step)
         except KeyboardInterrupt:
@@ -312,7 +313,7 @@ def test_ctrl_c_in_the_middle(tmp_path, stop):
     assert process.stdout.readline() == "half way\n"
     assert names_in(tmp_path) == {"source", ".out.partial"}
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert names_in(tmp_path) == {"source", ".out.partial"}
 

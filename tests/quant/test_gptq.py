@@ -16,13 +16,11 @@ from tokamac.assets import asset_path
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.model.config import read_config
 from tokamac.engine.text.tokenizer import load_tokenizer
-from tokamac.quant import calibration
-from tokamac.quant.choices import choose
-from tokamac.quant.methods import gptq
-from tokamac.quant.modules import clone
+from tokamac.quant import gptq, streaming
 from tokamac.quant.options import Options
+from tokamac.quant.packing import choose
 from tokamac.quant.report import StageDone
-from tokamac.quant.source import Source, fresh, open_source
+from tokamac.quant.source import Source, clone, fresh, open_source
 
 IDS = seeded_ids()
 
@@ -67,7 +65,7 @@ def test_the_embedded_model_gains_too() -> None:
     folder = asset_path("guide", "model")
     source = replace(open_source(folder), packed={})
     tokenizer = load_tokenizer(folder, read_config(folder), "guide")
-    ids = calibration.sequences(tokenizer, calibration.text(None), 2, 128)
+    ids = streaming.calibration_sequences(tokenizer, streaming.calibration_text(None), 2, 128)
     found = packed(source, Options(bits=2, method="gptq"), ids)
     ratios = output_errors(source, found, 2, 64, ids)
     assert len(ratios) == 7 * read_config(folder)["num_hidden_layers"]
@@ -190,6 +188,6 @@ def test_memory_is_predicted_from_above(tmp_path: Path, settled_memory: None, mo
     predicted = gptq.peak_bytes(source, options, chosen)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    gptq.pack(source, options, chosen, seeded_ids(gptq.SEQUENCES, calibration.LENGTH), lambda _: None)
+    gptq.pack(source, options, chosen, seeded_ids(gptq.SEQUENCES, streaming.LENGTH), lambda _: None)
     taken = mx.get_peak_memory() - before
     assert taken < predicted < 4 * taken

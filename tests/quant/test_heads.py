@@ -10,8 +10,9 @@ from mlx_lm import load as mlx_lm_load
 
 from tests.engine.speculation.checkpoints import FAMILIES, write_medusa, write_mtp
 from tests.engine.speculation.test_heads import GREEDY, both, loaded
+from tests.families import HEADS, walked
 from tokamac.engine.model.config import read_config
-from tokamac.engine.model.stored_heads import MEDUSA_FILE, MTP_FILE, find_heads
+from tokamac.engine.model.weights import MEDUSA_FILE, MTP_FILE, find_heads
 from tokamac.quant import convert
 
 
@@ -24,7 +25,7 @@ def options(bits: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")  # the key that mlx-lm reads
-@pytest.mark.parametrize("kind", ["medusa", *FAMILIES])
+@pytest.mark.parametrize("kind", walked(["medusa", *FAMILIES], HEADS))
 def test_what_heads_know_they_know_once_converted(kind: str, tmp_path: Path) -> None:
     source = written(tmp_path / "source", kind, knowing=True)
     plan = convert(source, tmp_path / "out", dry_run=True, **options(8))

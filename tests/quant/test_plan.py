@@ -18,15 +18,16 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from tests.quant.models import GOLDEN, build, make_source, packed_folder, run
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.model.config import normalise
-from tokamac.engine.model.skeleton import skeleton_model
+from tokamac.engine.model.loader import skeleton_model
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant import mixed_precision, sensitivity
-from tokamac.quant.choices import RECIPES, choose, in_spread, left_out, packable
+from tokamac.quant import plan, sensitivity
 from tokamac.quant.conversion import foreseen
-from tokamac.quant.methods import Round, Search
-from tokamac.quant.mixed_precision import (
+from tokamac.quant.options import Options
+from tokamac.quant.packing import RECIPES, Round, Search, choose, in_spread, left_out, packable
+from tokamac.quant.plan import (
     Candidate,
     alternatives,
+    make_plan,
     plan_budget,
     sizes,
     smallest_bytes,
@@ -34,8 +35,6 @@ from tokamac.quant.mixed_precision import (
     total_bytes,
     total_error,
 )
-from tokamac.quant.options import Options
-from tokamac.quant.plan import make_plan
 from tokamac.quant.report import in_vain
 from tokamac.quant.sensitivity import Alpha, Replay, coarse, references, relative_errors, sample
 from tokamac.quant.source import Source, fresh, open_source
@@ -356,7 +355,7 @@ def test_a_target_of_the_same_size_beats_packing_everything_alike(tmp_path, quan
     other_text = IDS[::-1]
     ours, theirs = (divergence(source, each, quantizer, other_text) for each in (chosen, uniform))
     assert ours < 0.5 * theirs
-    assert notes == (mixed_precision.NOTES["measured"],)
+    assert notes == (plan.NOTES["measured"],)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "mixtral", "gemma3"])
@@ -402,20 +401,24 @@ def test_a_group_size_that_was_asked_for_holds(tmp_path):
     assert "rows of 160 weights" in notes[1]
 
 
+@pytest.fixture
+def no_room(monkeypatch):
+    """There is no memory to measure with what each layer's packing changes."""
+    monkeypatch.setattr(sensitivity, "fits", lambda *_: False)
+
+
 @pytest.mark.parametrize("how", ["guessed", "by kind"])
-def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tmp_path, monkeypatch, how):
+def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tmp_path, no_room, how):
     source = uneven(tmp_path)
     ids = IDS if how == "guessed" else None
-    monkeypatch.setattr(sensitivity, "fits", lambda *_: False)
     chosen, notes = plan_budget(source, Options(target_bpw=4.5), Round(), ids, quiet)
     assert bits_per_weight(source, chosen) <= 4.5
-    assert notes[0] == mixed_precision.NOTES[how]
+    assert notes[0] == plan.NOTES[how]
     assert all(packing is None or packing.bits >= 3 for packing in chosen.values())
 
 
-def test_a_guess_gives_more_bits_to_layers_that_change_more(tmp_path, monkeypatch):
+def test_a_guess_gives_more_bits_to_layers_that_change_more(tmp_path, no_room):
     source = uneven(tmp_path)
-    monkeypatch.setattr(sensitivity, "fits", lambda *_: False)
     chosen, _ = plan_budget(source, Options(target_bpw=4.5), Round(), IDS, quiet)
     bits = [chosen[f"model.layers.{layer}.mlp.down_proj"].bits for layer in range(6)]
     assert bits[0] > bits[-1]
@@ -497,8 +500,8 @@ def test_a_sample_takes_whole_rows_of_every_expert():
 
 def test_alpha_lies_between_those_that_were_taken():
     alpha = Alpha(((2, 4.0), (4, 1.0)))
-    assert [alpha.at(bits) for bits in (2, 4, 8, None)] == [4.0, 1.0, 1.0, 1.0]
-    assert alpha.at(3) == pytest.approx(2.0)
+    assert [alpha.loss(bits) for bits in (2, 4, 8, None)] == [4.0, 1.0, 1.0, 1.0]
+    assert alpha.loss(3) == pytest.approx(2.0)
     assert alpha.at_least(2.0).taken == ((2, 4.0), (4, 2.0))
 
 
@@ -511,8 +514,7 @@ def test_references_are_the_nearest_there_are():
 
 # Moments: means of squares, by channel and by expert, and that a streamed model gives those of the whole one.
 
-TABLE = [[1.0, 2.0], [3.0, -4.0], [0.0, 1.0]]
-"""Of token 0, 1 and 2."""
+TABLE = [[1.0, 2.0], [3.0, -4.0], [0.0, 1.0]]  # of token 0, 1 and 2
 
 
 class Block(nn.Module):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.quant.models import make_source
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant import conversion, convert, methods
+from tokamac.quant import conversion, convert
+from tokamac.quant import packing as methods
 from tokamac.quant.conversion import POOL_BYTES, pool_bytes
 from tokamac.quant.search import Implementation, implementation, on_mlx, search, squared_error
 from tokamac.quant.search.on_mlx import LARGEST, SMALLEST, MlxSearch, block_weights, search_scales, unpacked_error

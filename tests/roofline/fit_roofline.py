@@ -55,17 +55,14 @@ from tokamac.engine.perf.roofline import Constants
 
 TARGET = Path(__file__).parents[2] / "assets" / "roofline.json"
 LINEAR_FROM = 0.1
-A_CHIP = 6
-"""Rows that a chip's rows count as, at most."""
+A_CHIP = 6  # rows that a chip's rows count as, at most
+# Weight of the neutral values: being off by half counts about as much as a row that is off by a tenth. Of 0.1 and 0.3,
+# the one with which new chips, and new models, are predicted best.
 PULL = 0.3
-"""Weight of the neutral values: being off by half counts about as much as a row that is off by a tenth. Of 0.1 and 0.3, the
-one with which new chips, and new models, are predicted best."""
 LARGEST_SHARE = 0.98
-TOLERANCE = 1e-4
-"""Relative step of all constants at which a fit is done: the file has four digits."""
+TOLERANCE = 1e-4  # relative step of all constants at which a fit is done: the file has four digits
 
-Solution = tuple[list[float], list[float]]
-"""The values found for decoding and for prefill."""
+Solution = tuple[list[float], list[float]]  # the values found for decoding and for prefill
 
 NEUTRAL = Constants(
     shared=0.9,
@@ -82,8 +79,9 @@ NEUTRAL = Constants(
 )
 OF_ENGINE = ("shared", "kv", "gather_s", "launch_s")
 OF_CHIP = ("older", "larger", "per_key", *(f"attend {first}" for first in NEUTRAL.attend))
+# Neutral values of an engine's prefill: the share on shaders of dense models, and the factors of all other cells on
+# their kin.
 ENGINE_CELLS = (0.7, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""Neutral values of an engine's prefill: the share on shaders of dense models, and the factors of all other cells on their kin."""
 
 
 def main() -> None:

@@ -23,29 +23,31 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tests.engine.kv.models import work_of_config
 from tokamac.engine.metrics import rate
 from tokamac.engine.model.config import ignored_windows, normalise
+from tokamac.engine.model.weights import text_config
 from tokamac.engine.perf.catalogue import CatalogueEntry, find
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.cost import text_config
-from tokamac.engine.perf.footprint import work_of_config
 from tokamac.engine.perf.hardware import Chip, lookup, units_of
-from tokamac.engine.perf.roofline import CHUNK, Constants, Fitted, constants_of, kind_of
-from tokamac.engine.perf.workload import Heads, KVUse, Workload
+from tokamac.engine.perf.roofline import CHUNK, Constants, Fitted, Heads, KVUse, Workload, constants_of, kind_of
 
 SOURCE = Path(__file__).resolve().parent / "measured.csv"
 ATTENTION = SOURCE.with_name("attention.csv")
 
+# Tokens of context while a short chat prompt is answered with the usual 256 tokens: half of these, and the prompt.
 SHORT = 160
-"""Tokens of context while a short chat prompt is answered with the usual 256 tokens: half of these, and the prompt."""
 
 MLX = ("mlx", "rapid-mlx", "vllm-mlx", "lm studio mlx", "mlx-swift-lm", "ax-engine", "mlx server")
+# Runs mlx-lm's decode, but reads prompts with kernels of its own: up to twice as fast on the same chip in the same
+# table.
 OWN_PREFILL = "ax-engine"
-"""Runs mlx-lm's decode, but reads prompts with kernels of its own: up to twice as fast on the same chip in the same table."""
+# Stored bits a weight of llama.cpp's formats; the last is an average over a model's tensors.
 GGUF_BITS = {"F16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K_M": 4.85}
-"""Stored bits a weight of llama.cpp's formats; the last is an average over a model's tensors."""
 
 
+# Forms of a row's context: tokens of the prompt and, in the middle of decoding, of the context, less those before the
+# prompt.
 FORMS: tuple[tuple[str, Callable[..., tuple[float | None, float]]], ...] = (
     (r"pp(\d+)", lambda prompt: (prompt, 64)),  # llama-bench decodes from an empty context
     (r"tg\d+", lambda: (None, 64)),
@@ -56,7 +58,6 @@ FORMS: tuple[tuple[str, Callable[..., tuple[float | None, float]]], ...] = (
     (r"([\d.]+)K prompt", lambda context: (None, 1000 * context)),
     (r"~(\d+)", lambda prompt: (prompt, prompt)),
 )
-"""Forms of a row's context: tokens of the prompt and, in the middle of decoding, of the context, less those before the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,26 +233,25 @@ def _scaled(work: Workload | str, share: float) -> Workload | str:
 
 
 REASONS = Path(__file__).resolve().parent / "likely_reasons.csv"
-FAR = 0.25
-"""Relative error from which a row is listed by itself."""
+FAR = 0.25  # relative error from which a row is listed by itself
+# llama.cpp's rows of one build of 2023 can't be compared with later ones, as their source says.
 ENGINES = ("mlx", "llama.cpp 2023", "llama.cpp")
-"""llama.cpp's rows of one build of 2023 can't be compared with later ones, as their source says."""
 KINDS = ("dense", "mixture", "hybrid")
 
+# Contexts in the middle of decoding, from the first up to below the second: attention's share of a step grows with
+# them.
 DEPTHS = {
     "under 2k tokens": (0, 2048),
     "2k to 16k tokens": (2048, 16_384),
     "16k to 64k tokens": (16_384, 65_537),
     "beyond 64k tokens": (65_537, None),
 }
-"""Contexts in the middle of decoding, from the first up to below the second: attention's share of a step grows with them."""
 
 Phase = Literal["decode", "prefill"]
 
 Rate = Callable[[Measurement, "All"], float | None]
 
-All = Mapping[str, Constants]
-"""The constants of every engine."""
+All = Mapping[str, Constants]  # the constants of every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,11 +376,7 @@ def summaries(by_how: Mapping[str, Sequence[Error]]) -> dict[str, dict[str, Any]
 
 def _sizes(errors: Iterable[Error | float]) -> dict[str, Any]:
     sizes = sorted(abs(each.value if isinstance(each, Error) else each) for each in errors)
-    return {
-        "rows": len(sizes),
-        "median": round(median(sizes), 4),
-        "p90": round(float(np.quantile(sizes, 0.9)), 4),
-    }
+    return {"rows": len(sizes), "median": round(median(sizes), 4), "p90": round(float(np.quantile(sizes, 0.9)), 4)}
 
 
 def _far(errors: Iterable[Error]) -> dict[str, dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""The conversation as rows of styled text: Markdown parsed, wrapped and put on a page, with no widget and no terminal."""
+"""The conversation as rows of styled text: parsed, wrapped, paged; no widget or terminal."""

@@ -1,11 +1,4 @@
-"""A conversation as rows of one width, and texts in Markdown that grow. No widget, no terminal.
-
-``Page`` knows the place of every row, and what copying takes from it. Messages are laid out when they come into view; until then
-their height is guessed. ``Prose`` lays out each block once: only the last top-level section of a Markdown text can change when
-text is added (a paragraph may become a heading or a table, a list may continue), and ``Tail`` parses that open section alone,
-however long the reply has become. Whole items of a long list and whole rows of a table are not parsed again either. What looks
-the same stays the same objects, so that it is not drawn again.
-"""
+"""A conversation as rows of one width, with growing Markdown texts. No widget, no terminal."""
 
 import re
 from bisect import bisect_right
@@ -14,20 +7,143 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style as RichStyle
 from textual.content import Content
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.widget import Widget
 
 from ..theme import end_of
-from .blocks import Align, Block, Code, Flow, Inline, Section, Table
-from .guessed import GuessedText
-from .rows import STYLES, Grid, Row, rows
+from .rows import STYLES, Align, Block, Code, Flow, Grid, Inline, Line, Row, Section, StyledSpan, Table, rows
+
+# ``Page`` maps rows and copies text; messages are laid out when in view, heights estimated until then.
+# ``Prose`` lays out each block once: only the last section can change when text is added, and ``Tail`` parses
+# just that, so cost doesn't grow with the reply. Finished list items and table rows aren't parsed again.
+# Unchanged rows stay the same objects, so that they aren't redrawn.
+
+
+# Which characters of a rendered text were guessed. The parser keeps no places, so its words are found in the source
+# again.
+
+Range = tuple[int, int]
+WORD = re.compile(r"\w+|[^\w\s]")
+NEAR, FAR = 24, 800  # characters of markup between two words: as usual; and at most, such as those of a link's address
+
+
+class GuessedText:
+    """A growing text and which of it were draft tokens."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, text: str, *, guessed: bool) -> None:
+        start = len(self.text)
+        self.text += text
+        if not guessed or not text:
+            return
+        if self._ends and self._ends[-1] == start:
+            self._ends[-1] = len(self.text)
+        else:
+            self._starts.append(start)
+            self._ends.append(len(self.text))
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def marked(self, blocks: Iterable[Block], at: int) -> tuple[list[Block], int]:
+        found: list[Block] = []
+        for block in blocks:
+            match block:
+                case Flow(lines):
+                    new: list[Line] = []
+                    for line in lines:
+                        inline, at = self._inline(line.inline, at)
+                        new.append(replace(line, inline=inline))
+                    found.append(replace(block, lines=tuple(new)))
+                case Table(rows):
+                    cells: list[tuple[Inline, ...]] = []
+                    for row in rows:
+                        made: list[Inline] = []
+                        for cell in row:
+                            inline, at = self._inline(cell, at)
+                            made.append(inline)
+                        cells.append(tuple(made))
+                    found.append(replace(block, rows=tuple(cells)))
+                case Code(text):
+                    ranges, at = self._found(text, at)
+                    found.append(replace(block, guessed=tuple(joined(ranges, text))))
+                case _:
+                    found.append(block)
+        return found, at
+
+    def _inline(self, inline: Inline, at: int) -> tuple[Inline, int]:
+        ranges: list[Range] = []
+        place = 0
+        formulas = sorted((span for span in inline.spans if span.source is not None), key=lambda span: span.start)
+        for span in formulas:
+            before, at = self._found(inline.text[place : span.start], at)
+            ranges += [(place + start, place + end) for start, end in before]
+            place = span.end
+            if span.source and (began := self.text.find(span.source, at, at + FAR + len(span.source))) >= 0:
+                at = began + len(span.source)
+                if sum(end - start for start, end in self._guessed(began, at)) * 2 > at - began:
+                    ranges.append((span.start, span.end))
+        rest, at = self._found(inline.text[place:], at)
+        ranges += [(place + start, place + end) for start, end in rest]
+        spans = (StyledSpan(start, end, "guessed") for start, end in joined(ranges, inline.text))
+        return replace(inline, spans=(*inline.spans, *spans)) if ranges else inline, at
+
+    def _found(self, text: str, at: int) -> tuple[list[Range], int]:
+        ranges: list[Range] = []
+        words = list(WORD.finditer(text))
+        for number, word in enumerate(words):
+            following = words[number + 1].group() if number + 1 < len(words) else ""
+            if (began := self._place(word.group(), following, at)) < 0:
+                continue
+            at = began + len(word.group())
+            shift = word.start() - began
+            ranges += [(start + shift, end + shift) for start, end in self._guessed(began, at)]
+        return ranges, at
+
+    def _place(self, word: str, following: str, at: int) -> int:
+        began = self.text.find(word, at, at + NEAR + len(word))
+        if began >= 0 or not word[0].isalnum():
+            return began
+        began = self.text.find(word, at + 1, at + FAR + len(word))
+        end = began + len(word)
+        sure = began >= 0 and following and self.text.find(following, end, end + NEAR + len(following)) >= 0
+        return began if sure else -1
+
+    def _guessed(self, start: int, end: int) -> Iterator[Range]:
+        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            if self._starts[index] >= end:
+                return
+            if self._ends[index] > start:
+                yield max(start, self._starts[index]), min(end, self._ends[index])
+
+
+def joined(ranges: Sequence[Range], text: str) -> Iterator[Range]:
+    last: Range | None = None
+    for start, end in ranges:
+        if last is not None and not text[last[1] : start].strip():
+            last = last[0], end
+            continue
+        if last is not None:
+            yield last
+        last = start, end
+    if last is not None:
+        yield last
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What surrounds a row's text and is not copied.
-
-    lead: before the text. style: behind it, to the end of the row except ``right`` cells.
-    """
+    """Row decoration that isn't copied. style: behind the text, up to ``right`` cells from the end."""
 
     lead: Content
     style: str = ""
@@ -39,7 +155,7 @@ PLAIN = Frame(Content(" "))
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
-    """A row as it is shown. code: the block that a click on it copies."""
+    """A displayed row. code: the block that a click copies."""
 
     row: Row
     frame: Frame = PLAIN
@@ -59,32 +175,26 @@ class PageRow:
 
 BLANK = PageRow(Row(Content("")))
 
-Span = tuple[int, int]
-"""From character, to character (exclusive; −1 is the end)."""
+Span = tuple[int, int]  # from character, to character (exclusive; −1 is the end)
 
 
 def keep_same(old: Sequence[PageRow], new: Sequence[PageRow]) -> list[PageRow]:
-    """Return ``new``, with the objects of ``old`` where they look the same, so that they are not drawn again."""
+    """Return ``new`` with equal objects of ``old`` reused, so that they aren't redrawn."""
     kept = [was if was is row or was.is_same(row) else row for was, row in zip(old, new, strict=False)]
     return [*kept, *new[len(kept) :]]
 
 
 class PageItem(Protocol):
-    """A part of the conversation that knows its rows."""
-
     def rows(self, width: int) -> Sequence[PageRow]:
-        """Return the rows at ``width`` cells; the same objects as before where nothing changed."""
+        """Return the rows at ``width`` cells; the same objects where nothing changed."""
 
 
 def guess(text: str, width: int) -> int:
-    """Return about how many rows ``text`` has at ``width`` cells."""
     return sum(1 + len(line) // max(1, width) for line in text.split("\n"))
 
 
 @dataclass(slots=True)
 class Page:
-    """Messages, oldest first, with a blank row after each."""
-
     width: int = 0
     messages: list[PageItem] = field(default_factory=list)
     _rows: list[Sequence[PageRow] | None] = field(default_factory=list)  # None: not laid out
@@ -93,11 +203,9 @@ class Page:
 
     @property
     def height(self) -> int:
-        """Rows of the whole page."""
         return self._starts[-1] + self._heights[-1] + 1 if self.messages else 0
 
     def fit(self, width: int) -> None:
-        """Change the width; everything is laid out again when it comes into view."""
         if width != self.width:
             self._heights = [max(1, rows * self.width // width) for rows in self._heights]
             self._rows = [None] * len(self.messages)
@@ -105,40 +213,33 @@ class Page:
             self._place(0)
 
     def append(self, message: PageItem) -> None:
-        """Add ``message`` at the end."""
         self.append_later(message, 0)
         self._lay_out(len(self.messages) - 1)
 
     def append_later(self, message: PageItem, rows: int) -> None:
-        """Add ``message`` at the end, to be laid out when it comes into view; it has about ``rows`` rows."""
         self.messages.append(message)
         self._rows.append(None)
         self._heights.append(rows)
         self._place(len(self.messages) - 1)
 
     def pop(self) -> None:
-        """Remove the last message."""
         for parts in (self.messages, self._rows, self._heights, self._starts):
             parts.pop()
 
     def clear(self) -> None:
-        """Remove all messages."""
         for parts in (self.messages, self._rows, self._heights, self._starts):
             parts.clear()
 
     def update(self, message: PageItem) -> None:
-        """Lay out ``message`` again, which changed."""
         self._lay_out(self.messages.index(message))
 
     def settle(self, y: int, height: int) -> int:
-        """Lay out what is in view: ``height`` rows from row ``y``. Return the row to scroll to.
-
-        What was laid out before stays in its place on the screen; where nothing was, the message at ``y`` does.
-        """
+        """Lay out ``height`` rows from row ``y``; return the row to scroll to."""
+        # Rows laid out before keep their screen position; if there were none, the message at ``y`` does.
         if not self.messages:
             return y
-        index, within = self.at(y)
-        fixed = next((i for i in range(index, self.at(y + height - 1)[0] + 1) if self._rows[i] is not None), None)
+        index, within = self.locate(y)
+        fixed = next((i for i in range(index, self.locate(y + height - 1)[0] + 1) if self._rows[i] is not None), None)
         if fixed is None:
             fixed, guessed = index, max(1, self._heights[index])
             self._lay_out(index)
@@ -151,32 +252,27 @@ class Page:
         return y
 
     def settle_end(self, height: int) -> None:
-        """Lay out the last ``height`` rows."""
         while missing := self._missing(max(0, self.height - height), height):
             self._lay_out(missing[-1])
 
     def _missing(self, y: int, height: int) -> list[int]:
-        """Return the messages in view that are not laid out."""
         if not self.messages:
             return []
-        first, last = self.at(y)[0], self.at(y + height - 1)[0]
+        first, last = self.locate(y)[0], self.locate(y + height - 1)[0]
         return [index for index in range(first, last + 1) if self._rows[index] is None]
 
     def row(self, y: int) -> PageRow | None:
-        """Return row ``y``; None below the end. What is not laid out is blank."""
         if not 0 <= y < self.height:
             return None
-        index, within = self.at(y)
+        index, within = self.locate(y)
         rows = self._rows[index]
         return BLANK if rows is None or within >= len(rows) else rows[within]
 
-    def at(self, y: int) -> tuple[int, int]:
-        """Return the index of the message at row ``y``, and the row within it; the last is the blank one below it."""
+    def locate(self, y: int) -> tuple[int, int]:
         index = bisect_right(self._starts, y) - 1
         return index, y - self._starts[index]
 
     def copy(self, span: Callable[[int], Span | None]) -> str:
-        """Return the text of the rows that ``span`` gives characters of, as it was written."""
         text = ""
         first = True
         for row, chosen in self._spans(span):
@@ -188,7 +284,6 @@ class Page:
         return text
 
     def _spans(self, span: Callable[[int], Span | None]) -> Iterator[tuple[PageRow, Span]]:
-        """Yield the selected rows. A message that was never in view is selected as a whole, and laid out only for that."""
         for message, laid, start in zip(self.messages, self._rows, self._starts, strict=True):
             if laid is None and span(start) is not None:
                 yield from ((row, (0, -1)) for row in (*message.rows(self.width), BLANK))
@@ -197,11 +292,9 @@ class Page:
                 yield from ((row, where) for row, where in chosen if where is not None)
 
     def rows_of(self, index: int) -> int:
-        """Return the number of rows of message ``index``."""
         return self._heights[index]
 
     def start(self, index: int) -> int:
-        """Return the row at which message ``index`` begins."""
         return self._starts[index]
 
     def _lay_out(self, index: int) -> None:
@@ -217,13 +310,11 @@ class Page:
 
 
 CODE = "on $surface"
-CODE_BAR = "▏"
-"""Stands before each row of code: there are themes, and terminals, in which its ground is not seen."""
+CODE_BAR = "▏"  # stands before each row of code: there are themes, and terminals, in which its ground is not seen
 CODE_HINT = "copy: /code"
 
 
 def _indent(block: Code, width: int) -> str:
-    """Return the indent of a block; deep nesting in a narrow window gives it up first."""
     return block.indent[max(0, len(block.indent) - width // 2) :]
 
 
@@ -232,7 +323,6 @@ def _code_lead(indent: str) -> Content:
 
 
 def _code_head(block: Code, width: int) -> Frame:
-    """Return the row above a block: its language, and how to copy it. Nothing of it is copied."""
     lead = _code_lead(_indent(block, width))
     room = width - lead.cell_length
     language = end_of(block.language, max(2, room)) if block.language else ""
@@ -243,8 +333,6 @@ def _code_head(block: Code, width: int) -> Frame:
 
 
 class BlockRows:
-    """A block as ``rows`` of ``width`` cells, with a blank one below. final: it grows no more."""
-
     def __init__(self, block: Block, width: int, *, final: bool) -> None:
         self.rows: list[PageRow] = []
         self._width = width
@@ -254,7 +342,6 @@ class BlockRows:
         self.become(block, final=final)
 
     def become(self, block: Block, *, final: bool) -> None:
-        """Lay out ``block`` in place of the one before."""
         if block is self._block and final is self._final:
             return
         before, self._block, self._final = self._block, block, final
@@ -274,7 +361,6 @@ class BlockRows:
         self._replace(growth.kept, growth.rows)
 
     def _lay_out_lines(self, before: Code, block: Code) -> None:
-        """Lay out only the new lines, so that a token of a long block costs no more than one of a short block."""
         last = next(index for index in reversed(range(len(self.rows) - 1)) if self.rows[index].row.joint == "\n")
         cut = before.text.rfind("\n") + 1
         guessed = tuple((max(0, start - cut), end - cut) for start, end in block.guessed if end > cut)
@@ -283,14 +369,12 @@ class BlockRows:
 
     @property
     def code(self) -> str:
-        """The text of a block of code."""
         return self._block.text if isinstance(self._block, Code) else ""
 
     def _room(self, block: Block) -> int:
         return self._width - 2 - len(_indent(block, self._width)) if isinstance(block, Code) else self._width
 
     def _replace(self, kept: int, new: Iterable[Row]) -> None:
-        """Replace all rows after the first ``kept``."""
         block = self._block
         framed: list[PageRow] = []
         frame = PLAIN
@@ -305,38 +389,32 @@ class BlockRows:
 
 
 def _goes_on(before: Code, block: Code) -> bool:
-    """Whether ``block`` is ``before`` with more text, both not highlighted."""
     alike = (before.language, before.indent) == (block.language, block.indent)
     return alike and not block.closed and not before.closed and block.text.startswith(before.text)
 
 
 LONGEST_OPEN_LIST = 24
 OPEN_ITEMS = 3
+# A wider table is parsed as a whole: the parser adds cells to short rows, and must see how many it has added.
 MOST_COLUMNS = 64
-"""A wider table is parsed as a whole: the parser adds cells to short rows, and must see how many it has added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The tail's blocks, of which the first ``settled`` are final."""
-
     blocks: tuple[Block, ...]
     settled: int
 
 
 def parse(source: str) -> tuple[Section, ...]:
-    """Return the top-level sections of ``source``, in order. What parses is imported here: the first frame needs none of it."""
+    """Parse top-level sections; imports the parser late, since the first frame doesn't need it."""
     from .parse import parse as by_library
 
     return by_library(source)
 
 
 class Tail:
-    """The open end of a text that grows."""
-
     @property
     def length(self) -> int | None:
-        """Its characters; None while rows of a table are taken out of it."""
         return None if self._read else len(self._text)
 
     def __init__(self) -> None:
@@ -346,11 +424,10 @@ class Tail:
         ] = ()  # of the table that the text begins with, header and rows taken out
 
     def add(self, text: str) -> None:
-        """Append ``text``."""
         self._text += text
 
     def look(self) -> Look:
-        """Return the blocks after those settled by earlier looks, and settle those that are final now."""
+        """Return the unsettled blocks, and settle those that are final now."""
         sections = self._sections()
         blocks = tuple(block for section in sections for block in section.blocks)
         # A section that begins on an unfinished line may still become a part of the one before: it settles nothing.
@@ -370,7 +447,6 @@ class Tail:
         return Look(blocks, sum(len(section.blocks) for section in sections[:last]))
 
     def _sections(self) -> tuple[Section, ...]:
-        """Parse the text, and put back the rows that were taken out of it."""
         sections = parse(self._text)
         if not self._read:
             return sections
@@ -380,7 +456,6 @@ class Tail:
         return (replace(sections[0], blocks=(whole,)), *sections[1:])
 
     def _take_rows(self, section: Section, table: Table, whole_lines: int) -> None:
-        """Take out rows that are whole lines, which no later line changes. The header stays, and what is above it."""
         count = sum(line < whole_lines for line in section.items)
         if count and len(table.align) <= MOST_COLUMNS:
             first = section.items[0]
@@ -389,7 +464,7 @@ class Tail:
             self._read = table.rows[: max(1, len(self._read)) + count]
 
     def _cut_list(self, section: Section) -> Look:
-        """Settle all items of a long list except the last few, so that it is not drawn as a whole for each token."""
+        """Settle all but the last items of a long list, so that a token doesn't redraw it all."""
         line = section.items[-OPEN_ITEMS]
         head, rest = parse("".join(self._text.splitlines(keepends=True)[:line])), parse(self._text_from(line))
         settled = [block for part in head for block in part.blocks if isinstance(block, Flow)]
@@ -405,11 +480,7 @@ class Tail:
 
 
 class Prose:
-    """A text that grows, as rows. ``add`` is cheap; ``look`` parses what was added.
-
-    Args:
-        tinted: What was guessed is marked.
-    """
+    """A growing text as rows. ``add`` is cheap; ``look`` parses. tinted: mark draft text."""
 
     def __init__(self, *, tinted: bool = False) -> None:
         self._guessed = GuessedText() if tinted else None
@@ -423,14 +494,12 @@ class Prose:
         self._laid: list[BlockRows] = []
 
     def add(self, text: str, *, guessed: bool = False) -> None:
-        """Append ``text``, to be parsed by ``look``."""
         self._tail.add(text)
         if self._guessed is not None:
             self._guessed.add(text, guessed=guessed)
         self._added = True
 
     def look(self) -> None:
-        """Parse what was added."""
         if self._whole is not None:
             self._settled = list(self._parsed(self._whole))
             self._open, self._whole = (), None
@@ -441,7 +510,6 @@ class Prose:
             self._open = self._marked(look.blocks[look.settled :], settled=False)
 
     def _marked(self, blocks: Sequence[Block], *, settled: bool) -> Sequence[Block]:
-        """Mark what was guessed in blocks of the tail: those that are ``settled`` now, or those after them."""
         if self._guessed is None:
             return blocks
         marked, at = self._guessed.marked(blocks, self._open_at) if self._guessed else (blocks, self._open_at)
@@ -451,7 +519,6 @@ class Prose:
         return marked
 
     def _parsed(self, text: str) -> Iterator[Block]:
-        """Yield the blocks of the whole text, with what was guessed marked where it is the text that grew."""
         guessed = self._guessed if self._guessed and self._guessed.text.rstrip() == text.rstrip() else None
         starts = [0, *(each.end() for each in re.finditer("\n", text))] if guessed else []
         for section in parse(text):
@@ -460,11 +527,10 @@ class Prose:
             )
 
     def finish(self, text: str) -> None:
-        """Become ``text``, whatever was added: a link may be defined after its use. It is parsed when rows are wanted."""
         self._whole, self._added = text, False
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells: the same objects as before for what looks the same."""
+        """Return the rows at ``width`` cells, reusing objects that look the same."""
         if self._whole is not None:
             self.look()
         if width != self._width:
@@ -479,3 +545,208 @@ class Prose:
             else:
                 self._laid.append(BlockRows(block, width, final=final))
         return [row for laid in self._laid for row in laid.rows]
+
+
+# One widget draws all rows, and paints only changed ones: a layout per row, or a widget per paragraph, would
+# cost a model on the same cores a tenth of its speed.
+
+
+MOST_STRIPS = 1000  # that are kept
+
+Selected = tuple[int, int, Style]  # from character, to character (exclusive; −1 is the end), and their style
+
+
+def segments(content: Content, base: Style) -> list[Segment]:
+    drawn = content.render(base, end="", parse_style=_parse)
+    return [Segment(text, (base + style).rich_style) for text, style in drawn if text]
+
+
+def _parse(style: str | Style) -> Style:
+    return style if isinstance(style, Style) else Style.parse(style)
+
+
+def selected_in(widget: Widget, y: int) -> Selected | None:
+    selection = widget.text_selection
+    if selection is None or (span := selection.get_span(y)) is None:
+        return None
+    return (*span, Style.from_styles(widget.screen.get_component_styles("screen--selection")))
+
+
+def select(content: Content, selected: Selected | None) -> Content:
+    if selected is None:
+        return content
+    start, end, style = selected
+    return content.stylize(style, start, len(content.plain) if end == -1 else end)
+
+
+@dataclass(frozen=True, slots=True)
+class Painter:
+    base: Style
+    theme: str
+    width: int
+    left: int
+    room: int
+
+    def strip(self, page_row: PageRow, selected: Selected | None = None) -> Strip:
+        before, text, after = self._parts(page_row, selected)
+        # Few segments are few bytes for the terminal. The margin stays a segment of its own: pictures place text by segments.
+        strip = Strip([*Segment.simplify(before), *Segment.simplify([*text, *after])])
+        return strip.adjust_cell_length(self.width, self.base.rich_style)
+
+    def blank(self) -> Strip:
+        return Strip.blank(self.width, self.base.rich_style)
+
+    def located(self, page_row: PageRow, y: int) -> Strip:
+        before, text, after = self._parts(page_row, None)
+        cells = sum(segment.cell_length for segment in before)
+        start = RichStyle.from_meta({"offset": (0, y)})
+        margin = [Segment(" ", start)] * cells  # left of the text is its beginning
+        return Strip([*margin, *Strip(text).apply_offsets(0, y), *after])
+
+    def _parts(
+        self, page_row: PageRow, selected: Selected | None
+    ) -> tuple[list[Segment], list[Segment], list[Segment]]:
+        row, frame, base = page_row.row, page_row.frame, self.base
+        beneath = base + Style.parse(frame.style) if frame.style else base
+        before = [Segment(" " * self.left, base.rich_style), *segments(frame.lead, base)]
+        used = frame.lead.cell_length + row.content.cell_length + frame.right
+        after = [Segment(" " * max(0, self.room - used), beneath.rich_style)]
+        return before, segments(select(row.content, selected), beneath), after
+
+
+class Canvas:
+    def __init__(self) -> None:
+        self._painter: Painter | None = None
+        self._strips: dict[int, tuple[PageRow, Strip]] = {}
+
+    def strip(self, painter: Painter, page: Page, y: int, selected: Selected | None) -> Strip:
+        if painter != self._painter or len(self._strips) > MOST_STRIPS:
+            self._painter = painter
+            self._strips.clear()
+        row = page.row(y)
+        if row is None or selected is not None:
+            self._strips.pop(y, None)
+            return painter.blank() if row is None else painter.strip(row, selected)
+        shown = self._strips.get(y)
+        if shown is None or shown[0] is not row:
+            shown = self._strips[y] = (row, painter.strip(row))
+        return shown[1]
+
+    def shows(self, page: Page, y: int) -> bool:
+        row, shown = page.row(y), self._strips.get(y)
+        return shown is None if row is None else shown is not None and shown[0] is row
+
+
+SEEN_CELLS = 0.5  # a change of the scroll bar's length that the eye sees
+
+
+class PageView(ScrollView, can_focus=False):
+    def __init__(self) -> None:
+        super().__init__()
+        self._page = Page()
+        self._following = True
+        self._canvas = Canvas()
+
+    @property
+    def growing(self) -> bool:
+        return False
+
+    @property
+    def following(self) -> bool:
+        return self.max_scroll_y == 0 or self._following
+
+    def page(self, direction: int) -> None:
+        if self.max_scroll_y > 0:
+            self.scroll_relative(y=direction * max(1, self.container_size.height - 1), animate=False)
+
+    def follow(self) -> None:
+        self._following = True
+        self._show()
+
+    # Place ----------------------------------------------------------------------------------------------------------------
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        self._settle()
+        self._following = round(self.scroll_y) >= self.max_scroll_y
+        self._move_bar(exact=not (self.growing and self._following))
+        if round(old_value) != round(new_value):
+            self.refresh()
+
+    def release_anchor(self) -> None:
+        super().release_anchor()
+        self._move_bar(exact=True)
+
+    def _move_bar(self, *, exact: bool) -> None:
+        """Set the scroll bar, by visible steps unless ``exact``: any change redraws all of it."""
+        bar, height, rows = self.vertical_scrollbar, self.container_size.height, self._page.height
+        drawn = _thumb(height, bar.window_virtual_size, bar.position)
+        thumb = _thumb(height, rows, self.scroll_y)
+        seen = any(abs(new - old) >= SEEN_CELLS for new, old in zip(thumb, drawn, strict=True))
+        if self.show_vertical_scrollbar and (exact or seen):
+            bar.window_virtual_size, bar.position = rows, self.scroll_y
+
+    def _scroll(self, y: int) -> None:
+        self.scroll_target_y = self.scroll_y = y
+
+    def _settle(self) -> None:
+        top = self._page.settle(self.scroll_offset.y, self.size.height)
+        self._set_height()
+        if (top := min(top, self.max_scroll_y)) != self.scroll_offset.y:
+            self._clear_text_selection()
+            self._scroll(top)
+
+    def _set_height(self) -> None:
+        size = Size(self.size.width, self._page.height)
+        if (size.height > self.container_size.height) != self.show_vertical_scrollbar:
+            self.virtual_size = size
+        else:
+            self.set_reactive(Widget.virtual_size, size)
+
+    def _show(self) -> None:
+        if self._following:
+            self._page.settle_end(self.size.height)
+            self._set_height()
+            self._scroll(self.max_scroll_y)
+        else:
+            self._settle()
+        self._move_bar(exact=not self.growing)
+        top, height = self.scroll_offset.y, self.size.height
+        changed = [y for y in range(height) if not self._canvas.shows(self._page, top + y)]
+        if changed:
+            self.refresh(Region(0, changed[0], self.size.width, changed[-1] - changed[0] + 1))
+
+    # Drawing --------------------------------------------------------------------------------------------------------------
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        painter, top = self._painter(), self.scroll_offset.y
+        rows = range(top + crop.y, top + crop.bottom)
+        strips = [self._canvas.strip(painter, self._page, y, selected_in(self, y)) for y in rows]
+        background = self.background_colors[1]
+        for line_filter in self.get_line_filters():
+            strips = [strip.apply_filter(line_filter, background) for strip in strips]
+        if crop.column_span == (0, self.size.width):
+            return strips
+        return [strip.crop(*crop.column_span) for strip in strips]
+
+    def render_line(self, y: int) -> Strip:
+        y += self.scroll_offset.y
+        row = self._page.row(y)
+        return self._painter().blank() if row is None else self._painter().located(row, y)
+
+    def _painter(self) -> Painter:
+        width, room = self.size.width, self._page.width
+        return Painter(self.visual_style, self.app.theme, width, max(0, (width - room) // 2), room)
+
+    # Selection ------------------------------------------------------------------------------------------------------------
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        return self._page.copy(selection.get_span), "\n"
+
+    def _clear_text_selection(self) -> None:
+        if self.text_selection is not None:
+            self.screen.clear_selection()
+
+
+def _thumb(height: int, rows: int, top: float) -> tuple[float, float]:
+    share = height / max(1, rows)
+    return height * share, top * share

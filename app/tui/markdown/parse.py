@@ -1,27 +1,22 @@
-"""Markdown to blocks: CommonMark with tables, strikethrough, boxes to tick, and formulas in Unicode.
-
-HTML is text like any other. Links are offered to the terminal, never followed; the address of one that can't be opened is shown.
-"""
+"""Markdown to blocks: CommonMark with tables, strikethrough, task lists and Unicode formulas."""
 
 import re
 
 from markdown_it.tree import SyntaxTreeNode
 
-from ...latex import to_rows, to_unicode
-from ...markdown import BLOCK, INLINE, task_box, tokens
-from ...sanitise import safe_link
-from .blocks import Align, Block, Code, Flow, HorizontalRule, Inline, InlineStyle, Line, Section, StyledSpan, Table
+from ...text.latex import to_rows, to_unicode
+from ...text.markdown import BLOCK, INLINE, task_box, tokens
+from ...text.sanitise import safe_link
+from .rows import Align, Block, Code, Flow, HorizontalRule, Inline, InlineStyle, Line, Section, StyledSpan, Table
 
 BULLETS = "•◦▪"
 QUOTE = "▎ "
-FORMULA = "  "
-"""Stands before a formula on lines of its own."""
+FORMULA = "  "  # stands before a formula on lines of its own
 LISTS = ("bullet_list", "ordered_list")
 _STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"}
 
 
 def parse(source: str) -> tuple[Section, ...]:
-    """Return the top-level sections of ``source``, in order."""
     tree = SyntaxTreeNode(tokens(source))
     lines, whole_lines = source.splitlines(), source.count("\n")
     return tuple(
@@ -37,7 +32,6 @@ def parse(source: str) -> tuple[Section, ...]:
 
 
 def _items(node: SyntaxTreeNode) -> tuple[int, ...]:
-    """Return the first lines of a list's items, if the items after any of them make the same list by themselves, or of rows."""
     if node.type == "table":
         return tuple(row.map[0] for body in node.children[1:] for row in body.children if row.map)
     if node.type not in LISTS:
@@ -54,8 +48,6 @@ def _loose(node: SyntaxTreeNode) -> bool:
 
 
 class _Writer:
-    """Collects the lines of one section; code and tables cut the flow."""
-
     def __init__(self, source: list[str]) -> None:
         self._source = source
         self._blocks: list[Block] = []
@@ -139,7 +131,6 @@ class _Writer:
         self._blocks.append(Code(node.content.removesuffix("\n"), language, closed, indent))
 
     def _formula(self, node: SyntaxTreeNode, indent: str) -> None:
-        """Write a formula as rows of Unicode; one that is not closed, or that Unicode can't show, as its source."""
         source = str(node.meta["source"])
         converted = to_rows(node.content) if node.meta["closed"] else None
         for index, row in enumerate(source.split("\n") if converted is None else converted):
@@ -149,7 +140,6 @@ class _Writer:
             self._line(Inline(text, (StyledSpan(0, len(text), "math", source=copied),)), indent + deeper)
 
     def _fence_closed(self, node: SyntaxTreeNode) -> bool:
-        """Whether the fence ends with its own marker, or because something else begins, rather than with the text."""
         assert node.map is not None
         start, end = node.map
         if any(line.strip(" \t>") for line in self._source[end:]):
@@ -170,7 +160,6 @@ def _align(cell: SyntaxTreeNode) -> Align:
 
 
 def inline(node: SyntaxTreeNode) -> Inline:
-    """Return the text in a paragraph, heading or cell."""
     text: list[str] = []
     spans: list[StyledSpan] = []
     for child in node.children:
@@ -214,12 +203,10 @@ def _linked(label: str, target: str, text: list[str], spans: list[StyledSpan]) -
     _leads(start, target, text, spans)
 
 
-_SITE = re.compile(r"\w\.\w|://")
-"""In what looks like an address itself."""
+_SITE = re.compile(r"\w\.\w|://")  # in what looks like an address itself
 
 
 def _leads(start: int, target: str, text: list[str], spans: list[StyledSpan]) -> None:
-    """Make the text from ``start`` on a link. Where it leads is shown if it can't be opened, or if the text names another place."""
     shown = "".join(text)[start:]
     address = safe_link(target)
     end = start + len(shown)

@@ -1,18 +1,111 @@
-"""Blocks as rows of a given width. Each row knows what joins it to the one above in copied text: a wrapped row is no new line.
-
-Tables that grow are laid out row by row. A cell that is wider than those before it moves every column; until the table is final,
-that happens rarely, so that the cost of a frame does not depend on the table's length, and such a cell is wrapped meanwhile.
-"""
+"""Markdown blocks as values, and the rows that they are laid out in."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rich.cells import cell_len
 from textual.content import Content
 from textual.content import Span as ContentSpan
 from textual.style import Style
 
-from .blocks import Align, Block, Code, Flow, HorizontalRule, Inline, Line, StyledSpan, Table
+# Equal text gives equal blocks, so only changes are redrawn.
+
+
+InlineStyle = Literal[
+    "strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote", "math", "guessed"
+]
+Align = Literal["left", "center", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class StyledSpan:
+    """``style`` for characters [start, end). link: address. source: copied instead of the text; None: the text."""
+
+    start: int
+    end: int
+    style: InlineStyle
+    link: str = ""
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    text: str
+    spans: tuple[StyledSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    inline: Inline
+    first: str = ""
+    rest: str = ""
+
+    @property
+    def is_formula(self) -> bool:
+        return any(
+            span.style == "math" and span.end - span.start == len(self.inline.text) for span in self.inline.spans
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        return any(span.source == "" for span in self.inline.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    lines: tuple[Line, ...]
+    joined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Verbatim code. ``closed``: highlight it. ``indent``: of its list. guessed: draft ranges [from, to)."""
+
+    text: str
+    language: str = ""
+    closed: bool = True
+    indent: str = ""
+    guessed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    rows: tuple[tuple[Inline, ...], ...]
+    align: tuple[Align, ...]  # of each column
+
+
+@dataclass(frozen=True, slots=True)
+class HorizontalRule:
+    """A horizontal line."""
+
+
+Block = Flow | Code | Table | HorizontalRule
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A top-level section: its blocks and source lines [start, end).
+
+    ``items``: first lines of items or table rows where it may be cut. ``loose``: a list with space between items.
+    ``unsure``: an open formula that may yet belong to the previous section.
+    """
+
+    start_line: int
+    end_line: int
+    blocks: tuple[Block, ...]
+    items: tuple[int, ...] = ()
+    loose: bool = False
+    unsure: bool = False
+
+
+# HTML is plain text. Links are offered to the terminal, never followed; addresses that can't be opened are
+# shown.
+
+
+# Growing tables are laid out row by row. Columns widen only rarely until the table is final, so that a frame's
+# cost doesn't depend on its length; a wider cell is wrapped meanwhile.
+
 
 TAB = 8  # cells
 STYLES = {
@@ -32,10 +125,10 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row on the screen.
+    """A row on screen.
 
-    joint: what separates it from the row above in copied text; after a wrap, the white space of the text itself. indent: characters
-    at its start that are not part of the text. shown_for: what is copied in place of some of its characters.
+    joint: separator from the row above in copied text (after a wrap, the text's white space). indent: leading
+    characters that aren't text. shown_for: sources copied instead of characters.
     """
 
     content: Content
@@ -44,7 +137,6 @@ class Row:
     shown_for: tuple["ShownFor", ...] = ()
 
     def copied(self, start: int, end: int, *, first: bool) -> str:
-        """Return the text of the characters from ``start`` to ``end``. first: no row above is copied."""
         plain, text, at = self.content.plain, "", start
         for each in self.shown_for:
             if each.start < end and at < each.end:
@@ -55,7 +147,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ShownFor:
-    """The characters from ``start`` to ``end`` (exclusive) are shown for ``source``. begun: it began in a row above."""
+    """Characters [start, end) display ``source``. begun: it began in a row above."""
 
     start: int
     end: int
@@ -64,7 +156,6 @@ class ShownFor:
 
 
 def content(inline: Inline) -> Content:
-    """Return ``inline`` as styled text."""
     return Content(inline.text, spans=[ContentSpan(span.start, span.end, _style(span)) for span in inline.spans])
 
 
@@ -73,10 +164,6 @@ def _style(span: StyledSpan) -> str | Style:
 
 
 def wrapped(text: Content, width: int, sources: Sequence[StyledSpan] = ()) -> Iterator[Row]:
-    """Yield ``text``, which may hold newlines, as rows of at most ``width`` cells.
-
-    sources: the parts of it for which something else is copied.
-    """
     text = text.expand_tabs(TAB) if "\t" in text.plain else text
     end = 0
     for index, part in enumerate(text.wrap(width)):
@@ -90,7 +177,6 @@ def wrapped(text: Content, width: int, sources: Sequence[StyledSpan] = ()) -> It
 
 
 def _shown_for(span: StyledSpan, start: int, end: int) -> ShownFor:
-    """Return what ``span`` is in the row of the characters from ``start`` to ``end``."""
     return ShownFor(max(span.start, start) - start, min(span.end, end) - start, span.source or "", span.start < start)
 
 
@@ -100,27 +186,20 @@ def _sources(inline: Inline) -> list[StyledSpan]:
 
 NARROWEST_COLUMN = 4
 BAR, CROSSING = " │ ", "─┼─"
-SHORT = 24
-"""Rows up to which the columns of a table may move at any time."""
-OFTEN = 2
-"""A longer table must have grown by this factor before its columns move again."""
-LONG = 200
-"""Rows from which its columns stay until it is final."""
+SHORT = 24  # rows up to which the columns of a table may move at any time
+OFTEN = 2  # a longer table must have grown by this factor before its columns move again
+LONG = 200  # rows from which its columns stay until it is final
 
 Cells = tuple[Inline, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What changed: the first ``kept`` rows are as before, and ``rows`` follow them."""
-
     kept: int
     rows: list[Row]
 
 
 class Grid:
-    """A table as rows of ``width`` cells; ``align`` as in ``Table``. Where it is too wide, each cell is a line of its own."""
-
     def __init__(self, align: tuple[Align, ...], width: int) -> None:
         self._align = align
         self._width = max(width, 2)
@@ -135,7 +214,6 @@ class Grid:
         self._ends: list[int] = []  # rows on the screen for it and all above it
 
     def grow(self, table: Table, *, final: bool) -> Growth:
-        """Become ``table``. final: it grows no more, and looks as if it had come at once."""
         known = self._known(table.rows)
         self._cut(known)
         self._source = list(table.rows[:known])  # the same objects are compared by identity next time
@@ -154,7 +232,6 @@ class Grid:
         return Growth(kept, rows)
 
     def _known(self, rows: Sequence[Cells]) -> int:
-        """Return how many of ``rows``, from the first, are laid out already."""
         pairs = zip(self._source, rows, strict=False)
         changed = (index for index, (was, row) in enumerate(pairs) if was is not row and was != row)
         return next(changed, min(len(self._source), len(rows)))
@@ -189,7 +266,7 @@ class Grid:
             yield Row(Content.styled(CROSSING.join("─" * size for size in self._widths), STYLES["faint"]))
 
     def _joined(self, cells: Sequence[Content]) -> Content:
-        """Return one line of each cell, side by side. (Content's ``pad`` and ``join`` take several times as long.)"""
+        """Join a line of each cell. (Content's ``pad`` and ``join`` take several times as long.)"""
         text, spans = "", list[ContentSpan]()
         for column, (cell, size, align) in enumerate(zip(cells, self._widths, self._align, strict=True)):
             if column:
@@ -203,7 +280,6 @@ class Grid:
         return Content(text, spans, strip_control_codes=False)
 
     def _record(self, index: int) -> Iterator[Row]:
-        """Yield a row of a table that is too wide, as ``header: cell`` lines."""
         if index > 1:
             yield Row(Content(""))
         for name, cell in zip(self._cells[0], self._cells[index], strict=True) if index else ():
@@ -211,7 +287,6 @@ class Grid:
 
 
 def _lines(cell: Content, size: int) -> list[Content]:
-    """Return ``cell`` in lines of at most ``size`` cells; most fit and need no wrapping."""
     plain = cell.plain
     if cell.cell_length <= size and "\n" not in plain and "\t" not in plain:
         return [cell]
@@ -219,12 +294,10 @@ def _lines(cell: Content, size: int) -> list[Content]:
 
 
 def _widest_word(cell: Content) -> int:
-    """Return the cells of the widest word of ``cell``."""
     return max(map(cell_len, cell.plain.split()), default=0)
 
 
 def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> list[int]:
-    """Return the widths of the columns, the widest shortened first; words are split last. None fit: an empty list."""
     least = [NARROWEST_COLUMN] * len(needs)
     if room < sum(least):
         return []
@@ -232,7 +305,6 @@ def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> lis
 
 
 def _shortened(wanted: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Return ``wanted`` shortened to ``room`` in all, the widest first, and none below its ``least``."""
     widths = list(wanted)
     while (excess := sum(widths) - room) > 0:
         spare = [index for index, width in enumerate(widths) if width > least[index]]
@@ -249,7 +321,6 @@ CODE_TAB = 4  # cells
 
 
 def rows(block: Block, width: int) -> list[Row]:
-    """Return ``block`` laid out in ``width`` cells."""
     width = max(width, 2)
     match block:
         case Flow(lines):

@@ -1,4 +1,4 @@
-"""The messages of a turn as rows: the prompt, and the reply with its thinking, text and verdict."""
+"""A turn's messages as rows: prompt, and reply with thinking, text and figures."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -9,13 +9,13 @@ from textual.content import Content
 
 from tokamac.engine.events import TextKind
 
-from ...chat.conversation import EDITED, ENDINGS, Reply, Turn
+from ...chat.conversation import EDITED, ENDINGS, REMEDIES, Reply, Turn
 from ...chat.preferences import budget_spent
-from ...sanitise import Sanitiser, sanitise, sanitise_line
+from ...reports.verdict import figures_text, remark
 from ...store.values import Attachment, ToolResult
-from ...tools.tool import call_line, call_lines
-from ...units import seconds
-from ...verdict import figures_text, remark
+from ...text.sanitise import Sanitiser, sanitise, sanitise_line
+from ...text.units import seconds
+from ...tools.calls import call_line, call_lines
 from ..theme import FAINT, LABEL
 from .page import BLANK, PLAIN, Frame, PageRow, Prose, guess, keep_same
 from .rows import Row, wrapped
@@ -33,18 +33,14 @@ SELECTED_NAME = Frame(Content.styled("▸", "$accent"))
 ASIDE = Frame(Content(" "), FAINT)
 FIGURES = Frame(Content(" "), LABEL)
 SYSTEM = "System"
-LEFT_OUT = "left out of the context"
-"""Beside what is kept in the chat, but not sent."""
+LEFT_OUT = "left out of the context"  # beside what is kept in the chat, but not sent
 SIDES = 2  # free cells at both sides of a message's text, together
 
 
-Place = tuple[int, int]
-"""The number of a version, from 1, and how many there are."""
+Place = tuple[int, int]  # the number of a version, from 1, and how many there are
 
 
 class UserMessage:
-    """What the user wrote, verbatim, under the names of its attachments."""
-
     def __init__(
         self, text: str, key: int = 0, place: Place = (1, 1), attachments: tuple[Attachment, ...] = ()
     ) -> None:
@@ -57,7 +53,6 @@ class UserMessage:
         self._place = place
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells."""
         frame = USER_SELECTED if self.selected else USER
         names = Content("\n").join(map(self._chip, self._attached))
         note = Content.styled(LEFT_OUT if self.left_out else "", FAINT)
@@ -66,7 +61,6 @@ class UserMessage:
         return [*([PageRow(Row(_placed(self._place)), frame)] if self._place[1] > 1 else []), *text]
 
     def guess(self, width: int) -> int:
-        """Return about how many rows there are at ``width`` cells."""
         return guess(self.text, width) + len(self._attached) + self.left_out
 
     def _chip(self, name: str) -> Content:
@@ -75,25 +69,19 @@ class UserMessage:
 
 
 class SystemMessage:
-    """A system message of the conversation, verbatim."""
-
     def __init__(self, text: str, key: int = 0) -> None:
         self.key = key
         self._text = sanitise(text)
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells."""
         parts = (Content.styled(SYSTEM, "bold"), Content(self._text))
         return [PageRow(row, ASIDE) for part in parts if part.plain for row in wrapped(part, width - SIDES)]
 
     def guess(self, width: int) -> int:
-        """Return about how many rows there are at ``width`` cells."""
         return 1 + guess(self._text, width)
 
 
 class Thinking:
-    """The model's thinking: open while it runs, then folded into one line until it is unfolded."""
-
     def __init__(self) -> None:
         self.folded = False
         self.selected = False  # by the keyboard
@@ -105,37 +93,25 @@ class Thinking:
         self._whole = _Whole()
 
     def __bool__(self) -> bool:
-        """Whether there was any."""
         return bool(self._text.strip())
 
     @property
     def height(self) -> int:
-        """Rows at the last width, the blank one included."""
         return len(self._laid)
 
     def add(self, text: str) -> None:
-        """Append ``text``."""
         self._text += text
 
     def fold(self, took_s: float | None, text: str | None = None, ended_at: int | None = None) -> None:
-        """End the thinking.
-
-        Args:
-            took_s: how long it took; None is unknown.
-            text: replaces what was added.
-            ended_at: the budget of tokens that ended it.
-        """
         self._text = self._text if text is None else text
         self._seconds, self._ended_at = took_s, ended_at
         self._over = self.folded = True
 
     def toggle(self) -> None:
-        """Fold or unfold, once the thinking is over."""
         if self._over:
             self.folded = not self.folded
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells, with a blank one below."""
         took = "" if self._seconds is None else f" for {seconds(self._seconds)}"
         took += "" if self._ended_at is None else f", {budget_spent(self._ended_at)}"
         if self.folded:
@@ -148,7 +124,6 @@ class Thinking:
         return self._laid
 
     def _text_rows(self, frame: Frame, width: int) -> list[PageRow]:
-        """Wrap the text; whole lines of it are wrapped once, however long it becomes."""
         text = self._text.strip()
         end = text.rfind("\n") + 1
         if (self._whole.frame, self._whole.width) != (frame, width) or not text.startswith(self._whole.text):
@@ -162,8 +137,6 @@ class Thinking:
 
 @dataclass(slots=True)
 class _Whole:
-    """The whole lines of a text that grows, laid out."""
-
     frame: Frame = FOLDED
     width: int = 0
     text: str = ""
@@ -171,8 +144,6 @@ class _Whole:
 
 
 class ReplyMessage:
-    """A reply that grows. ``add`` is cheap; ``rows`` lays out what was added since."""
-
     def __init__(
         self,
         model: str,
@@ -197,7 +168,6 @@ class ReplyMessage:
 
     @property
     def selected(self) -> bool:
-        """Whether it is selected."""
         return self._selected
 
     @selected.setter
@@ -207,7 +177,6 @@ class ReplyMessage:
 
     @property
     def left_out(self) -> bool:
-        """Whether it is kept, but not sent."""
         return self._left_out
 
     @left_out.setter
@@ -216,7 +185,7 @@ class ReplyMessage:
         self._name = self._named()
 
     def add(self, text: str, kind: TextKind, guessed: Sequence[tuple[int, int]] = ()) -> None:
-        """Append ``text``, made safe. guessed: characters of it that are tinted in an answer, from and to (exclusive)."""
+        """Append ``text``, sanitised. guessed: draft ranges [from, to) to tint in an answer."""
         if guessed and kind == "answer":
             at = 0
             for start, end in guessed:
@@ -238,7 +207,6 @@ class ReplyMessage:
         self._prose.add(self._cleaners["answer"].feed(text), guessed=guessed)
 
     def begin(self, said: Reply) -> None:
-        """Begin with what was ``said`` before the reply was cut off, which is continued."""
         thought = self._cleaners["thinking"].feed(said.thinking)
         self._prose.add(self._cleaners["answer"].feed(said.text))
         if thought:
@@ -249,14 +217,12 @@ class ReplyMessage:
                 self._thinking_from = self._clock() - (said.thinking_s or 0.0)
 
     def end(self, reply: Reply) -> None:
-        """Become the whole reply, and show its figures below it."""
         self.reply = reply
         if reply.thinking:
             self.thinking.fold(reply.thinking_s, sanitise(reply.thinking), reply.thinking_ended_at)
         self._prose.finish(sanitise(reply.text))
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells."""
         self._prose.look()
         room = width - SIDES
         thinking = self.thinking.rows(room) if self.thinking else []
@@ -265,7 +231,6 @@ class ReplyMessage:
         return [self._name, *(self._marked or rows)]
 
     def guess(self, width: int) -> int:
-        """Return about how many rows there are at ``width`` cells, once it has ended."""
         if self.reply is None:
             return 0
         return 3 + guess(self.reply.text, width) + len(self.reply.reason) // max(1, width)
@@ -277,18 +242,15 @@ class ReplyMessage:
         return PageRow(Row(name + place + note), SELECTED_NAME if self._selected else PLAIN)
 
     def is_thinking(self, row: int) -> bool:
-        """Whether ``row``, counted from the message's first, shows its thinking."""
         return bool(self.thinking) and 1 <= row < self.thinking.height
 
     def is_figures(self, row: int, width: int) -> bool:
-        """Whether ``row``, counted from the message's first, is of the line with its figures; ``width``: of the page."""
         rows = self.rows(width)
         return (
             self.reply is not None and self.reply.metrics is not None and row < len(rows) and rows[row].frame is FIGURES
         )
 
     def _figures(self, width: int) -> list[PageRow]:
-        """Return how the reply ended, if not by itself, and what was measured of it."""
         if self.reply is None:
             return []
         text = Content(" · ").join(part for part in _ended(self.reply) if part.plain)
@@ -296,23 +258,17 @@ class ReplyMessage:
 
 
 def _ended(reply: Reply) -> Iterator[Content]:
-    """Yield the parts of the line below a reply: why it ended, what continues it, its figures, what is worth saying of them."""
-    cut = reply.ending in ("length", "lost") and bool(reply.text or reply.thinking)
     yield Content(EDITED if reply.edited else "")
     yield Content(sanitise_line(reply.compared))
     yield Content.styled(ENDINGS[reply.ending], "$text-warning")
     yield Content.styled(sanitise_line(reply.reason), "$foreground")
-    yield Content(CONTINUES if cut else "")
+    yield Content(REMEDIES.get(reply.ending, "") if reply.text or reply.thinking else "")
     if reply.metrics is not None:
         yield Content(figures_text(reply.metrics))
         yield Content(remark(reply.metrics, reply.diagnosis))
 
 
-CONTINUES = "/continue"
-
-
 def _marked(row: PageRow) -> PageRow:
-    """Return a row of a selected reply: its beginning may be far above."""
     lead = row.frame.lead
     if not lead.plain.startswith(" "):
         return row
@@ -320,8 +276,6 @@ def _marked(row: PageRow) -> PageRow:
 
 
 class ToolMessage:
-    """A call and what came of it, folded into one line until it is unfolded."""
-
     def __init__(self, result: ToolResult, key: int = 0) -> None:
         self.key = key
         self.selected = False
@@ -329,11 +283,9 @@ class ToolMessage:
         self._result = result
 
     def toggle(self) -> None:
-        """Fold or unfold."""
         self.folded = not self.folded
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells."""
         frame = SELECTED if self.selected else FOLDED if self.folded else UNFOLDED
         head = Content(f"{'▸' if self.folded else '▾'} {call_line(self._result.call)}")
         head += Content.styled(f" · {self._came()}", "" if self._result.outcome == "done" else "$text-warning")
@@ -344,7 +296,6 @@ class ToolMessage:
         return [PageRow(row, frame) for part in (head, text) for row in wrapped(part, room)]
 
     def guess(self, width: int) -> int:
-        """Return about how many rows there are at ``width`` cells."""
         return 1 if self.folded else 2 + guess(self._result.text, width)
 
     def _came(self) -> str:
@@ -358,12 +309,10 @@ class ToolMessage:
                 return "not run"
 
 
-Spoken = UserMessage | ReplyMessage | ToolMessage
-"""Messages that can be selected."""
+Spoken = UserMessage | ReplyMessage | ToolMessage  # messages that can be selected
 
 
 def messages_of(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
-    """Yield the messages of finished turns."""
     for turn in turns:
         yield from map(ToolMessage, turn.results, chain(turn.result_keys, repeat(0)))
         yield from map(SystemMessage, turn.system, chain(turn.system_keys, repeat(0)))
@@ -379,7 +328,6 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
 def mark_left_out(
     messages: Iterable[object], turns: Iterable[Turn], pruned: Collection[tuple[int, str]]
 ) -> Iterator[UserMessage | ReplyMessage]:
-    """Mark what is left out of the context, as ``Conversation.pruned`` has it; yield the messages whose mark changed."""
     whole = {key for turn in turns if (turn.key, "") in pruned for key in (turn.key, turn.reply_key)}
     for message in messages:
         if isinstance(message, UserMessage | ReplyMessage):
@@ -394,5 +342,4 @@ def mark_left_out(
 
 
 def _placed(place: Place) -> Content:
-    """Return which of the versions this is."""
     return Content.styled(f"‹ {place[0]} of {place[1]} ›", FAINT)

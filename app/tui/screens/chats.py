@@ -1,10 +1,7 @@
-"""Ctrl+L: all conversations, by title and by message; typing narrows the list. F6: the conversation as a tree.
+"""Ctrl+L: search all chats by title and message. F6: the conversation as a tree."""
 
-Folders stand between pinned chats and the others; Left and Right fold and unfold one, which is remembered until the app quits.
-
-In the tree, messages without other versions stand in one column, and versions open below each other. Each shows the price of
-continuing its path, as soon as the engine has told it.
-"""
+# Folders come between pinned and other chats; folding lasts until the app quits. In the tree, messages without
+# versions share a column, and each version shows the price of continuing its path.
 
 import re
 import time
@@ -32,45 +29,30 @@ from ...chat.actions import Keymap
 from ...chat.background import of_path
 from ...chat.conversation import Tree
 from ...chat.listing import ChatFolder, ChatMatches, ChatSearch, ago, date_of, excerpt, grouped, plain_hit, said_in
-from ...models.names import short_name
-from ...sanitise import sanitise, sanitise_line
+from ...models.local import short_name
 from ...store.values import Hit, StoredChat, StoreError
+from ...text.sanitise import sanitise, sanitise_line
 from ..theme import FAINT
-from . import Dialog
+from ..widgets.prompt_input import TextInput
+from .dialog import Dialog
 
-LEAST_TITLE = 24
-"""Cells that a title keeps; the rest of a chat's row gives way to it, the ID last: ``--chat`` takes it."""
-LEAD = 24
-"""Characters before the first match that are shown, so that it is seen in a narrow list too."""
+LEAST_TITLE = 24  # cells that a title keeps; the rest of a chat's row gives way to it, the ID last: `--chat` takes it
+LEAD = 24  # characters before the first match that are shown, so that it is seen in a narrow list too
 WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: ", "tool": "tool: "}
 
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What goes on: the ID of the chat whose reply runs, if one does, and of those in which a prompt waits."""
-
     running: str | None = None
     waiting: tuple[str, ...] = ()
 
-    def of(self, chat: str) -> str:
-        """Return what a row says of ``chat``."""
+    def mark(self, chat: str) -> str:
         return "writing …" if chat == self.running else "queued" if chat in self.waiting else ""
 
 
 def chat_row(
     chat: StoredChat, *, is_open: bool, seconds: float, room: int, date: str = "", doing: str = "", folders: bool = True
 ) -> Content:
-    """Return a chat's row of ``room`` cells.
-
-    Args:
-        chat: the chat.
-        is_open: it is the one on screen.
-        seconds: since its last message.
-        room: cells.
-        date: of its last message, beside its age.
-        doing: what goes on in it, in place of its age.
-        folders: whether to name its folder.
-    """
     title = sanitise_line(chat.title) or ("draft: " + excerpt(chat.draft) if chat.draft else "untitled")
     here = Content.styled("● ", "$text-primary") if is_open else Content("  ")
     here += Content.styled("★ ", "$text-secondary") if chat.pinned_at is not None else Content("")
@@ -90,7 +72,6 @@ def chat_row(
 
 
 def hit_row(hit: Hit) -> Content:
-    """Return a message with its matches marked, and below it its chat. The list does not wrap and cuts both lines."""
     hit = plain_hit(hit)
     snippet, end = Content(""), 0
     for begin, stop in hit.marks:
@@ -117,18 +98,26 @@ LISTING = (
     "Esc closes",
 )
 NAMING = ("Enter saves", "Esc cancels")
-LOOK_BACKGROUND_S = 0.5
-"""How often the marks of what goes on in the background are looked at."""
+LOOK_BACKGROUND_S = 0.5  # how often the marks of what goes on in the background are looked at
 
 
-INDENT = "  "
-"""Before the chats of a folder."""
-Entry = StoredChat | Hit | ChatFolder | None
-"""What a row is of; None is the heading of a date."""
+INDENT = "  "  # before the chats of a folder
+Entry = StoredChat | Hit | ChatFolder | None  # what a row is of; None is the heading of a date
+
+
+def _identity(entry: Entry) -> tuple[type, str | int] | None:
+    match entry:
+        case StoredChat():
+            return StoredChat, entry.id
+        case Hit():
+            return Hit, entry.message
+        case ChatFolder():
+            return ChatFolder, entry.name
+        case _:
+            return None
 
 
 def _is_of(entry: StoredChat | Hit | ChatFolder, chat: str) -> bool:
-    """Whether a row is of this chat, or of a message in it."""
     match entry:
         case StoredChat(id=id) | Hit(chat=id):
             return id == chat
@@ -138,29 +127,22 @@ def _is_of(entry: StoredChat | Hit | ChatFolder, chat: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What was chosen: a chat, and the message to jump to where it was found by a message."""
-
     chat: str
     message: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedChat:
-    """The chat of a row. by_message: the row is a message that was found in it."""
-
     chat: str
     title: str
     by_message: bool
 
     @property
     def name(self) -> str:
-        """What a notice calls the chat."""
         return "the chat of this message" if self.by_message else "the chat"
 
 
 class DeleteOpen(Message):
-    """Asks the chat screen to delete a conversation that is open, on screen or in the background. gone: to be called once it is."""
-
     def __init__(self, chat: str, gone: Callable[[], None]) -> None:
         super().__init__()
         self.chat = chat
@@ -168,8 +150,6 @@ class DeleteOpen(Message):
 
 
 class ChatsScreen(Dialog[Pick]):
-    """Lists and searches, deletes, restores and renames chats. The result is what to open."""
-
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("down", "to_list", "List", id="chats.list", show=False),
         # Before the line to type in, which has uses of its own for these keys.
@@ -191,12 +171,15 @@ class ChatsScreen(Dialog[Pick]):
         clock: Callable[[], float] = time.time,
         *,
         background: Callable[[], Background] = Background,
+        changed: Callable[[], bool] = lambda: False,
         folded: set[str] | None = None,
+        words: str = "",
     ) -> None:
-        """``folded``: the names of the folders whose chats are not listed; it is changed here."""
         super().__init__()
+        self._words = words
         self._folded = set() if folded is None else folded
         self._background = background
+        self._changed = changed
         self._doing = background()
         self._folder: str | None = None
         self._moving = False
@@ -210,56 +193,56 @@ class ChatsScreen(Dialog[Pick]):
         self._naming: str | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the line to type in and the list."""
         with Vertical(classes="box") as box:
-            box.border_title = "Conversations"
-            yield Input(placeholder="Search titles and messages", select_on_focus=False, compact=True)
+            box.border_title = "Chats"
+            yield TextInput(self._words, placeholder="Search titles and messages", select_on_focus=False, compact=True)
             yield Static("", id="state", classes="note", markup=False)
             yield OptionList(markup=False, compact=True)
 
     def on_mount(self) -> None:
-        """List all of them."""
         self.say_keys(*LISTING)
-        self.find("")
+        self.find(self._words)
         self.set_interval(LOOK_BACKGROUND_S, self._look)
 
     def _look(self) -> None:
-        """Mark what goes on in the background now."""
+        if self._changed() and self._naming is None:
+            self.find(self.query_one(Input).value, stays=True)
         if (doing := self._background()) != self._doing:
             self._doing = doing
             self._refill()
 
     @on(Input.Changed)
     def typed(self, event: Input.Changed) -> None:
-        """Narrow the list."""
         if self._naming is None:
             self.find(event.value)
 
     @work(thread=True, exclusive=True)
-    def find(self, text: str) -> None:
-        """Ask the store on another thread, so that typing stays responsive."""
+    def find(self, text: str, *, stays: bool = False) -> None:
         asked = get_current_worker()
         try:
             found: ChatMatches | StoreError = self._search.find(text, self._folder)
         except StoreError as error:
             found = error
-        self.app.call_from_thread(self._take, asked, found)
+        self.app.call_from_thread(self._take, asked, found, stays)
 
-    def _take(self, asked: Worker[None], found: ChatMatches | StoreError) -> None:
-        """Show the store's answer, unless it was asked again since, or a title is being written."""
+    def _take(self, asked: Worker[None], found: ChatMatches | StoreError, stays: bool) -> None:
         if asked.is_cancelled or self._naming is not None or not self.query(OptionList):
             return
         if isinstance(found, StoreError):
             self._say(found.one_line())
         elif (found.text, found.folder) == (self.query_one(Input).value, self._folder):  # else more was typed since
-            self._show(found)
+            self._show(found, stays=stays)
 
-    def _show(self, found: ChatMatches) -> None:
-        """Show the matches. For the same search, the cursor stays on its row; else it is on the first chat, whatever its folder."""
+    def _show(self, found: ChatMatches, *, stays: bool) -> None:
         same = (found.text, found.folder) == (self._shown.text, self._shown.folder)
         at = self._pointed() if same else None
+        known = (
+            _identity(self._entries[self.query_one(OptionList).highlighted or 0]) if stays and at is not None else None
+        )
         self._shown = found
         self._fill(at or 0)
+        if known is not None:
+            self._point(lambda entry: _identity(entry) == known)
         if at is None:
             first = found.chats[0] if found.chats else None
             self._point(
@@ -270,7 +253,6 @@ class ChatsScreen(Dialog[Pick]):
         self._say(self._state())
 
     def _state(self) -> str:
-        """Return the line above the list: which folder is shown, or that there is nothing."""
         found = self._shown
         if found.folder is not None:
             return f"Folder: {sanitise_line(found.folder)} · Ctrl+Y shows the next one"
@@ -282,18 +264,15 @@ class ChatsScreen(Dialog[Pick]):
         return f"{many} · Left and Right fold one · Ctrl+Y shows one alone"
 
     def _point(self, wanted: Callable[[Entry], bool]) -> None:
-        """Select the first row that is wanted, if there is one."""
         at = next((at for at, entry in enumerate(self._entries) if wanted(entry)), None)
         if at is not None:
             self.query_one(OptionList).highlighted = at
 
     def _pointed(self) -> int | None:
-        """Return which of the chats, messages and folders is selected; headings of dates don't count."""
         index = self.query_one(OptionList).highlighted
         return None if index is None else sum(each is not None for each in self._entries[:index])
 
     def _fill(self, at: int | None) -> None:
-        """List the matches again. at: which of the chats and messages is selected then."""
         listed = self.query_one(OptionList)
         rows = self._rows(self._shown)
         self._entries = [entry for _, entry in rows]
@@ -304,7 +283,6 @@ class ChatsScreen(Dialog[Pick]):
 
     @on(Resize)
     def resized(self) -> None:
-        """Write the rows for the room there is now."""
         self.call_after_refresh(self._refill)
 
     def _refill(self) -> None:
@@ -313,7 +291,6 @@ class ChatsScreen(Dialog[Pick]):
             self._fill(self._pointed())
 
     def _rows(self, found: ChatMatches) -> Sequence[tuple[Content, Entry]]:
-        """Return the rows with what they are of; of headings of dates, None. Matches of a search have no headings."""
         listed = self.query_one(OptionList)
         room = listed.content_region.width - listed.styles.scrollbar_size_vertical
         now = self._clock()
@@ -335,19 +312,18 @@ class ChatsScreen(Dialog[Pick]):
                         seconds=now - each.updated_at,
                         room=room - len(indent),
                         date=date_of(each.updated_at, now),
-                        doing=self._doing.of(each.id),
+                        doing=self._doing.mark(each.id),
                         folders=found.folder is None and not indent,
                     )
                     rows.append((indent + row, each))
         return [*rows, *((hit_row(hit), hit) for hit in found.hits)]
 
     def _folder_row(self, folder: ChatFolder) -> Content:
-        """Return a folder's row; of a folded one, with how many chats it has and what goes on in them."""
         name = Content.styled(f"{'▸' if folder.folded else '▾'} {excerpt(folder.name)}", "bold")
         if not folder.folded:
             return name
         here = Content.styled(" ●", "$text-primary") if any(chat.id == self._open_id for chat in folder.chats) else ""
-        doing = next(filter(None, (self._doing.of(chat.id) for chat in folder.chats)), "")
+        doing = next(filter(None, (self._doing.mark(chat.id) for chat in folder.chats)), "")
         return name + here + Content.styled(f" ({len(folder.chats)}){f' · {doing}' if doing else ''}", FAINT)
 
     def _say(self, text: str) -> None:
@@ -359,7 +335,6 @@ class ChatsScreen(Dialog[Pick]):
 
     @on(Input.Submitted)
     def entered(self) -> None:
-        """Open the selected row, or save the new title."""
         if self._naming is not None and self._moving:
             self._moved(self._naming, self.query_one(Input).value)
         elif self._naming is not None:
@@ -369,7 +344,6 @@ class ChatsScreen(Dialog[Pick]):
 
     @on(OptionList.OptionSelected)
     def picked(self, event: OptionList.OptionSelected) -> None:
-        """Open the selected row."""
         self._open(event.option_index)
 
     def _open(self, index: int) -> None:
@@ -382,25 +356,22 @@ class ChatsScreen(Dialog[Pick]):
                 self._fold(name, not folded)
 
     def _fold(self, name: str, folded: bool) -> None:
-        """Fold or unfold a folder, and select its heading."""
         (self._folded.add if folded else self._folded.discard)(name)
         self._fill(self._pointed())
         self._point(lambda entry: isinstance(entry, ChatFolder) and entry.name == name)
 
     def action_fold(self) -> None:
-        """Fold the selected folder, or that of the selected chat."""
         match self._entry():
             case ChatFolder(name=name) | StoredChat(folder=name, pinned_at=None) if name:
                 self._fold(name, True)
 
     def action_unfold(self) -> None:
-        """Unfold the selected folder."""
         match self._entry():
             case ChatFolder(name=name):
                 self._fold(name, False)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While a title is written, the keys of the list belong to the input line; so do Left and Right while it has a text."""
+        """While editing a title, list keys go to the input line; so do Left and Right while it has text."""
         del parameters
         if action in ("fold", "unfold"):
             return self._naming is None and self._folder is None and not self.query_one(Input).value
@@ -415,7 +386,6 @@ class ChatsScreen(Dialog[Pick]):
         )
 
     def on_key(self, event: Key) -> None:
-        """Search for what is typed on the list."""
         box = self.query_one(Input)
         if event.is_printable and event.character and not event.character.isspace() and not box.has_focus:
             event.stop()
@@ -424,13 +394,11 @@ class ChatsScreen(Dialog[Pick]):
             box.insert_text_at_cursor(event.character)
 
     def action_to_list(self) -> None:
-        """Go to the list."""
         self.query_one(OptionList).focus()
 
     # Changing -------------------------------------------------------------------------------------------------------------
 
     def _entry(self) -> Entry:
-        """Return what the selected row is of."""
         index = self.query_one(OptionList).highlighted
         return None if index is None else self._entries[index]
 
@@ -443,11 +411,10 @@ class ChatsScreen(Dialog[Pick]):
         return None
 
     def action_delete(self) -> None:
-        """Delete the selected chat; it can be restored."""
         selected = self._selected()
         if selected is None:
             return
-        if selected.chat == self._open_id or self._background().of(selected.chat):
+        if selected.chat == self._open_id or self._background().mark(selected.chat):
             self.post_message(DeleteOpen(selected.chat, lambda: self._gone(selected.chat)))
         elif self._try(lambda: self._search.delete(selected.chat)):
             self._gone(selected.chat)
@@ -456,7 +423,6 @@ class ChatsScreen(Dialog[Pick]):
             self.notify(f"{what} Ctrl+Z restores it; once the list is closed, {later} does.", markup=False, timeout=6)
 
     def _gone(self, chat: str) -> None:
-        """Note that a chat is deleted, and list the others."""
         if chat == self._open_id:
             self._open_id = None
         self._deleted.append(chat)
@@ -464,7 +430,7 @@ class ChatsScreen(Dialog[Pick]):
         self.find(self.query_one(Input).value)
 
     def _take_out(self, chat: str) -> None:
-        """Remove a chat's rows at once, so that the next key is not for them again, and select the row after them."""
+        """Remove a chat's rows immediately, so that the next key doesn't hit them, and select the next."""
         shown, index = self._shown, self.query_one(OptionList).highlighted
         before = [each for each in self._entries[:index] if each is not None and not _is_of(each, chat)]
         chats = tuple(each for each in shown.chats if each.id != chat)
@@ -473,13 +439,11 @@ class ChatsScreen(Dialog[Pick]):
         self._fill(len(before))
 
     def action_undo(self) -> None:
-        """Restore the chat that was deleted last."""
         if self._deleted and self._try(lambda: self._search.restore(self._deleted[-1])):
             self._deleted.pop()
             self.find(self.query_one(Input).value)
 
     def action_rename(self) -> None:
-        """Ask for another title of the selected chat."""
         selected = self._selected()
         if selected is not None:
             self._naming = selected.chat
@@ -491,12 +455,10 @@ class ChatsScreen(Dialog[Pick]):
             self._say(f"New title of {selected.name}; Enter saves it.")
 
     def _named(self, chat: str, title: str) -> None:
-        """Rename ``chat``; a title that is refused stays in the input line."""
         if not title.strip() or self._try(lambda: self._search.rename(chat, title.strip())):
             self._list_again()
 
     def action_pin(self) -> None:
-        """Keep the selected chat at the top, or no longer."""
         chat = self._entry()
         if not isinstance(chat, StoredChat):
             self._say("Select a chat to pin it, not a message in it or a folder.")
@@ -504,7 +466,6 @@ class ChatsScreen(Dialog[Pick]):
             self.find(self.query_one(Input).value)
 
     def action_move(self) -> None:
-        """Ask for the folder of the selected chat."""
         selected = self._selected()
         if selected is None:
             return
@@ -524,7 +485,6 @@ class ChatsScreen(Dialog[Pick]):
             self._list_again()
 
     def action_next_folder(self) -> None:
-        """Show the chats of the next folder, and after the last one all of them."""
         names: list[str | None] = [None, *self._shown.folders]
         at = names.index(self._folder) if self._folder in names else 0
         self._folder = names[(at + 1) % len(names)]
@@ -533,14 +493,12 @@ class ChatsScreen(Dialog[Pick]):
         self.find(self.query_one(Input).value)
 
     def _list_again(self) -> None:
-        """List all chats again."""
         self._naming, self._moving = None, False
         self.say_keys(*LISTING)
         self.query_one(Input).value = ""
         self.find("")
 
     def action_leave(self) -> None:
-        """Cancel renaming, else close."""
         if self._naming is not None:
             self._list_again()
         else:
@@ -552,22 +510,19 @@ class ChatsScreen(Dialog[Pick]):
         except StoreError as error:
             self._say(error.one_line())
             return False
+        self._changed()  # here, and not in another window
         return True
 
 
-WORDS = 60
-"""Characters of a message that are shown."""
+WORDS = 60  # characters of a message that are shown
 HERE, ELSEWHERE = "● ", "○ "
-LOOK_S = 0.2
-"""How often the versions in view, and the prices that came, are looked at."""
+LOOK_S = 0.2  # how often the versions in view, and the prices that came, are looked at
 
+# Returns the prices known so far, and asks the engine for those of the given messages.
 Pricing = Callable[[Sequence[int]], Mapping[int, Price]]
-"""Returns the prices known so far, and asks the engine for those of the given messages."""
 
 
 class BranchesScreen(Dialog[int]):
-    """Shows all paths, and which one is on screen. The result is the message to go to."""
-
     def __init__(self, tree: Tree, pricing: Pricing) -> None:
         super().__init__()
         self._tree = tree
@@ -576,7 +531,6 @@ class BranchesScreen(Dialog[int]):
         self._priced: set[int] = set()
 
     def compose(self) -> ComposeResult:
-        """Yield the tree."""
         with Vertical(classes="box") as box:
             box.border_title = "Branches"
             view: TreeView[int] = TreeView("")
@@ -586,7 +540,6 @@ class BranchesScreen(Dialog[int]):
             yield view
 
     def on_mount(self) -> None:
-        """Fill the tree, select the last message on screen, and name the keys."""
         view: TreeView[int] = self.query_one(TreeView)
         self._found = fill(view.root, self._tree)
         view.root.expand()
@@ -597,7 +550,6 @@ class BranchesScreen(Dialog[int]):
         self.say_keys("Enter switches to it", "Space folds", "● is on screen", "Esc closes")
 
     def _look(self) -> None:
-        """Show the prices that have come; ask for those of the versions in view."""
         for key, price in self._pricing(self._in_view()).items():
             if key not in self._priced:
                 self._priced.add(key)
@@ -615,13 +567,11 @@ class BranchesScreen(Dialog[int]):
 
     @on(TreeView.NodeSelected)
     def chosen(self, event: TreeView.NodeSelected[int]) -> None:
-        """Close with the message."""
         if event.node.data is not None:
             self.dismiss(event.node.data)
 
 
 def fill(root: TreeNode[int], tree: Tree) -> dict[int, TreeNode[int]]:
-    """Add the whole conversation below ``root``; return its nodes by message."""
     read = {node.key for node in tree.path_to(tree.head)}
     made: dict[int, TreeNode[int]] = {}
     todo: list[tuple[TreeNode[int], int | None]] = [(root, None)]
@@ -638,7 +588,6 @@ def fill(root: TreeNode[int], tree: Tree) -> dict[int, TreeNode[int]]:
 
 
 def line(tree: Tree, key: int, *, here: bool, price: Price | None = None) -> Text:
-    """Return a message's line: whether it is on screen, who wrote it, its version and price, and how it begins."""
     (number, many), (who, said) = tree.place(key), said_in(tree.nodes[key], WORDS)
     version = f" ‹{number} of {many}›" if many > 1 else ""
     return Text.assemble(

@@ -1,45 +1,49 @@
-"""F1: every action with its keys, from the registry. F7: questions about the app, to the embedded guide.
-
-The guide runs in a process of its own, as long as its screen is open.
-"""
+"""F1: all actions and keys, from the registry. F7: the embedded guide, in its own process while open."""
 
 import sys
 from collections.abc import Iterator, Sequence
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
-from textual.widgets import Input, Static
+from textual.theme import Theme
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
 
 from ...backend.client import Died
 from ...backend.protocol import Request
-from ...chat.actions import ACTIONS, Action
-from ...chat.guide_chat import GuideChat, GuideExchange
-from ..bridge import Bridge, EngineSaid
+from ...chat import setup
+from ...chat.actions import ACTIONS, LEADER, Action, key_name, one_name, refusal
+from ...chat.connection import GuideChat, GuideExchange
+from ...chat.controller import Bridge, ChatController, RefusedError
 from ..markdown.page import Prose
 from ..markdown.rows import wrapped
-from ..theme import FAINT
-from . import Dialog
+from ..theme import AUTOMATIC, DARK, FAINT, LIGHT, TERMINAL
+from ..widgets.prompt_input import TextInput
+from .dialog import Dialog, EngineSaid, ListDialog, has_words
 
 KEY_COLUMN = 14
 LEAST_TEXT = 24  # cells; with fewer beside the keys, these have a line of their own
 INDENT = 2
 ALSO = "Other"
+# Actions by id. Those that are not named are in the last group.
 GROUPS: dict[str, str] = {
-    "Writing": "send newline stop attach detach shell earlier later undo redo editor",
+    "Writing": "send newline stop attach detach shell earlier later search_prompts undo redo editor",
     "Selected message (Tab, then Up and Down)": (
         "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),
-    "Conversations": "new_chat chats open title pin folder context regenerate branches delete_chat restore_chat export import",
-    "Models and settings": "choose_model models pull jobs adapter draft unload convert system_prompt settings thinking",
-    "Speed and memory": "toggle_panel all_figures gauges explain steps what_if",
+    "Conversations": (
+        "new_chat chats open title pin folder context regenerate edit_earlier undo_turn branches delete_chat restore_chat "
+        "export import"
+    ),
+    "Models and settings": "choose_model models pull jobs adapter draft unload convert system_prompt settings show thinking",
+    "Speed and memory": "toggle_panel all_figures gauges explain stats steps what_if",
     "Reading": "scroll_top scroll_end page_up page_down copy",
     ALSO: "leader palette keys theme ask_guide help suspend leave",
 }
-"""Actions by id. Those that are not named are in the last group."""
 NOTES = (  # keys that the user may change by the action's id
     "A name with a slash is a command: type it in the prompt and press Enter. After a slash or @, completions appear below the "
     "prompt: Up and Down move, Tab or Enter completes.",
@@ -58,6 +62,8 @@ NOTES = (  # keys that the user may change by the action's id
     "The engine runs in a process of its own. If it crashes, the chat is safe, and the engine restarts.",
     "In a shell, tokamac help lists topics in depth: kv, cache, context, memory, speed, settings and more.",
 )
+# What terminals on a Mac do with keys: shown first there, and last elsewhere, where a Mac may be at the other end of
+# SSH.
 ON_MACS = (
     "On a Mac keyboard, F1 to F10 need fn; {leader} and a letter does the same. Terminal.app keeps PageUp, PageDown, Home and "
     "End for itself, and has no Ctrl+End: use /up, /down, /top and /end. Option+Enter starts a new line once Settings > "
@@ -65,13 +71,10 @@ ON_MACS = (
     " in VS Code keeps F1, F5 and F6: use /help, /figures and /branches. Every key has a command or an entry in the palette "
     "({palette}) that does the same."
 )
-"""What terminals on a Mac do with keys: shown first there, and last elsewhere, where a Mac may be at the other end of SSH."""
 MAC = sys.platform == "darwin"
 
 
 class HelpScreen(Dialog[bool]):
-    """The help. What is typed narrows it. Its result is True where the user wants the guide."""
-
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f1", "leave", "Close", id="help.leave", show=False),
         Binding(
@@ -90,27 +93,23 @@ class HelpScreen(Dialog[bool]):
         self._actions = actions
 
     def compose(self) -> ComposeResult:
-        """Yield the filter, the table and the notes."""
         with Vertical(classes="box", id="help") as box:
             box.border_title = "Help"
-            yield Input(placeholder="Type to search", id="help-search", compact=True)
+            yield TextInput(placeholder="Type to search", id="help-search", compact=True)
             with VerticalScroll(id="help-scroll", can_focus=False):
                 yield Static(id="help-text", markup=False)
 
     def on_mount(self) -> None:
-        """Name the keys."""
         asks = next(action.key_name for action in self._actions if action.id == "ask_guide")
         self.say_keys("Type to search", f"{asks} asks the guide", "Esc closes")
         self.query_one(Input).focus()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 
     @on(Input.Changed)
     def search(self) -> None:
-        """Show what matches, from its beginning."""
         self._show()
         self.query_one("#help-scroll").scroll_home(animate=False)
 
@@ -120,16 +119,13 @@ class HelpScreen(Dialog[bool]):
         self.query_one("#help-text", Static).update(help_text(self._actions, width, mac=MAC, wanted=wanted))
 
     def action_scroll(self, rows: int) -> None:
-        """Scroll."""
         self.query_one("#help-scroll").scroll_relative(y=rows, animate=False)
 
     def action_page(self, direction: int) -> None:
-        """Scroll a page."""
         shown = self.query_one("#help-scroll")
         shown.scroll_relative(y=direction * max(1, shown.size.height - 1), animate=False)
 
     def action_leave(self) -> None:
-        """Clear the search, or close."""
         search = self.query_one(Input)
         if search.value:
             search.value = ""
@@ -137,26 +133,26 @@ class HelpScreen(Dialog[bool]):
             self.dismiss(None)
 
     def action_ask(self) -> None:
-        """Close, and open the guide."""
         self.dismiss(True)
 
 
 def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240, *, mac: bool = False, wanted: str = "") -> Content:
-    """Return the whole help at ``width`` cells, or the actions and notes that have all words of ``wanted``."""
     keys, words = {action.id: action.key_name for action in actions}, wanted.casefold().split()
 
     def notes(*texts: str) -> list[list[Content]]:
         said = [text.format(**keys) for text in texts]
-        return [list(_wrapped(text, FAINT, width)) for text in said if _has(words, text)]
+        return [list(_wrapped(text, FAINT, width)) for text in said if has_words(words, text)]
 
     groups = [
         [*_wrapped(title, "bold", width), *(row for each in members for row in _rows(each, width))]
         for title, group in _groups(actions)
-        if (members := [each for each in group if _has(words, title, *_said(each))])
+        if (members := [each for each in group if has_words(words, title, *_said(each))])
     ]
     last = () if mac else (ON_MACS,)
     ids = ", ".join(action.id for action in actions if action.bound)
-    asked = "_" in wanted or _has(words, IDS.format(**keys))  # else the ids of all actions are in every second search
+    asked = "_" in wanted or has_words(
+        words, IDS.format(**keys)
+    )  # else the ids of all actions are in every second search
     parts = [*(notes(ON_MACS) if mac else []), *groups, *notes(*NOTES, *last, *([f"{IDS}{ids}."] if asked else []))]
     parts = parts or [list(_wrapped(NOTHING.format(**keys), FAINT, width))]
     return Content("\n").join([line for part in parts for line in [*part, Content("")]][:-1])
@@ -164,12 +160,6 @@ def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240, *, mac: boo
 
 IDS = "To change a key: {keys}, or [keys] in settings.toml by the action's id: "
 NOTHING = "Nothing here has these words. {ask_guide} asks the guide."
-
-
-def _has(words: Sequence[str], *texts: str) -> bool:
-    """Whether all ``words`` are somewhere in the texts."""
-    everything = " ".join(texts).casefold()
-    return all(word in everything for word in words)
 
 
 def _said(action: Action) -> tuple[str, ...]:
@@ -181,7 +171,6 @@ def _wrapped(text: str, style: str, width: int) -> Iterator[Content]:
 
 
 def _groups(actions: Sequence[Action]) -> Iterator[tuple[str, list[Action]]]:
-    """Yield the groups that have members, in order; actions that no group names come last."""
     by_id = {action.id: action for action in actions}
     named = {name for names in GROUPS.values() for name in names.split()}
     rest = [action.id for action in actions if action.id not in named]
@@ -192,7 +181,6 @@ def _groups(actions: Sequence[Action]) -> Iterator[tuple[str, list[Action]]]:
 
 
 def _rows(action: Action, width: int) -> Iterator[Content]:
-    """Yield the keys, and beside them the help and the command; long keys have a row of their own."""
     keys, command = action.key_names, action.usage.replace(" ", "\u00a0")  # it is not split
     does = Content(action.help) + (Content.styled(f"  {command}", FAINT) if command else Content(""))
     column = KEY_COLUMN if width >= KEY_COLUMN + LEAST_TEXT else INDENT
@@ -208,8 +196,6 @@ EXAMPLES = ("How do I choose another model?", "What does --kv-bits 8,4 do?", "Wh
 
 
 class GuideScreen(Dialog[None]):
-    """A short exchange with the guide, which knows the app and how inference works, but does not see the chat."""
-
     CSS_PATH = "guide.tcss"
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f7", "leave", "Close", id="guide.leave", show=False),
@@ -224,33 +210,28 @@ class GuideScreen(Dialog[None]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        """Yield the exchange and the input line."""
         with Vertical(classes="box", id="guide") as box:
             box.border_title = "The guide"
             with VerticalScroll(id="guide-said", can_focus=False):
                 yield Static(id="guide-text", markup=False)
-            yield Input(placeholder="Ask about this app, or how it works", id="guide-question", compact=True)
+            yield TextInput(placeholder="Ask about this app, or how it works", id="guide-question", compact=True)
 
     def on_mount(self) -> None:
-        """Start the guide's process."""
         self.query_one(Input).focus()
-        self._bridge.post = self.post_message
+        self._bridge.post = lambda event, number: self.post_message(EngineSaid(event, number))
         self._start()
         if self._question:
             self._ask_process(self.guide_chat.ask(self._question))
 
     def on_unmount(self) -> None:
-        """End the process, which frees the guide's memory."""
         self._bridge.end()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 
     @on(Input.Submitted)
     def ask(self, message: Input.Submitted) -> None:
-        """Ask the question, unless an answer is running. After a failure, start a new exchange in a new process."""
         question = message.value.strip()
         if question and not self.guide_chat.answering:
             message.input.value = ""
@@ -261,7 +242,6 @@ class GuideScreen(Dialog[None]):
             self._show()
 
     def on_engine_said(self, message: EngineSaid) -> None:
-        """Take what the guide's process says."""
         message.stop()
         if message.process_number == self._bridge.process_number:
             if isinstance(message.event, Died):
@@ -270,7 +250,6 @@ class GuideScreen(Dialog[None]):
             self._show()
 
     def action_page(self, direction: int) -> None:
-        """Scroll a page."""
         said = self.query_one("#guide-said")
         said.scroll_relative(y=direction * max(1, said.size.height - 1), animate=False)
 
@@ -313,3 +292,266 @@ def _exchange(said: GuideExchange, width: int) -> Iterator[Content]:
     yield from (row.frame.lead + row.row.content for row in prose.rows(width))
     if not said.over:
         yield Content.styled("…" if said.answer else "thinking …", FAINT)
+
+
+# ``KeyPress`` receives every key, the app's too (``TokamacApp.check_action`` lets them through).
+
+
+COLUMNS = 26  # cells for a letter and what it does
+KEYS_WIDE = 24  # cells for an action's keys in the list
+
+
+class LeaderScreen(Dialog[str]):
+    def __init__(self, leader: str, actions: Sequence[Action]) -> None:
+        super().__init__()
+        self._leader = leader
+        self._actions = sorted(actions, key=lambda action: action.chord)
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = f"{self._leader}, then"
+            yield Static(id="letters", markup=False)
+
+    def on_mount(self) -> None:
+        self.say_keys("a letter, with Ctrl held or not", "Esc closes")
+        self._show()
+
+    def on_resize(self, event: events.Resize) -> None:
+        del event
+        self.call_after_refresh(self._show)
+
+    def _show(self) -> None:
+        text = self.query_one("#letters", Static)
+        columns = max(1, text.content_size.width // COLUMNS)
+        rows = -(-len(self._actions) // columns)
+        lines = [Content("").join(map(_letter, self._actions[row::rows])) for row in range(rows)]
+        text.update(Content("\n").join(lines))
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        written = event.character if event.is_printable and event.character else event.key.removeprefix("ctrl+")
+        self.dismiss(next((each.id for each in self._actions if each.chord == written.lower()), None))
+
+
+def _letter(action: Action) -> Content:
+    return Content.styled(f"{action.chord.upper():>2}  ", "bold $text-primary") + action.label.ljust(COLUMNS - 4)
+
+
+class KeyPress(Dialog[str]):
+    """Waits for a key or chord; the result is its name in settings, None for Esc.
+
+    take: returns why a key can't be used, or "".
+    """
+
+    def __init__(self, action: Action, leader: Sequence[str], problem: str = "") -> None:
+        super().__init__()
+        self._action = action
+        self._leader = leader
+        self._problem = problem
+        self._led = ""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = f"New key: {self._action.label}"
+            yield Static(id="asked", markup=False)
+
+    def on_mount(self) -> None:
+        self.say_keys("Esc cancels")
+        self._ask("Press the new key.")
+
+    def _ask(self, text: str) -> None:
+        self.query_one("#asked", Static).update(Content("\n").join(map(Content, filter(None, (self._problem, text)))))
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        if event.key == "escape":
+            self.dismiss(None)
+        elif self._led:
+            letter = event.character if event.is_printable and event.character else event.key.removeprefix("ctrl+")
+            self.dismiss(f"{LEADER} {letter.lower()}")
+        elif event.key in self._leader and self._action.id != LEADER:
+            self._led = event.key
+            self._ask(f"{key_name(event.key)}, and a letter …")
+        else:
+            self.dismiss(event.key)
+
+
+class KeysScreen(ListDialog[None]):
+    BINDINGS = [  # noqa: RUF012 (Textual's way)
+        Binding("ctrl+d", "remove", "Remove a key", id="keys.remove", priority=True),
+        Binding("ctrl+r", "reset", "Reset", id="keys.reset", priority=True),
+    ]
+
+    def __init__(self, chat: ChatController) -> None:
+        super().__init__()
+        self._chat = chat
+        self._told = ""  # the action whose help is shown
+        self._wanted = ""  # the key that another action has, to be moved when it is pressed again
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = "Keys"
+            yield TextInput(placeholder="Type to filter: a name, an id, a key", compact=True)
+            yield OptionList(markup=False, compact=True)
+            yield Static("", id="key-help", classes="note", markup=False)
+
+    def on_mount(self) -> None:
+        self.say_keys("Enter sets a key", "Ctrl+D removes one", "Ctrl+R resets", "Esc closes")
+        self._list()
+
+    @property
+    def _actions(self) -> tuple[Action, ...]:
+        return self._chat.preferences.keymap.actions
+
+    @property
+    def _chosen(self) -> Action | None:
+        option = self.query_one(OptionList).highlighted_option
+        return next((each for each in self._actions if option is not None and each.id == option.id), None)
+
+    @on(Input.Changed)
+    def filter(self) -> None:
+        self._list()
+
+    def _list(self, at: str = "") -> None:
+        words = self.query_one(Input).value.casefold().split()
+        shown = [each for each in self._actions if all(word in _searched(each) for word in words)]
+        listed = self.query_one(OptionList)
+        wide = max((len(each.id) for each in self._actions), default=0) + 2
+        listed.clear_options()
+        listed.add_options([Option(_row(each, wide), each.id) for each in shown])
+        ids = [each.id for each in shown]
+        listed.highlighted = ids.index(at) if at in ids else 0 if ids else None
+        self._tell()
+
+    @on(OptionList.OptionHighlighted)
+    def highlighted(self) -> None:
+        if (action := self._chosen) is not None and action.id != self._told:
+            self._wanted = ""
+            self._tell()
+
+    def _tell(self, said: str = "") -> None:
+        action = self._chosen
+        self._told = "" if action is None else action.id
+        text = "No matches." if action is None else action.help
+        self.query_one("#key-help", Static).update(said or text)
+
+    @on(Input.Submitted)
+    @on(OptionList.OptionSelected)
+    def ask(self, event: Input.Submitted | OptionList.OptionSelected) -> None:
+        event.stop()
+        self._ask()
+
+    def _ask(self, problem: str = "") -> None:
+        action = self._chosen
+        if action is None:
+            return
+        if not action.bound:
+            self._tell("Its keys belong to the prompt and are fixed.")
+            return
+        leader = next(each.keys for each in self._actions if each.id == LEADER)
+        self.app.push_screen(KeyPress(action, leader, problem), self._pressed)
+
+    def _pressed(self, key: str | None) -> None:
+        action = self._chosen
+        if key is None or action is None:
+            self._wanted = ""
+            return
+        chosen = self._chat.preferences.settings.keys
+        keys = (key, *(each for each in action.keys if one_name(each) != one_name(key)))
+        why = refusal(action.id, keys, chosen)
+        holder = next((each for each in self._actions if each.id in why.split() and each.id != action.id), None)
+        if why and holder is not None and self._wanted == key and holder.bound:
+            left = tuple(each for each in holder.keys if one_name(each) != one_name(key))
+            if self._choose(holder, left):
+                self._choose(action, keys)
+        elif why:
+            self._wanted = key
+            if holder is not None and holder.bound:
+                why = (
+                    f"{key_name(key)} is already a key of {holder.label} ({holder.id}). Press it again to move it here"
+                )
+            self._ask(f"{why[:1].upper()}{why[1:]}.")
+        else:
+            self._choose(action, keys)
+
+    def action_remove(self) -> None:
+        if (action := self._chosen) is not None and action.keys:
+            self._choose(action, action.keys[1:])
+
+    def action_reset(self) -> None:
+        if (action := self._chosen) is not None:
+            self._choose(action, None)
+
+    def _choose(self, action: Action, keys: tuple[str, ...] | None) -> bool:
+        usual = next(each.keys for each in ACTIONS if each.id == action.id)
+        self._wanted = ""
+        try:
+            said = setup.choose_keys(self._chat, action.id, None if keys == usual else keys)
+        except RefusedError as error:
+            self._tell(error.one_line())
+            return False
+        self._list(action.id)
+        self._tell(said)
+        return True
+
+
+def _searched(action: Action) -> str:
+    return " ".join((action.id, action.label, action.help, action.key_names, action.usage)).casefold()
+
+
+def _row(action: Action, wide: int) -> Content:
+    held = ", ".join(key_name(key) for key in action.keys) or "–"
+    held = held if len(held) <= KEYS_WIDE else f"{held[: KEYS_WIDE - 1]}…"
+    return (
+        Content(action.id.ljust(wide))
+        + Content.styled(held.ljust(KEYS_WIDE), "$text-primary" if action.keys else FAINT)
+        + Content.styled(f"  {action.label}", FAINT)
+    )
+
+
+THEME_WIDE = 19  # cells for a theme's name: the longest, and a gap
+
+
+class ThemeScreen(Dialog[str]):
+    def __init__(self, chosen: str, automatic: str) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self._automatic = automatic
+        self._before = ""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = "Theme"
+            yield OptionList(markup=False, compact=True)
+
+    def on_mount(self) -> None:
+        self.say_keys("Up and Down preview", "Enter keeps", "Esc goes back")
+        self._before = self.app.theme
+        own = [theme.name for theme in (TERMINAL, DARK, LIGHT)]
+        names = [*own, *sorted(set(self.app.available_themes) - set(own))]
+        listed = self.query_one(OptionList)
+        usual = Content(AUTOMATIC.ljust(THEME_WIDE)) + Content.styled("by the terminal's background", FAINT)
+        listed.add_option(Option(usual, AUTOMATIC))
+        listed.add_options([Option(_theme(self.app.available_themes[name]), name) for name in names])
+        listed.highlighted = 1 + names.index(self._before) if self._chosen else 0
+        listed.focus()
+
+    @on(OptionList.OptionHighlighted)
+    def preview(self, event: OptionList.OptionHighlighted) -> None:
+        self.app.theme = self._automatic if event.option_id == AUTOMATIC else event.option_id or self._before
+
+    @on(OptionList.OptionSelected)
+    def keep(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_id)
+
+    def action_leave(self) -> None:
+        self.app.theme = self._before
+        self.dismiss(None)
+
+
+def _theme(theme: Theme) -> Content:
+    kind = "terminal's colours" if theme.ansi else "dark" if theme.dark else "light"
+    return Content(theme.name.ljust(THEME_WIDE)) + Content.styled(kind, FAINT)

@@ -1,51 +1,53 @@
-"""Ctrl+O: choose a model; F4: convert one.
-
-The list of models is there at once; sizes, fit and speeds come as the disk is read and the engine's process computes them. It is
-changed row by row, so that the eye keeps its place. What is typed narrows the list, or is a folder or an ID of its own. Names are
-foreign text: made safe, no markup. A conversion is planned first, then runs in a process of its own.
-"""
+"""Ctrl+O: choose a model; F4: convert one."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.events import Resize
 from textual.timer import Timer
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Button, Input, Label, OptionList, Select, Static
 from textual.widgets.option_list import Option
 
 from tokamac.engine import metrics as rates
+from tokamac.engine.files import is_file
 from tokamac.engine.perf.catalogue import draft_for
 
-from ... import units
 from ...backend.protocol import ModelLine
 from ...chat.session import Session
 from ...chat.steps import EnginePhase
-from ...models.downloads import Download, DownloadStage
-from ...models.listing import ModelRow, Removal, Section, section_title
-from ...models.names import is_id, short_name
-from ...sanitise import sanitise_line
+from ...models.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Conversions, Download, DownloadStage
+from ...models.listing import NO_START, ModelRow, Removal, section_title
+from ...models.local import is_id, short_name
+from ...text import units
+from ...text.sanitise import sanitise_line
 from ..model_library import ModelLibrary
 from ..theme import FAINT
-from . import Dialog
+from ..widgets.prompt_input import TextInput
+from .dialog import Dialog
+
+# Sizes, fit and speeds arrive in the background and update rows in place. Names are foreign text: sanitised, no
+# markup.
+
 
 PENDING = "…"
-ROOMY = 92
-"""Columns from which an id stands with its owner."""
+ROOMY = 92  # columns from which an id stands with its owner
 
 COLUMNS = (("size", 9), ("expected", 13), ("here", 13), ("context", 9))
 WIDE_COLUMNS = (*COLUMNS, ("licence", 12))
 GOOD_FOR = 25
-WIDE, NARROW, NARROWEST = 104, 72, 52
-"""Columns below which some of these have no room."""
+WIDE, NARROW, NARROWEST = 104, 72, 52  # columns below which some of these have no room
 
+WORSE = "worse answers"
 VERDICTS = {
+    WORSE: "$text-error",
     "runs well": "$text-success",
     "tight": "$text-warning",
     "slow": "$text-warning",
@@ -53,31 +55,26 @@ VERDICTS = {
 }
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
 LEAST_NAME = 14
-ALL_WEIGHTS = 0.6
-"""A dense model uses more than this share of its weights for every token: all but the embedding table."""
+ALL_WEIGHTS = 0.6  # a dense model uses more than this share of its weights for every token: all but the embedding table
 
 
 def head(width: int) -> Content:
-    """Return the column heads of a list of ``width`` cells."""
     names = "".join(name.rjust(cells) for name, cells in _columns(width))
     names += "  good for" if width >= WIDE else ""
     return Content.styled("  " + "model".ljust(_name_cells(width)) + names, FAINT)
 
 
 def section_line(text: str) -> Content:
-    """Return the head of a section."""
     return Content.styled(text, "bold $text-primary")
 
 
 def row_line(row: ModelRow, width: int, *, loaded: bool) -> Content:
-    """Return a row of ``width`` cells. loaded: it is the model that the chat uses."""
     mark = Content.styled("● ", "$text-success") if loaded else Content("  ")
     right = _right(row, width)
     return mark + _name(row.model, width - 2 - right.cell_length, owner=width >= ROOMY) + right
 
 
 def _right(row: ModelRow, width: int) -> Content:
-    """Return what is right of the name: the columns, the progress of a download, or what Enter does."""
     if row.download is not None:
         style = "$text-error" if row.download.stage is DownloadStage.FAILED else ""
         text = " " + progress_text(row.download)
@@ -95,17 +92,15 @@ def _right(row: ModelRow, width: int) -> Content:
 
 
 def detail(row: ModelRow, said: str) -> Content:
-    """Return the whole name of a row, and all that is known of it, or else the notice ``said``."""
     name = Content.styled(sanitise_line(row.model) + "\n", "bold")
     if said:
         return name + Content.styled(sanitise_line(said), "bold $text-warning")
     if row.download is not None and row.download.problem:
         return name + Content.styled(sanitise_line(row.download.problem), "$text-error")
-    return name + Content.styled(" · ".join(_facts(row)), FAINT)
+    return name + Content.styled(" · ".join(filter(None, _facts(row))), FAINT)
 
 
 def progress_text(download: Download) -> str:
-    """Return the progress of a download, in words."""
     match download.stage:
         case DownloadStage.WAITING:
             return "queued"
@@ -141,13 +136,16 @@ def _typed(row: ModelRow) -> str:
 
 
 def _cells(row: ModelRow) -> dict[str, Content]:
-    """Return the cells of a row, by column."""
-    line, pending = row.line, PENDING if row.pending else units.UNKNOWN
+    line, pending = row.line, PENDING if row.pending else ""  # what is unknown is left empty
     verdict = pending if line is None else SHORTER.get(line.verdict, line.verdict)
     texts = {
         "size": units.size(row.nbytes) if row.nbytes is not None else pending,
-        "here": verdict,
-        "expected": pending if line is None else units.rate(line.figures.expected_tps),
+        "here": WORSE if row.worse and verdict != "does not fit" else verdict,
+        "expected": pending
+        if line is None
+        else ""
+        if line.figures.expected_tps is None
+        else units.rate(line.figures.expected_tps),
         "context": "" if row.facts.context is None else _tokens(row.facts.context),
         "licence": sanitise_line(row.facts.licence)[:10],
     }
@@ -155,17 +153,16 @@ def _cells(row: ModelRow) -> dict[str, Content]:
 
 
 def _tokens(context: int) -> str:
-    """Return a context length as models are advertised: 4k, 128k."""
+    """Return a context length as advertised: 4k, 128k."""
     return f"{context / 1024:.0f}k" if context >= 1024 else str(context)
 
 
 def _cell(text: str, cells: int) -> Content:
-    style = FAINT if text in (units.UNKNOWN, PENDING, "fit unknown") else VERDICTS.get(text, "")
+    style = FAINT if text in (PENDING, "fit unknown") else VERDICTS.get(text, "")
     return Content.styled(text.rjust(cells), style)
 
 
 def _columns(width: int) -> tuple[tuple[str, int], ...]:
-    """Return the columns that fit into ``width`` cells."""
     if width >= WIDE:
         return WIDE_COLUMNS
     if width >= NARROW:
@@ -180,6 +177,8 @@ def _bits(line: ModelLine) -> str:
 
 def _facts(row: ModelRow) -> Iterator[str]:
     line = row.line
+    if row.worse:
+        yield row.worse.rstrip(".")
     if row.converting:
         yield f"{row.converting}; the result goes to the models folder. You can chat meanwhile"
         return
@@ -196,7 +195,9 @@ def _facts(row: ModelRow) -> Iterator[str]:
     if row.start is not None:
         yield row.start.wait
     if row.path is not None:
-        yield f"in {sanitise_line(str(row.path.parent))}{' (LM Studio)' if row.home == 'other' else ''}"
+        yield f"in {sanitise_line(str(row.path.parent))}{f' ({row.owner})' if row.owner else ''}"
+        if is_file(row.path):
+            yield "a GGUF file: runs as it is"
     yield from _known(row)
     if line is None:
         if row.pending:
@@ -210,7 +211,6 @@ def _facts(row: ModelRow) -> Iterator[str]:
 
 
 def _known(row: ModelRow) -> Iterator[str]:
-    """Yield what holds on every machine."""
     facts, line = row.facts, row.line
     if facts.good_for:
         yield f"good for: {sanitise_line(facts.good_for)}"
@@ -227,10 +227,14 @@ def _known(row: ModelRow) -> Iterator[str]:
 
 
 def _speeds(line: ModelLine) -> str:
-    """Return the figures that depend on the context, and that context."""
-    at = "" if line.context is None else f"at {line.context:,} tokens: "
-    rates_text = f"expected {units.rate(line.figures.expected_tps)}, ceiling {units.rate(line.figures.ceiling_tps)}"
-    return f"{at}{rates_text}, first token {units.seconds(line.figures.ttft_s)}"
+    figures = line.figures
+    known = (
+        "" if figures.expected_tps is None else f"expected {units.rate(figures.expected_tps)}",
+        "" if figures.ceiling_tps is None else f"ceiling {units.rate(figures.ceiling_tps)}",
+        "" if figures.ttft_s is None else f"first token {units.seconds(figures.ttft_s)}",
+    )
+    told = ", ".join(filter(None, known))
+    return told if line.context is None or not told else f"at {line.context:,} tokens: {told}"
 
 
 def _active(line: ModelLine) -> str:
@@ -245,7 +249,6 @@ def _name_cells(width: int) -> int:
 
 
 def _name(model: str, cells: int, *, owner: bool) -> Content:
-    """Return a name of exactly ``cells`` cells: whole where it fits, else its last part."""
     whole, tail = sanitise_line(model), Content(short_name(model))
     before = whole[: len(whole) - len(tail.plain)] if owner else ""
     shown = Content.styled(before, FAINT) + tail
@@ -255,13 +258,10 @@ def _name(model: str, cells: int, *, owner: bool) -> Content:
 
 
 SCROLLBAR = 2
-LEAST = 30
-"""Cells, also before the list has a size."""
+LEAST = 30  # cells, also before the list has a size
 
 
 class ModelList(OptionList, can_focus=False):
-    """Lists rows, one of them selected. The keyboard stays with the input line."""
-
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
         self._shown_rows: dict[str, ModelRow] = {}
@@ -269,23 +269,19 @@ class ModelList(OptionList, can_focus=False):
 
     @property
     def cells(self) -> int:
-        """The cells of a row."""
         return max(LEAST, self.content_size.width - SCROLLBAR)
 
     @property
     def selected(self) -> ModelRow | None:
-        """The selected row."""
         option = self.highlighted_option
         return None if option is None or option.id is None else self._shown_rows.get(option.id)
 
     def page(self, step: int) -> None:
-        """Go a page down, or up where ``step`` is negative."""
         (self.action_page_up if step < 0 else self.action_page_down)()  # type: ignore[no-untyped-call]  # Textual's
 
     def show(
         self, rows: Sequence[ModelRow], library: ModelLibrary, *, loaded: str, afresh: bool, searching: bool = False
     ) -> None:
-        """Show ``rows``, and keep the selected one. afresh: select the loaded model, or else the first. searching: for words."""
         before = None if afresh else self.selected
         lines = dict(self._drawn(rows, library, loaded, searching=searching))
         self._shown_rows = {row.id: row for row in rows}
@@ -312,29 +308,23 @@ class ModelList(OptionList, can_focus=False):
     def _drawn(
         self, rows: Sequence[ModelRow], library: ModelLibrary, loaded: str, *, searching: bool
     ) -> Iterator[tuple[str, Content]]:
-        title, here = "", False
+        title = ""
         if not searching and not any(row.section == "start" for row in rows):
             yield "start", section_line("Start here")
-            yield "start:", Content.styled(f"  {estimating(library)}", FAINT)
+            yield "start:", Content.styled(f"  {no_start(library)}", FAINT)
         for row in rows:
-            if (now := _title(row.section, library)) != title:
-                if here:
-                    yield from _gguf(library)
-                title, here = now, row.section in ("embedded", "disk")
+            if (now := _title(row, library)) != title:
+                title = now
                 yield row.section, section_line(title)
             yield row.id, row_line(row, self.cells, loaded=row.model == loaded and row.on_disk)
-            if row.section == "start" and (advice := library.estimates.advice) is not None and advice.note:
-                yield "start:", Content.styled(f"  {sanitise_line(advice.note)}", FAINT)
-        if here:
-            yield from _gguf(library)
         if searching and (state := library.hub.found.state):
             if not any(row.section == "hub" for row in rows):
                 yield "hub", section_line("On Hugging Face")
             yield "hub:", Content.styled(f"  {state}", FAINT)
 
 
-def _title(section: Section, library: ModelLibrary) -> str:
-    match section:
+def _title(row: ModelRow, library: ModelLibrary) -> str:
+    match row.section:
         case "typed":
             return "As typed"
         case "converting":
@@ -344,43 +334,24 @@ def _title(section: Section, library: ModelLibrary) -> str:
         case "embedded" | "disk":
             return f"On this {HERE} · {units.size(library.disk.free_bytes)} free"
         case _:
-            return section_title(section, library.estimates)
+            return section_title(row.section, library.estimates, row.start)
 
 
 HERE = "Mac" if sys.platform == "darwin" else "disk"
 
 
-def estimating(library: ModelLibrary) -> str:
-    """Return how far the estimates are that say which model to start with, or why none is named."""
-    done, total = library.estimates.progress
-    if (advice := library.estimates.advice) is not None:
-        here = advice.start is not None
-        return "it is on this disk already" if here else sanitise_line(advice.note) or "nothing to recommend here"
-    if library.estimates.problem:
-        return f"unknown: {sanitise_line(library.estimates.problem)}"
-    return f"estimating {done} of {total} models …" if total else "estimating …"
+def no_start(library: ModelLibrary) -> str:
+    return "it is on this disk already" if library.start is not None else NO_START
 
 
-def _gguf(library: ModelLibrary) -> Iterator[tuple[str, Content]]:
-    """Yield a line on models in a format that is not read here."""
-    if number := library.disk.gguf:
-        models = "1 GGUF model is" if number == 1 else f"{number} GGUF models are"
-        said = f"  {models} not readable here: type the name to find it in MLX's format"
-        yield "gguf", Content.styled(said, FAINT)
+SHORT = 18  # rows of a window below which the list takes those around it
 
-
-SHORT = 18
-"""Rows of a window below which the list takes those around it."""
-
-REST_S = 0.6
-"""A pause of this length in typing asks the hub."""
+REST_S = 0.6  # a pause of this length in typing asks the hub
 
 ACTIVE = (DownloadStage.WAITING, DownloadStage.RUNNING)
 
 
 class ModelScreen(Dialog[str]):
-    """Shows the library; the result is the model to use, which may have to be downloaded first."""
-
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         # Before the input line, which has uses of its own for some of these keys.
         Binding("up", "move(-1)", "Up", id="model.up", show=False, priority=True),
@@ -404,7 +375,6 @@ class ModelScreen(Dialog[str]):
         *,
         text: str = "",
     ) -> None:
-        """text: what is searched for at once."""
         super().__init__()
         self._library = library
         self._session = session
@@ -417,32 +387,27 @@ class ModelScreen(Dialog[str]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Yield the input line, the list, and the details of the selected row."""
         with Vertical(classes="box") as box:
             box.border_title = "Model"
-            yield Input(self._text, placeholder="Search here and on Hugging Face, or a folder or ID", compact=True)
+            yield TextInput(self._text, placeholder="Search here and on Hugging Face, or a folder or ID", compact=True)
             yield Static(id="head", markup=False)
             yield ModelList()
             yield Static(id="detail", markup=False)
 
     def on_mount(self) -> None:
-        """List what is known, and look for the rest."""
         self._library.watcher = self.refresh_rows
         self.refresh_rows()
         self._library.look()
 
     def on_unmount(self) -> None:
-        """Stop drawing changes."""
         self._library.watcher = None
 
     def on_screen_resume(self) -> None:
-        """Ask again: another screen may have asked for something else meanwhile."""
         self._library.estimates.again()
         if self._library.looked:
             self._library.look()
 
     def on_resize(self, event: Resize) -> None:
-        """Set the columns anew."""
         self.set_class(event.size.height < SHORT, "-short")
         self.call_after_refresh(self.refresh_rows)
 
@@ -454,7 +419,6 @@ class ModelScreen(Dialog[str]):
 
     @on(Input.Changed)
     def typed(self) -> None:
-        """Narrow the list, and select its first row; once the user pauses, search the hub."""
         self._removal.forget()
         self._afresh = True
         self.refresh_rows()
@@ -466,7 +430,6 @@ class ModelScreen(Dialog[str]):
         self._library.hub.want(self.query_one(Input).value)
 
     def refresh_rows(self) -> None:
-        """Bring the list up to date. Once the user has moved in it, the selected row stays selected."""
         with suppress(NoMatches):  # the screen is being left: its parts go before it, one after another
             self._refresh_rows()
 
@@ -480,7 +443,6 @@ class ModelScreen(Dialog[str]):
 
     @property
     def _loaded(self) -> str:
-        """The model that the chat uses; "" while none is loaded."""
         return (
             ""
             if self._session.engine.phase in (EnginePhase.UNLOADED, EnginePhase.FAILED)
@@ -489,19 +451,16 @@ class ModelScreen(Dialog[str]):
 
     @on(OptionList.OptionHighlighted)
     def highlighted(self) -> None:
-        """Show the details of the row."""
         if not self._removal.is_for(self._list.selected):
             self._removal.forget()
             self._said = ""
         self._tell()
 
     def action_move(self, step: int) -> None:
-        """Select the next row, or the one before."""
         self._afresh = False
         self._list.action_cursor_up() if step < 0 else self._list.action_cursor_down()
 
     def action_page(self, step: int) -> None:
-        """Go a page up or down."""
         self._afresh = False
         self._list.page(step)
 
@@ -509,12 +468,10 @@ class ModelScreen(Dialog[str]):
 
     @on(Input.Submitted)
     def entered(self) -> None:
-        """Take the selected row."""
         self._take(self._list.selected)
 
     @on(OptionList.OptionSelected)
     def picked(self) -> None:
-        """Take what was clicked."""
         self._take(self._list.selected)
 
     def _take(self, row: ModelRow | None) -> None:
@@ -538,12 +495,10 @@ class ModelScreen(Dialog[str]):
         return self._session.engine.load.model if row is None else row.model
 
     def action_what_if(self) -> None:
-        """Compare the selected model in other settings or on other machines."""
         self._what_if(self._named())
 
     def action_convert(self) -> None:
-        """Convert the selected model; take the result if it is wanted at once."""
-        from .convert import ConvertScreen
+        pass  # MERGED
 
         self.app.push_screen(
             ConvertScreen(self._named(), self._library.conversions, self._library.models_folder), self._converted
@@ -556,7 +511,6 @@ class ModelScreen(Dialog[str]):
     # Changing -------------------------------------------------------------------------------------------------------------
 
     def action_download(self) -> None:
-        """Download the selected model; pause or resume its download."""
         row = self._list.selected
         if row is None:
             return
@@ -572,7 +526,7 @@ class ModelScreen(Dialog[str]):
             )
 
     def action_cancel(self) -> None:
-        """Cancel a download, and delete what has arrived; or stop a conversion, which can be resumed."""
+        """Cancel a download and delete its files, or stop a resumable conversion."""
         row = self._list.selected
         if row is not None and row.converting:
             self._library.conversions.stop()
@@ -582,12 +536,12 @@ class ModelScreen(Dialog[str]):
             self._say("This model is neither downloading nor being converted.")
 
     def action_unload(self) -> None:
-        """Free the memory of the loaded model."""
+        self._afresh = False
         self._unload()
         self.refresh_rows()
 
     def action_remove(self) -> None:
-        """Remove the selected model, once confirmed: a model of the cache from the disk, a folder only from this list."""
+        """Remove after confirmation: cached models from disk, folders only from the list."""
         row = self._list.selected
         if row is None:
             return
@@ -607,7 +561,6 @@ class ModelScreen(Dialog[str]):
             )
 
     def action_leave(self) -> None:
-        """Cancel a removal that waits for confirmation, else close."""
         if self._removal.asked:
             self._removal.forget()
             self._say("")
@@ -621,7 +574,6 @@ class ModelScreen(Dialog[str]):
         self._tell()
 
     def _tell(self) -> None:
-        """Show the details of the selected row, or a notice, and the keys that do something with it."""
         row = self._list.selected
         self.query_one("#detail", Static).update("No matches." if row is None else detail(row, self._said))
         keys = ("Enter deletes", "Esc keeps") if self._removal.asked else (*self._uses(row), "Esc closes")
@@ -629,7 +581,6 @@ class ModelScreen(Dialog[str]):
             self.say_keys(*keys)
 
     def _uses(self, row: ModelRow | None) -> list[str]:
-        """Return what the keys do with a row."""
         if row is None:
             return []
         if row.converting:
@@ -645,3 +596,166 @@ class ModelScreen(Dialog[str]):
             return ["Ctrl+E unloads", "Enter reloads", "F3 what if", "F4 converts"]
         removes = [] if row.home in (None, "embedded") else ["Ctrl+D removes"]
         return ["Enter loads", *removes, "F3 what if", "F4 converts"]
+
+
+# Shows the model library's single conversion (``Conversions``), so that it can be left and reopened.
+
+
+# Text fields: the name in a ConversionForm, the label, a hint.
+FIELDS = (
+    ("source", "Model", "a folder or a Hugging Face ID"),
+    ("recipe", "Recipe", "or a rule that mixes bits (mixed_4_6)"),
+    ("target_bpw", "Bits per weight", "or an average (4.5)"),
+    ("output", "New folder", "chosen for you, in {}"),
+)
+
+# Buttons, and the phases in which they are shown.
+SHOWN = {
+    "plan": (ConversionPhase.FORM, ConversionPhase.PLANNED),
+    "convert": (ConversionPhase.FORM, ConversionPhase.PLANNED),
+    "stop": (ConversionPhase.PLANNING, ConversionPhase.RUNNING),
+    "use": (ConversionPhase.DONE,),
+}
+CLOSES, STOPS = "Esc closes", "Esc stops"
+# What the keys do in each phase.
+KEYS = {
+    ConversionPhase.FORM: ("Enter plans", CLOSES),
+    ConversionPhase.PLANNING: (STOPS,),
+    ConversionPhase.PLANNED: ("Enter converts", CLOSES),
+    ConversionPhase.RUNNING: ("Esc: back to the chat, this goes on", "Ctrl+K stops"),
+    ConversionPhase.STOPPING: (CLOSES,),
+    ConversionPhase.DONE: ("Enter loads it", CLOSES),
+}
+
+
+class ConvertScreen(Dialog[str]):
+    BINDINGS = [  # noqa: RUF012 (Textual's way)
+        Binding("f4", "leave", "Close", id="convert.leave", show=False),
+        Binding("ctrl+k,f6", "stop", "Stop the conversion", id="convert.stop", show=False),
+    ]
+
+    def __init__(self, source: str, conversions: Conversions[ConversionForm], models_folder: Path) -> None:
+        super().__init__()
+        self._source = source
+        self._conversions = conversions
+        self._models_folder = models_folder
+
+    @property
+    def job(self) -> ConversionJob:
+        return self._conversions.job
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="box", can_focus=False) as box:
+            box.border_title = "Convert a model"
+            self._conversions.shown(self._source)
+            form = self._conversions.form or ConversionForm(self._source)
+            for name, label, hint in FIELDS:
+                said = hint.format(_in_home(self._models_folder))
+                yield _field(label, TextInput(getattr(form, name), said, id=name, compact=True))
+                if name == "source":
+                    yield _field("Bits", _bits_text(form.bits))
+            yield Static("", id="problem", markup=False)
+            yield Static("", id="said", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button("Plan", id="plan", compact=True)
+                yield Button("Convert", variant="primary", id="convert", compact=True)
+                yield Button("Stop", id="stop", compact=True)
+                yield Button("Load it", variant="primary", id="use", compact=True)
+
+    def on_mount(self) -> None:
+        self._conversions.watcher = self._hear
+        self._shown_phase = self.job.phase
+        self._show()
+
+    def on_unmount(self) -> None:
+        self._conversions.watcher = None
+
+    # What the user wants --------------------------------------------------------------------------------------------------
+
+    @on(Input.Changed)
+    @on(Select.Changed)
+    def changed(self) -> None:
+        if not self.job.busy and self._form() != self._conversions.form:
+            self.job.change()
+            self._show()
+
+    @on(Input.Submitted)
+    @on(Button.Pressed, "#plan")
+    def plan(self) -> None:
+        self._begin(dry_run=True)
+
+    @on(Button.Pressed, "#convert")
+    def convert(self) -> None:
+        self._begin(dry_run=False)
+
+    @on(Button.Pressed, "#stop")
+    def action_stop(self) -> None:
+        self._conversions.stop()
+
+    @on(Button.Pressed, "#use")
+    def use(self) -> None:
+        if self.job.converted is not None:
+            folder = str(Path(self.job.converted.path).absolute())
+            self._conversions.seen()
+            self.dismiss(folder)
+
+    def action_leave(self) -> None:
+        if self.job.phase is ConversionPhase.PLANNING:
+            self._conversions.stop()
+        else:
+            self._conversions.seen()
+            self.dismiss(None)
+
+    # The process ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, *, dry_run: bool) -> None:
+        form = self._form()
+        if not form.source:
+            self.query_one("#source", Input).focus()
+        elif not self.job.busy:
+            self._conversions.begin(form, dry_run=dry_run)
+
+    def _hear(self) -> None:
+        before, phase = self._shown_phase, self.job.phase
+        self._shown_phase = phase
+        self._show()
+        if phase is not before and not self.job.busy:
+            following = {ConversionPhase.PLANNED: "#convert", ConversionPhase.DONE: "#use"}.get(phase, "#source")
+            self.call_after_refresh(self.query_one(following).focus)  # which also brings it into view
+
+    def _form(self) -> ConversionForm:
+        texts = {box.id or "": box.value.strip() for box in self.query(Input)}
+        bits = str(self.query_one("#bits", Select).value)
+        output = texts.pop("output")
+        if output and output not in (".", "..") and "/" not in output and not output.startswith("~"):
+            output = str(self._models_folder / output)
+        return ConversionForm(**texts, output=output, bits=bits, into=str(self._models_folder))
+
+    # What is shown --------------------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        job = self.job
+        self.query_one("#problem", Static).update(job.problem)
+        self.query_one("#problem").display = bool(job.problem)
+        self.query_one("#said", Static).update(Content(job.text()))
+        self.query_one("#said").display = bool(job.text())
+        if (keys := KEYS[job.phase]) != self._keys:
+            self.say_keys(*keys)
+        for name, phases in SHOWN.items():
+            self.query_one(f"#{name}", Button).display = job.phase in phases
+        for box in (*self.query(Input), self.query_one("#bits")):
+            box.disabled = job.busy
+
+
+def _field(label: str, widget: Input | Select[str]) -> Horizontal:
+    return Horizontal(Label(label), widget, classes="field")
+
+
+def _in_home(folder: Path) -> str:
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
+
+
+def _bits_text(bits: str) -> Select[str]:
+    choices = [("4, or by the recipe or the average", ""), *((bits, bits) for bits in BITS)]
+    return Select(choices, value=bits, allow_blank=False, id="bits", compact=True)

@@ -1,1 +1,1 @@
-"""The parts of the chat screen, one noun a file."""
+"""The chat screen's widgets."""

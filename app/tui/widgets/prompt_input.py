@@ -1,8 +1,7 @@
-"""Where the user writes: the prompt, its completions below, and the queued prompts and attachments above.
+"""The prompt, its completions, notices, queue and attachments."""
 
-The prompt grows with its text. Completions are files after @ and commands after a slash, the best first. A file is found by a part
-of its path, from names only: ``@atch`` looks in the whole folder; ``@~/notes``, ``@../a`` and ``@/etc/h`` in the folder they name.
-"""
+# Completes files after @ and commands after a slash, best first. ``@atch`` searches all of the folder by name;
+# ``@~/notes``, ``@../a``, ``@/etc/h`` the named folder.
 
 import os
 import re
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from textual import events
 from textual.content import Content
@@ -18,29 +18,76 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import OptionList, Static, TextArea
+from textual.widgets import Input, OptionList, Static, TextArea
+from textual.widgets.input import Selection
 from textual.widgets.option_list import Option
 from textual.worker import get_current_worker
 
 from tokamac.engine.files import expanded
 
-from ... import units
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
 from ...chat.attachments import Draft, is_long, pasted, shell_command
 from ...chat.listing import excerpt
 from ...chat.session import Session
-from ...sanitise import sanitise, sanitise_line
+from ...chat.steps import Notice
 from ...store.values import Attachment
+from ...text import units
+from ...text.sanitise import sanitise, sanitise_line
 from ..markdown.rows import wrapped
 from ..theme import FAINT
 
+
+def boundary(text: str, at: int, *, after: bool) -> int:
+    """Move ``at`` out of a grapheme cluster, to its end (``after``) or start."""
+    if text.isascii():
+        return at
+    import regex
+
+    inside = (each for each in regex.finditer(r"\X", text) if each.start() < at < each.end())
+    return next(((each.end() if after else each.start()) for each in inside), at)
+
+
+class TextBox(TextArea):
+    def get_cursor_left_location(self) -> tuple[int, int]:
+        row, column = super().get_cursor_left_location()
+        return row, boundary(self.document.get_line(row), column, after=False)
+
+    def get_cursor_right_location(self) -> tuple[int, int]:
+        row, column = super().get_cursor_right_location()
+        return row, boundary(self.document.get_line(row), column, after=True)
+
+
+class TextInput(Input):
+    def action_cursor_left(self, select: bool = False) -> None:
+        super().action_cursor_left(select)
+        self._leave_cluster(after=False)
+
+    def action_cursor_right(self, select: bool = False) -> None:
+        super().action_cursor_right(select)
+        self._leave_cluster(after=True)
+
+    def action_delete_left(self) -> None:
+        if self.selection.is_empty:
+            self.action_cursor_left(select=True)
+        self.delete_selection()
+
+    def action_delete_right(self) -> None:
+        if self.selection.is_empty:
+            self.action_cursor_right(select=True)
+        self.delete_selection()
+
+    def _leave_cluster(self, *, after: bool) -> None:
+        start, end = self.selection
+        at = boundary(self.value, end, after=after)
+        self.selection = Selection(at if start == end else start, at)
+
+
 MOST_OFFERED = 8
-USAGE_WIDE = 24
-"""Cells for a command and its argument."""
+USAGE_WIDE = 24  # cells for a command and its argument
 MOST_FILES = 20_000
+# Limits, in files and seconds, of walking a folder: deeper files are reached by writing more of their path.
 WALK_S = 0.5
-"""Limits, in files and seconds, of walking a folder: deeper files are reached by writing more of their path."""
 FRESH_S = 10.0
 _SKIPPED = frozenset({"__pycache__", "node_modules", "target", "venv"})
 _TOKEN = re.compile(r"(?:^|(?<=[\s(\[{\"']))@(\S*)$")
@@ -50,21 +97,16 @@ _PLACED = re.compile(r"(~[^/]*|\.{1,2})?/|~|\.{1,2}$")
 
 @dataclass(frozen=True, slots=True)
 class PartialPath:
-    """A path that is being typed: ``part`` of it, after the @ in column ``start``."""
-
     start: int
     part: str
 
 
 def path_at(line: str, column: int) -> PartialPath | None:
-    """Return the path that is being typed before the cursor in ``line``; None where no word there begins with @."""
     token = _TOKEN.search(line[:column])
     return None if token is None else PartialPath(token.start(), token[1])
 
 
 class Finder:
-    """Finds files from ``folder``. The files below it are listed again after ``FRESH_S``."""
-
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._clock = clock
@@ -72,7 +114,6 @@ class Finder:
         self._below: Sequence[str] = ()
 
     def find(self, part: str, most: int = MOST_OFFERED) -> list[str]:
-        """Return paths that match ``part``, best first; folders end with a slash. May take ``WALK_S``."""
         if _PLACED.match(part) is None:
             return ranked(part, self._files(), most)
         before, slash, rest = part.rpartition("/")
@@ -87,17 +128,12 @@ class Finder:
 
 
 def ranked(part: str, paths: Iterable[str], most: int = MOST_OFFERED) -> list[str]:
-    """Return those of ``paths`` that contain the letters of ``part`` in order, best first.
-
-    The order: names that begin with it, names that contain it, paths that do, then scattered letters.
-    """
     wanted = part.lower()
     fits = [(rank, len(path), path) for path in paths if (rank := _rank(wanted, path.lower())) is not None]
     return [path for _, _, path in sorted(fits)[:most]]
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of files below ``folder``, nearest first, without hidden files and folders of dependencies."""
     until_s = time.monotonic() + WALK_S
     waiting, seen = [""], 0
     while waiting:
@@ -114,7 +150,6 @@ def files_below(folder: Path) -> Iterator[str]:
 
 
 def _entries(folder: Path, typed: str, *, hidden: bool) -> list[str]:
-    """Return the names in a folder, folders with a slash; none where it can't be read."""
     try:
         with os.scandir(folder / expanded(typed)) as entries:
             found = [each.name + ("/" if each.is_dir() else "") for each in entries if hidden or each.name[0] != "."]
@@ -138,10 +173,7 @@ Pick = Callable[[str], None]
 
 
 class Completions(OptionList, can_focus=False):
-    """A list that is shown while there are completions. The prompt keeps the focus, and moves the cursor of the list."""
-
     def __init__(self, file: Pick, command: Pick) -> None:
-        """``file`` is called with the chosen path, which ends with a slash for a folder; ``command`` with a name."""
         super().__init__(compact=True)
         self.display = False
         self._file = file
@@ -151,12 +183,10 @@ class Completions(OptionList, can_focus=False):
 
     @property
     def chosen(self) -> str:
-        """The selected path or command name; "" while there is none."""
         option = self.highlighted_option if self.display else None
         return "" if option is None else str(option.id)
 
     def complete(self, named: PartialPath | PartialCommand | None) -> None:
-        """Show the completions: of commands now, of files once they are found; None hides them."""
         if named == self._named:
             return
         self._named = named
@@ -169,7 +199,6 @@ class Completions(OptionList, can_focus=False):
                 self.display = False
 
     def withdraw(self) -> None:
-        """Hide the completions."""
         self.complete(None)
 
     def _find(self, named: PartialPath) -> None:
@@ -195,7 +224,6 @@ class Completions(OptionList, can_focus=False):
         self.display = bool(options)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Pass on what was chosen, by a key or the mouse."""
         event.stop()
         pick = self._command if isinstance(self._named, PartialCommand) else self._file
         pick(str(event.option_id))
@@ -206,7 +234,6 @@ def _cut(usage: str) -> str:
 
 
 def _rows(actions: Sequence[Action]) -> list[Option]:
-    """Return a row for each command: its name, argument and help. A long argument is cut: it must not push away all help."""
     usages = [_cut(action.usage) for action in actions]
     width = max(map(len, usages), default=0)
     return [
@@ -217,33 +244,30 @@ def _rows(actions: Sequence[Action]) -> list[Option]:
 
 PAUSE_S = 0.4  # longer than the gaps of a typist within a sentence
 LONG_PASTE = 400  # characters that are read ahead without a pause
-SHELL = "shell command · Enter asks first"
-"""On the border, while one is written."""
+EDITING = {  # on the border
+    "": "",
+    "prompt": "editing · Esc cancels",
+    "reply": "editing the reply · Enter keeps it · Esc cancels",
+}
+SHELL = "shell command · Enter asks first"  # on the border, while one is written
 
 
-class Prompt(TextArea):
-    """Enter sends; Shift+Enter, Ctrl+J, Alt+Enter or a backslash at the end of the line make a new one.
+class Prompt(TextBox):
+    """Enter sends; Shift+Enter, Ctrl+J, Alt+Enter or a trailing backslash break the line.
 
-    attachments: what goes with the text. completions: the list to be shown below. obeys: whether a text can be a command; an
-    edited message can't.
+    obeys: whether text may be a command; an edited message may not.
     """
 
     @dataclass
     class Submitted(Message):
-        """The user sent ``draft``, which is no longer in the box."""
-
         draft: Draft
 
     @dataclass
     class Paused(Message):
-        """The user pauses; ``draft`` is the text so far."""
-
         draft: Draft
 
     @dataclass
     class Picked(Message):
-        """The user chose the file at ``path`` as an attachment."""
-
         path: str
 
     def __init__(self) -> None:
@@ -264,16 +288,15 @@ class Prompt(TextArea):
 
     @property
     def draft(self) -> Draft:
-        """The text and its attachments."""
         return Draft(self.text, self.attachments)
 
     def notify_style_update(self) -> None:
-        """Note that the next drawing must look up its colours."""
         super().notify_style_update()
         self._restyled = True
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Draw; TextArea would look up all its colours each time, and Textual draws it whenever a neighbour changes."""
+        """Draw with cached colours."""
+        # TextArea looks up all colours on each draw, and Textual draws it whenever a neighbour changes.
         if self._restyled:
             self._restyled = False
             return super().render_lines(crop)
@@ -282,7 +305,6 @@ class Prompt(TextArea):
     # Keys -----------------------------------------------------------------------------------------------------------------
 
     async def on_key(self, event: events.Key) -> None:
-        """Send, break the line, choose a completion, recall a prompt, or remove an attachment; write everything else."""
         self._typing = True
         if self.completions.display and self._choose(event.key):
             pass
@@ -298,7 +320,6 @@ class Prompt(TextArea):
         event.prevent_default()
 
     def _choose(self, key: str) -> bool:
-        """Do what ``key`` does to the completions; return whether it does anything."""
         self._complete()  # for the text as it is now: a fast typist is ahead of the screen
         match key:
             case "escape":  # where that is not the key that stops
@@ -316,9 +337,8 @@ class Prompt(TextArea):
         return True
 
     def _is_whole(self) -> bool:
-        """Whether the selected command is written already, with its argument: Enter runs it then."""
         written = actions.parse(self.text)
-        return written is not None and written.is_whole and written.word.lower() == f"/{self.completions.chosen}"
+        return written is not None and written.is_whole and written.action is by_slash(self.completions.chosen)
 
     def _enter(self) -> None:
         if self._ends_in_backslash():
@@ -328,7 +348,6 @@ class Prompt(TextArea):
             self.submit()
 
     def _action_of(self, key: str) -> str | None:
-        """Return the action of ``key`` at the cursor; None where the key edits the text."""
         match key:
             case "up" if self.navigator.is_first_wrapped_line(self.cursor_location):
                 return "earlier"
@@ -336,6 +355,8 @@ class Prompt(TextArea):
                 return "later"
             case "backspace" if not self.text and self.attachments:
                 return "detach"
+            case "ctrl+d" if not self.draft.whole:
+                return "leave"
         return None
 
     def _ends_in_backslash(self) -> bool:
@@ -346,43 +367,43 @@ class Prompt(TextArea):
     # What is in the box ---------------------------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Send the text. The box is cleared at once: what is typed next, however fast, is the next message."""
+        """Send and clear immediately: whatever is typed next is the next message."""
         draft = self.draft
         if draft.text.strip() or draft.attachments:
             self.put(Draft())
         self.post_message(self.Submitted(draft))
 
     def put(self, draft: Draft) -> None:
-        """Put ``draft`` in place of the text."""
         self._typing = False
         self.completions.withdraw()
         self.text, self.attachments = sanitise(draft.text), draft.attachments
         self.move_cursor(self.document.end)
 
+    def mark(self, editing: Literal["", "prompt", "reply"]) -> None:
+        """Say on the border what is edited; then no slash commands are obeyed."""
+        self.border_title = EDITING[editing]
+        self.obeys = not editing
+
     def type(self, text: str) -> None:
-        """Write ``text`` at the cursor, as if it came from the keyboard."""
         self._typing = True
         self.insert(text)
 
     def give_back(self, text: str, attachments: tuple[Attachment, ...] = ()) -> None:
-        """Put ``text`` and its attachments before what is written by now."""
         both = f"{text}\n{self.text}" if text and self.text.strip() and self.text != text else text or self.text
         mine = (each for each in self.attachments if each not in attachments)
         self.put(Draft(both, (*attachments, *mine)))
 
     def attach(self, attachment: Attachment) -> None:
-        """Add ``attachment``, in place of an older one of the same name."""
         others = (each for each in self.attachments if each.name != attachment.name)
         self.attachments = (*others, attachment)
         self._pause()
 
     def detach(self, attachment: Attachment) -> None:
-        """Remove ``attachment``."""
         self.attachments = tuple(each for each in self.attachments if each is not attachment)
         self.await_pause()
 
     def on_paste(self, event: events.Paste) -> None:
-        """Remove control characters: the text is written to the terminal as it is. A long text is attached."""
+        """Strip control characters, which would reach the terminal; attach long text."""
         self._typing = False
         event.text = sanitise(event.text)
         if is_long(event.text):
@@ -395,18 +416,15 @@ class Prompt(TextArea):
     # Pauses, files and commands -------------------------------------------------------------------------------------------
 
     def on_text_area_changed(self) -> None:
-        """Begin to wait for a pause; complete paths and commands."""
         self.await_pause()
         self._complete()
         self.border_subtitle = SHELL if self.obeys and shell_command(self.text) else ""
 
     def on_text_area_selection_changed(self) -> None:
-        """Follow the cursor to another word."""
         if self.completions.display:
             self._complete()
 
     def await_pause(self) -> None:
-        """Post ``Paused`` when nothing was written for a moment; called again, wait anew."""
         if self._rest is not None:
             self._rest.stop()
         self._rest = self.set_timer(PAUSE_S, self._pause)
@@ -415,7 +433,6 @@ class Prompt(TextArea):
         self.post_message(self.Paused(self.draft))
 
     def _complete(self) -> None:
-        """Complete the word at the cursor, if it was typed: a pasted word is no path or command."""
         self.completions.complete((self._command_at_cursor() or self._path_at_cursor()) if self._typing else None)
 
     def _path_at_cursor(self) -> PartialPath | None:
@@ -426,14 +443,12 @@ class Prompt(TextArea):
         return command_at(self.text, *self.cursor_location) if self.obeys else None
 
     def name_file(self) -> None:
-        """Begin a path at the cursor."""
         row, column = self.cursor_location
         before = self.document.get_line(row)[:column]
         self._typing = True
         self.insert("@" if not before or before[-1].isspace() else " @")
 
     def _pick_file(self, path: str) -> None:
-        """Write ``path`` in place of the word at the cursor; a file is attached, a folder is completed further."""
         row, column = self.cursor_location
         if (named := self._path_at_cursor()) is None:
             return
@@ -441,11 +456,11 @@ class Prompt(TextArea):
         if path.endswith("/"):
             self.replace(f"@{path}", (row, named.start), (row, column))
         else:
-            self.replace(f"{path} ", (row, named.start), (row, column))
+            follows = self.document.get_line(row)[: named.start].strip()
+            self.replace(f"{path} " if follows else "", (row, named.start), (row, column))
             self.post_message(self.Picked(path))
 
     def _pick_command(self, name: str) -> None:
-        """Write the command ``name`` in place of the first word, and a space where it takes an argument."""
         named, action = self._command_at_cursor(), by_slash(name)
         if named is None or action is None:
             return
@@ -456,30 +471,62 @@ class Prompt(TextArea):
         self.move_cursor((0, len(name) + 1 + bool(action.argument)))
 
 
-MOST_WAITING = 3
-"""Lines for queued prompts; more would leave too little room for the text."""
-ROOMY = 24
-"""Rows of a window that has room for them; else one is shown."""
+MOST_WAITING = 3  # lines for queued prompts; more would leave too little room for the text
+ROOMY = 24  # rows of a window that has room for them; else one is shown
+
+
+MOST_NOTICES = 5  # lines for notices; a longer one is shown whole, alone
+MARKS = {"information": "$primary", "warning": "$warning", "error": "$error"}  # colours of what stands before a notice
 
 
 class Chips(Static):
-    """A line for each queued prompt, one for the attachments, and one where they are too long; hidden where there are none."""
-
     def __init__(self) -> None:
         super().__init__(markup=False)
         self.display = False
+        self.notices: list[Notice] = []
+        self._lines: list[Content] = []
         self._shown = Content("")
 
+    def tell(self, notice: Notice, timeout: float) -> None:
+        self.notices = [*(each for each in self.notices if each != notice), notice]
+        self.set_timer(timeout, lambda: self.forget(notice))
+        self._draw()
+
+    def forget(self, notice: Notice | None = None) -> None:
+        self.notices = [each for each in self.notices if notice is not None and each is not notice]
+        self._draw()
+
     def show(self, session: Session, draft: Draft, reading: Sequence[str], running: str) -> None:
-        """Show queued prompts, attachments, files that are read, the shell command that runs, and why the prompt can't be sent."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
         over = session.overfull(draft)
         pending = [f"reading {sanitise_line(name)} …" for name in reading]
         pending += [f"running {excerpt(running)} … {session.keymap.key('stop')} ends it"] if running else []
         lines = [*_waiting(session.queued, most), *_attached(draft.attachments, pending, session, over=bool(over))]
-        if over:
-            width = max(20, self.content_size.width or self.container_size.width - 6)
-            lines += [row.content for row in wrapped(Content.styled(over, "$text-error"), width)]
+        lines += self._wrapped(Content.styled(over, "$text-error")) if over else []
+        self._lines = lines
+        self._draw()
+
+    def _wrapped(self, text: Content, less: int = 0) -> list[Content]:
+        # While it is hidden it has no size; then the column it stands in has.
+        above = self.parent.size.width if isinstance(self.parent, Widget) else 0
+        width = max(20, self.content_size.width or above - self.styles.margin.width - self.styles.padding.width)
+        return [row.content for row in wrapped(text, width - less)]
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _noticed(self) -> list[Content]:
+        lines: list[Content] = []
+        for notice in reversed(self.notices):
+            mark = Content.styled("▌ ", MARKS[notice.severity])
+            said = [mark + line for part in notice.text.split("\n") for line in self._wrapped(Content(part), 2)]
+            if lines and len(lines) + len(said) > MOST_NOTICES:
+                break
+            lines[:0] = said
+        return lines
+
+    def _draw(self) -> None:
+        lines = [*self._noticed(), *self._lines]
         content = Content("\n").join(lines)
         if not content.is_same(self._shown):
             self._shown = content
@@ -488,7 +535,6 @@ class Chips(Static):
 
 
 def _waiting(queued: Sequence[Draft], most: int) -> list[Content]:
-    """Return a line for each of the first queued prompts. Up takes the last one back."""
     lines = [Content.styled("queued ", "$text-secondary") + Content.styled(_words(draft), FAINT) for draft in queued]
     more = len(lines) - most
     return lines if more <= 0 else [*lines[:most], Content.styled(f"       and {more} more", FAINT)]
@@ -506,7 +552,6 @@ def _attached(
     *,
     over: bool,
 ) -> list[Content]:
-    """Return a line of chips, what is to come last. over: together they are too long; the largest is marked."""
     largest = max(attachments, key=lambda each: session.tokens(each) or 0, default=None) if over else None
     chips = []
     for each in attachments:

@@ -1,38 +1,53 @@
-"""The conversation on the screen: it grows, and its messages can be selected.
+"""The conversation on screen: it grows, and messages can be selected."""
 
-Text that grows is drawn at a pace that leaves the machine to the model (``FramePacer``). An empty chat shows the first keys to
-know; at the very first start, a tour of five lines (``Welcome``).
-"""
+# Drawing is paced to leave the machine to the model (``FramePacer``).
 
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import var
 
 from tokamac.engine.events import TextKind
 
-from ...chat.actions import Action, Keymap, one_name
+from ...chat.actions import ACTIONS, Action, Keymap, Scope, one_name
 from ...chat.conversation import Reply, Turn
 from ...chat.figures import PRIMER
 from ...store.values import ToolResult
-from ..actions import bindings
-from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
+from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow, PageView
 from ..markdown.rows import Row, wrapped
 from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, ToolMessage, mark_left_out, messages_of
 from ..theme import FAINT, LABEL
-from .page_view import PageView
+
+
+def bindings(scope: Scope = "chat") -> list[BindingType]:
+    """Return the bindings of the registry's actions, for the screen or for a selected message."""
+    return [
+        Binding(
+            action.bound_keys,
+            f"screen.do('{action.id}')",
+            action.label,
+            id=action.id,
+            priority=scope == "chat",
+            show=False,
+            tooltip=action.help,
+        )
+        for action in ACTIONS
+        if action.bound and action.scope == scope
+    ]
+
 
 Hints = tuple[tuple[str, str], ...]
 WORDMARK = "▀█▀ █▀█ █▄▀ █▀█ █▀▄▀█ █▀█ █▀▀\n █  █▄█ █ █ █▀█ █ ▀ █ █▀█ █▄▄"
 PROMISE = "A model on this machine. Nothing leaves it."
-ALONE = "guide only answers about this app."
-"""Shown while the embedded model is loaded."""
+ALONE = "guide only answers about this app."  # shown while the embedded model is loaded
+# What one of the keys is for then, which the smallest window shows too.
 ELSE = {"chooses a model": "gets a model for real chats", "choose or get a model": "get a model for real chats"}
-"""What one of the keys is for then, which the smallest window shows too."""
+# Keys, by the action's id where the user may change them, and what they do.
 HINTS = (
     ("Enter", "sends"),
     ("Ctrl+J", "starts a new line"),
@@ -40,7 +55,7 @@ HINTS = (
     ("{choose_model}", "chooses a model"),
     ("{help}", "shows every key"),
 )
-"""Keys, by the action's id where the user may change them, and what they do."""
+# As `HINTS`. Each text has at most 27 characters, so that the smallest window shows it on one row.
 TOUR = (
     ("{help}", "all keys; {ask_guide} asks the guide"),
     ("{choose_model}", "choose or get a model"),
@@ -48,16 +63,10 @@ TOUR = (
     ("{explain}", "how fast it was, and why"),
     ("{settings}", "sampling, memory, idle time"),
 )
-"""As ``HINTS``. Each text has at most 27 characters, so that the smallest window shows it on one row."""
 GAP = 2  # cells between keys and what they do
 
 
 class Welcome:
-    """The name, and the first keys to know, in the middle of ``height`` rows.
-
-    tour: it is the very first start. guide: the embedded model is loaded, which only knows about the app.
-    """
-
     def __init__(self, height: int, *, tour: bool = False, keymap: Keymap | None = None, guide: bool = False) -> None:
         self._height, self._guide = height, guide
         hints = TOUR if tour else HINTS
@@ -65,7 +74,6 @@ class Welcome:
         self._keymap = keymap or Keymap()
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells. Where there is too little room, the keys stay, and the name goes first."""
         hints = with_keys(self._hints, self._keymap, either=True)
         if max(len(key) for key, _ in hints) + GAP + max(len(text) for _, text in hints) > width:
             hints = with_keys(self._hints, self._keymap)
@@ -77,14 +85,12 @@ class Welcome:
 
 
 def with_keys(hints: Hints, keymap: Keymap, *, either: bool = False) -> Hints:
-    """Return ``hints`` with the keys in use. either: beside an F-key, one that is none."""
     keys = {action.id: keymap.key(action.id) for action in keymap.actions}
     first = {action.id: action.either_key for action in keymap.actions} if either else keys
     return tuple((key.format(**first), text.format(**keys)) for key, text in hints)
 
 
 def _parts(hints: Hints, width: int, *, guide: bool) -> list[list[Content]]:
-    """Return the name, the promise, a remark on the guide, and the keys, as lines of ``width`` cells."""
     said = (PROMISE, ALONE) if guide else (PROMISE,)
     texts = [[row.content for row in wrapped(Content.styled(text, FAINT), width)] for text in said]
     column = max(len(key) for key, _ in hints)
@@ -97,7 +103,6 @@ def _parts(hints: Hints, width: int, *, guide: bool) -> list[list[Content]]:
 
 
 def _fitting(parts: list[list[Content]], height: int) -> list[Content]:
-    """Return the last ``parts`` that fit into ``height`` rows, with blank rows between them if possible."""
     airy = [line for part in parts for line in [Content(""), *part]][1:]
     if len(airy) <= height or len(parts) == 1:
         return airy
@@ -106,10 +111,7 @@ def _fitting(parts: list[list[Content]], height: int) -> list[Content]:
 
 
 class Primer:
-    """What the figures below a reply and beside it mean, below the first reply on this machine. It goes with the next prompt."""
-
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells: names beside their meanings, or above them where there is little room."""
         lines: list[Content] = []
         beside = width >= PRIMER_WIDE
         for name, meaning in PRIMER:
@@ -124,23 +126,17 @@ class Primer:
 
 PRIMER_NAME, PRIMER_WIDE = 20, 60  # cells
 PRIMED = Frame(Content.styled(" ▎", "$secondary"), LABEL)
-SHARE: dict[str, float] = {"cpu": 0.03}
-"""Of one core, where the model computes on the same cores."""
-SHARE_BESIDE_GPU = 0.3
-"""The share where it does not."""
+SHARE: dict[str, float] = {"cpu": 0.03}  # of one core, where the model computes on the same cores
+SHARE_BESIDE_GPU = 0.3  # the share where it does not
 
-SLOWEST_S = 1 / 3
-"""The longest time between two drawings."""
+SLOWEST_S = 1 / 3  # the longest time between two drawings
 
 
 def share_on(device: str) -> float:
-    """Return the share of a core that drawing may take while the model computes on ``device``."""
     return SHARE.get(device, SHARE_BESIDE_GPU)
 
 
 class FramePacer:
-    """Decides when to draw again: the more this process worked since the last time, the later."""
-
     def __init__(
         self, share: float, clock: Callable[[], float] = time.monotonic, cpu: Callable[[], float] = time.process_time
     ) -> None:
@@ -150,7 +146,6 @@ class FramePacer:
         self._worked_s = 0.0
 
     def is_due(self, *, now: bool = False) -> bool:
-        """Return whether to draw, which then counts from now. now: draw in any case."""
         clock_s, worked_s = self._clock(), self._cpu()
         if not now and clock_s - self._drawn_s < min(SLOWEST_S, (worked_s - self._worked_s) / self._share):
             return False
@@ -158,33 +153,28 @@ class FramePacer:
         return True
 
 
-SHOWS = ("older", "newer")
-"""Actions on a message that only show another one: their keys need no Enter."""
+SHOWS = ("older", "newer")  # actions on a message that only show another one: their keys need no Enter
 WIDEST = 96  # cells: longer lines are hard to read
 NARROWEST = 8
 SIDE = 2
 
 
 class Transcript(PageView, can_focus=False):
-    """The turns, oldest first. Tab goes to the messages: Up and Down select one, Enter unfolds its thinking.
+    """The turns, oldest first. Tab enters the messages: Up and Down select, Enter unfolds thinking.
 
-    A letter, or Left and Right, only chooses what to do with it; Enter does it. Two letters are a text: they go to the prompt.
+    A letter only preselects an action that Enter runs; two letters are text for the prompt.
     """
 
     FOCUS_ON_CLICK = False
     BINDINGS = bindings("message")
 
     class FiguresClicked(Message):
-        """The line below the reply ``key`` was clicked."""
-
         def __init__(self, key: int) -> None:
             super().__init__()
             self.key = key
 
-    selected: var[int | None] = var(None)
-    """The key of the selected message."""
-    chosen: var[Action | None] = var(None)
-    """What Enter does with the selected message; None: it unfolds its thinking."""
+    selected: var[int | None] = var(None)  # the key of the selected message
+    chosen: var[Action | None] = var(None)  # what Enter does with the selected message; None: it unfolds its thinking
 
     def __init__(
         self,
@@ -194,7 +184,6 @@ class Transcript(PageView, can_focus=False):
         act: Callable[[str], None] = lambda _: None,
         write: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``act`` does the action of an id; ``write`` takes what is typed, which is the prompt's."""
         super().__init__()
         self._act, self._write = act, write
         self._tour, self._keymap, self._guide = tour, keymap or Keymap(), False
@@ -208,26 +197,17 @@ class Transcript(PageView, can_focus=False):
 
     @property
     def growing(self) -> bool:
-        """Whether a reply is being written."""
         return self._reply is not None
 
     @property
     def messages(self) -> list[PageItem]:
-        """The messages, oldest first."""
         return self._page.messages
 
     @property
     def replies(self) -> list[ReplyMessage]:
-        """The replies, oldest first."""
         return [message for message in self.messages if isinstance(message, ReplyMessage)]
 
     def begin(self, turn: Turn, model: str, *, share: float, again: bool, tinted: bool = False) -> None:
-        """Show a prompt and its empty reply, drawn with ``share`` of a core.
-
-        Args:
-            again: replace the last reply.
-            tinted: what was guessed of it is marked.
-        """
         self._unprime()
         if again:
             if isinstance(self.messages[-1], ReplyMessage):  # else it is the first to this prompt
@@ -253,18 +233,15 @@ class Transcript(PageView, can_focus=False):
             self._show()
 
     def _unshown(self, turn: Turn) -> Turn:
-        """Return a turn without the results of calls that are shown already: they came one by one."""
         shown = {message.key for message in self.messages if isinstance(message, ToolMessage)}
         pairs = [pair for pair in zip(turn.results, turn.result_keys, strict=True) if pair[1] not in shown]
         return replace(turn, results=tuple(each for each, _ in pairs), result_keys=tuple(key for _, key in pairs))
 
     def answer(self, result: ToolResult, key: int) -> None:
-        """Show what came of a call of the last reply."""
         self._page.append(ToolMessage(result, key))
         self._show()
 
     def show_turns(self, turns: Sequence[Turn], pruned: Collection[tuple[int, str]] = ()) -> None:
-        """Show another conversation, or another path of this one, at its end. pruned: what of it is left out of the context."""
         self._page.clear()
         self._reply = self._selected = self.selected = None
         messages = list(messages_of(turns))
@@ -280,13 +257,11 @@ class Transcript(PageView, can_focus=False):
         self.follow()
 
     def prune(self, turns: Sequence[Turn], pruned: Collection[tuple[int, str]]) -> None:
-        """Mark what of the conversation is left out of the context now."""
         for message in mark_left_out(self.messages, turns, pruned):
             self._page.update(message)
         self._show()
 
     def greet(self, *, guide: bool) -> None:
-        """Adapt the welcome, if it is shown, to the model. guide: it is the embedded one."""
         changed, self._guide = guide is not self._guide, guide
         if changed and self.messages and self._welcomes:
             self._page.clear()
@@ -294,27 +269,23 @@ class Transcript(PageView, can_focus=False):
             self._show()
 
     def add(self, text: str, kind: TextKind, guessed: Sequence[tuple[int, int]] = ()) -> None:
-        """Append to the running reply. guessed: characters that are tinted."""
         if self._reply is not None:
             self._reply.add(text, kind, guessed)
             self._grown = True
             self.look()
 
     def look(self, *, now: bool = False) -> None:
-        """Draw what was added, if it is time. now: it is, since something else is drawn as well."""
         if self._reply is not None and self._grown and self._pace.is_due(now=now):
             self._grown = False
             self._update(self._reply)
 
     def end(self, reply: Reply) -> None:
-        """Close the running reply."""
         ended, self._reply, self._grown = self._reply, None, False
         if ended is not None:
             ended.end(reply)
             self._update(ended)
 
     def prime(self) -> None:
-        """Tell, below the last reply, what the figures mean, until the next prompt."""
         self._page.append(Primer())
         self._show()
 
@@ -326,14 +297,13 @@ class Transcript(PageView, can_focus=False):
     # Size and place -------------------------------------------------------------------------------------------------------
 
     def on_resize(self) -> None:
-        """Lay out again; the reader keeps their place."""
         width = max(NARROWEST, min(WIDEST, self.size.width - 2 * SIDE))
         if self._welcomes:
             self._page.clear()
             self._page.fit(width)
             self._welcome()
         elif width != self._page.width:
-            index, within = self._page.at(self.scroll_offset.y)
+            index, within = self._page.locate(self.scroll_offset.y)
             before = self._page.rows_of(index)
             self._page.fit(width)
             self._clear_text_selection()
@@ -345,7 +315,6 @@ class Transcript(PageView, can_focus=False):
 
     @property
     def _welcomes(self) -> bool:
-        """Whether the welcome is shown."""
         return all(isinstance(message, Welcome) for message in self.messages)
 
     def _welcome(self) -> None:
@@ -359,10 +328,6 @@ class Transcript(PageView, can_focus=False):
     # Selecting ------------------------------------------------------------------------------------------------------------
 
     def select_message(self, key: int) -> None:
-        """Select the message ``key``, if it is shown, and bring it into view.
-
-        A system message can't be selected: the one before it is then, or else the first one.
-        """
         shown = [message for message in self.messages if isinstance(message, Spoken | SystemMessage)]
         at = next((index for index, message in enumerate(shown) if message.key == key), None)
         if at is None:
@@ -378,19 +343,14 @@ class Transcript(PageView, can_focus=False):
 
     @dataclass
     class LinkClicked(Message):
-        """A link was clicked. opens: with a key held that opens it."""
-
         address: str
         opens: bool
 
     @dataclass
     class CodeClicked(Message):
-        """The first line of a block of code was clicked."""
-
         text: str
 
     def on_click(self, event: events.Click) -> None:
-        """Unfold or fold the thinking that was clicked, explain the reply whose figures were, or tell of a link or of code."""
         y = self.scroll_offset.y + event.y
         if self.text_selection is not None or not 0 <= y < self._page.height:
             return
@@ -401,7 +361,7 @@ class Transcript(PageView, can_focus=False):
         if row is not None and row.code is not None:
             self.post_message(self.CodeClicked(row.code.code))
             return
-        index, within = self._page.at(y)
+        index, within = self._page.locate(y)
         message = self.messages[index]
         if isinstance(message, ToolMessage):
             event.stop()
@@ -415,11 +375,9 @@ class Transcript(PageView, can_focus=False):
             self.post_message(self.FiguresClicked(message.key))
 
     def rekey(self, keymap: Keymap) -> None:
-        """Hear other keys."""
         self._keymap = keymap
 
     def on_focus(self) -> None:
-        """Select the last message in view, unless one is selected. The reader's place stays."""
         if self._selected is None:
             top, bottom = self.scroll_offset.y, self.scroll_offset.y + self.size.height
             starts = {self._page.start(self.messages.index(each)): each for each in self._selectable}
@@ -431,7 +389,7 @@ class Transcript(PageView, can_focus=False):
         return self._page.rows_of(self.messages.index(message))
 
     def _keep_selection(self) -> None:
-        """Where the selected message is gone, select the last: keys of messages never go to one that is not shown as selected."""
+        """Select the last message if the selected one is gone: keys must not act on an unmarked one."""
         if self._selected is not None and self._selected not in self.messages:
             self._select(None)
         if self.has_focus:
@@ -442,12 +400,10 @@ class Transcript(PageView, can_focus=False):
             self._select(self._selectable[-1])
 
     def on_blur(self) -> None:
-        """Select none."""
         self._choose(None)
         self._select(None)
 
     def on_key(self, event: events.Key) -> None:
-        """Select another message, choose what to do with it, or do that; what is typed goes to the prompt."""
         letter = event.character if event.is_printable and event.character and not event.character.isspace() else ""
         if letter:
             self._typed(letter, event.key)
@@ -457,7 +413,6 @@ class Transcript(PageView, can_focus=False):
         event.prevent_default()
 
     def _typed(self, letter: str, key: str) -> None:
-        """Choose the action of a letter; one that is no such key, or a second one, begins a text in the prompt."""
         actions = {one_name(each): action for action in self._for_message for each in action.keys}
         action = actions.get(key) if self._selected is not None and not self._letter else None
         if action is None:
@@ -469,7 +424,6 @@ class Transcript(PageView, can_focus=False):
             self._letter, self.chosen = letter, action
 
     def _pressed(self, key: str) -> bool:
-        """Do what a key does that writes nothing; return whether it does anything."""
         match key:
             case "enter" if self.chosen is not None:
                 action = self.chosen
@@ -512,7 +466,6 @@ class Transcript(PageView, can_focus=False):
         self._following = self.scroll_offset.y >= self.max_scroll_y
 
     def _select(self, message: Spoken | None, *, follow: bool = True) -> None:
-        """Select a message, or none. follow: and bring it into view."""
         before, self._selected = self._selected, message
         self.selected = None if message is None else message.key
         for each in (before, message):

@@ -14,18 +14,21 @@ from textual.binding import Binding
 from textual.keys import Keys
 from textual.widgets import TextArea
 
+from tests.scripted_engine import model_spec
 from tokamac.app import settings
-from tokamac.app.backend.protocol import Load, Loaded, ModelInfo
+from tokamac.app.backend.protocol import Load, Loaded
 from tokamac.app.chat import actions as keymap_module
 from tokamac.app.chat.actions import ACTIONS, NAMED_KEYS, NEWLINE_KEYS, Keymap, by_slash, keymap, one_name, refusal
+from tokamac.app.chat.commands import COMMANDS
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase, Notice
 from tokamac.app.settings import Settings
-from tokamac.app.tui.actions import bindings
-from tokamac.app.tui.screens.chat import COMMANDS
+from tokamac.app.tui.actions import Dialogs, PromptActions
+from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import BranchesScreen
-from tokamac.app.tui.screens.figure import ExplainScreen
+from tokamac.app.tui.screens.explain import ExplainScreen
 from tokamac.app.tui.screens.help import ON_MACS, HelpScreen, help_text
+from tokamac.app.tui.widgets.transcript import bindings
 from tokamac.engine.options import Sampling
 
 # One registry: every action is bound, callable, in the help and in the palette; the keys are those the product
@@ -48,7 +51,14 @@ PROMISED = {
     "export": set(),
     "import": set(),
     "branches": {"f6", "ctrl+x t"},
-    "regenerate": {"ctrl+r"},
+    "regenerate": {"ctrl+x r"},
+    "undo_turn": set(),
+    "search_prompts": {"ctrl+r"},
+    "edit_earlier": set(),
+    "show": set(),
+    "stats": set(),
+    "shorter": set(),
+    "keep_going": {"ctrl+k"},
     "compare": set(),
     "choose_model": {"ctrl+o"},
     "models": set(),
@@ -116,7 +126,8 @@ def test_the_keys_are_those_promised() -> None:
 
 
 def test_every_action_can_be_done_and_is_reached_by_a_key_or_a_command_of_its_own() -> None:
-    assert set(COMMANDS) == {action.id for action in ACTIONS}
+    done = [*COMMANDS, *ChatScreen.ACTIONS, *Dialogs.ACTIONS, *PromptActions.ACTIONS]
+    assert set(done) == {action.id for action in ACTIONS}
     assert all(action.keys or action.slash for action in ACTIONS)
     for scope in ("chat", "message"):
         keys = Counter(key for action in ACTIONS if action.scope in ("chat", scope) for key in action.keys)
@@ -177,11 +188,11 @@ def test_nothing_chosen_changes_nothing() -> None:
 
 
 def test_a_key_is_taken_and_shown() -> None:
-    made = keymap({"explain": ("f18", "ctrl+k"), "title": ("alt+t",)})
+    made = keymap({"explain": ("f18", "alt+k"), "title": ("alt+t",)})
     assert made.warnings == ()
-    assert made.changed == {"explain": "f18,ctrl+k", "title": "alt+t"}
+    assert made.changed == {"explain": "f18,alt+k", "title": "alt+t"}
     text = help_text(made.actions).plain
-    assert "F18, Ctrl+K" in text
+    assert "F18, Alt+K" in text
     assert "Alt+T" in text
     assert not any(line.startswith("F2 ") for line in text.splitlines())
 
@@ -210,7 +221,7 @@ def test_a_key_can_be_given_up_where_a_command_or_the_palette_is_left() -> None:
         ("send", ("f18",), "fixed"),
         ("explain", ("f3",), "already a key of what_if"),
         ("explain", ("enter",), "already a key of send"),
-        ("edit", ("ctrl+r",), "already a key of regenerate"),
+        ("edit", ("ctrl+r",), "already a key of search_prompts"),
         ("explain", ("x",), "needed for writing"),
         ("explain", ("shift+x",), "needed for writing"),
         ("explain", ("left",), "needed for writing"),
@@ -305,7 +316,7 @@ async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_p
         await c.ask("hi")
         await c.pilot.press("f2")
         await c.pilot.pause()
-        assert c.app.screen is c.app.chat
+        assert c.app.screen is c.app.view
         assert "F18 explain" in c.screen_text()
         await c.pilot.press("f18")
         await c.until(lambda: isinstance(c.app.screen, ExplainScreen))
@@ -374,7 +385,7 @@ def test_the_session_names_the_keys_that_hold(event: str) -> None:
         steps = session.stop()
         assert "F18 chooses a model" in session.engine.problem
     else:
-        session.on_event(Loaded(ModelInfo("guide")))
+        session.on_event(Loaded(model_spec("guide")))
         session.submit("hi")
         wishes: dict[str, Callable[[], Any]] = {
             "unload": session.unload,
@@ -400,7 +411,7 @@ async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Pat
         await c.until(lambda: "Ctrl+K stops" in c.screen_text())
         await c.pilot.press("ctrl+k")
         await c.phase(EnginePhase.IDLE)
-        c.app.chat.do("help")
+        c.app.view.do("help")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen))
         assert "Alt+E follows again" in help_text(c.app.chat.preferences.keymap.actions).plain
 
@@ -414,6 +425,7 @@ def test_no_text_names_a_key_that_can_be_changed() -> None:
         "F5",
         "F6",
         "F7",
+        "Ctrl+K",
         "Ctrl+S",
         "Ctrl+R",
         "Ctrl+Z",

@@ -7,7 +7,6 @@ import re
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.app import cli, prompts
-from tokamac.app.backend.shell import ShellOutput
+from tokamac.app import cli
+from tokamac.app.backend.processes import ShellOutput
 from tokamac.app.chat import attachments, external_programs
 from tokamac.app.chat.attachments import (
     LONGEST_COMMAND,
@@ -37,14 +36,15 @@ from tokamac.app.chat.attachments import (
     shell_command,
 )
 from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
-from tokamac.app.commands import bench_report, kv_quality
-from tokamac.app.sanitise import sanitise
+from tokamac.app.commands import prompts
+from tokamac.app.commands.bench import kv_quality, report
 from tokamac.app.store import export, values
 from tokamac.app.store.values import Attachment
+from tokamac.app.text.sanitise import sanitise
 from tokamac.app.tui.widgets.prompt_input import Finder, PartialPath, path_at, ranked
 from tokamac.engine.errors import ALLOW, TokamacError
 from tokamac.engine.model.config import read_config
-from tokamac.quant import calibration
+from tokamac.quant import streaming
 from tokamac.quant.resume import writing_to
 
 # What goes with a prompt: how it enters the message, which files are taken, and how they are found by a part of
@@ -311,16 +311,15 @@ def refuse(number: int) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: Callable[[str], None], no_stdin: None) -> Path:
     """A folder in which nothing may be opened, on a Mac."""
     folder = tmp_path / "Desktop"
     folder.mkdir()
     (folder / "notes.md").write_text("notes")
     (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(sys, "stdin", None)
     for holder, name in ((os, "open"), (Path, "open")):
         monkeypatch.setattr(holder, name, refuse(errno.EPERM))
-    monkeypatch.setattr(sys, "platform", "darwin")
+    on("darwin")
     return folder
 
 
@@ -335,23 +334,23 @@ def convert(folder: Path) -> None:
         lambda folder: read_file("notes.md", folder),
         lambda folder: prompts.compose("what?", [str(folder / "notes.md")]),
         lambda folder: kv_quality._read(str(folder / "notes.md")),
-        lambda folder: calibration.text(folder / "notes.md"),
+        lambda folder: streaming.calibration_text(folder / "notes.md"),
         lambda folder: export.read(folder / "notes.md", now=0.0),
         lambda folder: export.write(folder / "new.md", "text"),
-        lambda folder: bench_report.write(folder / "plot.svg", None),  # type: ignore[arg-type]  # not drawn: it can't be written
+        lambda folder: report.write(folder / "plot.svg", None),  # type: ignore[arg-type]  # not drawn: it can't be written
         read_config,
         convert,
     ],
 )
 def test_what_opens_a_private_folder_is_said_on_a_mac_alone(
-    desktop: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object]
+    desktop: Path, on: Callable[[str], None], use: Callable[[Path], object]
 ) -> None:
     with pytest.raises(TokamacError) as found:
         use(desktop)
     assert SETTINGS in found.value.hint
     assert "Operation not permitted" in found.value.message
 
-    monkeypatch.setattr(sys, "platform", "linux")
+    on("linux")
     with pytest.raises(TokamacError) as found:
         use(desktop)
     assert SETTINGS not in found.value.hint
@@ -365,9 +364,9 @@ def test_rights_of_a_file_are_not_taken_for_privacy(desktop: Path, monkeypatch: 
 
 
 def test_the_store_and_what_nobody_expected_say_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, on: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
+    on("darwin")
     problem = PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(tmp_path))
     assert values.refused(tmp_path, problem).hint == f"{ALLOW}."
     assert cli._failed(problem, json_wanted=False) == 1

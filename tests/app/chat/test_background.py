@@ -16,11 +16,12 @@ from tests.app.chat.test_session import asked as session_asked
 from tests.app.conftest import Chat
 from tests.engine.helpers import write_model
 from tests.engine.text.test_tools import QWEN, SUM, tokenizer
-from tests.scripted_engine import SCENARIOS, ScriptedEngine
+from tests.scripted_engine import SCENARIOS, ScriptedEngine, model_spec
+from tests.waiting import PATIENCE_S
 from tokamac.app import settings
 from tokamac.app.backend.child import Child
+from tokamac.app.backend.client import Outbox
 from tokamac.app.backend.engine_client import counter, pricer
-from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import (
     AskCount,
     Asker,
@@ -32,7 +33,6 @@ from tokamac.app.backend.protocol import (
     Generate,
     Load,
     Loaded,
-    ModelInfo,
     Priced,
     Quit,
     ReplyEvent,
@@ -72,7 +72,7 @@ from tokamac.engine.options import Sampling, TemplateOptions
 
 LONG = "a question with many words " * 20
 MUCH, LITTLE = Price(900, 800, 0, 2.1), Price(900, READY_TOKENS, 0, 0.1)
-LOADED = Loaded(ModelInfo("guide"))
+LOADED = Loaded(model_spec("guide"))
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
 
 
@@ -250,12 +250,12 @@ class Replies(Outbox):
 def replies(engine: ScriptedEngine, *requests: Request) -> list[EngineMessage]:
     """What a child with ``engine`` says to ``requests``, up to a price."""
     outbox = Replies()
-    child = Child(lambda *_: (engine, ModelInfo("fast")), outbox)
+    child = Child(lambda *_: (engine, model_spec("fast")), outbox)
     thread = threading.Thread(target=child.run, args=(Lines(Load("x"), *requests, Quit()),))
     thread.start()
     seen: list[EngineMessage] = []
     while not seen or not isinstance(seen[-1], Priced):
-        seen.append(outbox.written.get(timeout=60))
+        seen.append(outbox.written.get(timeout=PATIENCE_S))
     thread.join()
     return seen
 
@@ -271,7 +271,7 @@ class Held(ScriptedEngine):
     def price(self, prompt: Sequence[Message], **_: Any) -> Price:
         self.asked.append(prompt[-1].content)
         self.begun.set()
-        self.free.wait(60)
+        self.free.wait(PATIENCE_S)
         return LITTLE
 
 
@@ -279,7 +279,7 @@ def test_of_the_prices_that_wait_each_asker_is_told_its_last_one() -> None:
     outbox, engine = Replies(), Held()
     prices = pricer(outbox)
     prices.ask(engine, AskPrice("draft", 1, written("a")))
-    assert engine.begun.wait(60)
+    assert engine.begun.wait(PATIENCE_S)
     waiting: list[tuple[Asker, int, str]] = [
         ("draft", 2, "c"),
         ("actions", 1, "d"),
@@ -289,7 +289,7 @@ def test_of_the_prices_that_wait_each_asker_is_told_its_last_one() -> None:
     for asker, number, text in waiting:
         prices.ask(engine, AskPrice(asker, number, written(text)))
     engine.free.set()
-    told = [outbox.written.get(timeout=60) for _ in range(3)]
+    told = [outbox.written.get(timeout=PATIENCE_S) for _ in range(3)]
     assert told[0] == Priced("draft", 1, LITTLE)
     assert {(each.asker, each.id) for each in told[1:] if isinstance(each, Priced)} == {
         ("draft", 3),
@@ -320,7 +320,7 @@ NOTES, CODE = Attachment("notes.md", "some notes"), Attachment("a.py", "x = 1", 
 def counting() -> Session:
     session = Session(Load("guide"), Sampling(), "", Clock())
     session.start()
-    session.on_event(Loaded(ModelInfo("guide")))
+    session.on_event(Loaded(model_spec("guide")))
     return session
 
 
@@ -344,7 +344,7 @@ def test_what_is_being_counted_is_not_asked_for_again_unless_the_engine_is_anoth
     (asked,) = counts(counting.draft_paused("", (NOTES,)))
     assert counts(counting.draft_paused("x", (NOTES,))) == []
     counting.start()
-    counting.on_event(Loaded(ModelInfo("guide")))
+    counting.on_event(Loaded(model_spec("guide")))
     (again,) = counts(counting.draft_paused("x", (NOTES,)))
     counting.on_event(Counted(asked.id, 5))  # of the engine that is no more
     assert counting.tokens(NOTES) is None
@@ -358,7 +358,7 @@ def test_another_model_counts_anew(counting: Session) -> None:
     counting.choose(Load("other"))
     assert counting.tokens(NOTES) is None
     assert counts(counting.draft_paused("", (NOTES,))) == []  # nothing can count while it loads
-    counting.on_event(Loaded(ModelInfo("other")))
+    counting.on_event(Loaded(model_spec("other")))
     assert len(counts(counting.draft_paused("", (NOTES,)))) == 1
 
 
@@ -379,13 +379,14 @@ class Told(Outbox):
         self._said.put(reply)
 
     def next(self) -> EngineMessage:
-        return self._said.get(timeout=60)
+        return self._said.get(timeout=PATIENCE_S)
 
 
 class Closed(ScriptedEngine):
     """Was closed before it could count."""
 
-    def between(self, work: Callable[[], Any]) -> Any:
+    @property
+    def tokenizer(self) -> Any:
         raise EngineClosedError("the engine is closed", "Load it again.")
 
 
@@ -394,7 +395,7 @@ def test_an_engine_that_was_closed_counts_nothing_and_the_next_question_is_answe
     asked = counter(told)
     asked.ask(Closed(SCENARIOS["fast"]), AskCount(1, "some text"))
     asked.ask(ScriptedEngine(SCENARIOS["fast"]), AskCount(2, "some text"))
-    assert [told.next(), told.next()] == [Counted(1, None), Counted(2, 3)]
+    assert {told.next(), told.next()} == {Counted(1, None), Counted(2, 3)}  # each has a thread of its own
 
 
 def test_of_tools_what_the_template_writes_is_counted(tmp_path: Path) -> None:
@@ -425,7 +426,7 @@ async def test_the_chip_tells_characters_while_nothing_can_count_then_tokens(
         await c.phase(EnginePhase.IDLE)
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
-        c.app.chat.do("attach", "notes.md")
+        c.app.view.do("attach", "notes.md")
         await c.until(lambda: "+ notes.md 2,500 characters" in c.screen_text(), "the characters")
         assert c.session.engine.phase is EnginePhase.DECODING
         c.app.chat.perform(c.session.stop())
@@ -442,7 +443,7 @@ async def test_a_real_engine_counts_what_its_tokenizer_makes_of_it(
         tokens = len(engine.tokenizer.encode(whole("", (Attachment("notes.md", text.strip("\n"), "markdown"),))))
     async with chat("guide", scripted=False) as c:
         await c.phase(EnginePhase.IDLE)
-        c.app.chat.do("attach", "notes.md")
+        c.app.view.do("attach", "notes.md")
         await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")
 
 
@@ -456,13 +457,13 @@ def asked_recounting(steps: Sequence[Step]) -> list[int]:
 def test_what_could_not_be_counted_is_asked_for_again_once_the_model_is_loaded_again() -> None:
     session = Session(Load("guide"), Sampling(), "", Clock())
     session.start()
-    session.on_event(Loaded(ModelInfo("guide")))
+    session.on_event(Loaded(model_spec("guide")))
     notes, code = asked_recounting(session.draft_paused("", (NOTES, CODE)))
     session.on_event(Counted(notes, None))
     session.on_event(Counted(code, 7))
     assert asked_recounting(session.draft_paused("x", (NOTES, CODE))) == []
     session.start()
-    session.on_event(Loaded(ModelInfo("guide")))
+    session.on_event(Loaded(model_spec("guide")))
     assert session.tokens(CODE) == 7
     (again,) = asked_recounting(session.draft_paused("x", (NOTES, CODE)))
     session.on_event(Counted(again, 12))
@@ -532,13 +533,25 @@ def test_the_end_of_a_request_that_was_stopped_is_not_taken_for_its_second_askin
 
 
 def test_nothing_that_is_shown_changes(answered: Session) -> None:
-    before = (answered.engine.phase, answered.metrics, answered.live, answered.turns, answered.engine.memory)
+    before = (
+        answered.engine.phase,
+        answered.progress.metrics,
+        answered.progress.live,
+        answered.turns,
+        answered.engine.memory,
+    )
     request = sent(answered)
     assert not answered.engine.busy
     assert answered.on_event(ReplyEvent(request.id, Live(SESSION_METRICS, 7, ()))) == []
     assert answered.on_event(ReplyEvent(request.id, TextChunk(" Where"))) == []
     answered.on_event(says(request, TITLE))
-    assert (answered.engine.phase, answered.metrics, answered.live, answered.turns, answered.engine.memory) == before
+    assert (
+        answered.engine.phase,
+        answered.progress.metrics,
+        answered.progress.live,
+        answered.turns,
+        answered.engine.memory,
+    ) == before
 
 
 def test_not_before_it_is_idle_for_a_while(answered: Session, clock: Clock) -> None:
@@ -710,9 +723,19 @@ def kept(tmp_path: Path) -> Callable[[], tuple[str, str, list[str]]]:
 async def rested(c: Chat) -> None:
     """As if nobody had used the chat for a while, and the screen looked."""
     await c.phase(EnginePhase.IDLE)
+    age(c)
+    c.app.view._rest()
+
+
+def age(c: Chat) -> None:
+    """Let the chat have been left alone for a while."""
     c.session.idle._seen_s -= IDLE_S
     c.session.engine.phase_since -= IDLE_S
-    c.app.chat._rest()
+
+
+def asking_for_title(c: Chat) -> tuple[str, int]:
+    """Return the state of what asks for a chat's title, and the id that it asks under."""
+    return c.session.titles._state.name, c.session.titles._id
 
 
 async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start, kept: Any) -> None:
@@ -720,11 +743,11 @@ async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start,
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("what is slow here?")
         assert kept()[:2] == ("what is slow here?", "words")
-        before, metrics = kept()[2], c.session.metrics
+        before, metrics = kept()[2], c.session.progress.metrics
         await rested(c)
         await c.until(lambda: kept()[:2] == (TITLE, "model"))
         assert kept()[2] == before
-        assert c.session.metrics is metrics
+        assert c.session.progress.metrics is metrics
         assert len(c.replies) == 1
         await c.ask("and now?")
         await rested(c)
@@ -736,10 +759,10 @@ async def test_a_prompt_does_not_wait_for_a_slow_title_nor_end_it(chat: Start, k
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await rested(c)
-        await c.until(lambda: c.session.titles._id, "the title is being written")
+        await c.until(lambda: asking_for_title(c)[1], "the title is being written")
         await c.send("two")
         await c.until(lambda: len(c.session.turns) == 2)
-        assert c.session.titles._state.name == "WRITING"  # beside the reply
+        assert asking_for_title(c)[0] == "WRITING"  # beside the reply
         await c.until(lambda: kept()[:2] == (TITLE, "model"))
         await c.phase(EnginePhase.IDLE)
         assert [turn.prompt for turn in c.session.turns] == ["one", "two"]
@@ -750,14 +773,14 @@ async def test_a_title_by_a_person_stays(chat: Start, kept: Any) -> None:
     async with chat("entitles") as c:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
-        c.app.chat.do("title", "Mine")
+        c.app.view.do("title", "Mine")
         await rested(c)
         assert c.session.titles.wanted  # nothing was asked
-        c.app.chat.do("new_chat")
+        c.app.view.do("new_chat")
         await c.ask("two")
         await rested(c)
-        c.app.chat.do("title", "Mine too")  # while it is asked
-        await c.until(lambda: not c.session.titles.wanted and c.session.titles._state.name == "NONE")
+        c.app.view.do("title", "Mine too")  # while it is asked
+        await c.until(lambda: not c.session.titles.wanted and asking_for_title(c)[0] == "NONE")
         assert kept()[:2] == ("Mine too", "user")
 
 
@@ -766,8 +789,8 @@ async def test_a_bad_one_leaves_the_first_words(chat: Start, kept: Any) -> None:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("what is slow here?")
         await rested(c)
-        await c.until(lambda: c.session.titles._state.name == "NONE")
-        assert c.session.titles._id == -1  # it was asked
+        await c.until(lambda: asking_for_title(c)[0] == "NONE")
+        assert asking_for_title(c)[1] == -1  # it was asked
         assert kept()[:2] == ("what is slow here?", "words")
 
 
@@ -776,10 +799,9 @@ async def test_who_types_is_not_idle(chat: Start) -> None:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await c.phase(EnginePhase.IDLE)
-        c.session.engine.phase_since -= IDLE_S
-        c.session.idle._seen_s -= IDLE_S
+        age(c)
         await c.pilot.press("a")
-        c.app.chat._rest()
+        c.app.view._rest()
         assert c.session.titles.wanted
 
 

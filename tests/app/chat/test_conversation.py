@@ -1,6 +1,7 @@
 """Conversations in every shape: continued replies, later system messages, unpaired turns, and thinking."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,15 @@ import pytest
 from tests.app.chat.test_session import LOADED, METRICS, Clock, done, kinds
 from tests.app.chat.test_session import asked as session_asked
 from tests.app.conftest import Chat
-from tests.scripted_engine import SCENARIOS
+from tests.scripted_engine import SCENARIOS, model_spec
 from tests.tiny import TEMPLATE, make_tiny
 from tokamac.app.backend.child import load_engine
-from tokamac.app.backend.engine_client import accepted
 from tokamac.app.backend.protocol import (
     AskPrice,
     Cancel,
     Generate,
     Load,
     Loaded,
-    ModelInfo,
     Priced,
     ReplyEvent,
     Warm,
@@ -30,20 +29,19 @@ from tokamac.app.backend.protocol import (
 )
 from tokamac.app.chat.background import questions
 from tokamac.app.chat.conversation import MessageNode, Reply, Tree, Turn
-from tokamac.app.chat.preferences import chosen, sentences, state
-from tokamac.app.chat.preferences import told as preferences_told
+from tokamac.app.chat.preferences import chosen, sentences, state, supported
 from tokamac.app.chat.recording import measured
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, EnginePhase, Moved, Notice, Step, TurnBegun
-from tokamac.app.export.html import entries
-from tokamac.app.plain.commands import last_turn
+from tokamac.app.export import entries
+from tokamac.app.plain.view import last_turn
 from tokamac.app.settings import Settings, dumps, load
 from tokamac.app.store.export import to_json
 from tokamac.app.store.store import Store
 from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.engine.errors import OptionError
-from tokamac.engine.events import Finished, Message, Price, TextChunk
+from tokamac.engine.events import Finished, Message, ModelSpec, Price, TextChunk
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling, TemplateOptions
 
@@ -89,7 +87,7 @@ def test_a_reply_that_was_cut_goes_on_in_a_copy_that_begins_with_it(ready: Sessi
     (turn,) = ready.turns
     assert (turn.reply_place, turn.reply.text if turn.reply else "") == ((2, 2), "the beginning")
     assert ready.conversation.tree.nodes[2].reply == Reply(
-        "the beginn", ending="length", model="guide", metrics=ready.metrics
+        "the beginn", ending="length", model="guide", metrics=ready.progress.metrics
     )
 
 
@@ -106,8 +104,8 @@ def test_what_was_lost_keeps_what_it_began_with(ready: Session) -> None:
 
 def test_thinking_goes_on_and_its_time_is_added_up(ready: Session) -> None:
     session = ready
-    session.on_event(Loaded(ModelInfo("guide", thinks=True)))
-    session.engine.info = ModelInfo("guide", thinks=True)
+    session.on_event(Loaded(model_spec("guide", thinks=True)))
+    session.engine.info = model_spec("guide", thinks=True)
     session.submit("one")
     session.on_event(ReplyEvent(1, TextChunk("hm", "thinking")))
     session._clock.now += 2  # type: ignore[attr-defined]
@@ -224,7 +222,7 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
         assert begun is not None
         assert begun.ending == "length"
         await c.pilot.press("tab")
-        await c.until(lambda: "continue: " in c.screen_text(), "prices")
+        await c.until(lambda: re.search("continue: |nothing to re-read", c.screen_text()), "prices")
         c.session.sampling = Sampling()
         await c.pilot.press("g", "enter")
         await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
@@ -267,10 +265,10 @@ async def test_the_embedded_guide_goes_on_word_for_word(chat: Start) -> None:
         assert whole is not None
         assert whole.ending == "stop"
         c.session.sampling = Sampling(temperature=0, max_tokens=6)
-        c.app.chat.do("regenerate")
+        c.app.view.do("regenerate")
         await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
         c.session.sampling = Sampling(temperature=0)
-        c.app.chat.do("continue")
+        c.app.view.do("continue")
         await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
         went_on = c.session.turns[-1].reply
         assert went_on is not None
@@ -308,7 +306,7 @@ def tree(*said: Said) -> Tree:
 def session(*said: Said, later_system: bool = False) -> Session:
     held = Session(Load("guide"), Sampling(), "Be brief.", Clock())
     held.start()
-    held.on_event(Loaded(ModelInfo("guide", later_system=later_system)))
+    held.on_event(Loaded(model_spec("guide", later_system=later_system)))
     held.open(tree(*said))
     return held
 
@@ -355,15 +353,15 @@ def test_they_are_sent_where_they_stand() -> None:
 
 def test_what_a_template_does_not_take_is_said_once_for_each_conversation_and_model() -> None:
     held = session(*MIDDLE)
-    assert "Left out of the prompt: 1 system message of this chat;" in told(held.submit("and?"))
+    assert "1 system message of this chat is told as the user's:" in told(held.submit("and?"))
     held.on_event(done(1))
     assert told(held.submit("and now?")) == ""
     held.on_event(done(2))
     held.open(tree(*MIDDLE, ("system", "whisper")))
-    assert "Left out of the prompt: 2 system messages of this chat;" in told(held.submit("and?"))
+    assert "2 system messages of this chat are told as the user's:" in told(held.submit("and?"))
     held.on_event(done(3))
     held.choose(Load("other"))
-    held.on_event(Loaded(ModelInfo("other")))
+    held.on_event(Loaded(model_spec("other")))
     assert "template of other" in told(held.submit("and?"))
 
 
@@ -403,7 +401,7 @@ def test_read_out_it_is_named() -> None:
 
 @pytest.mark.parametrize(("template", "takes"), [(TEMPLATE, True), ("{% if messages[2:] | selectattr('role', 'equalto', "
     "'system') | list %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, False)], ids=["takes", "refuses"])  # fmt: skip
-def test_the_engine_is_given_what_its_template_takes(tmp_path: Path, template: str, takes: bool) -> None:
+def test_the_model_is_told_all_of_it(tmp_path: Path, template: str, takes: bool) -> None:
     folder = make_tiny(tmp_path / "tiny")
     named = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": template}))
@@ -411,10 +409,9 @@ def test_the_engine_is_given_what_its_template_takes(tmp_path: Path, template: s
     engine, info = load_engine(Load(str(folder), prompt_cache=False), lambda _: None)
     with engine:
         assert info.later_system is takes
-        taken = accepted(said, later_system=info.later_system)
-        length = engine.price(taken).prompt_tokens
-        assert length == sum(len(each.content) + 2 for each in said if takes or each.role != "system") + 1
-        assert engine.ask(taken, Sampling(max_tokens=2)).metrics.prompt_tokens == length
+        length = engine.price(said).prompt_tokens
+        assert length == sum(len(each.content) + 2 for each in said) + 1
+        assert engine.ask(said, Sampling(max_tokens=2)).metrics.prompt_tokens == length
 
 
 async def imported(c: Chat, tmp_path: Path) -> None:
@@ -425,7 +422,7 @@ async def imported(c: Chat, tmp_path: Path) -> None:
     await c.until(lambda: c.session.turns)
 
 
-async def test_it_is_shown_said_to_be_left_out_and_kept(chat: Start, tmp_path: Path) -> None:
+async def test_it_is_shown_said_to_be_the_users_and_kept(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", size=(100, 60)) as c:
         await imported(c, tmp_path)
         kinds = [type(message) for message in c.transcript.messages]
@@ -434,8 +431,8 @@ async def test_it_is_shown_said_to_be_left_out_and_kept(chat: Start, tmp_path: P
         assert any(line.startswith("System") for line in shown)
         assert any(line.startswith("shout") and "\x1b" not in line for line in shown)
         await c.ask("and?")
-        await c.until(lambda: "Left out of the prompt: 1 system message" in c.notices)
-        c.app.chat.do("older")
+        await c.until(lambda: "1 system message of this chat is told as the user's" in c.notices)
+        c.app.view.do("older")
         await c.until(lambda: "There is only one version" in c.notices)
         steps = c.session.edit(4, "who?")
         c.app.chat.perform(steps)
@@ -549,7 +546,7 @@ def session_unpaired(*said: tuple[str, str]) -> Session:
         )
     held = Session(Load("guide"), Sampling(), "", lambda: 1.0)
     held.start()
-    held.on_event(Loaded(ModelInfo("guide")))
+    held.on_event(Loaded(model_spec("guide")))
     held.open(tree)
     return held
 
@@ -585,7 +582,7 @@ async def imported_unpaired(c: Chat, tmp_path: Path, text: str) -> None:
     await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
     (tmp_path / "chat.md").write_text(text)
-    c.app.chat.do("import", str(tmp_path / "chat.md"))
+    c.app.view.do("import", str(tmp_path / "chat.md"))
     await c.until(lambda: c.session.turns)
 
 
@@ -596,7 +593,7 @@ async def test_no_key_makes_a_reply_without_a_prompt_again(chat: Start, tmp_path
         shown = len(c.transcript.messages)
         for action in ("regenerate", "again", "continue", "edit"):
             c.app.clear_notifications()
-            c.app.chat.do(action)
+            c.app.view.do(action)
             await c.until(lambda: "There is no prompt" in c.notices, action)
         assert len(c.transcript.messages) == shown
         await c.ask("and now?")
@@ -614,7 +611,7 @@ async def test_a_prompt_without_a_reply_stays_on_the_screen_when_it_is_answered(
         await imported_unpaired(c, tmp_path, UNANSWERED)
         kinds = [UserMessage, ReplyMessage, UserMessage]
         assert [type(message) for message in c.transcript.messages] == kinds
-        await c.pilot.press("ctrl+r")
+        await c.pilot.press("ctrl+x", "r")
         await c.until(lambda: c.session.turns[-1].reply)
         assert [type(message) for message in c.transcript.messages] == [*kinds, ReplyMessage]
         assert "why so slow?" in c.screen_text()
@@ -625,15 +622,15 @@ async def test_it_stays_too_where_it_is_all_there_is_and_the_window_changes(chat
         await imported_unpaired(c, tmp_path, "## User\n\nhi\n\n## User\n\nwhy so slow?\n")
         await c.pilot.resize_terminal(80, 24)
         await c.until(lambda: "why so slow?" in c.screen_text())
-        await c.pilot.press("ctrl+r")
+        await c.pilot.press("ctrl+x", "r")
         await c.until(lambda: c.session.turns[-1].reply)
         assert [type(message) for message in c.transcript.messages] == [UserMessage, UserMessage, ReplyMessage]
 
 
 # /thinking: what a chat's template is told, kept with the chat, shown, and cut to what the loaded model knows.
 
-THINKS = ModelInfo("qwen", thinks=True, thinking_modes=("on", "off"), template_names=("enable_thinking", "style"))
-PLAIN = ModelInfo("guide")
+THINKS = model_spec("qwen", thinks=True, thinking_modes=("on", "off"), template_names=("enable_thinking", "style"))
+PLAIN = model_spec("guide")
 OFF = TemplateOptions("off")
 LONG = "What has to be read takes its time. " * 20
 
@@ -646,7 +643,7 @@ def notices(steps: list[Step]) -> list[str]:
     return [step.text for step in steps if isinstance(step, Notice)]
 
 
-def session_thinking(info: ModelInfo, template: TemplateOptions) -> Session:
+def session_thinking(info: ModelSpec, template: TemplateOptions) -> Session:
     held = Session(Load(info.name), Sampling(), "", lambda: 0.0)
     held.template = template
     held.start()
@@ -680,7 +677,7 @@ def test_what_follows_the_command_is_read(text: str, now: TemplateOptions, then:
         ("500", PLAIN, "a thinking budget is not available: guide does not mark its thinking"),
     ],
 )
-def test_what_can_not_be_had_is_refused_with_the_reason(text: str, info: ModelInfo, why: str) -> None:
+def test_what_can_not_be_had_is_refused_with_the_reason(text: str, info: ModelSpec, why: str) -> None:
     with pytest.raises(OptionError) as refused:
         chosen(text, TemplateOptions(), info)
     assert why in refused.value.one_line()
@@ -714,7 +711,7 @@ def test_what_a_model_can_not_be_told_is_left_out_and_said_once() -> None:
     held.on_event(ReplyEvent(1, Finished("stop", "yes", Metrics(*[None] * 17))))
     assert notices(held.submit("again")) == []
     assert held.template == TemplateOptions("off", 9, ["style=a"])  # another model may be told
-    assert preferences_told(held.template, None) == (held.template, ())
+    assert supported(held.template, None) == (held.template, ())
 
 
 @pytest.mark.parametrize(
@@ -801,22 +798,18 @@ async def test_a_budget_that_was_spent_is_said_over_the_thinking(chat: Start, tm
 async def test_the_settings_hold_in_every_chat_but_those_with_their_own(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking") as c:
         await c.ready()
-        screen = await c.opened("ctrl+t", SettingsScreen)
-        for name, value in (
-            ("thinking", "Off"),
-            ("thinking_budget", "50"),
-            ("keywords", 'enable_thinking=true | b={"c": 1}'),
-        ):
-            screen.query_one(f"#{name}").value = value
-        await c.pilot.press("enter")
+        await c.opened("ctrl+t", SettingsScreen)
+        await c.find_setting("thinking")
+        await c.pilot.press("left")
+        await c.write_setting("thinking_budget", "50")
+        await c.write_setting("keywords", 'enable_thinking=true | b={"c": 1}')
+        await c.close_settings()
         await c.until(lambda: c.session.template != TemplateOptions())
         expected = TemplateOptions("off", 50, {"enable_thinking": True, "b": {"c": 1}})
         assert c.session.template == expected
         assert load(tmp_path / "settings.toml").settings.template == expected
-        screen = await c.opened("ctrl+t", SettingsScreen)
-        screen.query_one("#thinking").value = "loud"
-        await c.pilot.press("enter")
-        await c.until(lambda: "thinking 'loud' is not known" in c.screen_text())
+        await c.send("/set thinking loud")
+        await c.until(lambda: "thinking 'loud' is not known" in c.notices)
 
 
 async def test_the_command_line_goes_first(chat: Start) -> None:

@@ -12,6 +12,7 @@ from textual.app import App
 from tests.app.chat.test_session import DIED, LOADED, Clock, asked, done
 from tests.app.conftest import Chat
 from tests.app.tui.test_app import Start as ChatStart
+from tests.scripted_engine import model_spec
 from tokamac.app import settings
 from tokamac.app.backend.protocol import (
     AskCount,
@@ -21,41 +22,42 @@ from tokamac.app.backend.protocol import (
     Load,
     Loaded,
     MemoryUse,
-    ModelInfo,
     Priced,
     ReplyEvent,
     RequestFailed,
 )
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.background import KnownPrice, PriceQuestion, amount, of_path
+from tokamac.app.chat.controller import History
 from tokamac.app.chat.conversation import Ending, Reply, Tree
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import Recording, measured, tree_of
-from tokamac.app.chat.session import LONGEST_REASON, Session, reason
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.state import LONGEST_REASON, reason
 from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,
     EndEngine,
     EnginePhase,
     Notice,
+    PromptFailed,
     PromptRefused,
     Pruned,
     ReplyEnded,
     StartEngine,
     Step,
 )
-from tokamac.app.export.html import entries
-from tokamac.app.plain.commands import last_turn
+from tokamac.app.export import entries
+from tokamac.app.plain.view import last_turn
+from tokamac.app.reports.verdict import pressure_sentence
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment, FinalState
-from tokamac.app.tui.actions.chats import PathPrices
+from tokamac.app.tui.actions import PathPrices
 from tokamac.app.tui.markdown.turns import ReplyMessage
-from tokamac.app.tui.screens.chat import History
 from tokamac.app.tui.screens.chats import BranchesScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.widgets.prompt_input import Chips
-from tokamac.app.verdict import pressure_sentence
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Finished, MemoryPressure, Price, TextChunk
 from tokamac.engine.metrics import Metrics
@@ -75,7 +77,7 @@ class Look:
     def __init__(self) -> None:
         self.session = Session(Load("guide"), Sampling(), "", Clock())
         self.session.start()
-        self.session.on_event(Loaded(ModelInfo("guide")))
+        self.session.on_event(Loaded(model_spec("guide")))
         tree = Tree()
         tree.ask("hi", None)
         for number in range(6):
@@ -96,43 +98,43 @@ class Look:
 
 def test_versions_that_come_into_view_again_before_they_were_priced_are_asked_for_again() -> None:
     look = Look()
-    look.prices.of([2, 3])
-    look.prices.of([4, 5])  # the next page: what waits of the first is given up
-    look.prices.of([2, 3])
+    look.prices.look_up([2, 3])
+    look.prices.look_up([4, 5])  # the next page: what waits of the first is given up
+    look.prices.look_up([2, 3])
     assert [look.answer(), look.answer()] == ["reply 0", "reply 1"]
-    assert set(look.prices.of([2, 3])) == {2, 3}
+    assert set(look.prices.look_up([2, 3])) == {2, 3}
 
 
 @pytest.mark.parametrize("gives_up", [lambda s: s.prices.reset(), lambda s: s.select(None), lambda s: s.select(2)])
 def test_questions_given_up_for_others_are_asked_again(gives_up: Callable[[Session], object]) -> None:
     look = Look()
-    look.prices.of([2, 3])
+    look.prices.look_up([2, 3])
     gives_up(look.session)
     look.waiting.clear()
-    look.prices.of([2, 3])
+    look.prices.look_up([2, 3])
     assert [look.answer(), look.answer()] == ["reply 0", "reply 1"]
 
 
 def test_what_waits_or_has_no_price_is_asked_for_once() -> None:
     look = Look()
     for _ in range(3):
-        look.prices.of([2, 3])
+        look.prices.look_up([2, 3])
     assert len(look.waiting) == 1
     assert look.answer(None) == "reply 0"
     assert look.answer() == "reply 1"
     for _ in range(3):
-        assert set(look.prices.of([2, 3])) == {3}
+        assert set(look.prices.look_up([2, 3])) == {3}
     assert not look.waiting
 
 
 def test_another_look_asks_anew() -> None:
     look = Look()
-    look.prices.of([2])
+    look.prices.look_up([2])
     look.answer()
     another = PathPrices(look.session, look.perform)
-    assert another.of([2]) == {}
+    assert another.look_up([2]) == {}
     assert look.answer(MUCH) == "reply 0"
-    assert another.of([2]) == {2: MUCH}
+    assert another.look_up([2]) == {2: MUCH}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_an_amount_names_what_there_is(price: Price, whole: str, brief: str) -> 
 def test_a_path_that_needs_the_disk_alone_is_not_ready() -> None:
     assert of_path(DISK) == "310 MB from disk, about 0.4 s"
     assert of_path(MUCH) == "1,240 tokens to read again, 310 MB from disk, about 2.1 s"
-    assert of_path(Price(3_000, 12, 0, 0.1)) == "instant"
+    assert of_path(Price(3_000, 12, 0, 0.1)) == "nothing to re-read"
 
 
 @pytest.mark.parametrize(
@@ -172,8 +174,14 @@ async def test_the_next_prompt_takes_what_an_action_would(chat: Start, price: Pr
         assert said in await drawn(c)
 
 
-async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look_free(chat: Start) -> None:
-    async with chat("fast", size=(60, 24)) as c:
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [(60, "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB"), (40, "r: 1.24k · e: ≤310 MB · f: 310 MB")],
+)
+async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look_free(
+    chat: Start, width: int, said: str
+) -> None:
+    async with chat("fast", size=(width, 24)) as c:
         await c.phase(EnginePhase.IDLE)
         again = KnownPrice(PriceQuestion("again", ()), MUCH)
         c.session.prices.known = (
@@ -181,7 +189,7 @@ async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look
             KnownPrice(PriceQuestion("edit", (), most=True), SOME),
             KnownPrice(PriceQuestion("fork", (), key=2), DISK),
         )
-        assert "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB" in await drawn(c)
+        assert said in await drawn(c)
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
@@ -233,21 +241,39 @@ WHY = "The prompt has 8,121 tokens, but the model's context is 4,096. Shorten it
 def ready() -> Session:
     session = Session(Load("guide"), Sampling(), "", lambda: 1.0)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide")))
+    session.on_event(Loaded(model_spec("guide")))
     return session
 
 
 # Given back -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_prompt_comes_back_with_what_goes_with_it_before_those_that_wait(ready: Session) -> None:
+def test_a_failed_prompt_comes_back_with_what_goes_with_it_and_is_replaced_when_it_is_sent_again(
+    ready: Session,
+) -> None:
+    ready.submit("one", (NOTES,))
+    key = ready.turns[-1].key
+    failed = [
+        ReplyEnded(Reply("", ending="failed", model="guide", reason=WHY)),
+        PromptFailed(key, Draft("one", (NOTES,))),
+    ]
+    assert ready.on_event(REFUSED) == failed
+    ready.edit(key, "shorter", (NOTES,))
+    assert [turn.prompt for turn in ready.turns] == ["shorter"]
+    again = ready.on_event(replace(REFUSED, id=2))
+    assert PromptFailed(ready.turns[-1].key, Draft("shorter", (NOTES,))) in again
+    assert ready.conversation.tree.nodes[key].prompt == "one"  # beside it
+
+
+def test_where_prompts_wait_they_come_back_and_the_failed_one_stays_in_the_chat(ready: Session) -> None:
     ready.submit("one", (NOTES,))
     ready.submit("two", (CODE,))
     assert ready.on_event(REFUSED) == [
         ReplyEnded(Reply("", ending="failed", model="guide", reason=WHY)),
-        DraftReturned("one\n\ntwo", (NOTES, CODE)),
+        DraftReturned("two", (CODE,)),
     ]
     assert ready.queued == []
+    assert [turn.prompt for turn in ready.turns] == ["one"]
 
 
 @pytest.mark.parametrize("kind", ["answer", "thinking"])
@@ -263,9 +289,10 @@ def test_a_reply_made_again_gives_nothing_back_and_a_later_prompt_only_itself(re
     ready.submit("one", (NOTES,))
     ready.on_event(REFUSED)
     ready.regenerate()
-    assert not [s for s in ready.on_event(RequestFailed(2, "too long")) if isinstance(s, DraftReturned)]
+    assert not [s for s in ready.on_event(RequestFailed(2, "too long")) if isinstance(s, PromptFailed)]
     ready.submit("two")
-    assert DraftReturned("two") in ready.on_event(RequestFailed(3, "too long"))
+    (failed,) = [s for s in ready.on_event(RequestFailed(3, "too long")) if isinstance(s, PromptFailed)]
+    assert failed.draft == Draft("two")
     ready.submit("three")
     ready.on_event(ReplyEvent(4, Finished("stop", "answer", METRICS)))
     assert [turn.reply.reason for turn in ready.turns if turn.reply is not None] == ["Too long.", "Too long.", ""]
@@ -364,7 +391,7 @@ def test_attachments_exceed_a_context_that_they_leave_no_token_of(
 ) -> None:
     session = Session(Load("guide", KVSpec(on_full=on_full)), Sampling(), "", Clock())
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=capacity)))
+    session.on_event(Loaded(model_spec("guide", capacity=capacity)))
     for step, tokens in zip(session.counts.ask(session.engine.info, (NOTES, CODE)), (60, 40), strict=True):
         assert isinstance(step, Ask)
         session.on_event(Counted(step.request.id, tokens))  # type: ignore[union-attr]
@@ -385,12 +412,12 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
         await c.ready()
         capacity = c.session.engine.info.capacity
         for name in ("small.md", "notes.md"):
-            c.app.chat.do("attach", name)
+            c.app.view.do("attach", name)
             await c.until(lambda name=name: name in str(c.prompt.attachments), name)
         await c.until(lambda: c.session.tokens(attached[1]), "the count")
         warning = f"notes.md alone is {c.session.tokens(attached[1]):,} tokens; the context holds {capacity:,}."
         await c.until(lambda: warning in c.screen_text(), "the warning")
-        chips = c.app.chat.query_one(Chips)._shown
+        chips = c.app.view.query_one(Chips)._shown
         red = {
             chips.plain[span.start : span.end].split()[:2][-1]
             for span in chips.spans
@@ -405,7 +432,7 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
         assert c.session.turns == []
         assert c.notices == ""
         assert c.screen_text().count("alone is") == 1
-        c.app.chat.do("detach")
+        c.app.view.do("detach")
         assert "failed" not in await c.ask("")
         assert "alone is" not in c.screen_text()
 
@@ -420,7 +447,7 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
 def test_tools_count_in_what_is_over_the_context(system: int, tokens: int, why: str) -> None:
     session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=100, takes_tools=True)))
+    session.on_event(Loaded(model_spec("guide", capacity=100, takes_tools=True)))
     session.offer([ToolSpec("clock", "Tell the time.")])
     asked = [step.request for step in session.submit("What time is it?") if isinstance(step, Ask)]
     counted = {each.id: tokens if each.tools else system for each in asked if isinstance(each, AskCount)}
@@ -434,7 +461,7 @@ def counted_session() -> Session:
     """A session with two turns, of a model of 4 characters a token, all counted."""
     session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=1000)))
+    session.on_event(Loaded(model_spec("guide", capacity=1000)))
     session.submit("one", (NOTES,))
     session.on_event(ReplyEvent(1, Finished("stop", "a" * 40, METRICS)))
     session.submit("two")
@@ -472,7 +499,7 @@ def offered(tools: tuple[ToolSpec, ...], *, takes: bool) -> Session:
     session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
     session.offer(tools)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=1000, takes_tools=takes)))
+    session.on_event(Loaded(model_spec("guide", capacity=1000, takes_tools=takes)))
     return session
 
 
@@ -703,19 +730,18 @@ async def test_the_whole_way(chat: ChatStart, tmp_path: Path) -> None:
     async with chat() as it:
         await it.phase(EnginePhase.IDLE)
         await it.ask("one")
-        it.app.chat.do("settings")
+        it.app.view.do("settings")
         await it.until(lambda: isinstance(it.app.screen, SettingsScreen))
-        box = it.app.screen.query_one("#unload_after_min")
-        box.value = "soon"  # type: ignore[attr-defined]
-        it.app.screen.action_save()  # type: ignore[attr-defined]
+        await it.write_setting("unload_after_min", "soon")
         await it.until(lambda: "is not valid" in it.screen_text())
-        box.value = "5"  # type: ignore[attr-defined]
-        it.app.screen.action_save()  # type: ignore[attr-defined]
+        await it.pilot.press("escape")
+        await it.write_setting("unload_after_min", "5")
+        await it.close_settings()
         await it.until(lambda: it.session.idle.after_min == 5)
         assert "unload_after_min = 5" in (tmp_path / "settings.toml").read_text()
         it.session.idle._seen_s -= 5 * MINUTE
         it.session.engine.phase_since -= 5 * MINUTE
-        it.app.chat._rest()
+        it.app.view._rest()
         await it.until(lambda: "model unloaded; it reloads when you write" in it.screen_text())
         assert it.app.chat.bridge._process is None
         await it.type("two")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,41 +17,46 @@ from tests.app.conftest import Chat
 from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
-from tokamac.app.backend.advice import model_line
-from tokamac.app.backend.command_process import Refused
-from tokamac.app.backend.protocol import Figures, Group, Load, ModelLine, WhatIf
-from tokamac.app.backend.puller import HubModelLine, Pulled, PullProgress, Removed, decode_pull
-from tokamac.app.chat import commands
+from tokamac.app.backend.processes import HubModelLine, Pulled, PullProgress, Refused, Removed, decode_pull
+from tokamac.app.backend.protocol import Figures, Load, ModelLine, WhatIf
+from tokamac.app.chat import setup
+from tokamac.app.chat.controller import RefusedError
+from tokamac.app.chat.settings_form import Sheet
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.commands.inspect import cases_report
-from tokamac.app.models.advice import START_TPS, Estimates, advise
-from tokamac.app.models.downloads import AGAIN, ARRIVED, Download, Downloads, DownloadStage
-from tokamac.app.models.listing import CatalogueOffer, HubModels, ModelRow, Removal, best_guess, rows, section_title
+from tokamac.app.models.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
+from tokamac.app.models.listing import (
+    CatalogueOffer,
+    Estimates,
+    HubModels,
+    ModelRow,
+    Removal,
+    StartHere,
+    rows,
+    section_title,
+)
 from tokamac.app.models.local import (
     MOST,
     Folders,
     LocalModels,
     OnDisk,
     hub_cache,
+    is_folder,
+    is_id,
+    lasting,
     models_on_disk,
     must_be_downloaded,
     names_on_disk,
 )
-from tokamac.app.models.names import is_folder, is_id, lasting
-from tokamac.app.profiles import CHAT_KV
-from tokamac.app.settings import Settings
-from tokamac.app.settings_form import Sheet
-from tokamac.app.tui.actions import model as wishes
-from tokamac.app.tui.actions.model import choose_model, take_model
+from tokamac.app.settings import CHAT_KV, Settings
 from tokamac.app.tui.screens.model import ModelScreen, detail, row_line
 from tokamac.assets import asset_path
 from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import KVSpec, Sampling
-from tokamac.engine.perf import what_if
-from tokamac.engine.perf.catalogue import find
-from tokamac.engine.perf.machine import elsewhere
-from tokamac.engine.perf.what_if import UNMEASURED_KV, WhatIfCase, WhatIfOutcome
+from tokamac.engine.perf.catalogue import Group
+from tokamac.engine.perf.what_if import UNMEASURED_KV, WhatIfCase, WhatIfOutcome, elsewhere
+from tokamac.quant.report import RECORD, Outcome, Quality
 
 # What is on this disk, and what the picker lists of it, of downloads and of the catalogue. No screen, no hub.
 
@@ -146,15 +151,15 @@ def test_folders_are_remembered_the_last_one_first_and_forgotten(tmp_path: Path)
 # The list -----------------------------------------------------------------------------------------------------------------
 
 
-def line(model: str, group: Group = "recommended", tps: float | None = 50.0, nbytes: int | None = 7) -> ModelLine:
-    figures = Figures(fits=group != "does not fit", expected_tps=tps, reason="needs 1 GB of 2 GB")
-    return ModelLine(model, nbytes, 10, 10, "runs well", figures, 4.5, group=group)
+def line(model: str, tps: float | None = 50.0, nbytes: int | None = 7) -> ModelLine:
+    figures = Figures(fits=True, expected_tps=tps, reason="needs 1 GB of 2 GB")
+    return ModelLine(model, nbytes, 10, 10, "runs well", figures, 4.5)
 
 
-def estimated(*best: str, hopeless: str = "") -> Estimates:
+def estimated(*known: str) -> Estimates:
     made = Estimates(lambda _: 1)
-    made.catalogue = {name: line(name, "does not fit" if name == hopeless else "recommended") for name in best}
-    made.advice, made.place = advise(made.catalogue.values()), "this chip"
+    made.catalogue = {name: line(name) for name in known}
+    made.done, made.place = True, "this chip"
     return made
 
 
@@ -165,7 +170,12 @@ DISK = LocalModels(
         OnDisk("org/part", "cache", Path(), 3, whole=False),
     )
 )
-OFFERS = [CatalogueOffer(name, 9) for name in ("org/a", "org/b", "org/Mine", "org/c")]
+OFFERS = [
+    CatalogueOffer("org/c", 9, group="recommended", start=StartHere("org/c", 9)),
+    CatalogueOffer("org/a", 9, group="recommended"),
+    CatalogueOffer("org/Mine", 9, group="recommended"),
+    CatalogueOffer("org/b", 9, group="does not fit"),
+]
 
 
 def named(found: list[ModelRow]) -> list[str]:
@@ -173,7 +183,7 @@ def named(found: list[ModelRow]) -> list[str]:
 
 
 def test_the_sections_stand_in_order_and_nothing_is_there_twice() -> None:
-    found = rows("", DISK, OFFERS, estimated("org/c", "org/a", "org/b", "org/Mine", hopeless="org/b"), ())
+    found = rows("", DISK, OFFERS, estimated("org/c", "org/a", "org/b", "org/Mine"), ())
     assert named(found) == [
         "start:org/c",
         "downloads:org/part",
@@ -183,14 +193,14 @@ def test_the_sections_stand_in_order_and_nothing_is_there_twice() -> None:
     ]
 
 
-def test_while_nothing_is_weighed_no_order_is_shown_that_would_change() -> None:
+def test_the_list_is_there_before_anything_is_estimated_and_nothing_moves() -> None:
     nothing = Estimates(lambda _: 1)
-    found = rows("", DISK, OFFERS, nothing, ())
-    assert [row.model for row in found if row.pending] == ["guide", "org/Mine"]
-    searched = named(rows("org", DISK, OFFERS, nothing, ()))
-    assert searched[-3:] == ["catalogue:org/a", "catalogue:org/b", "catalogue:org/c"]
-    known = estimated("org/c", "org/a", "org/b", hopeless="org/b")
-    assert named(rows("org", DISK, OFFERS, known, (), ungrouped=True)) == searched
+    for text in ("", "org"):
+        before = rows(text, DISK, OFFERS, nothing, ())
+        assert {row.pending for row in before if row.home != "embedded"} == {True, False}
+        after = rows(text, DISK, OFFERS, estimated("org/c", "org/a", "org/b"), ())
+        assert named(before) == named(after)
+        assert not [row for row in after if row.pending and not row.on_disk]
 
 
 def test_what_the_hub_found_comes_last_and_not_twice() -> None:
@@ -228,19 +238,18 @@ def test_models_of_the_models_folder_and_of_lm_studio_are_found_and_never_remove
     (gguf / "other.gguf").write_bytes(b"GGUF")
     disk = models_on_disk(tmp_path / "cache", [str(mine)], tmp_path / "models")
     assert [(each.model, each.home, each.context) for each in disk.models[1:]] == [
-        (str(mine), "folder", 512), (str(theirs), "other", 512),
+        (str(mine), "folder", 512), (str(theirs), "other", 512), (str(gguf / "other.gguf"), "other", None),
     ]  # fmt: skip
-    assert disk.gguf == 1
     disk = models_on_disk(tmp_path / "cache", [], tmp_path / "models")
-    assert [each.home for each in disk.models[1:]] == ["models", "other"]
+    assert [each.home for each in disk.models[1:]] == ["models", "other", "other"]
     found = {row.home: row for row in rows("", disk, (), estimated(), ())}
     assert "LM Studio" in Removal.refusal(found["other"], "guide")
     assert str(mine) in Removal.refusal(found["models"], "guide")
-    assert found["other"].facts.good_for == "writing code"
+    assert next(row for row in rows("coder", disk, (), estimated(), ())).facts.good_for == "writing code"
 
 
 def test_words_narrow_the_list_also_to_what_does_not_fit() -> None:
-    estimates = estimated("org/c", "org/a", "org/b", hopeless="org/b")
+    estimates = estimated("org/c", "org/a", "org/b")
     assert named(rows("ORG b", DISK, OFFERS, estimates, ())) == ["does not fit:org/b"]
     assert named(rows("org/mine", DISK, OFFERS, estimates, ())) == ["typed:org/mine", "disk:org/Mine"]
     assert named(rows("org/Mine", DISK, OFFERS, estimates, ())) == ["disk:org/Mine"]
@@ -265,122 +274,40 @@ def test_a_path_that_can_be_none_is_no_folder(tmp_path: Path, name: str) -> None
 def test_a_download_is_listed_as_such_wherever_it_was_before() -> None:
     going = (Download("org/a", DownloadStage.RUNNING, 1, 10), Download("org/part", DownloadStage.WAITING))
     found = rows("", DISK, OFFERS, estimated("org/a"), going)
-    assert named(found)[:2] == ["downloads:org/a", "downloads:org/part"]
+    assert named(found)[:3] == ["start:org/c", "downloads:org/a", "downloads:org/part"]
     assert sum(row.model == "org/a" for row in found) == 1
 
 
-def test_the_first_guess_is_the_smallest_and_what_takes_most_of_the_memory_is_last() -> None:
-    offers = [CatalogueOffer("unknown", None), CatalogueOffer("xl", 9), CatalogueOffer("l", 4), CatalogueOffer("s", 1)]
-    assert [each.model for each in best_guess(offers, 10)] == ["s", "l", "xl", "unknown"]
-    assert [each.model for each in best_guess(offers, None)] == ["s", "l", "xl", "unknown"]
+def test_the_first_row_says_how_long_it_takes_to_have() -> None:
+    assert StartHere("good", 2_280_000_000).wait == "at 100 Mbit/s about 3 min to download"
+    assert StartHere("good", 2_280_000_000, 500_000.0).wait == "about 1 h 16 min to download"
+    assert StartHere("good", 2_280_000_000, 1e9).wait == "under a minute to download"
+    assert StartHere("good", None).wait == "download time unknown"
 
 
-LISTED: tuple[Group, ...] = get_args(Group)
-
-
-def lines_of(draw: st.DrawFn) -> list[ModelLine]:
-    """Lines as the engine ranks them, or in any other order."""
-    speeds, bytes_ = st.none() | st.floats(0.1, 500), st.none() | st.integers(1, 10**12)
-    found = []
-    for number in range(draw(st.integers(0, 12))):
-        group = draw(st.sampled_from(LISTED))
-        known = {"recommended": draw(st.floats(10, 500)), "slow": draw(st.floats(0.1, 9.9))}.get(group)
-        figures = Figures(fits=True, expected_tps=known, ceiling_tps=draw(speeds) if known is None else None)
-        found.append(ModelLine(f"org/{number}", draw(bytes_), 10, 10, "", figures, group=group))
-    return found
-
-
-@given(st.composite(lines_of)(), st.none() | st.floats(1e3, 1e9))
-def test_exactly_one_model_is_to_start_with_and_nothing_slow_is_recommended(
-    lines: list[ModelLine], bps: float | None
-) -> None:
-    found = advise(lines, bps)
-    assert sorted(each.model for each in found.lines) == sorted(each.model for each in lines)
-    assert [LISTED.index(each.group) for each in found.lines] == sorted(LISTED.index(each.group) for each in lines)
-    assert [line for group in LISTED for line in found.of(group)] == list(found.lines)
-    quick = [each for each in found.of("recommended") if (each.figures.expected_tps or 0) >= START_TPS]
-    if quick:
-        assert found.start is not None
-        assert (found.start.model, found.start.grounds) == (quick[0].model, "expected speed")
-    if found.start is None:
-        assert found.note
-        assert not quick
-        return
-    (chosen,) = (each for each in lines if each.model == found.start.model)
-    assert chosen.group in {"recommended", "speed unknown"}
-    assert chosen.group == "recommended" or (found.note and not found.of("recommended"))
-    assert found.start.expected_tps is None or found.start.expected_tps >= START_TPS
-    wait, nbytes = found.start.download_s, found.start.download_bytes
-    assert wait == (None if nbytes is None else nbytes / (bps or 100e6 / 8))
-    assert ("at 100 Mbit/s" in found.start.facts) == (bps is None and nbytes is not None)
-
-
-def test_what_a_model_is_listed_under_is_told_to_the_app_as_it_is() -> None:
-    assert get_args(what_if.Group) == LISTED
-    entry = find("Qwen3-8B-4bit")
-    assert entry is not None
-    found = what_if.suggestion(entry, entry.repositories[0], WhatIfCase(), elsewhere("M4 Pro", 20, 48))
-    line = model_line(found)
-    assert (line.group, line.figures.fits, line.download_bytes) == ("recommended", True, found.download_bytes)
-
-
-def test_the_first_row_names_size_speed_and_minutes() -> None:
-    lines = [line("big", tps=14.9), line("good", tps=62.0, nbytes=2_280_000_000), line("small", tps=300.0)]
-    assert (start := advise(lines).start) is not None
-    assert start.facts == "2.28 GB · about 62 tok/s · at 100 Mbit/s about 3 min to download"
-    assert (start := advise(lines, 500_000.0).start) is not None
-    assert start.wait == "about 1 h 16 min to download"
-    assert (start := advise(lines, 1e9).start) is not None
-    assert start.wait == "under a minute to download"
-
-
-def test_where_no_speed_is_known_the_choice_says_what_it_rests_on() -> None:
-    untimed = [line("large", "speed unknown", None), line("small", "speed unknown", None)]
-    found = advise(untimed)
-    assert found.start is not None
-    assert (found.start.model, found.start.grounds) == ("large", "size")  # as ranked: the smallest leads there
-    assert "has not been measured yet" in found.note
-    bounded = [
-        replace(each, figures=replace(each.figures, ceiling_tps=tps))
-        for each, tps in zip(untimed, (20.0, 90.0), strict=True)
-    ]
-    found = advise(bounded)
-    assert found.start is not None
-    assert (found.start.model, found.start.grounds) == ("small", "limit")
-    assert found.start.speed == "speed not measured yet, at most 90.0 tok/s"
-    assert advise(bounded[:1]).start is None
-    assert "sure to reach 15 tok/s" in advise(bounded[:1]).note
-    assert "fast enough" in advise([line("slow", "slow", 3.0)]).note
-    assert "whether it fits" in advise([line("slow", "slow", 3.0), line("any", "fit unknown")]).note
-    assert advise([line("one", tps=12.0), line("two", tps=13.0)]).note.endswith("the fastest manages 13.0 tok/s.")
-
-
-def test_slow_models_stand_under_their_own_heading_and_unknown_ones_are_not_recommended() -> None:
-    made = Estimates(lambda _: 1)
-    offers = [CatalogueOffer(f"org/{name}", 9) for name in "abcdefgh"]
-    groups = zip(
-        "abcdefgh", ("slow", "recommended", "slow", "speed unknown", "recommended", "slow", "slow", "slow"), strict=True
-    )
-    made.advice = advise([line(f"org/{name}", group, 5.0 if group == "slow" else 50.0) for name, group in groups])  # type: ignore[arg-type]
+def test_each_group_stands_under_its_own_heading_the_best_of_it_alone() -> None:
+    groups: list[Group] = ["recommended", *["slow"] * 6, "tight", "fit unknown", "does not fit"]
+    offers = [CatalogueOffer(f"org/{at}", 9, group=group) for at, group in enumerate(groups)]
+    offers[0] = replace(offers[0], start=StartHere("org/0", 9))
+    made = estimated()
     found = rows("", LocalModels(), offers, made, ())
-    assert named(found) == ["start:org/b", "recommended:org/e", "slow:org/a", "slow:org/c", "slow:org/f", "slow:org/g"]
-    assert [row.start is not None for row in found] == [True, *[False] * 5]
-    assert {row.section for row in rows("org", LocalModels(), offers, made, ())} >= {"speed unknown", "slow"}
-    titles = [section_title(section, made) for section in ("start", "recommended", "slow")]
-    assert titles[0] == "Start here · at 100 Mbit/s under a minute to download"
-    assert titles[2].startswith("Slow")
+    assert [row.section for row in found] == ["start", *["slow"] * 4, "tight", "fit unknown"]
+    assert {row.section for row in rows("org", LocalModels(), offers, made, ())} == {"start", *groups[1:]}
+    assert section_title("start", made, offers[0].start) == "Start here · at 100 Mbit/s under a minute to download"
+    assert section_title("slow", made).startswith("Slow on this chip")
+    assert section_title("recommended", Estimates(lambda _: 1)) == "Recommended for this machine, best first"
 
 
 def test_of_questions_that_were_displaced_the_answers_are_asked_for_again() -> None:
     numbers = iter(range(10))
     estimates = Estimates(lambda _: next(numbers))
     estimates.want(["guide"], KVSpec())  # 0: disk, 1: the catalogue
-    assert estimates.take(WhatIf(0, None, done=1, total=1, line=line("guide")))
-    assert not estimates.take(WhatIf(7, None))
+    assert estimates.receive(WhatIf(0, None, done=1, total=1, line=line("guide")))
+    assert not estimates.receive(WhatIf(7, None))
     estimates.again()
-    assert not estimates.take(WhatIf(1, None, done=3, total=9))
+    assert not estimates.receive(WhatIf(1, None, done=3, total=9))
     estimates.want(["guide"], KVSpec())
-    assert estimates.take(WhatIf(2, None, done=1, total=9, line=line("org/a")))
+    assert estimates.receive(WhatIf(2, None, done=1, total=9, line=line("org/a")))
     assert (estimates.disk.keys(), estimates.catalogue.keys(), estimates.progress) == ({"guide"}, {"org/a"}, (1, 9))
     estimates.want(["guide"], KVSpec(key_bits=8, value_bits=8))
     assert estimates.disk == {}
@@ -390,11 +317,34 @@ def test_another_memory_limit_makes_all_answers_old() -> None:
     numbers = iter(range(10))
     estimates = Estimates(lambda _: next(numbers))
     estimates.want(["guide"], KVSpec())
-    estimates.take(WhatIf(0, None, done=1, total=1, line=line("guide")))
+    estimates.receive(WhatIf(0, None, done=1, total=1, line=line("guide")))
     estimates.want(["guide"], KVSpec(), 14 * 10**9)  # 2: disk, 3: the catalogue
     assert estimates.disk == {}
-    assert not estimates.take(WhatIf(1, None, done=1, total=9, line=line("org/a")))
-    assert estimates.take(WhatIf(3, None, done=1, total=9, line=line("org/a")))
+    assert not estimates.receive(WhatIf(1, None, done=1, total=9, line=line("org/a")))
+    assert estimates.receive(WhatIf(3, None, done=1, total=9, line=line("org/a")))
+
+
+BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)
+
+
+def test_a_model_that_answers_worse_than_its_source_says_so_where_it_is_chosen(tmp_path: Path) -> None:
+    own = make_tiny(tmp_path / "own")
+    outcome = Outcome(4.5, 0.1, BAD)
+    made = {
+        "format": 1,
+        "bits_per_weight": 4.5,
+        "options": {"bits": 4, "group_size": None},
+        "quality": outcome.to_json(),
+    }
+    (own / RECORD).write_text(json.dumps(made))
+    disk = models_on_disk(tmp_path / "none", [str(own)])
+    row = next(row for row in rows("", disk, [], Estimates(lambda _: 0), []) if row.model == str(own))
+    assert "worse answers" in row_line(row, 100, loaded=False).plain
+    assert (
+        "clearly worse than its source's: convert it again with --group-size 32 --embed-bits 8" in detail(row, "").plain
+    )
+    (own / RECORD).write_text(json.dumps({**made, "format": 2}))
+    assert {each.worse for each in models_on_disk(tmp_path / "none", [str(own)]).models} == {""}
 
 
 @given(st.text(max_size=60), st.integers(30, 140))
@@ -427,8 +377,8 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 ) -> None:
     async with chat(model) as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._apply(
-            c.app.chat, Sheet(sampling=Sampling(temperature=0.5), kv=PACKED, settings=Settings(unload_after_min=7))
+        c.app.view.dialogs.apply(
+            Sheet(sampling=Sampling(temperature=0.5), kv=PACKED, settings=Settings(unload_after_min=7))
         )
         assert c.session.engine.phase is EnginePhase.LOADING
         assert kept(tmp_path) == CHAT_KV
@@ -452,19 +402,19 @@ async def test_what_the_model_is_loaded_with_loads_it_again_and_is_remembered(
 ) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        assert commands.current_sheet(c.app.chat).settings == Settings(toured=True)
-        wishes._apply(c.app.chat, Sheet(settings=replace(Settings(), **{name: value})))
+        assert setup.current_sheet(c.app.chat).settings == Settings(model="fast", toured=True)
+        c.app.view.dialogs.apply(Sheet(settings=replace(Settings(), **{name: value})))
         assert c.session.engine.phase is EnginePhase.LOADING
         await c.phase(EnginePhase.IDLE)
         assert getattr(c.session.engine.load, loaded[0]) == loaded[1]
-        assert getattr(commands.current_sheet(c.app.chat).settings, name) == value
+        assert getattr(setup.current_sheet(c.app.chat).settings, name) == value
     assert getattr(settings.load(tmp_path / "settings.toml").settings, name) == value
 
 
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._apply(c.app.chat, Sheet(sampling=Sampling(temperature=0.5), settings=Settings(memory_gb=2.0)))
+        c.app.view.dialogs.apply(Sheet(sampling=Sampling(temperature=0.5), settings=Settings(memory_gb=2.0)))
         assert c.session.engine.phase is EnginePhase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
 
@@ -473,7 +423,7 @@ async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start,
     async with chat("fast", kv=PACKED) as c:
         await c.phase(EnginePhase.IDLE)
         assert kept(tmp_path) == CHAT_KV  # flags are for one run
-        wishes._apply(c.app.chat, Sheet(kv=PACKED))
+        c.app.view.dialogs.apply(Sheet(kv=PACKED))
         assert c.session.engine.phase is EnginePhase.IDLE
         assert kept(tmp_path) == PACKED
 
@@ -504,8 +454,27 @@ async def test_a_folder_is_remembered_by_its_whole_path(
     assert begun.session.engine.load.model == whole
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        wishes.take_model(c.app.chat, "models/mine")
+        c.app.view.library.choose("models/mine")
         assert (c.app.chat.chosen.model, c.session.engine.load.model) == (whole, whole)
+
+
+def test_plain_tokamac_opens_the_model_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    environment = {**os.environ, "TEST_SETTINGS": str(tmp_path / "settings.toml")}
+    for named, failed in (("steady", 0), ("unpackable-and-missing", 1)):  # what does not load was not used
+        assert piped("hi\n", named, env=environment)[0] == failed
+    assert begin(ChatOptions(settings_path=tmp_path / "settings.toml")).session.engine.load.model == "steady"
+
+
+@pytest.mark.parametrize("gone", ["/nowhere/mine", "org/gone"])
+def test_where_the_model_used_last_is_gone_the_guide_opens_and_says_so(tmp_path: Path, gone: str) -> None:
+    settings.save(tmp_path / "settings.toml", Settings(model=gone))
+    begun = begin(ChatOptions(settings_path=tmp_path / "settings.toml"))
+    assert begun.session.engine.load.model == "guide"
+    assert begun.warnings == (
+        f"{gone}, the model used last, is not on this disk. This is the guide; /model chooses another.",
+    )
+    assert begun.preferences.asked_model is None  # so that it opens again once its disk is back
 
 
 # Adapters, and models that are loaded unchecked --------------------------------------------------------------------------
@@ -513,9 +482,11 @@ async def test_a_folder_is_remembered_by_its_whole_path(
 
 def test_another_model_is_checked_and_has_what_the_settings_have_for_it() -> None:
     load = Load("one", PACKED, memory=5, unchecked=True, adapter="letters", draft="small")
-    assert load.of("one", None, None) == load
+    assert load.for_model("one", None, None) == load
     known = Settings(adapters={"two": "poems"}, drafts={"two": "smaller", "one": "small"})
-    assert load.of("two", *known.beside("two")) == Load("two", PACKED, memory=5, adapter="poems", draft="smaller")
+    assert load.for_model("two", *known.beside("two")) == Load(
+        "two", PACKED, memory=5, adapter="poems", draft="smaller"
+    )
     assert known.beside("three") == (None, None)
 
 
@@ -524,7 +495,7 @@ async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(c
     async with chat("fast", unchecked=True, adapter="letters") as c:
         await c.phase(EnginePhase.IDLE)
         assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (True, "letters")
-        c.app.chat.library.load("guide")
+        c.app.view.library.load("guide")
         await c.phase(EnginePhase.IDLE)
         assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (False, "poems")
 
@@ -535,25 +506,25 @@ async def test_a_draft_model_is_chosen_kept_for_its_model_and_taken_away(chat: S
 
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        commands.draft(c.app.chat, "org/small")
+        setup.draft(c.app.chat, "org/small")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.draft == "org/small"
         await c.until(lambda: kept() == {"fast": "org/small"})
-        commands.draft(c.app.chat, "none")
+        setup.draft(c.app.chat, "none")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.draft is None
         await c.until(lambda: kept() == {})
     async with chat("fast", speculation=False) as c:
         await c.phase(EnginePhase.IDLE)
-        with pytest.raises(commands.RefusedError, match="Guessing ahead is off"):
-            commands.draft(c.app.chat, "org/small")
+        with pytest.raises(RefusedError, match="Guessing ahead is off"):
+            setup.draft(c.app.chat, "org/small")
 
 
 def test_without_a_draft_model_the_one_that_is_known_is_named() -> None:
-    assert "/draft mlx-community/Qwen3-0.6B-4bit adds it" in commands.no_draft("mlx-community/Qwen3-8B-4bit")
-    assert "(351 MB)" in commands.no_draft("mlx-community/Qwen3-8B-4bit")
-    assert "/draft guide-draft adds it" in commands.no_draft("guide")
-    assert "none is known for it" in commands.no_draft("guide-draft")
+    assert "/draft mlx-community/Qwen3-0.6B-4bit adds it" in setup.no_draft("mlx-community/Qwen3-8B-4bit")
+    assert "(351 MB)" in setup.no_draft("mlx-community/Qwen3-8B-4bit")
+    assert "/draft guide-draft adds it" in setup.no_draft("guide")
+    assert "none is known for it" in setup.no_draft("guide-draft")
 
 
 async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:
@@ -562,12 +533,12 @@ async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Star
 
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        commands.adapter(c.app.chat, "org/letters")
+        setup.adapter(c.app.chat, "org/letters")
         assert held() == {}
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.adapter == "org/letters"
         assert held() == {"fast": "org/letters"}
-        commands.adapter(c.app.chat, "none")
+        setup.adapter(c.app.chat, "none")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.adapter is None
         assert held() == {}
@@ -658,20 +629,20 @@ class Bench:
         return (self.folder / "asked").read_text().splitlines()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        for _ in range(6000):
+        for _ in range(18_000):
             if condition():
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(self.downloads.all)
 
     async def stage(self, model: str, stage: DownloadStage) -> Download:
-        await self.until(lambda: (known := self.downloads.of(model)) is not None and known.stage is stage)
-        found = self.downloads.of(model)
+        await self.until(lambda: (known := self.downloads.find(model)) is not None and known.stage is stage)
+        found = self.downloads.find(model)
         assert found is not None
         return found
 
     async def begun(self, model: str) -> None:
-        await self.until(lambda: (known := self.downloads.of(model)) is not None and known.done == 100)
+        await self.until(lambda: (known := self.downloads.find(model)) is not None and known.done == 100)
 
 
 @pytest.fixture
@@ -736,7 +707,7 @@ async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     async with chat("fast") as c:
-        c.app.chat.library.downloads.cancel("org/empty")
+        c.app.view.library.downloads.cancel("org/empty")
         await c.until(lambda: "Download of empty cancelled: nothing had arrived." in c.notices, "the notice")
 
 
@@ -761,7 +732,7 @@ async def test_one_that_waits_again_has_what_arrived_removed(bench: Bench) -> No
     await bench.begun("org/slow-too")
     bench.downloads.start("org/slow")
     bench.downloads.cancel("org/slow")
-    await bench.until(lambda: bench.downloads.of("org/slow") is None)
+    await bench.until(lambda: bench.downloads.find("org/slow") is None)
     assert bench.asked[-1] == "--unfinished --json -- remove org/slow"
 
 
@@ -790,11 +761,11 @@ async def test_what_fails_says_why_and_can_be_tried_again(bench: Bench, model: s
 async def test_the_rate_is_that_of_the_last_seconds_and_the_rest_follows(bench: Bench) -> None:
     bench.downloads.start("org/slow")
     await bench.begun("org/slow")
-    take = bench.downloads._take
+    take = bench.downloads._read_line
     for second, done in ((10, 1100), (20, 3100)):  # ten seconds at 100 bytes a second, then ten at 200
         bench.now = float(second)
         take("org/slow", PullProgress(done, 7100))
-    running = bench.downloads.of("org/slow")
+    running = bench.downloads.find("org/slow")
     assert running is not None
     assert (running.rate_bps, running.left_s) == (200.0, 20.0)
 
@@ -846,7 +817,7 @@ async def test_one_that_ends_without_a_reason_can_be_tried_again_too(tmp_path: P
 async def test_a_notice_names_the_whole_id_and_what_was_wrong(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
-        c.app.chat.library._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
+        c.app.view.library._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
         said = f"nope/nope: {UNREACHABLE}. Press Enter on it in the list to retry."
         await c.until(lambda: said in c.notices, "the notice")
 
@@ -858,11 +829,11 @@ async def test_enter_on_one_that_failed_tries_again(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     async with chat("fast", size=(120, 40)) as c:
         await c.ready()
-        take_model(c.app.chat, "nope/nope")
+        c.app.view.library.choose("nope/nope")
         said = "Downloading nope/nope. It loads when it is complete. Ctrl+O shows the progress."
         await c.until(lambda: said in c.notices, "the notice")
         await failing(c)
-        choose_model(c.app.chat, "")
+        c.app.view.dialogs.choose_model("")
         await c.until(lambda: isinstance(c.app.screen, ModelScreen))
         await c.pilot.press(*"nope")
         await c.until(lambda: "Enter retries · Ctrl+K cancels" in c.screen_text())

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.app.chat.test_session import LOADED, METRICS, Clock, done
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, refuse_writes, reply_of
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import AskCount, Counted, Load, ReplyEvent
 from tokamac.app.chat import recording
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.preferences import Preferences
-from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, SAVED, Recording
+from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, REPLACED, SAVED, Recording
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import (
     Ask,
@@ -26,8 +26,7 @@ from tokamac.app.chat.steps import (
 )
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import StoredMessage
-from tokamac.app.tui.actions.chats import open_chat
+from tokamac.app.store.values import StoredMessage, StoreError
 from tokamac.engine.events import Finished, ToolCall
 from tokamac.engine.options import Sampling, ToolSpec
 
@@ -50,7 +49,7 @@ class Desk:
 
     def fail(self, *, failing: bool) -> None:
         """Let every write be refused, as on a disk that may not be written; or not any more."""
-        self.store._database._connection.execute(f"PRAGMA query_only = {int(failing)}")
+        refuse_writes(self.store, refused=failing)
 
     def perform(self, steps: list[Step]) -> None:
         for step in steps:
@@ -62,7 +61,7 @@ class Desk:
 
     def reply(self) -> None:
         asked = self.session.turns[-1].prompt
-        self.perform(self.session.on_event(done(self.session._id, f"re: {asked}")))
+        self.perform(self.session.on_event(done(reply_of(self.session), f"re: {asked}")))
 
     def say(self, *texts: str) -> None:
         for text in texts:
@@ -311,6 +310,58 @@ def test_a_chat_is_read_again_where_another_window_has_added_to_it(desk: Desk) -
     assert desk.recording.holds(chat), "not under a reply that runs"
 
 
+def taken_away(file: Path) -> None:
+    for tail in ("-wal", "-shm", ""):
+        Path(f"{file}{tail}").unlink()
+
+
+def test_a_reply_goes_on_where_the_file_was_taken_away(desk: Desk) -> None:
+    desk.say("one")
+    desk.ask("two")
+    desk.recording.drafted("half a thought")
+    taken_away(desk.file)
+    desk.clock.now += CHECKPOINT_S
+    desk.recording.hear(ReplyGrew("", "answer"))
+    assert desk.told == [REPLACED]
+    assert [(m.text, m.state) for m in desk.path()] == [
+        ("one", "complete"),
+        ("re: one", "complete"),
+        ("two", "complete"),
+        ("", "partial"),
+    ]
+    desk.reply()
+    assert desk.texts() == whole("one", "two")
+    assert desk.store.chat(desk.recording.chat or "").draft == "half a thought"
+    assert desk.told == [REPLACED]
+
+
+def test_a_file_that_cant_be_used_is_tried_again_until_another_comes(desk: Desk) -> None:
+    desk.say("one")
+    taken_away(desk.file)
+    desk.file.write_text("not a database" * 99)
+    desk.say("two")
+    assert desk.recording.unsaved
+    assert "damaged" in desk.told[0]
+    assert not desk.recording.look()
+    with pytest.raises(StoreError):
+        desk.recording.read(desk.recording.chat or "")
+    assert desk.file.read_text().startswith("not a database")
+    desk.file.unlink()
+    desk.say("three")
+    assert desk.told[-2:] == [REPLACED, SAVED]
+    assert desk.texts() == whole("one", "two", "three")
+
+
+def test_a_chat_in_the_background_is_saved_in_the_new_file_too(desk: Desk) -> None:
+    desk.say("one")
+    first = desk.recording.chat or ""
+    desk.ask("two")
+    desk.perform(desk.session.new_chat())
+    taken_away(desk.file)
+    desk.perform(desk.session.on_event(done(reply_of(desk.session), "re: two")))
+    assert desk.texts(first) == whole("one", "two")
+
+
 # On the screen --------------------------------------------------------------------------------------------------------------
 
 
@@ -326,18 +377,17 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
         await ready(c)
         await c.ask("one")
         assert "not saved" not in c.screen_text()
-        connection = c.app.chat.recording.store._database._connection
-        connection.execute("PRAGMA query_only = 1")
+        c.refuse_writes()
         await c.ask("two")
         await c.until(lambda: "not saved" in c.screen_text())
-        c.app.chat.do("export", str(tmp_path / "out.md"))
+        c.app.view.do("export", str(tmp_path / "out.md"))
         await c.until(lambda: "1 of 2 turns are missing" in c.notices)
         assert "two" not in (tmp_path / "out.md").read_text()
-        c.app.chat.do("new_chat")
+        c.app.view.do("new_chat")
         await c.ask("three")
-        c.app.chat.do("export", str(tmp_path / "other.md"))
-        await c.until(lambda: "Nothing of this chat could be saved" in c.notices)
-        connection.execute("PRAGMA query_only = 0")
+        c.app.view.do("export", str(tmp_path / "other.md"))
+        await c.until(lambda: "This chat could not be saved" in c.notices)
+        c.refuse_writes(refused=False)
         await c.ask("four")
         await c.until(lambda: "not saved" not in c.screen_text())
 
@@ -346,14 +396,12 @@ async def test_a_title_that_is_not_kept_is_not_said_to_be_another(chat: Start) -
     async with chat() as c:
         await c.phase(EnginePhase.IDLE)
         await c.ask("one")
-        recording = c.app.chat.recording
-        assert recording is not None
-        connection = recording.store._database._connection
-        connection.execute("PRAGMA query_only = 1")
+        await c.ready()
+        c.refuse_writes()
         await c.send("/title Keys")
         await c.until(lambda: "The title was not saved" in c.notices)
         assert "renamed" not in c.notices
-        connection.execute("PRAGMA query_only = 0")
+        c.refuse_writes(refused=False)
         await c.send("/title Keys")
         await c.until(lambda: "Chat renamed." in c.notices)
 
@@ -375,7 +423,7 @@ async def test_a_message_of_another_window_is_gone_to(chat: Start) -> None:
         await c.type("half a thought")
         with Store.open(recording.store.file) as other:
             theirs = other.add_message(name, other.path(name)[-1].id, "user", "from the other window")
-        open_chat(c.app.chat, name, theirs.id)
+        c.app.view.dialogs.open_at(name, theirs.id)
         await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one", "from the other window"])
         assert c.transcript.selected == theirs.id
         assert c.prompt.text == "half a thought"

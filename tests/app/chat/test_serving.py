@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.scripted_engine import SCRIPTED
-from tokamac.app.backend.chat_server import ChatServer, ServerJob, ServerPhase, Serving, decode_serving
-from tokamac.app.backend.command_process import Ended, Refused
+from tests.waiting import PATIENCE_S
+from tokamac.app.backend.processes import ChatServer, Ended, Refused, ServerJob, ServerPhase, Serving, decode_serving
 from tokamac.app.backend.protocol import Load, Loaded
 from tokamac.app.backend.sharing import ChatEngine, chat_socket
 
@@ -27,12 +27,12 @@ def test_it_starts_answers_and_stops() -> None:
     assert (job.on, job.line) == (False, "")
     job.begin()
     assert job.line == "server: starting"
-    job.take(Serving(URL, 0, 0))
+    job.receive(Serving(URL, 0, 0))
     assert (job.phase, job.line) == (ServerPhase.ON, f"{URL} · no request")
-    job.take(Serving(URL, 2, 3))
+    job.receive(Serving(URL, 2, 3))
     assert job.line == f"{URL} · 2 requests, 3 waiting"
     job.stop()
-    job.take(Serving(URL, 0, 0))
+    job.receive(Serving(URL, 0, 0))
     assert job.line == "server: stopping"
     job.ended(Ended(130, "something"))
     assert (job.on, job.line, job.problem) == (False, "", "")
@@ -41,7 +41,7 @@ def test_it_starts_answers_and_stops() -> None:
 def test_why_it_ended_is_one_line() -> None:
     job = ServerJob()
     job.begin()
-    job.take(Refused("port 1 is in use", "Take\nanother."))
+    job.receive(Refused("port 1 is in use", "Take\nanother."))
     job.ended(Ended(1, "tokamac: port 1 is in use"))
     assert (job.on, job.problem) == (False, "port 1 is in use. Take another.")
     job.begin()
@@ -67,7 +67,7 @@ def free_port() -> int:
 
 
 def asked(port: int, path: str, body: object = None, **heads: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     data = None if body is None else json.dumps(body).encode()
     connection.request("GET" if data is None else "POST", path, data, heads)
     answer = connection.getresponse()
@@ -110,7 +110,7 @@ def test_a_server_on_the_chats_engine_follows_its_models_and_ends_with_it(folder
         assert (await asyncio.to_thread(asked, port, "/health", Origin="https://evil.example"))[0] == 403
         loaded.clear()
         engine.send(Load("steady"))  # /model
-        await asyncio.wait_for(loaded.wait(), 60)
+        await asyncio.wait_for(loaded.wait(), PATIENCE_S)
         while (await asyncio.to_thread(asked, port, "/health"))[1]["model"] != "steady":
             await asyncio.sleep(0.01)
         # The engine dies, and another one takes its place.

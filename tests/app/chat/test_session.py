@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.scripted_engine import model_spec
 from tokamac.app.backend.client import Died, Garbled
 from tokamac.app.backend.protocol import (
     AskCount,
@@ -13,9 +14,9 @@ from tokamac.app.backend.protocol import (
     Counted,
     Generate,
     Heartbeat,
+    KeepGoing,
     Load,
     Loaded,
-    ModelInfo,
     ReplyEvent,
     RequestFailed,
 )
@@ -34,6 +35,7 @@ from tokamac.app.chat.steps import (
     Moved,
     Notice,
     Opened,
+    PromptFailed,
     PromptRefused,
     ReplyEnded,
     ReplyGrew,
@@ -43,14 +45,23 @@ from tokamac.app.chat.steps import (
     TurnBegun,
 )
 from tokamac.app.store.values import Attachment
-from tokamac.engine.events import Finished, LoadProgress, Message, ModelNote, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import (
+    Finished,
+    LoadProgress,
+    LoopFound,
+    Message,
+    ModelNote,
+    PrefillProgress,
+    TextChunk,
+    Truncated,
+)
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
 # The state machine alone: what it asks for and tells, for every way a chat can go.
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
-LOADED = Loaded(ModelInfo("guide"))
+LOADED = Loaded(model_spec("guide"))
 
 DIED = Died("exit status 7", "last words")
 NOTES = Attachment("notes.md", "keys and values " * 20, "markdown")
@@ -106,7 +117,7 @@ def test_a_reply_from_send_to_end(ready: Session) -> None:
     (ended,) = ready.on_event(done(1, "hello"))
     assert ended == ReplyEnded(Reply("hello", metrics=METRICS, model="guide"))
     assert ready.engine.phase is EnginePhase.IDLE
-    assert ready.metrics == METRICS
+    assert ready.progress.metrics == METRICS
 
 
 def test_every_send_carries_the_whole_conversation(ready: Session) -> None:
@@ -351,8 +362,41 @@ def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
 
 def test_a_failed_reply_is_told_and_the_chat_goes_on(ready: Session) -> None:
     ready.submit("long")
-    assert kinds(ready.on_event(RequestFailed(1, "too long", ""))) == [ReplyEnded, DraftReturned]
+    assert kinds(ready.on_event(RequestFailed(1, "too long", ""))) == [ReplyEnded, PromptFailed]
     assert kinds(ready.submit("short")) == [TurnBegun, Ask]
+
+
+def test_a_reply_that_repeats_itself_is_told_and_can_be_let_go_on(ready: Session) -> None:
+    ready.loop_grace = 100
+    (request,) = [each for each in asked(ready.submit("hi")) if isinstance(each, Generate)]
+    assert request.sampling.loop_grace == 100
+    assert kinds(ready.keep_going()) == [Notice]
+    found = LoopFound(3, 612)
+    ready.on_event(ReplyEvent(1, TextChunk("Your universe.")))
+    ready.on_event(ReplyEvent(1, found))
+    assert ready.loop == found
+    assert ready.keep_going() == [Ask(KeepGoing(1))]
+    assert ready.loop is None
+    for told in (found, LoopFound(0, None)):  # another, which ends by itself
+        ready.on_event(ReplyEvent(1, told))
+    assert ready.loop is None
+    (ended,) = ready.on_event(done(1, reason="loop"))
+    assert isinstance(ended, ReplyEnded)
+    assert ended.reply.ending == "loop"
+
+
+@pytest.mark.parametrize(
+    ("said", "asked_for", "most"), [(4000, None, 512), (400, None, 100), (8, None, 64), (8, 20, 20)]
+)
+def test_a_reply_is_written_again_shorter(ready: Session, said: int, asked_for: int | None, most: int) -> None:
+    ready.sampling = Sampling(temperature=0.3, min_tokens=200)
+    ready.submit("hi")
+    ready.on_event(ReplyEvent(1, Finished("length", "text", replace(METRICS, generated_tokens=said), cut_by="context")))
+    assert ready.turns[-1].reply is not None
+    assert ready.turns[-1].reply.ending == "full"
+    (request,) = [each for each in asked(ready.shorten(asked_for)) if isinstance(each, Generate)]
+    assert request.sampling == Sampling(temperature=0.3, max_tokens=most)
+    assert [each.content for each in request.messages] == ["hi"]
 
 
 def test_another_model_cancels_a_running_reply_and_ignores_what_is_late(ready: Session) -> None:
@@ -379,7 +423,7 @@ def test_a_reply_goes_on_where_its_chat_is_left_and_is_live_when_it_is_shown_aga
     (ended,) = ready.on_event(done(1, "partial!"))
     assert ended == Elsewhere(first, ReplyEnded(Reply("partial!", metrics=METRICS, model="guide")))
     assert first.turns[0].reply is not None
-    assert (ready.metrics, first.progress.metrics) == (None, METRICS)
+    assert (ready.progress.metrics, first.progress.metrics) == (None, METRICS)
 
 
 def test_prompts_of_two_chats_wait_in_one_queue_each_with_its_own_settings(ready: Session) -> None:
@@ -427,7 +471,7 @@ def test_an_engine_that_dies_leaves_what_waits_elsewhere_a_draft_there(ready: Se
 def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    session.on_event(Loaded(model_spec("guide", capacity=100)))
     big = Attachment("big.txt", "x" * 4000)
     counts = session.submit("why?", (big,))
     assert [type(each) for each in asked(counts)] == [AskCount, AskCount]
@@ -447,7 +491,7 @@ def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) ->
 def test_what_was_too_long_is_tried_again_in_another_chat_and_with_another_model(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    session.on_event(Loaded(model_spec("guide", capacity=100)))
     session.submit("one")
     session.on_event(done(1, "word " * 90))
     draft = Draft("word " * 20)
@@ -463,7 +507,7 @@ def test_what_was_too_long_is_tried_again_in_another_chat_and_with_another_model
     session.show(first)
     assert kinds(session.submit(draft.text)) == [PromptRefused]
     session.choose(Load("larger"))
-    session.on_event(Loaded(ModelInfo("larger", capacity=1000)))
+    session.on_event(Loaded(model_spec("larger", capacity=1000)))
     assert session.overfull(draft) == ""
     assert TurnBegun in kinds(session.submit(draft.text))
 
@@ -471,7 +515,7 @@ def test_what_was_too_long_is_tried_again_in_another_chat_and_with_another_model
 def test_what_may_be_too_long_is_sent_where_it_is_not(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    session.on_event(Loaded(model_spec("guide", capacity=100)))
     assert [type(each) for each in asked(session.submit("word " * 30))] == [AskCount]
     assert kinds(session.on_event(Counted(1, 30))) == [TurnBegun, Ask]
 
@@ -481,7 +525,7 @@ def test_new_chat_forgets(ready: Session) -> None:
     ready.on_event(done(1))
     assert ready.new_chat() == [Opened((), new=True)]
     assert ready.turns == []
-    assert ready.metrics is None
+    assert ready.progress.metrics is None
 
 
 def test_choosing_while_loading_starts_afresh(ready: Session) -> None:
@@ -574,7 +618,7 @@ def test_garbage_is_told(ready: Session) -> None:
 
 
 def test_what_the_caches_could_not_honour_is_told_to_who_asked(ready: Session) -> None:
-    remarked = Loaded(ModelInfo("guide", model_notes=(ModelNote("groups of 32, not 64"),)))
+    remarked = Loaded(model_spec("guide", model_notes=(ModelNote("groups of 32, not 64"),)))
     ready.choose(Load("guide", KVSpec(8, 8)))
     assert Notice("groups of 32, not 64") in ready.on_event(remarked)
     ready.choose(Load("guide"))
@@ -589,14 +633,22 @@ def test_what_was_asked_for_beside_the_model_is_told_to_everybody(ready: Session
         ModelNote("three", "heads"),
     )
     ready.choose(Load("other"))
-    told = ready.on_event(Loaded(ModelInfo("other", model_notes=(*notes, ModelNote("four", "alone")))))
+    told = ready.on_event(Loaded(model_spec("other", model_notes=(*notes, ModelNote("four", "alone")))))
     assert told == [Notice("one"), Notice("two"), Notice("three")]
+
+
+def test_that_a_model_answers_worse_than_its_source_is_told_once(ready: Session) -> None:
+    worse = Loaded(model_spec("other", model_notes=(ModelNote("Its answers are worse.", "quality"),)))
+    ready.choose(Load("other"))
+    assert ready.on_event(worse) == [Notice("Its answers are worse.", "warning")]
+    ready.choose(Load("other"))
+    assert ready.on_event(worse) == []
 
 
 def test_an_unchecked_model_is_doubted_with_every_reply(clock: Clock) -> None:
     session = Session(Load("guide", unchecked=True), Sampling(), "", clock)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", doubts=("it rotates what it should not",))))
+    session.on_event(Loaded(model_spec("guide", doubts=("it rotates what it should not",))))
     for request in (1, 2):
         session.submit("hi")
         told = [step.text for step in session.on_event(done(request)) if isinstance(step, Notice)]
@@ -606,7 +658,7 @@ def test_an_unchecked_model_is_doubted_with_every_reply(clock: Clock) -> None:
 def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", context_length=100, capacity=40, rolls=True)))
+    session.on_event(Loaded(model_spec("guide", context_length=100, capacity=40, rolls=True)))
     session.submit("hi")
     assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (None, 0)
     session.on_event(ReplyEvent(1, Truncated(1, 7)))
@@ -629,7 +681,7 @@ def stopping(clock: Clock) -> Session:
     """A reply that was told to stop, and a prompt that was sent after; one that had waited came back."""
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
-    session.on_event(Loaded(ModelInfo("guide")))
+    session.on_event(Loaded(model_spec("guide")))
     session.submit("one")
     session.on_event(ReplyEvent(1, TextChunk("half")))
     session.submit("waited")
@@ -665,13 +717,13 @@ def test_an_engine_that_did_not_hear_the_stop_is_not_asked(stopping: Session, cl
     steps = stopping.check_cancel()
     assert StartEngine() in steps
     assert (sent(steps), kinds_after_stop(steps).count(TurnBegun)) == ([], 0)
-    assert sent(stopping.on_event(Loaded(ModelInfo("guide")))) == ["and now this"]
+    assert sent(stopping.on_event(Loaded(model_spec("guide")))) == ["and now this"]
 
 
 def test_nor_one_that_dies(stopping: Session) -> None:
     steps = stopping.on_event(Died("exit status 7", ""))
     assert DraftReturned("and now this") in steps
-    assert sent(stopping.on_event(Loaded(ModelInfo("guide")))) == []
+    assert sent(stopping.on_event(Loaded(model_spec("guide")))) == []
 
 
 def test_a_stop_that_is_asked_twice_leaves_nothing_in_the_queue(stopping: Session, clock: Clock) -> None:
@@ -679,7 +731,7 @@ def test_a_stop_that_is_asked_twice_leaves_nothing_in_the_queue(stopping: Sessio
     steps = stopping.stop()
     assert DraftReturned("and now this") in steps
     assert StartEngine() in steps
-    assert sent(stopping.on_event(Loaded(ModelInfo("guide")))) == []
+    assert sent(stopping.on_event(Loaded(model_spec("guide")))) == []
 
 
 # What is said, in the words of where the engine is, to a wish that it can't fulfil now.
@@ -691,7 +743,7 @@ def talked_before() -> Session:
     session = Session(Load("guide"), Sampling(), "", lambda: 1.0)
     session.keymap = keymap({"choose_model": ("ctrl+y",), "stop": ("f9",)})
     session.start()
-    session.on_event(Loaded(ModelInfo("guide")))
+    session.on_event(Loaded(model_spec("guide")))
     session.submit("one")
     session.on_event(ReplyEvent(1, Finished("length", "answer", METRICS)))
     assert session.engine.phase is EnginePhase.IDLE

@@ -8,7 +8,8 @@ import pytest
 
 from tests.app.chat.test_recording import Desk
 from tests.app.chat.test_session import DIED, LOADED, METRICS, Clock, asked, done, kinds
-from tokamac.app.backend.protocol import Cancel, Generate, Load, ModelInfo, ReplyEvent, RequestFailed
+from tests.scripted_engine import model_spec
+from tokamac.app.backend.protocol import Cancel, Generate, Load, ReplyEvent, RequestFailed
 from tokamac.app.chat import figures, versions
 from tokamac.app.chat.recording import CHECKPOINT_S, tree_of
 from tokamac.app.chat.session import Session
@@ -95,21 +96,27 @@ def test_each_grows_by_itself_and_all_are_kept_as_siblings(answered: Session) ->
     assert siblings(answered) == ["first", "one", "two", "three"]
     assert answered.turns[-1].reply is not None
     assert answered.turns[-1].reply.text == "one"
-    assert answered.metrics == METRICS
+    assert answered.progress.metrics == METRICS
+
+
+def at_pace(tps: float) -> Live:
+    """A snapshot of a reply that is written so fast, for five seconds by now."""
+    written = replace(METRICS, generated_tokens=round(5 * tps), ttft_s=1.0, total_s=6.0, decode_tps=tps)
+    return Live(written, 9, (1e3 / tps,) * 2)
 
 
 def test_the_aggregate_rate_is_the_sum_of_those_that_are_written(answered: Session) -> None:
     write(answered, 2)
     assert answered.versions is not None
     assert answered.versions.tps is None
-    answered.on_event(ReplyEvent(2, Live(METRICS, 9, (100.0, 100.0))))
-    answered.on_event(ReplyEvent(3, Live(METRICS, 9, (50.0, 50.0))))
+    answered.on_event(ReplyEvent(2, at_pace(10.0)))
+    answered.on_event(ReplyEvent(3, at_pace(20.0)))
     assert answered.versions.tps == pytest.approx(30)
-    assert answered.live is not None  # the panel shows the first
-    assert answered.live.gaps_ms == (100.0, 100.0)
+    assert answered.progress.live is not None  # the panel shows the first
+    assert answered.progress.live.gaps_ms == (100.0, 100.0)
     answered.on_event(done(2))
     assert answered.versions.tps == pytest.approx(20)
-    assert answered.live.gaps_ms == (50.0, 50.0)
+    assert answered.progress.live.gaps_ms == (50.0, 50.0)
 
 
 def test_stop_ends_all_and_keeps_what_they_said(answered: Session) -> None:
@@ -215,7 +222,9 @@ def test_samples_have_seeds_of_their_own_and_greedy_ones_are_refused(answered: S
     with pytest.raises(NoVariantsError, match="all be the same"):
         versions.samples(3, greedy, None)
     with pytest.raises(NoVariantsError, match="all be the same"):  # a model may suggest it
-        versions.samples(2, replace(greedy, sampling=Sampling()), ModelInfo("m", recommended=Sampling(temperature=0.0)))
+        versions.samples(
+            2, replace(greedy, sampling=Sampling()), model_spec("m", recommended=Sampling(temperature=0.0))
+        )
 
 
 def test_each_value_of_a_setting_is_a_variant(answered: Session) -> None:
@@ -226,7 +235,7 @@ def test_each_value_of_a_setting_is_a_variant(answered: Session) -> None:
     assert {each.settings.system for each in by_temperature} == {"Be brief."}
     by_bits = versions.compared("kv-bits 16 8,4", asked_for, None)
     assert [(each.name, each.kv_bits) for each in by_bits] == [("KV 16 bits", (16, 16)), ("KV 8,4 bits", (8, 4))]
-    by_thinking = versions.compared("thinking", asked_for, ModelInfo("m", thinks=True, thinking_modes=("on", "off")))
+    by_thinking = versions.compared("thinking", asked_for, model_spec("m", thinks=True, thinking_modes=("on", "off")))
     assert [each.value for each in (*by_bits, *by_thinking)] == ["16", "8,4", "on", "off"]
     assert [each.settings.template for each in by_thinking] == [TemplateOptions("on"), TemplateOptions("off")]
     assert [each.settings.sampling.top_k for each in versions.compared("TOP_K 1 40", asked_for, None)] == [1, 40]
@@ -247,7 +256,7 @@ def test_each_value_of_a_setting_is_a_variant(answered: Session) -> None:
 )
 def test_what_can_not_be_compared_is_refused(answered: Session, text: str, why: str) -> None:
     with pytest.raises(TokamacError, match=why) as refused:
-        versions.compared(text, answered.settings, ModelInfo("m"))
+        versions.compared(text, answered.settings, model_spec("m"))
     assert "\x1b" not in refused.value.one_line()
 
 
@@ -272,8 +281,8 @@ def test_how_they_are_doing_is_said_in_a_word_each_and_in_a_line(answered: Sessi
     answered.on_event(ReplyEvent(2, TextChunk("a")))
     assert first.state == "writing"
     assert (shown.summary, shown.at_once) == ("2 versions · writing · 1 not begun", "2 at once")
-    answered.on_event(ReplyEvent(2, Live(METRICS, 9, (100.0, 100.0))))
-    answered.on_event(ReplyEvent(3, Live(METRICS, 9, (50.0, 50.0))))
+    answered.on_event(ReplyEvent(2, at_pace(10.0)))
+    answered.on_event(ReplyEvent(3, at_pace(20.0)))
     answered.on_event(ReplyEvent(3, TextChunk("b")))
     assert (first.state, second.state) == ("10.0 tok/s", "20.0 tok/s")
     assert shown.summary == "2 versions · 30.0 tok/s together"
@@ -283,8 +292,8 @@ def test_how_they_are_doing_is_said_in_a_word_each_and_in_a_line(answered: Sessi
     assert first.state == "failed"
     assert (shown.summary, shown.at_once) == ("2 versions · 1 done · 20.0 tok/s together", "")
     answered.on_event(done(3, "two"))
-    assert second.state == "4.00 tok/s"
-    assert shown.summary == "2 versions · 1.0 s"
+    assert second.state == "done", "it was too short for a rate"
+    assert shown.summary == "2 versions · 6.0 s"
     assert [shown.heading(each) for each in shown.all] == [
         "Version 1 of 2 · temperature 0",
         "Version 2 of 2 · temperature 0.7",

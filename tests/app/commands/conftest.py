@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -56,9 +57,12 @@ def _own_settings(
 def tokamac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command line in this process."""
 
-    def run(*arguments: str | Path, stdin: bytes = b"") -> Result:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        status = cli.main([str(argument) for argument in arguments])
+    def run(*arguments: str | Path, stdin: bytes | TextIO = b"", stdout: TextIO | None = None) -> Result:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)) if isinstance(stdin, bytes) else stdin)
+            if stdout is not None:
+                patched.setattr(sys, "stdout", stdout)
+            status = cli.main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from importlib import metadata
@@ -19,9 +18,11 @@ from hypothesis import strategies as st
 
 from tests.app.commands.conftest import Result, Run
 from tests.tiny import make_tiny
-from tokamac.app.commands import bench_parallel, bench_report
-from tokamac.app.commands.bench_parallel import MeasuredWidth, SharedRun, shared_run, times_one
-from tokamac.app.commands.bench_report import (
+from tests.waiting import PATIENCE_S, until
+from tokamac.app.commands.bench import parallel, report
+from tokamac.app.commands.bench.parallel import MeasuredWidth, SharedRun, shared_run, times_one
+from tokamac.app.commands.bench.peer import PeerError, PeerProcess, PeerRun, check_memory, run_from_times
+from tokamac.app.commands.bench.report import (
     Chart,
     Dot,
     Spread,
@@ -33,9 +34,8 @@ from tokamac.app.commands.bench_report import (
     span,
     spread,
 )
-from tokamac.app.commands.bench_runs import BenchPoint, MeasuredPoint, measure, points
-from tokamac.app.commands.peer import PeerError, PeerProcess, PeerRun, check_memory, run_from_times
-from tokamac.app.units import rate, seconds
+from tokamac.app.commands.bench.runs import BenchPoint, MeasuredPoint, measure, points
+from tokamac.app.text.units import rate, seconds
 from tokamac.engine import Engine, Sampling
 from tokamac.engine.events import Event
 from tokamac.engine.metrics import Metrics, share
@@ -76,7 +76,7 @@ def test_json_is_the_contracts_object(tokamac: Run, tiny: Path) -> None:
 
 def test_that_nothing_is_reused_needs_no_flag_and_one_that_asks_for_it_is_told_so(tokamac: Run, tiny: Path) -> None:
     done = tokamac("bench", tiny, "--prompt", "40", *SHORT, "--no-prompt-cache", "--json")
-    assert "--no-prompt-cache changes nothing here" in done.err
+    assert "--no-prompt-cache has no effect" in done.err
     assert all(run["cached_tokens"] == 0 for run in found_in(done)["runs"])
     assert "--no-prompt-cache" not in tokamac("bench", tiny, "--prompt", "40", *SHORT, "--json").err
 
@@ -148,10 +148,10 @@ def test_a_rolling_context_holds_any_depth(tokamac: Run, tiny: Path) -> None:
         (["--kv-quality", "--compare", "mlx-lm"], "--compare has no effect with --kv-quality"),
         (["--kv-quality", "--parallel", "2"], "--parallel has no effect with --kv-quality"),
         (["--machine", "--parallel", "2"], "--parallel has no effect with --machine"),
-        (["--parallel", "1,0"], "'0' is not a number of replies at once"),
+        (["--parallel", "1,0"], "'0' is not a number of parallel replies"),
         (["--parallel", "2", "--depth", "64"], "--depth has no effect with --parallel"),
         (["--parallel", "2", "--plot", "a.svg"], "--plot has no effect with --parallel"),
-        (["--parallel", "2", "--prompt", "16,32"], "prompts of one length"),
+        (["--parallel", "2", "--prompt", "16,32"], "one prompt length"),
     ],
 )
 def test_a_flag_that_is_wrong_or_idle_is_wrong_usage(tokamac: Run, flags: list[str], said: str) -> None:
@@ -207,20 +207,20 @@ def test_a_run_above_the_ceiling_is_said_to_prove_the_bandwidth_wrong() -> None:
         (measured(80, 101), False),
         (measured(None, ceiling=100), False),
     ):
-        assert (sentence in bench_report.text("m", [each], None)) is told
-        assert (sentence in " ".join(bench_report.warnings([each, each]))) is told
-    assert "(101 tok/s measured, 100 tok/s the ceiling)" in bench_report.text("m", [measured(101, ceiling=100)], None)
+        assert (sentence in report.text("m", [each], None)) is told
+        assert (sentence in " ".join(report.warnings([each, each]))) is told
+    assert "(101 tok/s measured, 100 tok/s the ceiling)" in report.text("m", [measured(101, ceiling=100)], None)
 
 
 def test_what_is_unknown_is_null_and_says_so() -> None:
     nothing = measured(None, None)
-    found = bench_report.to_json([nothing], None)
+    found = report.to_json([nothing], None)
     assert (found["ceiling_tps"], found["expected_tps"], found["median"]["decode_tps"]) == (None, None, None)
     assert found["runs"][0]["prompt_tokens"] == 40
-    for shown in (bench_report.text("m", [nothing], None), bench_report.text("m", [nothing, nothing], None)):
+    for shown in (report.text("m", [nothing], None), report.text("m", [nothing, nothing], None)):
         assert "unknown" in shown
         assert "None" not in shown
-    known = bench_report.text("m", [measured(50, ceiling=100, expected=80)], None)
+    known = report.text("m", [measured(50, ceiling=100, expected=80)], None)
     assert "expected  80.0 tok/s; decode reached 62% of it" in known
 
 
@@ -261,9 +261,9 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     def fail(chart: Chart) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench_report, "render", fail)
+    monkeypatch.setattr(report, "render", fail)
     with pytest.raises(ZeroDivisionError):
-        bench_report.write(picture, Chart("t", "s", (), (), ()))
+        report.write(picture, Chart("t", "s", (), (), ()))
     assert [(path.name, path.read_text()) for path in picture.parent.iterdir()] == [("out.svg", "an older one")]
 
 
@@ -298,11 +298,11 @@ def test_axes_are_monotone_and_have_a_few_round_ticks(lowest: float, factor: flo
         (linear_axis(highest, 400, 96, 6), 7),
         (log_axis(lowest, highest, 400, 96), 12),
     ):
-        places = [axis.at(tick) for tick in axis.ticks]
+        places = [axis.scale(tick) for tick in axis.ticks]
         assert places == sorted(places, reverse=True)
         assert all(96 <= place <= 400 for place in places)
         assert 1 <= len(places) <= most or axis.log
-        assert 96 <= axis.at(highest) < axis.at(lowest) + 1e-6 <= 400 + 1e-6
+        assert 96 <= axis.scale(highest) < axis.scale(lowest) + 1e-6 <= 400 + 1e-6
 
 
 # `tokamac bench --machine`: what the machine reaches, beside its table, and a model's pace on it.
@@ -358,14 +358,11 @@ READY = 'import sys; print(\'{"ready": {"version": "1"}}\', flush=True); sys.std
 def running(folder: Path) -> list[str]:
     """Return the processes of mlx-lm that hold this folder."""
     listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if "commands.peer" in line and str(folder) in line]
+    return [line for line in listed.splitlines() if "commands.bench.peer" in line and str(folder) in line]
 
 
-def gone(folder: Path) -> bool:
-    end = time.monotonic() + 20
-    while running(folder) and time.monotonic() < end:
-        time.sleep(0.1)
-    return not running(folder)
+def until_gone(folder: Path) -> None:
+    until(lambda: not running(folder), often_s=0.1)
 
 
 def test_both_answer_every_prompt_and_ratios_are_of_pairs(tokamac: Run, tiny: Path) -> None:
@@ -398,7 +395,7 @@ def test_both_answer_every_prompt_and_ratios_are_of_pairs(tokamac: Run, tiny: Pa
             ours["decode_tps"] / theirs["decode_tps"] for ours, theirs in zip(row["runs"], peer["runs"], strict=True)
         )
         assert peer["ratio"]["decode_tps"] == {"median": pairs[1], "min": pairs[0], "max": pairs[2]}
-    assert gone(tiny)
+    until_gone(tiny)
 
 
 def test_for_people_the_peer_has_a_table_of_its_own_and_a_place_in_the_picture(tokamac: Run, tmp_path: Path) -> None:
@@ -495,12 +492,12 @@ def test_whatever_the_process_answers_is_one_clear_error(script: str, said: str,
 
 
 def test_a_process_that_does_not_leave_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.app.commands.peer.GRACE_S", 0.2)
+    monkeypatch.setattr("tokamac.app.commands.bench.peer.GRACE_S", 0.2)
     script = READY + "import time; time.sleep(600)"
-    peer = PeerProcess(tmp_path, [sys.executable, "-c", script, "commands.peer"])
+    peer = PeerProcess(tmp_path, [sys.executable, "-c", script, "commands.bench.peer"])
     assert running(Path("time.sleep(600)"))
     peer.close()
-    assert gone(Path("time.sleep(600)"))
+    until_gone(Path("time.sleep(600)"))
 
 
 def test_weights_that_do_not_fit_twice_are_refused_with_the_numbers() -> None:
@@ -518,10 +515,10 @@ def test_ctrl_c_ends_both(start: Start, tmp_path: Path, after: str) -> None:
     while after not in (line := process.stderr.readline()):
         assert line
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
-    assert gone(folder)
+    until_gone(folder)
 
 
 def test_the_child_ends_when_the_other_side_is_gone(start: Start, tmp_path: Path) -> None:
@@ -532,8 +529,8 @@ def test_the_child_ends_when_the_other_side_is_gone(start: Start, tmp_path: Path
         assert line
     assert running(folder)
     process.kill()
-    process.communicate(timeout=60)
-    assert gone(folder)
+    process.communicate(timeout=PATIENCE_S)
+    until_gone(folder)
 
 
 # `tokamac bench --parallel`: replies at once.
@@ -559,9 +556,9 @@ def test_a_width_is_compared_with_one_reply_alone() -> None:
     assert times_one(four, [four, alone]) == 3.0
     assert times_one(four, [four]) is None
     assert times_one(at(2, None), [alone]) is None
-    assert bench_parallel.remarks([alone, four]) == []
-    (said,) = bench_parallel.remarks([alone, at(2, None), at(8, None)])
-    assert said.startswith("2, 8 at once: the replies were never all written at the same time")
+    assert parallel.remarks([alone, four]) == []
+    (said,) = parallel.remarks([alone, at(2, None), at(8, None)])
+    assert said.startswith("2, 8 in parallel: the replies never all ran at the same time")
 
 
 def test_every_width_is_measured_beside_the_peers_batches(tokamac: Run, tiny: Path) -> None:
@@ -582,7 +579,7 @@ def test_every_width_is_measured_beside_the_peers_batches(tokamac: Run, tiny: Pa
         ]
         assert row["peer"]["ratio"]["overall_tps"]["median"] == pytest.approx(sum(pairs) / 2)
     assert found["parallel"][0]["times_one"] == 1.0
-    assert gone(tiny)
+    until_gone(tiny)
 
 
 def test_widths_are_rows_for_people(tokamac: Run, tiny: Path) -> None:
@@ -597,8 +594,8 @@ def test_widths_are_rows_for_people(tokamac: Run, tiny: Path) -> None:
 
 def test_the_prediction_is_of_that_width(tiny: Path) -> None:
     with Engine.load(tiny, prompt_cache=None, parallel=2) as engine:
-        wanted = bench_parallel.Replies(16, Sampling(temperature=0, max_tokens=4))
-        found = bench_parallel.measure(engine, (1, 2), 1, wanted, None)
+        wanted = parallel.Replies(16, Sampling(temperature=0, max_tokens=4))
+        found = parallel.measure(engine, (1, 2), 1, wanted, None)
         for each in found:
             assert each.prediction == engine.predict(16, 18, batch=each.parallel)
             assert each.prediction.batch == each.parallel

@@ -170,7 +170,7 @@ def test_check_finds_what_the_same_settings_stored(tokamac: Run, roomy: Path, fi
     assert all(said in done.out for said in ("tokens: difference", "the same top token", "\nlargest difference"))
     listed = tokamac("cache").out
     assert listed.count(str(roomy)) == 2
-    assert "once for each KV setting" in listed
+    assert "a row for each of its versions and KV settings" in listed
 
 
 def test_a_flipped_byte_is_a_miss_and_never_breaks_the_check(tokamac: Run, roomy: Path, filled: list[Path]) -> None:

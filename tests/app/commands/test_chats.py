@@ -124,7 +124,7 @@ def test_what_was_deleted_is_listed_apart_and_restored(tokamac: Run) -> None:
     assert [each["id"] for each in one(tokamac("chats", "--deleted", "--json"))["chats"]] == [chat.id]
     assert one(tokamac("chats", "restore", chat.id, "--json"))["id"] == chat.id
     assert "about apples" in tokamac("chats").out
-    assert "no chat was deleted" in tokamac("chats", "list", "--deleted").out
+    assert "no deleted chats" in tokamac("chats", "list", "--deleted").out
 
 
 @pytest.mark.usefixtures("_own_chats")
@@ -298,9 +298,7 @@ def test_on_a_disk_that_may_not_be_written_chats_are_listed_searched_shown_and_e
     for each, out in zip(asked, before, strict=True):
         done = tokamac("chats", *each)
         assert (done.status, done.out) == (0, out)
-        assert (
-            done.err == f"note: The chats in {data} can't be used: Read-only file system; they are read as they are\n"
-        )
+        assert done.err == f"note: The chats in {data} can't be used: Read-only file system; reading without writing\n"
     assert tokamac("chats", "export", chat.id, "-o", tmp_path / "out.md").status == 0
     assert data.read_bytes() == kept
     refusal = tokamac("chats", "delete", chat.id)
@@ -400,7 +398,7 @@ def test_a_search_needs_words(tokamac: Run, words: tuple[str, ...]) -> None:
 def test_an_id_of_no_chat_says_which_command_shows_them(tokamac: Run, action: str, lists: str) -> None:
     done = tokamac("chats", action, "zzz")
     assert done.status == 1
-    assert done.err == f"tokamac: No chat has an id that begins with zzz. `{lists}` shows the ids.\n"
+    assert done.err == f"tokamac: No chat has an id that begins with zzz. `{lists}` lists them.\n"
     assert tokamac(*lists.split()[1:]).status == 0
 
 

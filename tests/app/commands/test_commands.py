@@ -72,7 +72,7 @@ def test_ask_json_is_the_contracts_events(tokamac: Run, tiny: Path) -> None:
     texts = [event for event in events if event["event"] == "text"]
     assert all(event.keys() == {"event", "text", "kind"} and event["kind"] == "answer" for event in texts)
     last = events[-1]
-    assert last.keys() == {"event", "reason", "text", "metrics", "outliers", "diagnosis", "stopped_by"}
+    assert last.keys() == {"event", "reason", "text", "metrics", "outliers", "diagnosis", "stopped_by", "cache"}
     assert (last["event"], last["reason"]) == ("finished", "length")
     assert last["text"] == "".join(event["text"] for event in texts)
     assert last["metrics"].keys() == METRICS
@@ -132,9 +132,9 @@ def test_ask_of_one_token_has_no_decode_rate(tokamac: Run, tiny: Path) -> None:
 
 def test_ask_verbose_measures_on_stderr(tokamac: Run, tiny: Path) -> None:
     done = tokamac("ask", "Hello", "-m", tiny, "--max-tokens", "8", "-v")
-    assert "TTFT" in done.err
+    assert "first token" in done.err
     assert done.err.strip().splitlines()[-1].endswith(".")
-    assert "TTFT" not in done.out
+    assert "first token" not in done.out
 
 
 def test_a_prompt_longer_than_the_context_says_by_how_much(tokamac: Run, tiny: Path) -> None:
@@ -337,7 +337,9 @@ def test_json_carries_the_diagnosis_beside_the_metrics(tokamac: ExplainRun) -> N
     last = json.loads(tokamac(*ASK, "--json").out.splitlines()[-1])
     assert last["diagnosis"].keys() == set(Diagnosis.__dataclass_fields__)
     parts = {part["name"]: part["seconds"] for part in last["diagnosis"]["parts"]}
-    assert abs(sum(parts.values()) - last["metrics"]["total_s"]) < 1e-6
+    assert list(parts) == ["start", "load", "wait", "prefill", "decode"]
+    of_reply = sum(parts.values()) - parts["start"] - parts["load"]
+    assert of_reply >= last["metrics"]["total_s"] - 1e-6, "what passed between loading and the prompt counts as waiting"
 
 
 # Few open files allowed: the soft limit is raised as far as the hard one lets it, and a low hard one stops nothing
@@ -388,17 +390,20 @@ def test_a_hard_limit_that_is_too_low_for_the_shards_is_said(many_shards: Path, 
 
 def test_everything_works_with_a_low_hard_limit(tmp_path: Path) -> None:
     """mlx-lm asks for 4,096 when it is imported, and would fail."""
-    answered = tokamac(256, 512, "ask", "--json", "--max-tokens", 3, "Hello")
-    assert json.loads(answered.stdout.splitlines()[-1])["event"] == "finished", answered.stderr
-    assert tokamac(256, 512, "inspect", "guide").returncode == 0
-    converted = tokamac(256, 512, "convert", "guide", "-o", tmp_path / "out", "--dequantize", "--no-verify")
-    assert converted.returncode == 0, converted.stderr
+    asked = [
+        ["ask", "--json", "--max-tokens", "3", "Hello"],
+        ["inspect", "guide"],
+        ["convert", "guide", "-o", str(tmp_path / "out"), "--dequantize", "--no-verify"],
+    ]
+    done = limited(256, 512, "-c", f"from tokamac.app import cli; print([cli.main(each) for each in {asked}])")
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0]", done.stderr
+    assert '"event": "finished"' in done.stdout
 
 
 def test_mlx_lm_lowers_no_limit() -> None:
     """Of (soft, hard) limits: what the process may have once mlx-lm is imported."""
     code = (
-        "import resource; from tokamac.engine.files import import_mlx_lm\n"
+        "import resource; from tokamac.engine.mlx_lm_package import import_mlx_lm\n"
         "before = resource.setrlimit; import_mlx_lm(); import mlx_lm\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE), resource.setrlimit is before)"
     )
@@ -409,7 +414,7 @@ def test_mlx_lm_lowers_no_limit() -> None:
 
 def test_mlx_lm_leaves_a_high_hard_limit() -> None:
     code = (
-        "import resource; from tokamac.engine.files import import_mlx_lm\n"
+        "import resource; from tokamac.engine.mlx_lm_package import import_mlx_lm\n"
         "asked = []; resource.setrlimit = lambda which, limits: asked.append(limits)\n"
         "resource.getrlimit = lambda which: (256, 20000); import_mlx_lm(); print(asked)"
     )
@@ -432,13 +437,13 @@ def test_a_higher_limit_stays_and_one_that_cannot_be_raised_is_no_error(monkeypa
         asked.append(limits)
         raise ValueError("not allowed")
 
+    found = (0, 0)
     monkeypatch.setattr(resource, "setrlimit", refused)
-    for soft, hard in ((WANTED + 1, 2 * WANTED), (resource.RLIM_INFINITY, resource.RLIM_INFINITY), (256, 256)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, found=(soft, hard): found)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: found)
+    for found in ((WANTED + 1, 2 * WANTED), (resource.RLIM_INFINITY, resource.RLIM_INFINITY), (256, 256)):  # noqa: B007
         raise_open_files()
     assert asked == []
-    for hard in (4096, resource.RLIM_INFINITY):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, found=(256, hard): found)
+    for found in ((256, 4096), (256, resource.RLIM_INFINITY)):  # noqa: B007
         raise_open_files()
     assert asked == [(4096, 4096), (WANTED, resource.RLIM_INFINITY)]
 
@@ -469,12 +474,13 @@ def test_too_little_is_said_in_a_line(tmp_path: Path, command: list[str]) -> Non
 
 @linux
 def test_what_it_may_take_bounds_the_memory_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (10**15, 10**15))
-    space = memory.space_left()
-    assert space is not None
-    assert 0 < space < 10**15
-    with monkeypatch.context() as unbounded:
-        unbounded.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    bound = 10**15
+    with monkeypatch.context() as patched:
+        patched.setattr(resource, "getrlimit", lambda _: (bound, bound))
+        space = memory.space_left()
+        assert space is not None
+        assert 0 < space < bound
+        bound = resource.RLIM_INFINITY
         assert memory.space_left() is None
     monkeypatch.setattr(memory, "space_left", lambda: 123 << 20)
     assert memory.system_limit() == memory.Limit(

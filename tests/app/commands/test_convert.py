@@ -16,15 +16,23 @@ import pytest
 
 from tests.app.commands.conftest import Run
 from tests.tiny import make_tiny
-from tokamac.app.backend.command_process import Refused
-from tokamac.app.backend.converter import ConvertedLine, Expected, Planned, StageLine, TensorWritten, decode_conversion
+from tests.waiting import PATIENCE_S
+from tokamac.app.backend.processes import (
+    ConvertedLine,
+    Expected,
+    Planned,
+    Refused,
+    StageLine,
+    TensorWritten,
+    decode_conversion,
+)
 from tokamac.app.commands import convert
+from tokamac.app.commands.bench.kv_quality import SETTINGS, sentence, shipped_text
 from tokamac.app.commands.convert import ConversionProgress, DiskSpace, Estimate, plan_text
-from tokamac.app.commands.kv_quality import SETTINGS, sentence, shipped_text
 from tokamac.app.commands.quality import report
-from tokamac.app.verdict import closeness
-from tokamac.engine import scoring
-from tokamac.engine.kv.divergence import Advice, KVDivergence, Speed, Trial
+from tokamac.app.reports.verdict import closeness
+from tokamac.engine.lab import scoring
+from tokamac.engine.lab.scoring import Advice, KVDivergence, Speed, Trial
 from tokamac.quant import Conversion, TensorDone
 from tokamac.quant import convert as quant_convert
 from tokamac.quant.evaluation import Comparison
@@ -105,13 +113,7 @@ def test_flags_that_contradict_each_other_are_wrong_usage(tokamac: Run, flags: t
 
 def test_the_help_is_grouped_and_has_examples(tokamac: Run) -> None:
     shown = tokamac("convert", "--help").out
-    for said in (
-        "how weights are packed:",
-        "how the packed values are found:",
-        "the run:",
-        "examples:",
-        "--target-bpw 4.5",
-    ):
+    for said in ("quantization:", "method:", "run:", "examples:", "--target-bpw 4.5"):
         assert said in shown
 
 
@@ -233,12 +235,15 @@ class Ran:
 def test_a_bad_result_is_loud_and_still_a_result(
     tokamac: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokamac.quant.convert", Ran(Outcome(4.5, 0.3, BAD)), raising=False)
+    monkeypatch.setattr("tokamac.quant.convert", Ran(Outcome(4.5, 0.3, BAD, remedy="--bits 6")), raising=False)
     done = tokamac("convert", tiny, "-o", tmp_path / "out")
     assert done.status == 0
     assert done.err.count("warning: ") == 2
     assert "note: a note" in done.err
     assert "31.0 % of 255 positions" in done.out
+    assert (
+        done.out.splitlines()[-1] == "Its answers are clearly worse than its source's: convert it again with --bits 6."
+    )
     result = lines(tokamac("convert", tiny, "-o", tmp_path / "out", "--json").out)[-1]
     assert isinstance(result, ConvertedLine)
     assert result.quality is not None
@@ -298,7 +303,7 @@ def test_an_interruption_says_that_the_same_command_goes_on(
     stream = process.stdout if flags else process.stderr
     assert stream.readline()  # the first tensors are written
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "The same command continues from here." in err
     assert "Traceback" not in err
@@ -327,7 +332,7 @@ def test_inspect_shows_what_was_recorded_or_that_nothing_was(tokamac: Run, tiny:
     shown = tokamac("inspect", out)
     assert shown.status == 0
     assert "31.0 % of 255 positions" in shown.out
-    assert "expect clearly worse answers" in shown.out
+    assert "clearly worse than its source's: convert it again with --group-size 32" in shown.out
     assert "quality" not in tokamac("inspect", out, "--bits", "8").out
     (plain,) = [json.loads(line) for line in tokamac("inspect", out, "--table", "--json").out.splitlines()]
     assert plain["quality"]["kl"] == 3.21
@@ -372,7 +377,7 @@ def test_a_model_is_no_distance_from_itself(tokamac: Run, tiny: Path) -> None:
     assert done.status == 0, done.err
     (found,) = [json.loads(line) for line in done.out.splitlines()]
     assert list(found) == ["a", "b", "text", *FIGURES, "layers"]
-    assert found["text"] == {"source": "a text of our own", "tokens": 100}
+    assert found["text"] == {"source": "a built-in text", "tokens": 100}
     assert (found["kl"], found["top1"], found["perplexity_ratio"]) == (0.0, 1.0, 1.0)
     assert found["perplexity"] == found["reference_perplexity"] > 1
     assert found["layers"] == [0.0, 0.0]
@@ -427,7 +432,7 @@ def test_people_read_every_figure_with_its_error(tokamac: Run, tiny: Path, other
         "KL divergence",
         "equal top-1",
     ]
-    assert said["text"].strip() == "a text of our own, 64 tokens"
+    assert said["text"].strip() == "a built-in text, 64 tokens"
     assert all("±" in said[name] for name in ("perplexity of A", "perplexity of B", "B ÷ A", "KL divergence"))
     assert said["equal top-1"].endswith("% of 64 places")
     assert "comparing 100 % (4 of 4 layers)" in done.err
@@ -475,13 +480,7 @@ def test_no_more_than_the_context_is_compared_and_that_is_said(tokamac: Run, tmp
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        (),
-        ("guide", ""),
-        ("guide", "guide", "--tokens", "1"),
-        ("guide", "guide", "--tokens", "x"),
-        ("a", "b", "c"),
-    ],
+    [(), ("guide", ""), ("guide", "guide", "--tokens", "1"), ("guide", "guide", "--tokens", "x"), ("a", "b", "c")],
 )
 def test_wrong_usage_ends_with_2(tokamac: Run, flags: tuple[str, ...]) -> None:
     done = tokamac("quality", *flags)
@@ -586,7 +585,7 @@ def test_kv_quality_for_people(tokamac: Run, tmp_path: Path) -> None:
     done = tokamac("bench", folder, "--kv-quality")
     assert done.status == 0, done.err
     heading, _, head, *rows, _, advice = done.out.splitlines()
-    assert "a text of our own, 200 tokens; groups of 64" in heading
+    assert "a built-in text, 200 tokens; groups of 64" in heading
     assert head.split() == ["bits", "a", "token", "of", "16", "KL,", "nats", "top-1", "at", "128", "at", "188"]
     assert [row.split()[0] for row in rows] == ROWS
     assert rows[0].split()[1:7] == ["2.05", "kB", "100%", "0.00000", "100.0%", rows[0].split()[6]]
@@ -646,7 +645,7 @@ def test_ctrl_c_ends_it_at_any_step(start: Start, endless: Path) -> None:
     assert process.stderr is not None
     process.stderr.readline()  # it has begun to read
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
 

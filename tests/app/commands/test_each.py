@@ -18,11 +18,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.app.commands.conftest import Run
-from tokamac.app import prompts
-from tokamac.app.commands import each
-from tokamac.app.commands.each import EachRun, Earlier, left_out, read_earlier
-from tokamac.app.output import Progress
-from tokamac.app.prompts import EachOptions, InputError, PromptLine, prompt_lines
+from tests.waiting import PATIENCE_S
+from tokamac.app.commands import prompts
+from tokamac.app.commands.prompts import (
+    EachOptions,
+    EachRun,
+    Earlier,
+    InputError,
+    PromptLine,
+    left_out,
+    prompt_lines,
+    read_earlier,
+)
+from tokamac.app.text.terminal import Progress
 from tokamac.engine import Engine, Message, Sampling, TextChunk
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import TemplateOptions
@@ -39,7 +47,7 @@ def lines(text: str) -> list[Line]:
 
 
 def written(path: Path, *given: Line | str) -> Path:
-    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in given))
+    path.write_text("".join(f"{prompts if isinstance(prompts, str) else json.dumps(prompts)}\n" for prompts in given))
     return path
 
 
@@ -84,7 +92,7 @@ def test_json_lines_have_their_own_sampling_over_what_the_flags_say() -> None:
         ("3", "JSON object"),
         ("{}", "neither prompt nor messages"),
         ('{"prompt": "a", "messages": []}', "both"),
-        ('{"prompt": 3}', "its prompt is not a text"),
+        ('{"prompt": 3}', "its prompt is not a string"),
         ('{"prompt": "  "}', "its prompt is empty"),
         ('{"prompt": "a", "temp": 1}', "Did you mean temperature?"),
         ('{"prompt": "a", "max_token": 1}', "Did you mean max_tokens?"),
@@ -92,12 +100,12 @@ def test_json_lines_have_their_own_sampling_over_what_the_flags_say() -> None:
         ('{"prompt": "a", "top_p": 7}', "out of range"),
         ('{"prompt": "a", "seed": true}', "seed True is not an integer"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "token id 'x'"),
-        ('{"prompt": "a", "id": [1]}', "its id is neither"),
-        ('{"messages": [{"role": "wizard", "content": "a"}]}', "there is no role 'wizard'"),
+        ('{"prompt": "a", "id": [1]}', "its id is not a string"),
+        ('{"messages": [{"role": 7, "content": "a"}]}', "the role of a message is a int"),
         ('{"messages": [{"role": "user"}]}', "a message has no content"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "not a text"),
         ('{"messages": [{"role": "user", "content": "a", "image": 1}]}', "no field 'image'"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "none of its messages is the user's"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "it has no message of the user"),
         ('{"messages": "a"}', "not a list"),
     ],
 )
@@ -206,7 +214,7 @@ def test_results_are_those_of_each_prompt_alone_in_order(tokamac: Run, tiny: Pat
     done = tokamac("ask", "--each", written(tmp_path / "p.jsonl", *asked), "-m", tiny, *FLAGS, "--parallel", "3")
     found = lines(done.out)
     assert done.status == 1
-    assert [(each["id"], each["index"]) for each in found] == [("a", 0), (None, 1), (None, 2), (3, 3)]
+    assert [(prompts["id"], prompts["index"]) for prompts in found] == [("a", 0), (None, 1), (None, 2), (3, 3)]
     assert found[2].keys() == {"id", "index", "error", "hint"}
     assert found[0].keys() == {"id", "index", "text", "reason", "metrics"}
     assert found[0]["metrics"].keys() == METRICS
@@ -269,8 +277,8 @@ def test_resuming_computes_what_is_missing_alone(tokamac: Run, tiny: Path, tmp_p
     first, _, third = whole.splitlines(keepends=True)
     out.write_text(first + third[:30])
     done = tokamac("ask", "--each", prompts, "-m", tiny, *FLAGS, "--resume", out)
-    assert [(each["index"], each["text"]) for each in lines(done.out)] == [
-        (each["index"], each["text"]) for each in lines(whole)[1:]
+    assert [(prompts["index"], prompts["text"]) for prompts in lines(done.out)] == [
+        (prompts["index"], prompts["text"]) for prompts in lines(whole)[1:]
     ]
     assert done.err == f"note: a line of {out} can't be read; what is missing is answered again\n"
     assert out.read_text() == first + third[:30]  # results went to stdout
@@ -289,7 +297,7 @@ def test_resuming_computes_what_is_missing_alone(tokamac: Run, tiny: Path, tmp_p
         (("Hello", "-n", "2", "--tools", "clock"), "--tools works with a single answer, not with -n"),
         (("Hello", "--resume", "o"), "--resume has no effect without --each"),
         (("Hello", "-n", "0"), "not a number of answers"),
-        (("Hello", "--parallel", "0"), "not a number of replies at once"),
+        (("Hello", "--parallel", "0"), "not a number of parallel replies"),
     ],
 )
 def test_flags_that_do_not_go_together_are_wrong_usage(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
@@ -318,11 +326,11 @@ def test_input_that_ends_with_an_error_fails_after_what_came_before(tiny: Path) 
         run.begin()
         found: list[Line] = []
         while not run.is_over:
-            found += run.take(0.1)
+            found += run.wait(0.1)
         with pytest.raises(InputError):
-            run.take(0)
+            run.wait(0)
         run.close()
-    assert [each["index"] for each in found] == [0]
+    assert [prompts["index"] for prompts in found] == [0]
 
 
 class Scripted:
@@ -337,7 +345,7 @@ class Scripted:
 
         def events() -> Iterator[TextChunk]:
             if messages[0].content == "slow":
-                self.slow.wait(20)
+                self.slow.wait(PATIENCE_S)
             raise prompts.PromptLineError(messages[0].content)
             yield TextChunk("")
 
@@ -348,7 +356,7 @@ class Scripted:
 
 
 def test_a_slow_prompt_holds_back_a_bounded_number_and_the_order_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(each, "LOOK_AHEAD", 20)
+    monkeypatch.setattr(prompts, "LOOK_AHEAD", 20)
     taken = 0
 
     def source() -> Iterator[PromptLine]:
@@ -362,15 +370,15 @@ def test_a_slow_prompt_holds_back_a_bounded_number_and_the_order_stays(monkeypat
     run.begin()
     found: list[Line] = []
     while len(found) < 5:
-        found += run.take(5)
+        found += run.wait(5)
     while run.done < 5 + 19:
         time.sleep(0.001)
-    assert (run.take(0.05), taken) == ([], 25)  # those that were handed over, and twenty beyond
+    assert (run.wait(0.05), taken) == ([], 25)  # those that were handed over, and twenty beyond
     engine.slow.set()
     while not run.is_over:
-        found += run.take(5)
+        found += run.wait(5)
     run.close()
-    assert [each["index"] for each in found] == list(range(500))
+    assert [prompts["index"] for prompts in found] == list(range(500))
     assert threading.active_count() == before
 
 
@@ -392,14 +400,14 @@ def test_on_a_terminal_there_is_a_bar_and_results_go_to_the_file_that_is_resumed
     except OSError:
         pass  # the last writer has left
     os.close(leader)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE_S) == 0
     shown = read.decode()
     assert " of 30 prompts" in shown
     assert "tok/s together" in shown
     assert "29 answered in " in shown.rpartition("\r\x1b[K")[2]
     assert f"the results are in {out}" in shown.replace("\r\n", "")
     assert '{"id"' not in shown
-    assert [each["index"] for each in lines(out.read_text())] == list(range(30))
+    assert [prompts["index"] for prompts in lines(out.read_text())] == list(range(30))
 
 
 def test_what_the_bar_shows_of_a_pipe() -> None:
@@ -409,9 +417,9 @@ def test_what_the_bar_shows_of_a_pipe() -> None:
     told: list[tuple[int, int | None, str]] = []
     bar = Progress("")
     bar.update = lambda *given: told.append(given)  # type: ignore[method-assign,assignment]
-    each._draw(bar, run, None)
+    prompts._draw(bar, run, None)
     run.ended = True
-    each._draw(bar, run, None)
+    prompts._draw(bar, run, None)
     assert told == [(3, None, "3 prompts  5.00 tok/s together, 1 failed"), (3, 3, "5.00 tok/s together, 1 failed")]
 
 
@@ -419,7 +427,7 @@ def test_what_the_bar_shows_of_a_pipe() -> None:
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert not any(sign in (err or "") for sign in ("Traceback", "Fatal", "Exception ignored"))
     return process.returncode, out, err
 
@@ -427,18 +435,17 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
 def test_ctrl_c_writes_what_is_finished_and_leaves_out_the_rest(start: Start, endless: Path, tmp_path: Path) -> None:
     prompts = written(
         tmp_path / "p.jsonl",
-        {"prompt": "a", "max_tokens": 3},
+        {"prompt": "a", "max_tokens": 300},  # when it has ended, the third has long
         {"prompt": "b", "max_tokens": 900_000},
         {"prompt": "c", "max_tokens": 3},
     )
     process = start("ask", "--each", prompts, "-m", endless, "-v")
     assert process.stdout is not None
     first = process.stdout.readline()
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     status, rest, err = ended(process)
     assert status == 130
-    assert [each["index"] for each in lines(first + rest)] == [0, 2]
+    assert [prompts["index"] for prompts in lines(first + rest)] == [0, 2]
     assert err.startswith("2 answered")
 
 
@@ -450,7 +457,7 @@ def test_ctrl_c_while_a_pipe_gives_nothing(start: Start, tiny: Path) -> None:
     process.stdin.flush()
     assert json.loads(process.stdout.readline())["index"] == 0  # it comes before the input ends
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE_S) == 130
     process.stdin.close()
     process.stdin = None
     assert ended(process)[2] == ""
@@ -465,7 +472,7 @@ def test_a_reader_that_leaves_ends_it_in_silence(start: Start, endless: Path, tm
     assert process.stderr is not None
     with process.stderr:
         assert process.stderr.read() == ""
-    assert process.wait(60) == 141
+    assert process.wait(PATIENCE_S) == 141
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -494,9 +501,9 @@ def test_what_was_killed_is_resumed_to_the_same_results(start: Start, tokamac: R
         assert ended(start(*command, stdout=file))[0] == 0
     found = lines(out.read_text())
     assert held < 40
-    assert [each["index"] for each in found] == list(range(40))
+    assert [prompts["index"] for prompts in found] == list(range(40))
     again = tokamac("ask", "--each", written(tmp_path / "again", "0", "39"), "-m", tiny, *FLAGS)
-    assert [found[0]["text"], found[39]["text"]] == [each["text"] for each in lines(again.out)]
+    assert [found[0]["text"], found[39]["text"]] == [prompts["text"] for prompts in lines(again.out)]
 
 
 # Several answers to one prompt --------------------------------------------------------------------------------------------------
@@ -535,5 +542,5 @@ def test_ctrl_c_ends_all_samples(start: Start, endless: Path) -> None:
     process.send_signal(signal.SIGINT)
     status, rest, _ = ended(process)
     assert status == 130
-    finished = [each for each in lines(rest) if each["event"] == "finished"]
-    assert {(each["sample"], each["reason"]) for each in finished} == {(i, "cancelled") for i in range(3)}
+    finished = [prompts for prompts in lines(rest) if prompts["event"] == "finished"]
+    assert {(prompts["sample"], prompts["reason"]) for prompts in finished} == {(i, "cancelled") for i in range(3)}

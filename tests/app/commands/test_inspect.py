@@ -14,6 +14,7 @@ from tests.engine.helpers import write_model
 from tests.engine.speculation.checkpoints import write_mtp
 from tests.tiny import make_tiny
 from tokamac.engine.perf import footprint
+from tokamac.quant.report import RECORD, Outcome, Quality
 
 # `inspect` of what is not here, on what is not here: places, cases, tables and pictures; and `models suggest`.
 
@@ -69,7 +70,7 @@ def test_heads_for_further_tokens_are_named_counted_and_of_unknown_gain(tokamac:
     without = found(tokamac, write_model(tmp_path / "other"))
     assert "heads" not in without
     shown = tokamac("inspect", folder)
-    assert "its own heads guess ahead: a layer for multi-token prediction" in shown.err
+    assert "its own draft heads: a layer for multi-token prediction" in shown.err
     assert "unknown until a reply measures it" in shown.err
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "named").mkdir()
@@ -112,7 +113,7 @@ def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> No
         (("--context", "100", "--prompt", "101"), "--prompt"),
         (("--plot", "--json"), "--plot"),
         (("--parallel", "0"), "--parallel"),
-        (("--acceptance", "0.7,1.2"), "'1.2' is not a share"),
+        (("--acceptance", "0.7,1.2"), "'1.2' is not an acceptance rate"),
         (("--acceptance", "most"), "such as 0.7 or 70%"),
     ],
 )
@@ -302,15 +303,9 @@ def test_suggestions_for_people(tokamac: Run) -> None:
     assert shown.status == 0
     assert "runs well" in shown.out
     assert "does not fit" not in shown.out
-    headings = [
-        shown.out.index(text) for text in ("Start here: mlx-community/", "Recommended, best first", "Slow, the fast")
-    ]
+    headings = [shown.out.index(text) for text in ("Start here: mlx-community/", "Recommended, best first", "\nSlow\n")]
     assert headings == sorted(headings)
     assert "to download" in shown.out[: headings[1]]
-    slow = shown.out[headings[2] :].split("\n\n")[1].splitlines()[1:]
-    rates = [float(row.split(" tok/s")[1]) for row in slow]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[0] < 10
     assert "do not fit" in shown.err
     assert "two thirds" in shown.err
 
@@ -318,7 +313,7 @@ def test_suggestions_for_people(tokamac: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("pull", "org/name", "--memory", "8"), "pull takes no flags of suggest"),
+        (("pull", "org/name", "--memory", "8"), "pull takes no --context"),
         (("pull", "org/name", "--unfinished"), "pull takes no --unfinished"),
         (("suggest", "org/name"), "suggest takes no ID"),
         (("suggest", "--chip", "M3 Max"), "30 or 40"),
@@ -363,4 +358,17 @@ def test_the_list_for_people_says_it_in_words(tokamac: Run, on_disk: Path) -> No
     assert shown.out.splitlines()[1].startswith("guide ")
     assert "32.00" in shown.out
     assert "fits" in shown.out or "runs well" in shown.out
-    assert "for 8,192 tokens held" in shown.out
+    assert "worse" not in shown.out + shown.err
+
+
+def test_the_list_says_which_model_answers_worse_than_its_source(tokamac: Run, on_disk: Path) -> None:
+    bad = Outcome(4.5, 0.1, Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)).to_json()
+    made = {"format": 1, "bits_per_weight": 4.5, "options": {}, "quality": bad}
+    (on_disk / "snapshots" / ("a" * 40) / RECORD).write_text(json.dumps(made))
+    shown = tokamac("models")
+    assert "worse answers" in next(line for line in shown.out.splitlines() if line.startswith("org/tiny"))
+    assert (
+        "note: org/tiny: Its answers are clearly worse than its source's: convert it again with --group-size 32"
+        in shown.err
+    )
+    assert "for 8,192 tokens of context" in shown.out

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -13,16 +14,18 @@ from tests.app.commands.conftest import Run
 from tests.app.plain.plain_chat import OBEYED, last_path
 from tests.app.plain.plain_chat import piped as plain_chat_piped
 from tests.engine.helpers import as_mlx, write_model, write_peft
-from tokamac.app import output, settings
+from tests.engine.inside import replies_of, runtime_of
+from tokamac.app import settings
 from tokamac.app.backend.child import _memory_use, load_engine
 from tokamac.app.backend.protocol import Load
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.commands import ask
-from tokamac.app.commands.bench_runs import message_ids
+from tokamac.app.commands.bench.runs import message_ids
 from tokamac.app.commands.loading import COMPILING, MEASURING, tell_loading
+from tokamac.app.commands.prompts import compose
 from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_bits, kv_spec, sampling
-from tokamac.app.prompts import compose
 from tokamac.app.settings import Settings
+from tokamac.app.text import terminal
 from tokamac.engine import Engine, Message, OptionError, TemplateOptions
 from tokamac.engine.events import Finished, LoadProgress, PrefillProgress, TextChunk
 from tokamac.engine.metrics import Gaps, Metrics, Outlier, PromptBeside
@@ -60,7 +63,8 @@ def test_every_generation_and_kv_flag_arrives() -> None:
 
 
 def test_every_option_of_sampling_has_a_flag() -> None:
-    assert {*SAMPLING_FLAGS.values(), "logprobs", "json_schema"} == {each.name for each in fields(Sampling)}
+    own = {"logprobs", "json_schema", "loop_grace"}
+    assert {*SAMPLING_FLAGS.values(), *own} == {each.name for each in fields(Sampling)}
 
 
 def test_flags_of_penalties_and_endings_arrive() -> None:
@@ -94,8 +98,8 @@ def test_kv_bits(text: str, bits: tuple[int, int]) -> None:
     assert kv_bits(text) == bits
 
 
-def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+def piped(monkeypatch: pytest.MonkeyPatch, data: bytes | None, stdin: TextIO | None = None) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin if data is None else io.TextIOWrapper(io.BytesIO(data)))
 
 
 def test_the_files_then_the_pipe_then_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +122,9 @@ def test_text_can_not_end_its_own_block(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_standard_input_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
+    piped(monkeypatch, None)
     assert compose("hi", []) == "hi"
-    monkeypatch.setattr(sys, "stdin", Terminal("typed"))
+    piped(monkeypatch, None, Terminal("typed"))
     assert compose("hi", []) == "hi"
     assert compose("-", []) == "typed"
 
@@ -128,7 +132,7 @@ def test_no_standard_input_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_model_text_in_a_pipe_is_as_safe_as_on_a_terminal_and_what_is_replaced_is_seen() -> None:
     read, write = os.pipe()
     with os.fdopen(write, "w", encoding="utf-8") as stream:
-        text = output.ModelText(stream)
+        text = terminal.ModelText(stream)
         text.write("a\tb\x1b[31mc\x07")
         text.write("é\u202e zero\u200bwidth 👩\u200d🚀\n\n")
         text.end()
@@ -139,7 +143,7 @@ def test_model_text_in_a_pipe_is_as_safe_as_on_a_terminal_and_what_is_replaced_i
 def test_model_text_in_a_file_is_what_the_model_wrote(tmp_path: Path) -> None:
     written = "a\tb\x1b[31mc\x07\x9b\x7f é\u202e\u2028\n\n"
     with (tmp_path / "answer.txt").open("w", encoding="utf-8", newline="") as stream:
-        text = output.ModelText(stream)
+        text = terminal.ModelText(stream)
         for char in written:
             text.write(char)
         text.end()
@@ -148,7 +152,7 @@ def test_model_text_in_a_file_is_what_the_model_wrote(tmp_path: Path) -> None:
 
 def test_model_text_on_a_terminal_passes_the_sanitiser_and_ends_its_line() -> None:
     stream = Terminal()
-    text = output.ModelText(stream)
+    text = terminal.ModelText(stream)
     for piece in ("a\x1b", "]52;c;aGk", "=\x07b\u202e"):
         text.write(piece)
     text.end()
@@ -156,7 +160,7 @@ def test_model_text_on_a_terminal_passes_the_sanitiser_and_ends_its_line() -> No
 
 
 def test_a_load_says_once_what_it_waits_for_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = output.Progress("loading", plain=False)
+    bar = terminal.Progress("loading", plain=False)
     for stage in ("weights", "compile", "rounding", "compile", "weights", "compile"):
         tell_loading(LoadProgress(stage, 0, None), bar)
     assert capsys.readouterr().err.splitlines() == [COMPILING, MEASURING, COMPILING]
@@ -167,7 +171,7 @@ def test_progress_is_one_line_that_fits_the_terminal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
-    bar = output.Progress("loading")
+    bar = terminal.Progress("loading")
     bar.update(0, 100)
     bar.update(100, 100, "model.layers.0.self_attn.q_proj.weight\x1b[2J")
     bar.clear()
@@ -178,14 +182,14 @@ def test_progress_is_one_line_that_fits_the_terminal(monkeypatch: pytest.MonkeyP
 
 
 def test_progress_without_a_terminal_is_a_plain_line_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = output.Progress("downloading")
+    bar = terminal.Progress("downloading")
     for done in range(101):
         bar.update(done, 100)
     bar.clear()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 11
     assert lines[5] == "downloading 50 % (50 B of 100 B)"
-    quiet = output.Progress("loading", plain=False)
+    quiet = terminal.Progress("loading", plain=False)
     quiet.update(1, 2)
     assert capsys.readouterr().err == ""
 
@@ -209,20 +213,23 @@ def test_thinking_goes_to_stderr_where_a_person_looks(
     assert "\x1b[2J" not in screen.getvalue()
 
 
-def test_unknown_metrics_are_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ask.describe(NOTHING)
-    assert all("None" not in line and "inf" not in line for line in lines)
-    assert "decode unknown" in lines[1]
+def test_unknown_metrics_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [*ask.describe(NOTHING)]
+    assert all("None" not in line and "inf" not in line and "unknown" not in line for line in lines)
+    assert "no token was made" in lines[1]
+    assert lines[2] == "limit     speed limit of this machine: not measured yet"
 
 
 def test_verbose_metrics_say_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    known = Metrics(10, 4, 6, 5, 0.1, 0.08, 0.5, 75.0, 10.0, Gaps(1, 2, 3, 4), 1000, 2000, 300, 0.1, 20.0, None, 9000)
+    known = Metrics(
+        160, 10, 150, 41, 2.1, 2.0, 6.1, 75.0, 10.0, Gaps(1, 2, 3, 4), 1000, 2000, 300, 0.1, 20.0, None, 9000
+    )
     text = "\n".join(ask.describe(known))
     for said in (
-        "10 tokens, 4 of them cached",
+        "160 tokens, 10 of them cached",
         "75.0 tok/s",
         "10.0 tok/s",
-        "p95 2.00 ms",
+        "time per token: median 1.00 ms, slowest 5 % above 2.00 ms",
         "20.0 tok/s at most",
         "9.00 kB",
     ):
@@ -363,16 +370,16 @@ def test_a_plain_chat_says_what_a_setting_is_now_or_is_already(tmp_path: Path, m
         "key_bits 8",
         "window",
     )
-    status, _, err = plain_chat_piped("".join(f"/settings {each}\n" for each in written), "fast")
+    status, out, err = plain_chat_piped("".join(f"/settings {each}\n" for each in written), "fast")
     assert status == 0
     assert err.splitlines() == [
-        "unload_after_min is now 7.",
-        "unload_after_min is already 7.",
+        "unload_after_min is 7; it was auto.",
+        "unload_after_min is 7.",
         f"Unload after: '{'1' * 59} is not valid (minutes; 0 never, auto 30 if large).",
-        "The model is reloading with it.",
-        "key_bits is already 8.",
-        "window is already not set.",
+        "key_bits is 8; it was 16. The model is reloading with it.",
+        "key_bits is 8.",
     ]
+    assert out.startswith("window: not set")
     assert "unload_after_min = 7" in (tmp_path / "settings.toml").read_text()
 
 
@@ -541,7 +548,7 @@ def test_the_plain_chat_is_told_by_flag_command_and_setting() -> None:
     assert "Budget: 3 tokens." in out  # kept with the chat
     _, out, err = plain_chat_piped("hello\n", "fast", "--thinking", "off")
     assert "Thinking off is not available: the chat template of fast has no switch for it." in err
-    _, out, err = plain_chat_piped("/settings thinking off\n/thinking\n", "thinking")
+    _, out, err = plain_chat_piped("/set everywhere thinking off\n/thinking\n", "thinking")
     assert "Thinking: off." in out
     _, out, _ = plain_chat_piped("/thinking\n", "thinking")
     assert "Thinking: off." in out
@@ -610,7 +617,7 @@ def test_inspect_counts_what_the_loaded_adapter_costs(tokamac: Run, tiny: Path, 
         for more in ((), ("--adapter", adapter))
     )
     with Engine.load(tiny, prompt_cache=None, adapter=adapter) as engine:
-        work = engine._runner.runtime.work
+        work = runtime_of(engine).work
     assert added["bytes_per_step"] == work.step_bytes(64)
     assert added["bytes_per_step"] - bare["bytes_per_step"] == 4 * read_adapter(adapter, "x").parameters
     assert added["adapter"] == {"name": str(adapter), "digest": read_adapter(adapter, "x").digest}
@@ -786,7 +793,7 @@ def test_the_chat_has_it_by_flag_or_setting_and_its_engine_gets_it(tiny: Path, t
     assert begin(ChatOptions(settings_path=path, parallel=3)).session.engine.load.parallel == 3
     engine, _ = load_engine(Load(str(tiny), prompt_cache=False, parallel=3), lambda _: None)
     with engine:
-        assert engine._replies.schedule.width == 3
+        assert replies_of(engine).schedule.width == 3
 
 
 def test_a_number_of_replies_at_once_that_is_none(tmp_path: Path) -> None:

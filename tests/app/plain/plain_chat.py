@@ -8,18 +8,24 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.app.plain.scripted_chat import scripted
+from tests.waiting import PATIENCE_S
+from tokamac.app import cli
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage
 
 PROGRAM = Path(__file__).parent / "scripted_chat.py"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-PATIENCE_S = 60.0
 
 
 def spawn(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
@@ -33,12 +39,27 @@ def spawn(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, PROGRAM, "chat", *arguments], **{**settings, **options})
 
 
-def piped(lines: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
-    """Say ``lines`` to the chat; return its status, stdout and stderr."""
-    process = spawn(*arguments, **options)
-    out, err = process.communicate(lines, timeout=PATIENCE_S)
+def piped(
+    lines: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> tuple[int, str, str]:
+    """Say ``lines`` to the chat, in this process, with files for its streams; return its status, stdout and stderr."""
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        for name, value in (env or {}).items():
+            patched.setenv(name, value)
+        if cwd is not None:
+            patched.chdir(cwd)
+        scripted(patched.setattr)
+        files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
+        files[0].write(lines)
+        files[0].seek(0)
+        for name, file in zip(("stdin", "stdout", "stderr"), files, strict=True):
+            patched.setattr(sys, name, file)
+        status = cli.main(["chat", *arguments])
+        for file in files[1:]:
+            file.seek(0)
+        out, err = (file.read() for file in files[1:])
     assert "Traceback" not in err
-    return process.returncode, out, err
+    return status, out, err
 
 
 def last_path(data: Path) -> list[StoredMessage]:
@@ -52,6 +73,12 @@ def children(process: int) -> list[int]:
     """The processes that ``process`` started and that still run."""
     done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
     return [int(line) for line in done.stdout.split()]
+
+
+def sleeps(process: int) -> bool:
+    """Whether a process waits for something."""
+    state = subprocess.run(["ps", "-o", "state=", "-p", str(process)], capture_output=True, text=True, check=True)
+    return state.stdout.startswith("S")
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -7,28 +7,42 @@ TEST_CTRL_C is set, Ctrl-C comes once when a prompt was sent and just before the
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tokamac.app import cli, settings
 from tokamac.app.backend import client
 from tokamac.app.chat.connection import Idle
-from tokamac.app.plain import repl
+from tokamac.app.models import local
+from tokamac.app.plain import view
 
-client.CHILD_COMMAND = (sys.executable, str(Path(__file__).parents[2] / "scripted_engine.py"))
-if path := os.environ.get("TEST_SETTINGS"):
-    settings.default_path = lambda: Path(path)
-if haste := float(os.environ.get("TEST_HASTE", "0")):
-    quiet_s = Idle.quiet_s
-    Idle.quiet_s = lambda self, since_s: haste * quiet_s(self, since_s)  # type: ignore[method-assign]
-    repl.LOOK_S = 0.1
-if "TEST_CTRL_C" in os.environ:
-    settle, sent = repl.Driver.settle, []
+ENGINE = Path(__file__).parents[2] / "scripted_engine.py"
 
-    def settle_interrupted(self: repl.Driver, *, loaded: bool = False) -> None:
-        if self.session.engine.replying and not sent:
-            sent.append(True)
-            signal.raise_signal(signal.SIGINT)
-        settle(self, loaded=loaded)
 
-    repl.Driver.settle = settle_interrupted  # type: ignore[method-assign]
-sys.exit(cli.main())
+def scripted(replace: Callable[[object, str, object], None]) -> None:
+    """Put the scripted engine behind the chat, by ``replace(where, name, value)``."""
+    replace(client, "CHILD_COMMAND", (sys.executable, str(ENGINE)))
+    replace(local, "resolve", lambda written: written)  # scenarios are in no catalogue
+    if path := os.environ.get("TEST_SETTINGS"):
+        replace(settings, "default_path", lambda: Path(path))
+
+
+if __name__ == "__main__":
+    scripted(setattr)
+    if haste := float(os.environ.get("TEST_HASTE", "0")):
+        quiet_s = Idle.quiet_s
+        Idle.quiet_s = lambda self, since_s: haste * quiet_s(self, since_s)  # type: ignore[method-assign]
+        view.LOOK_S = 0.1
+    if "TEST_GATE" in os.environ:
+        view.RARELY_S = 0.0  # what goes on is said at once: that it does is what a test waits for
+    if "TEST_CTRL_C" in os.environ:
+        settle, sent = view.PlainView.settle, []
+
+        def settle_interrupted(self: view.PlainView, *, loaded: bool = False) -> None:
+            if self.chat.session.engine.replying and not sent:
+                sent.append(True)
+                signal.raise_signal(signal.SIGINT)
+            settle(self, loaded=loaded)
+
+        view.PlainView.settle = settle_interrupted  # type: ignore[method-assign]
+    sys.exit(cli.main())

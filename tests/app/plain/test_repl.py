@@ -15,18 +15,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, spawn, until
+from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, sleeps, spawn, until
 from tests.scripted_engine import LONG_CALL
 from tests.tiny import make_tiny
 from tokamac.app.chat.actions import ACTIONS, parse
 from tokamac.app.chat.recording import LEFT
-from tokamac.app.plain.commands import COMMANDS, completed
+from tokamac.app.plain.commands import DONE, MODEL_FIRST
 from tokamac.app.plain.console import Console, is_libedit
-from tokamac.app.plain.processes import MODEL_FIRST
-from tokamac.app.plain.repl import ENDED, NoKeys
+from tokamac.app.plain.repl import ENDED, NoKeys, completed
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import StoredMessage
-from tokamac.app.tools.tool import STOPPED, STOPPED_RUNNING
+from tokamac.app.tools.calls import STOPPED, STOPPED_RUNNING
 
 # `tokamac chat` without a screen, through pipes.
 
@@ -72,7 +71,8 @@ def test_nothing_that_a_terminal_obeys_reaches_stdout_or_stderr() -> None:
 @pytest.mark.usefixtures("data")
 def test_no_input_is_no_error() -> None:
     assert piped("", "fast") == (0, "", "")
-    assert piped("", "fast", stdin=subprocess.DEVNULL)[0] == 0
+    with spawn("fast", stdin=subprocess.DEVNULL) as process:
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.usefixtures("data")
@@ -252,6 +252,54 @@ def test_settings_are_changed_and_a_bad_one_is_refused() -> None:
     assert "7" in err
 
 
+def test_a_setting_is_changed_by_other_programs_words_in_this_chat_or_everywhere(home: Path) -> None:
+    lines = (
+        "/set temperature 0.25", "/set parameter top_k 5", "/set top_k=7", "/set top_k 7", "/set tempreture 1", "/set top_k",
+        "/show parameters", "/new", "/show settings", "/set everywhere top_p 0.9", "/show", "/show all", "/bye", "/show",
+    )  # fmt: skip
+    status, out, err = piped("".join(f"{line}\n" for line in lines), "fast")
+    assert status == 0
+    told = [
+        line for line in err.splitlines() if line.startswith(("temperature", "top_", "There is no setting", "/show"))
+    ]
+    assert told == [
+        "temperature is 0.25 in this chat; it was not set.",
+        "top_k is 5 in this chat; it was not set.",
+        "top_k is 7 in this chat; it was 5.",
+        "top_k is 7 in this chat.",
+        "There is no setting tempreture. Did you mean temperature?",
+        "top_p is 0.9 in every chat without settings of its own; it was not set.",
+        "/show takes model, settings, template, system, or nothing.",
+    ]
+    assert [line for line in out.splitlines() if "ettings" in line] == [
+        "Settings that differ: temperature 0.25, top_k 7.",
+        "All settings have their defaults.",
+        "Settings that differ: top_p 0.9.",
+    ]
+    assert "top_k: 7 (0 is off;" in out
+    assert "temperature" not in (home / "settings.toml").read_text()
+    assert "top_p = 0.9" in (home / "settings.toml").read_text()
+
+
+@pytest.mark.usefixtures("data")
+def test_a_turn_is_taken_back_and_nothing_is_deleted() -> None:
+    _, out, err = piped("/undo\none\ntwo\n/undo\n/end\nthree\n/undo\n/undo\n/undo\n/branches\n/stats\n", "fast")
+    assert err.count("Took the last turn back. /branches shows it.") == 3
+    assert err.count("There is no turn to undo.") == 2
+    assert "you: one" in out
+    assert all(f": {said}" in out for said in ("two", "three"))
+    assert "unknown" not in out
+
+
+def test_the_prompt_of_an_earlier_turn_is_edited(data: Path) -> None:
+    _, out, err = piped("/rewind\none\ntwo\n/rewind\n/rewind 3\n/rewind 1 uno\n/rewind\n", "fast")
+    assert "There is no prompt to edit yet." in err
+    assert "1. one\n2. two\n" in out
+    assert "There is no prompt 3: /rewind lists them, 1 to 2." in err
+    assert out.endswith("1. uno\n")
+    assert [each.text for each in last_path(data) if each.role == "user"] == ["uno"]
+
+
 @pytest.mark.usefixtures("data")
 def test_a_system_prompt_holds_in_its_chat_alone() -> None:
     _, out, _ = piped(
@@ -270,8 +318,8 @@ def test_every_command_of_the_registry_is_done_or_says_what_it_needs(tmp_path: P
     assert status == 0
     assert "There is no command" not in err
     for action in slashes:
-        assert (action.id in COMMANDS) is (f"/{action.slash} needs the full screen" not in err)
-        assert (action.id in COMMANDS) is (f"/{action.slash}" in out)  # the help lists it
+        assert (action.id in DONE) is (f"/{action.slash} needs the full screen" not in err)
+        assert (action.id in DONE) is (f"/{action.slash}" in out)  # the help lists it
 
 
 @pytest.mark.usefixtures("data")
@@ -297,7 +345,9 @@ def test_where_the_model_belongs_is_said_where_it_stands_behind_the_flags() -> N
 @pytest.mark.e2e
 def test_the_embedded_guide_answers_without_a_screen(data: Path) -> None:
     program = [sys.executable, "-m", "tokamac.app.cli", "chat", "guide", "--temp", "0"]
-    done = subprocess.run(program, input="What is prefill?\n", capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        program, input="What is prefill?\n", capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     slow = r"(loading guide: .*|reading the prompt: \d+ of \d+ tokens|compiling kernels for this processor, once, for guide)\n"
     told = re.sub(slow, "", done.stderr)  # said on a machine that is slow, or new
     assert (done.returncode, told) == (0, "")
@@ -417,7 +467,7 @@ def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) ->
 @pytest.mark.usefixtures("data")
 def test_a_terminal_that_only_prints_gets_plain_lines_and_one_that_says_so(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", TERM="dumb")
-    chat.until("Plain chat: TERM is dumb, so the full screen can't be drawn.")
+    chat.until("Plain chat, since TERM is dumb.")
     chat.until("you> ")
     chat.type("hi\n")
     chat.until("fast: Decode reads")
@@ -439,7 +489,7 @@ def test_where_the_screen_would_be_drawn_into_a_file_it_is_plain(tmp_path: Path)
                 os.write(leader, b"/quit\r")
     os.close(leader)
     assert process.wait(PATIENCE_S) == 0
-    assert b"Plain chat: stderr is no terminal" in shown
+    assert b"Plain chat, since stderr is not a terminal" in shown
 
 
 @pytest.mark.usefixtures("data")
@@ -561,9 +611,22 @@ def test_a_command_is_completed_where_a_line_begins_and_a_setting_after_its_comm
     assert "/quit" in completed("", "/")
     assert completed("", "/pan") == []  # it needs the full screen
     assert completed("/settings ", "top") == ["top_p ", "top_k "]
+    assert completed("/set ", "min_p") == ["min_p "]
     assert completed("/settings top_p ", "t") == []
     for before, begun in (("", "ti"), ("what is ", "/ti"), (" ", "/ti"), ("/title ", "/ti")):
         assert completed(before, begun) == []
+
+
+def test_pasted_lines_are_one_message(data: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", "--plain", TERM="xterm")
+    chat.until("\x1b[?2004h")  # the terminal is asked to mark what is pasted
+    chat.until("you> ")
+    chat.type("\x1b[200~first\nsecond\nthird\x1b[201~ line\n")
+    chat.until("tok/s")
+    assert chat.leave() == 0
+    with Store.open(data) as store:
+        prompts = [each.text for each in store.path(store.chats()[0].id) if each.role == "user"]
+    assert prompts == ["first\nsecond\nthird line"]
 
 
 @pytest.mark.usefixtures("data")
@@ -571,7 +634,7 @@ def test_tab_completes_on_a_terminal(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain")
     chat.until("you> ")
     chat.type("/sett\ttemp\t0.5\n")
-    chat.until("This applies to every chat")
+    chat.until("temperature is 0.5 in this chat; it was not set.")
     chat.until("you> ")
     chat.type("/settings\n")
     chat.until("temperature: 0.5")
@@ -635,7 +698,7 @@ def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
     tiny_terminal.until(f"{STILL}{long_notes}. /detach removes the last one.")
     tiny_terminal.until("you> yes")
     tiny_terminal.type("\x15/detach\n")
-    tiny_terminal.until("No longer attached")
+    tiny_terminal.until("Detached")
     tiny_terminal.until("you> yes")
     tiny_terminal.type("\n")
     tiny_terminal.until("Decode reads")
@@ -689,7 +752,7 @@ def test_where_nothing_is_kept_it_goes_along(tmp_path: Path, notes: Path, monkey
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "blocked"))
     _, _, err = piped(f"/attach {notes}\n/new\n/detach {notes}\n", "fast")
     assert LEFT not in err
-    assert f"No longer attached: {notes}." in err
+    assert f"Detached: {notes}." in err
 
 
 @pytest.mark.usefixtures("data")
@@ -774,10 +837,10 @@ def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
     shown.until("exit status 3")
     shown.until("Attached to the next prompt: !echo out; exit 3")
     shown.until("you> ")
-    shown.type("!echo begun; sleep 60\n")
+    shown.type("!echo begun; touch begun; sleep 600\n")
     shown.until("[n]o> ")
     shown.type("y\n")
-    time.sleep(0.5)
+    until((tmp_path / "begun").exists)
     shown.type("\x03")
     shown.until("stopped by you")
     shown.until("you> ")
@@ -788,7 +851,7 @@ def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
     assert asked.text == "!Why?"
     assert [(each.name, each.text.split("\n")[1]) for each in asked.attachments] == [
         ("!echo out; exit 3", "out"),
-        ("!echo begun; sleep 60", "begun"),
+        ("!echo begun; touch begun; sleep 600", "begun"),
     ]
     assert not (tmp_path / "made").exists()
 
@@ -797,7 +860,7 @@ def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
 def test_in_a_pipe_no_shell_command_runs(data: Path, tmp_path: Path) -> None:
     status, _, err = piped(f"!touch {tmp_path / 'made'}\n !one\n", "fast")
     assert status == 1
-    assert "No one is here to allow a shell command" in err
+    assert "Nobody is here to allow a shell command" in err
     assert not (tmp_path / "made").exists()
     assert prompts(data) == [("!one", 0)]
 
@@ -836,7 +899,10 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     assert results[1][1] == "stopped"
     status, _, err = piped("/tools on\nAnd?\n", "calls")
     assert status == 0
-    assert err.count("No one is here to allow it") == 2
+    assert err.count("Nobody is here to allow it") == 2
+    _, out, err = piped("/tools on\nAnd?\n", "calls-unreadably")
+    assert out.count("I look.") == 2
+    assert "Stopped: the model's calls could not be read, twice in a row." in err
 
 
 @pytest.mark.usefixtures("data", "home")
@@ -872,7 +938,7 @@ def test_ctrl_c_where_a_call_is_asked_for_stops_at_once(data: Path, terminal: Ca
     shown.until("you> ")
     shown.type("What shall I bring?\n")
     shown.until("[d]eny> ")
-    time.sleep(0.3)  # Python's reading of a line misses a Ctrl-C between its prompt and its wait
+    until(lambda: sleeps(shown.process.pid))  # reading a line misses a Ctrl-C between its prompt and its wait
     shown.type("\x03")
     shown.until('read_file("notes.md"): not run')
     shown.until('calculate("6 * 7"): not run')
@@ -894,7 +960,7 @@ app = MCPServer("slow")
 def send() -> str:
     """Send it."""
     Path("sent").touch()
-    time.sleep(60)
+    time.sleep(600)
     return ""
 
 app.run("stdio")
@@ -941,7 +1007,7 @@ def test_versions_are_printed_whole_in_their_order(data: Path) -> None:
     status, out, err = piped("hi\n/compare temperature 0 0.7 1.5\n/newer\n/quit\n", "fast")
     assert status == 0
     assert "Writing 3 versions at once." in err
-    assert "Written together: their speeds don't compare." in err
+    assert "Written together: their speeds can't be compared." in err
     assert "The chat goes on from version 1. /older and /newer switch to the others." in err
     _, *printed = re.split(r"\n(Version \d of 3 · temperature [\d.]+)\n", out.split("\nTurn")[0])
     assert printed[::2] == [f"Version {n} of 3 · temperature {t}" for n, t in ((1, "0"), (2, "0.7"), (3, "1.5"))]
@@ -996,3 +1062,51 @@ def test_ctrl_c_stops_all_versions(terminal: Callable[..., Terminal], data: Path
         assert kept is not None
         replies = [each.state for each in store.archive(kept.id).messages if each.role == "assistant"]
     assert replies == ["stopped"] * 3
+
+
+# A reply that repeats itself, a context that is full, a prompt that fails.
+
+
+@pytest.mark.usefixtures("data")
+def test_a_loop_ends_a_reply_in_lines_at_once() -> None:
+    status, out, err = piped("one\n", "loops")
+    assert (status, len(out.strip())) == (0, 20)
+    assert "stopped: it repeats itself" in err
+
+
+@pytest.mark.usefixtures("data")
+def test_in_lines_too_what_helps_at_a_full_context_is_said_and_works(data: Path) -> None:
+    shown = Terminal("fills", "--plain")
+    try:
+        shown.until("you> ")
+        shown.type("one\n")
+        shown.until("stopped: the context is full · /undo drops it · /shorter rewrites it")
+        shown.type("/shorter 10\n")
+        shown.until("stopped: the token limit")
+        shown.type("/undo\n")
+        shown.until("you> one")
+        shown.type("\n")
+        shown.until("the context is full")
+        assert shown.leave() == 0
+    finally:
+        shown.end()
+    assert prompts(data) == [("one", 0)]
+
+
+@pytest.mark.usefixtures("data")
+def test_in_lines_too_a_failed_prompt_is_replaced_when_it_is_sent_again(data: Path) -> None:
+    shown = Terminal("fails", "--plain")
+    try:
+        shown.until("you> ")
+        shown.type("one\n")
+        shown.until("There is no memory for the prompt")
+        shown.until("you> one")
+        shown.type(" and more\n")
+        shown.until("There is no memory for the prompt")
+        shown.until("you> one and more")
+        shown.type("\n")
+        shown.until("Decode reads")
+        assert shown.leave() == 0
+    finally:
+        shown.end()
+    assert prompts(data) == [("one and more", 0)]

@@ -15,16 +15,17 @@ import pytest
 from platformdirs import user_log_path
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
+from tests.scripted_engine import model_spec
 from tokamac.app import INTERRUPTED
-from tokamac.app.backend.command_process import Ended, LineProcess
-from tokamac.app.backend.protocol import AskCount, Counted, Loaded, ModelInfo
+from tokamac.app.backend.processes import Ended, LineProcess
+from tokamac.app.backend.protocol import AskCount, Counted, Loaded
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import Ask
-from tokamac.app.models.conversions import ConversionJob, ConversionPhase
-from tokamac.app.plain.console import Console, heard, noticed, unbroken
-from tokamac.app.plain.processes import run_aside
-from tokamac.app.plain.repl import HEARD_S, Driver, Meanwhile
+from tokamac.app.models.jobs import ConversionJob, ConversionPhase
+from tokamac.app.plain.commands import run_aside
+from tokamac.app.plain.console import HEARD_S, Console, Meanwhile, interruptible, noticed, unbroken
+from tokamac.app.plain.repl import Repl
 from tokamac.app.store.store import Store
 
 # `tokamac chat --plain` while nobody writes: the model gives the chat a title; an unused one gives its memory back.
@@ -335,14 +336,16 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_stops_it_and_the_chat_goes_on(
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
 def test_a_prompt_that_was_given_back_is_discarded_by_an_empty_line(
-    terminal: Callable[..., Terminal], data: Path
+    terminal: Callable[..., Terminal], data: Path, tmp_path: Path
 ) -> None:
-    chat = terminal("slow-load", "--plain")
+    gate = tmp_path / "gate"
+    chat = terminal("fast", "--plain", TEST_GATE=str(gate))
     chat.until("you> ")
     chat.type("one\n")
-    time.sleep(0.3)  # the model takes seconds to load
+    chat.until("loading fast")
     chat.type(CTRL_C)
     chat.until("Loading was stopped.")
+    gate.touch()
     chat.until("you> one")
     chat.type(f"{KILL_LINE}\n")
     chat.until("you> ")
@@ -405,13 +408,25 @@ def test_through_a_pipe_it_ends_the_chat_though_the_guide_heard_it(pipe: Pipe, d
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
-def test_through_a_pipe_it_ends_the_chat_while_a_model_loads(pipe: Pipe, data: Path) -> None:
-    process = pipe("slow-load")
-    said(process, "one\n/settings key_bits 8\ntwo\n")
+def test_through_a_pipe_it_ends_the_chat_while_a_model_loads(
+    pipe: Pipe, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    monkeypatch.setenv("TEST_GATE", str(gate))
+    process = pipe("fast")
+    assert process.stdout is not None
     assert process.stderr is not None
-    assert process.stderr.readline() == "The model is reloading with it.\n"
-    time.sleep(0.3)  # of the seconds that takes
+    said(process, "one\n")
+    process.stdout.readline()
+    gate.unlink()
+    said(process, "/settings key_bits 8\ntwo\n")
+    while (line := process.stderr.readline()) != "key_bits is 8; it was 16. The model is reloading with it.\n":
+        assert line
+    while not (line := process.stderr.readline()).startswith("loading fast"):
+        assert line
     status, err = interrupted(process)
+    err = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("loading fast"))
     assert status == INTERRUPTED
     assert err.startswith("Loading was stopped.")
     assert asked(data) == ["one"]
@@ -514,7 +529,7 @@ def test_a_change_is_made_whole_and_ctrl_c_comes_after_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         change()
     assert made == ["one", "two"]
-    with heard(lambda: made.append("heard")), unbroken():
+    with interruptible(lambda: made.append("heard")), unbroken():
         signal.raise_signal(signal.SIGINT)
         made.append("three")
     assert made == ["one", "two", "three", "heard"]
@@ -524,7 +539,7 @@ def test_a_change_is_made_whole_and_ctrl_c_comes_after_it() -> None:
 def test_ctrl_c_is_noticed_whoever_hears_it() -> None:
     with noticed() as came:
         assert not came()
-        with heard(lambda: None):
+        with interruptible(lambda: None):
             signal.raise_signal(signal.SIGINT)
         assert came()
         assert not came()
@@ -535,7 +550,7 @@ def test_ctrl_c_is_not_sent_again_while_another_program_has_the_terminal() -> No
     heard_at: list[float] = []
     other = Meanwhile(PATIENCE_S, lambda: None)
     try:
-        with heard(lambda: heard_at.append(time.monotonic())):
+        with interruptible(lambda: heard_at.append(time.monotonic())):
             with other.waiting():
                 signal.raise_signal(signal.SIGINT)
             with other.working():
@@ -549,14 +564,14 @@ def test_ctrl_c_is_not_sent_again_while_another_program_has_the_terminal() -> No
 
 def test_what_a_server_of_tools_tells_is_done_whatever_is_waited_for(tmp_path: Path) -> None:
     options = ChatOptions("guide", settings_path=tmp_path / "settings.toml", log_path=tmp_path / "engine.log")
-    driver, done = Driver(begin(options), Console()), list[str]()
-    session = driver.session
+    repl, done = Repl(begin(options), Console()), list[str]()
+    session = repl.chat.session
     session.start()
-    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    session.on_event(Loaded(model_spec("guide", capacity=100)))
     (counted,) = [step.request for step in session.count_context(Draft("how many?")) if isinstance(step, Ask)]
     assert isinstance(counted, AskCount)
-    driver.later(lambda: done.append("a server is ready") or [])
-    driver._events.put((0, Counted(counted.id, 2)))
-    driver.settle_counts()
+    repl.later(lambda: done.append("a server is ready") or [])
+    repl._events.put((0, Counted(counted.id, 2)))
+    repl.settle_counts()
     assert (done, session.counts.pending) == (["a server is ready"], False)
-    driver.close()
+    repl.close()

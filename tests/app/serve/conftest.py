@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.serve.serving import Served, serving
+from tests.app.serve.serving import QUESTION, Served, serving
 from tests.scripted_engine import SCRIPTED
+from tokamac.engine import Engine, Finished, Sampling
+from tokamac.engine.events import Message
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +18,13 @@ def guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with the embedded model."""
     with serving("guide", tmp_path_factory.mktemp("log") / "log") as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def alone() -> Finished:
+    """What the engine itself answers."""
+    with Engine.load("guide", prompt_cache=None) as engine:
+        return engine.ask([Message("user", QUESTION)], Sampling(temperature=0, seed=1))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.helpers import within
+from tests.waiting import PATIENCE_S
 from tokamac.app.backend.protocol import Load
 from tokamac.app.serve.engine import TEXT_EVERY_S
 from tokamac.app.serve.model_pool import Offer
@@ -19,8 +20,7 @@ from tokamac.app.serve.server import ServerOptions, listen, serve
 from tokamac.engine.options import Nodes
 
 HOST = "127.0.0.1"
-PATIENCE_S = 180.0
-"""For a model to be loaded, and for an answer: on a busy machine a process takes a minute to begin."""
+QUESTION = "What is decode?"
 
 
 @dataclass

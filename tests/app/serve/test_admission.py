@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokamac.app.serve.admission import MOST_WAITING, Admission, ReplyCost
-from tokamac.app.serve.errors import RequestError
+from tokamac.app.serve.engine import MOST_WAITING, Admission, ReplyCost
+from tokamac.app.serve.request import RequestError
 
 
 def admission(*costs: ReplyCost, parallel: int = 4, room: int | None = None) -> Admission:

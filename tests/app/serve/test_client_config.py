@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from tokamac.app.serve.client_config import client_config
+from tokamac.app.serve.clients import client_config
 
 
 def sections(host: str, key: str = "none") -> dict[str, str]:
@@ -21,7 +21,7 @@ def sections(host: str, key: str = "none") -> dict[str, str]:
 )
 def test_each_names_the_address_and_the_model(host: str, url: str) -> None:
     told = sections(host)
-    assert len(told) == 9
+    assert len(told) == 10
     for name, text in told.items():
         assert f"http://{url}:8080" in text, name
         assert "org/model" in text or name == "programs", name

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from tests.app.serve.serving import Served, events, serving, user
 from tests.engine.helpers import write_model
-from tests.engine.text.test_tools import QWEN
+from tests.engine.text.test_tools import WITHOUT_THINKING
 from tokamac.app.serve import request
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -46,7 +46,7 @@ TOOLS: Any = [{"name": name, "input_schema": each} for name, each in FUNCTIONS.i
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("nonsense")
-    model = write_model(folder / "model", template=QWEN, max_position_embeddings=4096)
+    model = write_model(folder / "model", template=WITHOUT_THINKING, max_position_embeddings=4096)
     with serving(str(model), folder / "log", aliases=("nonsense",)) as found:
         yield found
 
@@ -180,7 +180,7 @@ def test_a_message_calls_what_it_has_to(claude: anthropic.Anthropic) -> None:
     (CHAT, {"json_schema": []}, "json_schema"),
     (CHAT, {"json_schema": SCHEMA, "min_tokens": 2}, ""), (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "fly"}}, "tools": NESTED}, "tool_choice"),
-    (CHAT, {"tool_choice": {"type": "custom", "custom": {"name": "move"}}, "tools": NESTED}, "tool_choice.type"),
+    (CHAT, {"tool_choice": {"type": "web_search"}, "tools": NESTED}, "tool_choice.type"),
     (CHAT, {"tool_choice": "required", "tools": NESTED, "json_schema": SCHEMA}, ""),
     (CHAT, {"tool_choice": "always", "tools": NESTED}, "tool_choice"),
     (CHAT, {"tool_choice": {}, "tools": NESTED}, "tool_choice.type"),

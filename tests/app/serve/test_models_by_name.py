@@ -17,20 +17,19 @@ import pytest
 
 from tests.app.serve.serving import HOST, Served, serving, user
 from tests.engine.helpers import until
+from tests.scripted_engine import SCRIPTED, model_spec
 from tests.tiny import make_tiny
-from tokamac.app.backend.protocol import Load, MemoryUse, ModelInfo, ModelLine
+from tokamac.app.backend.protocol import Load, MemoryUse, ModelLine
 from tokamac.app.serve import answering, model_pool
-from tokamac.app.serve.app import ServerApp
 from tokamac.app.serve.engine import ServedEngine
-from tokamac.app.serve.model_pool import ModelPool, Offer, Resident
-from tokamac.app.serve.room import Eviction, InMemory, eviction, shares
-from tokamac.app.serve.security import Gate
+from tokamac.app.serve.model_pool import Eviction, InMemory, ModelPool, Offer, Resident, eviction, shares
+from tokamac.app.serve.server import Gate, ServerApp
 
 CHAT = "/v1/chat/completions"
 CONTEXT = 8192
 NAMES = ("a", "b", "c")
+# Bytes; each of the models takes 24.1 MB.
 ROOM_FOR_ONE, ROOM_FOR_TWO, ROOM_FOR_NONE = 30_000_000, 60_000_000, 20_000_000
-"""Bytes; each of the models takes 24.1 MB."""
 
 
 # Who leaves.
@@ -80,7 +79,7 @@ class WaitingEngine(ServedEngine):
 
     async def ready(self) -> None:
         await self.may_load.wait()
-        self._loaded(ModelInfo(self._load.model), MemoryUse())
+        self._loaded(model_spec(self._load.model), MemoryUse())
 
     async def weigh(self, names: Sequence[str], context: int) -> tuple[ModelLine, ...]:
         return ()
@@ -310,7 +309,7 @@ def test_a_model_in_use_never_leaves(models: dict[str, str], tmp_path: Path, mon
     monkeypatch.setattr(model_pool, "WAIT_S", 0.2)
     monkeypatch.setattr(answering, "WRITE_S", 600.0)  # else a busy machine gives the reader up before all is asked
     with serving(models["a"], tmp_path / "log", memory=ROOM_FOR_ONE, allowed=(models["b"],)) as served:
-        body = {"messages": user("Hi"), "max_tokens": 100_000, "temperature": 0, "stream": True}
+        body = {"messages": user("Hi"), "max_tokens": 100_000, "min_tokens": 100_000, "temperature": 0, "stream": True}
         body |= {"logprobs": True, "top_logprobs": 20}  # more than sockets hold, before the reply ends by itself
         with socket.create_connection((HOST, served.port), 60) as raw:  # reads a little, and then nothing for a while
             data = json.dumps(body).encode()
@@ -378,3 +377,30 @@ def test_what_is_allowed_must_be_on_the_disk(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "there is no folder" in done.stderr
+
+
+# What is not used leaves.
+
+
+def test_an_unused_model_leaves_memory_and_the_next_request_loads_it_again(tmp_path: Path) -> None:
+    with serving("guide", tmp_path / "log", command=SCRIPTED, idle_s=0.0) as served:
+        for _ in range(2):
+            until(lambda: served.health()["loaded"] == [])
+            status, told = served.ask(CHAT, {"messages": user("Hi")})
+            assert (status, told["choices"][0]["tokamac"]["load_s"] > 0) == (200, True)
+        assert any("the next request loads it again" in line for line in served.lines)
+
+
+def test_keep_alive_decides_for_one_model(tmp_path: Path) -> None:
+    with serving("guide", tmp_path / "log", command=SCRIPTED) as served:
+        asked = {"model": "guide", "messages": user("Hi"), "stream": False}
+
+        def until_when(keep_alive: object) -> str:
+            assert served.ask("/api/chat", {**asked, "keep_alive": keep_alive})[0] == 200
+            until(lambda: not served.health()["replies"])
+            return str(served.ask("/api/ps")[1]["models"][0]["expires_at"])
+
+        assert until_when("5m") < until_when(-1)
+        assert "load_s" not in served.ask(CHAT, {"messages": user("Hi")})[1]["choices"][0]["tokamac"]
+        served.ask("/api/chat", {**asked, "keep_alive": 0})
+        until(lambda: served.health()["loaded"] == [])

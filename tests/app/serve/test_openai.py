@@ -11,13 +11,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.app.serve.serving import Served, serving, user
+from tests.app.serve.serving import QUESTION, Served, serving, user
 from tests.tiny import make_tiny
-from tokamac.app.serve.openai_chat import OTHERS
+from tokamac.app.serve.openai import OTHERS
 from tokamac.engine import Engine, Finished, Sampling
-from tokamac.engine.events import Message
 
-QUESTION = "What is decode?"
 TOOL = {
     "type": "function",
     "function": {"name": "read_file", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
@@ -29,13 +27,6 @@ Scripted = Callable[..., AbstractContextManager[Served]]
 def client(guide: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{guide.url}/v1", api_key="none", max_retries=0) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def alone() -> Finished:
-    """What the engine itself answers."""
-    with Engine.load("guide", prompt_cache=None) as engine:
-        return engine.ask([Message("user", QUESTION)], Sampling(temperature=0, seed=1))
 
 
 def client_of(served: Served) -> openai.OpenAI:
@@ -168,12 +159,11 @@ def test_parts_of_text_are_read_and_others_refused(client: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize(("field", "value"), [
     *((name, {"a": 1}) for name in OTHERS),
-    ("response_format", {"type": "grammar"}), ("tool_choice", "required"), ("modalities", ["audio"]), ("store", True),
-    ("service_tier", "flex"), ("top_logprobs", 3), ("n", 0), ("n", 65), ("temperature", 11), ("seed", -1), ("stop", [1]),
-    ("logit_bias", {"x": 1}), ("logit_bias", [1]), ("best_of", 2), ("max_tokens", 0), ("max_tokens", "9"),
-    ("reasoning_effort", "high"), ("tools", [TOOL]), ("messages", []), ("messages", "hi"), ("stream", "yes"),
-    ("stream_options", {"include_usage": True}), ("chat_template_kwargs", {"nobody_reads": 1}), ("verbosity", "low"),
-    ("presence_penalty", 3), ("logprobs", 1), ("parallel_tool_calls", 1), ("continue_final_message", True),
+    ("response_format", {"type": "grammar"}), ("tool_choice", "required"), ("modalities", ["audio"]), ("n", 0), ("n", 65),
+    ("temperature", 11), ("seed", -2), ("stop", [1]), ("logit_bias", {"x": 1}), ("logit_bias", [1]), ("max_tokens", 0),
+    ("max_tokens", "9"), ("reasoning_effort", 3), ("tools", [TOOL]), ("messages", []), ("messages", "hi"), ("stream", "yes"),
+    ("chat_template_kwargs", [1]), ("presence_penalty", 3), ("logprobs", 1), ("parallel_tool_calls", 1),
+    ("continue_final_message", True),
 ])  # fmt: skip
 def test_what_can_not_be_honoured_is_a_400_that_names_it(guide: Served, field: str, value: object) -> None:
     status, told = guide.ask("/v1/chat/completions", {"messages": user("Hi"), "max_tokens": 1, field: value})
@@ -217,8 +207,8 @@ def test_the_models_are_the_one_that_is_loaded(client: openai.OpenAI) -> None:
 
 
 def test_thinking_is_told_apart_whole_and_streamed(scripted: Scripted) -> None:
-    with scripted("thinking") as served, client_of(served) as client:
-        asked: Any = {"model": "thinking", "messages": user("Hi")}
+    with scripted("thinks-fast") as served, client_of(served) as client:
+        asked: Any = {"model": "thinks-fast", "messages": user("Hi")}
         message = client.chat.completions.create(**asked).choices[0].message
         assert message.model_extra is not None
         thought = message.model_extra["reasoning_content"]
@@ -268,8 +258,12 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
         answered = [{"role": "tool", "tool_call_id": each.id, "content": "42"} for each in calls]
         again = client.chat.completions.create(**asked, messages=[*messages, choice.message, *answered])
         assert again.choices[0].finish_reason == "stop"
-        with pytest.raises(openai.BadRequestError, match="no call before it has the id"):
-            client.chat.completions.create(**asked, messages=[*messages, *answered])
+        function = {"type": "function", "id": "1", "function": {"name": "read_file", "arguments": '{"path": "a'}}
+        strange = [  # what other programs and models left in a history is read: no request after it would be answered
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}], "tool_calls": [function]},
+            {"role": "tool", "tool_call_id": "1", "content": "no"}, *answered, {"role": "narrator", "content": "Go on."},
+        ]  # fmt: skip
+        assert client.chat.completions.create(**asked, messages=[*messages, *strange]).choices[0].message.content
         one = client.chat.completions.create(**asked, messages=messages, parallel_tool_calls=False).choices[0]
         assert len(one.message.tool_calls or ()) == 1
         assert one.finish_reason == "tool_calls"
@@ -334,7 +328,7 @@ def test_a_text_is_continued_as_its_tokens_are(client: openai.OpenAI, tmp_path: 
         assert penalised.choices[0].text == with_penalties.text != alone.text
         streamed = tiny.completions.create(**asked, prompt="Once upon", stream=True)
         assert "".join(each.choices[0].text for each in streamed) == alone.text
-        for name, value in {"echo": True, "suffix": "end", "best_of": 3, "prompt": [], "logprobs": 6}.items():
+        for name, value in {"echo": 1, "prompt": [], "logprobs": 6}.items():
             with pytest.raises(openai.BadRequestError) as refused:
                 tiny.completions.create(**{"prompt": "a", **asked, name: value})
             assert (refused.value.param or "").startswith(name)
@@ -382,20 +376,19 @@ def test_a_responses_calls_and_thinking_go_back_as_they_came(scripted: Scripted)
         outputs = [{"type": "function_call_output", "call_id": each.call_id, "output": "42"} for each in calls]
         items = [{"role": "user", "content": "Read it"}, *(each.model_dump() for each in first.output), *outputs]
         assert client.responses.create(**asked, input=items).output_text
-    with scripted("thinking") as served, client_of(served) as client:
-        first = client.responses.create(model="thinking", input="Hi")
+    with scripted("thinks-fast") as served, client_of(served) as client:
+        first = client.responses.create(model="thinks-fast", input="Hi")
         assert [each.type for each in first.output] == ["reasoning", "message"]
         items = [{"role": "user", "content": "Hi"}, *(each.model_dump() for each in first.output), *user("Go on")]
-        assert client.responses.create(model="thinking", input=items).output_text  # type: ignore[arg-type]
-        with client.responses.stream(model="thinking", input="Hi") as stream:
+        assert client.responses.create(model="thinks-fast", input=items).output_text  # type: ignore[arg-type]
+        with client.responses.stream(model="thinks-fast", input="Hi") as stream:
             list(stream)
             assert stream.get_final_response().output_text == first.output_text
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("previous_response_id", "resp_1"), ("conversation", "c"), ("store", True), ("background", True), ("truncation", "auto"),
-    ("text", {"format": {"type": "grammar"}}), ("reasoning", {"effort": "high"}), ("include", ["file_search_call.results"]),
-    ("tools", [{"type": "web_search"}]), ("input", [{"type": "item_reference", "id": "x"}]), ("input", []), ("max_tokens", 3),
+    ("previous_response_id", "resp_1"), ("conversation", "c"), ("store", "yes"), ("prompt", {"id": "p"}), ("input", []),
+    ("text", {"format": {"type": "grammar"}}), ("input", [{"type": "item_reference", "id": "x"}]),
 ])  # fmt: skip
 def test_what_a_response_can_not_honour_is_a_400_that_names_it(guide: Served, field: str, value: object) -> None:
     status, told = guide.ask("/v1/responses", {"input": "Hi", field: value})

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import stat
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from tokamac.app.store import database
 from tokamac.app.store.database import APPLICATION_ID, STEPS, Database
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoreDamagedError, StoreError
 from tokamac.engine.events import ToolCall
+from tokamac.engine.files import open_regular
 
 # What the store may rest on: it is used before the screen and without the engine.
 
@@ -37,8 +40,8 @@ def test_the_store_needs_neither_mlx_nor_textual_nor_asyncio() -> None:
 
 # The file: who may read it, its versions, and what happens when it is not what it should be.
 
+# Every statement that made version 1, and a chat in it: what is in the hands of users never changes.
 VERSION_1 = Path(__file__).parent / "version1.sql"
-"""Every statement that made version 1, and a chat in it: what is in the hands of users never changes."""
 
 
 def mode(path: Path) -> int:
@@ -205,6 +208,39 @@ def test_a_file_that_another_process_makes_meanwhile_is_ours(
     assert len(overtaken) == 1
 
 
+def test_a_file_without_a_log_is_not_taken_for_one_that_was_replaced(file: Path) -> None:
+    write_some(file)
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",)
+    with Store.open(file) as store:
+        assert len(store.chats()) == 1
+        store.new_chat()
+        assert store.follow() is None
+
+
+def test_a_link_to_the_file_is_the_file(file: Path, tmp_path: Path) -> None:
+    file.parent.mkdir(parents=True)
+    file.symlink_to(tmp_path / "elsewhere.db")
+    write_some(file)
+    assert mode(tmp_path / "elsewhere.db") == 0o600
+    assert file.is_symlink()
+    assert Store.set_aside(file).name == "elsewhere.db"
+    write_some(file)
+
+
+def test_the_file_is_not_opened_by_code_of_ours_while_it_is_open(file: Path) -> None:
+    with Store.open(file) as store:
+        store.new_chat()
+        for each in file.parent.iterdir():
+            with pytest.raises(PermissionError, match="a database that this program has open"):
+                open_regular(each)
+        other = Store.open(file)
+        other.close()
+        with pytest.raises(PermissionError):
+            open_regular(file)
+    open_regular(file).close()
+
+
 def test_a_folder_that_cant_be_made_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="can't be used: Not a directory") as caught:
@@ -328,14 +364,18 @@ def test_a_writer_that_is_killed_at_any_moment_loses_nothing_it_had_stored(file:
     assert [path.name for path in file.parent.iterdir() if path.name.startswith("writer-")] == []
 
 
+def state(process: int) -> str:
+    return subprocess.run(["ps", "-o", "state=", "-p", str(process)], capture_output=True, text=True, check=True).stdout
+
+
 def test_a_reply_of_a_living_process_is_left_alone_and_of_a_dead_one_is_stopped(file: Path) -> None:
     with writing("replies", file) as process, Store.open(file) as store:
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
         while said["state"] == "complete":
             said = json.loads(process.stdout.readline())
-        process.send_signal(signal.SIGSTOP)  # SIGSTOP: it sleeps, as with the lid closed, and is not dead
-        time.sleep(0.05)
+        process.send_signal(signal.SIGSTOP)  # it sleeps, as with the lid closed, and is not dead
+        until(lambda: state(process.pid).startswith("T"))
         partial = [m for chat in store.chats() for m in store.archive(chat.id).messages if m.state == "partial"]
         assert store.recover() == 0
         assert [store.message(m.id) for m in partial] == partial
@@ -409,6 +449,26 @@ def test_a_full_disk_is_said_to_be_full_and_loses_nothing(tmp_path: Path) -> Non
     with Store.open(copy / "chats.db") as store:
         (chat,) = store.chats()
         assert [message.id for message in store.archive(chat.id).messages] == [said["id"] for said in stored]
+
+
+def test_a_disk_that_may_only_be_read_is_read_and_said_to_be_so(file: Path) -> None:
+    write_some(file)
+    script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 77; shift; "$@" list && "$@" repair'
+    command = [sys.executable, "-m", "tokamac.app.cli", "chats"]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare here")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", file.parent, *command],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("mounting is not permitted here")
+    assert "kept words" in done.stdout
+    note, refused = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert note.endswith("Read-only file system; reading without writing")
+    assert refused.startswith("tokamac: ")
+    assert "can't be used: Read-only file system" in refused
 
 
 # Files that are broken: said in one line, never lost, and mended where they can be.

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from tests.app.conftest import Chat as Running
 from tokamac.app.chat.recording import tree_of
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.export import export_chat, free_name, with_system_apart
-from tokamac.app.export.html import to_html
-from tokamac.app.export.svg import to_svg
+from tokamac.app.export import export_chat, free_name, to_html, to_svg, with_system_apart
 from tokamac.app.store import export
 from tokamac.app.store.export import figures_line, parse, read, to_json, to_markdown, write
 from tokamac.app.store.store import Store
@@ -99,7 +97,100 @@ def test_markdown_gives_back_every_text_of_the_branch_exactly(archive: Archive) 
     assert parse(to_markdown(archive), now=0) == Archive(archive.chat, unmeasured(archive.messages))
 
 
-MEASURED = {"metrics": {"decode_tps": 72.3, "generated_tokens": 37, "ttft_s": 0.06}, "diagnosis": {"formula": "x = y"}}
+METRICS = {
+    "ending": "length",
+    "thinking_s": 2.0,
+    "metrics": {
+        "prompt_tokens": 30, "cached_tokens": 10, "prefill_tokens": 20, "generated_tokens": 40, "ttft_s": 0.5,
+        "prefill_s": 0.4, "total_s": 4.5, "prefill_tps": 50.0, "decode_tps": 9.75,
+        "itl_ms": {"p50": 100.0, "p95": 110.0, "p99": 120.0, "max": 130.0}, "kv_bytes": 1, "weight_bytes_per_token": 1,
+        "kv_bytes_per_step": 1, "achieved_gbs": None, "ceiling_tps": None, "expected_tps": None, "peak_memory_bytes": None,
+    },
+    "outliers": [],
+    "diagnosis": None,
+}  # fmt: skip
+HOSTILE = """<script>alert(1)</script> <img src=http://track.er/x.png onerror=alert(1)>
+[click](javascript:alert(1)) [data](data:text/html,x) [web](https://example.org/?a=1&b="2") [local](notes.md) <tel:+1234>
+![pixel](http://track.er/pixel.png) [![in](http://track.er/in.png)](https://example.org/in)
+
+```py" onload="alert(1)
+</code></pre><script>alert(2)</script>
+```
+
+| left | right |
+| --- | ---: |
+| <b>1</b> | 2 |
+
+\x1b]52;c;ZWNobw==\x07 \x9b2J \u202eevil\u202c"""
+
+
+def conversation(reply: str, prompt: str = "Why?", **of_reply: Any) -> Archive:
+    chat = StoredChat("abcdefgh", "Bandwidth", "words", 1e9, 1e9, "org/model", head=2)
+    asked = StoredMessage(1, chat.id, None, "user", prompt, "", "complete", 1e9)
+    answered = StoredMessage(2, chat.id, 1, "assistant", reply, "", "complete", 1e9, model="org/model")
+    return Archive(chat, (asked, replace(answered, **of_reply)))
+
+
+class Page(HTMLParser):
+    """Every tag of a page with its attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def every(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+FETCHING = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "svg", "audio", "video", "source"}
+
+
+def harmless(page: Page) -> bool:
+    """Whether nothing in the page runs, nothing is fetched, and only the web can be clicked."""
+    names = {name for _, attributes in page.tags for name in attributes}
+    clickable = [attributes["href"] or "" for attributes in page.every("a")]
+    return (
+        not FETCHING & {tag for tag, _ in page.tags}
+        and not [name for name in names if name.startswith("on") or name in ("src", "srcset", "style", "background")]
+        and all(target.startswith(("http://", "https://")) for target in clickable)
+    )
+
+
+def test_a_page_shows_hostile_text_and_obeys_none_of_it() -> None:
+    made = to_html(conversation(HOSTILE, "<script>mine()</script>", thinking="</pre></details><script>t()</script>"))
+    page = Page(made)
+    assert harmless(page)
+    assert all(text in page.text for text in ("alert(1)", "alert(2)", "mine()", "t()", "<b>1</b>", "evil"))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", made)
+    assert [link["href"] for link in page.every("a")] == [
+        "http://track.er/x.png",  # as text that can be clicked, like any address; nothing is fetched
+        "https://example.org/?a=1&b=%222%22",
+        "https://example.org/in",
+    ]
+    for shown in ("javascript:alert(1)", "data:text/html,x", "(notes.md)", "(http://track.er/pixel.png)", "tel:+1234"):
+        assert shown in page.text
+    assert {"class": "right"} in page.every("td")
+
+
+def test_a_page_stands_alone_and_its_policy_allows_its_own_style_only() -> None:
+    made = to_html(conversation("hi"))
+    (policy,) = [tag["content"] or "" for tag in Page(made).every("meta") if "http-equiv" in tag]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "url(" not in made
+    assert "@import" not in made
+    assert "prefers-color-scheme: dark" in made
+
+
+MEASURED = {**METRICS, "ending": "stop", "diagnosis": {"formula": "x = y"}}
 
 
 def test_markdown_is_the_conversation_with_a_line_of_figures_below_each_reply() -> None:
@@ -108,7 +199,7 @@ def test_markdown_is_the_conversation_with_a_line_of_figures_below_each_reply() 
     archive = Archive(StoredChat("", "Why", "user", 0.0, 0.0, "", head=2), (asked, said))
     text = to_markdown(archive)
     shown = [line for line in text.splitlines() if line and not line.startswith("<!--")]
-    figures = "*72.3 tok/s · 37 tokens · first token 60 ms · org/model*"
+    figures = "*9.75 tok/s · 40 tokens · first token 0.50 s · org/model*"
     assert shown == ["# Why", "## You", "Why?", "## org/model", "Because.", figures]
     assert "formula" not in text
     assert max(len(line) for line in text.splitlines()) < 220
@@ -386,113 +477,14 @@ def test_what_is_too_large_or_no_text_is_not_read(tmp_path: Path, monkeypatch: p
 # commands.
 
 Start = Callable[..., Any]
-METRICS = {
-    "ending": "length",
-    "thinking_s": 2.0,
-    "metrics": {
-        "prompt_tokens": 30, "cached_tokens": 10, "prefill_tokens": 20, "generated_tokens": 40, "ttft_s": 0.5,
-        "prefill_s": 0.4, "total_s": 4.5, "prefill_tps": 50.0, "decode_tps": 9.75,
-        "itl_ms": {"p50": 100.0, "p95": 110.0, "p99": 120.0, "max": 130.0}, "kv_bytes": 1, "weight_bytes_per_token": 1,
-        "kv_bytes_per_step": 1, "achieved_gbs": None, "ceiling_tps": None, "expected_tps": None, "peak_memory_bytes": None,
-    },
-    "outliers": [],
-    "diagnosis": None,
-}  # fmt: skip
-HOSTILE = """<script>alert(1)</script> <img src=http://track.er/x.png onerror=alert(1)>
-[click](javascript:alert(1)) [data](data:text/html,x) [web](https://example.org/?a=1&b="2") [local](notes.md) <tel:+1234>
-![pixel](http://track.er/pixel.png) [![in](http://track.er/in.png)](https://example.org/in)
-
-```py" onload="alert(1)
-</code></pre><script>alert(2)</script>
-```
-
-| left | right |
-| --- | ---: |
-| <b>1</b> | 2 |
-
-\x1b]52;c;ZWNobw==\x07 \x9b2J \u202eevil\u202c"""
-
-
-def conversation(reply: str, prompt: str = "Why?", **of_reply: Any) -> Archive:
-    chat = StoredChat("abcdefgh", "Bandwidth", "words", 1e9, 1e9, "org/model", head=2)
-    asked = StoredMessage(1, chat.id, None, "user", prompt, "", "complete", 1e9)
-    answered = StoredMessage(2, chat.id, 1, "assistant", reply, "", "complete", 1e9, model="org/model")
-    return Archive(chat, (asked, replace(answered, **of_reply)))
-
-
-class Page(HTMLParser):
-    """Every tag of a page with its attributes, and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def every(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-
-FETCHING = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "svg", "audio", "video", "source"}
-
-
-def harmless(page: Page) -> bool:
-    """Whether nothing in the page runs, nothing is fetched, and only the web can be clicked."""
-    names = {name for _, attributes in page.tags for name in attributes}
-    clickable = [attributes["href"] or "" for attributes in page.every("a")]
-    return (
-        not FETCHING & {tag for tag, _ in page.tags}
-        and not [name for name in names if name.startswith("on") or name in ("src", "srcset", "style", "background")]
-        and all(target.startswith(("http://", "https://")) for target in clickable)
-    )
-
-
-def test_a_page_shows_hostile_text_and_obeys_none_of_it() -> None:
-    made = to_html(conversation(HOSTILE, "<script>mine()</script>", thinking="</pre></details><script>t()</script>"))
-    page = Page(made)
-    assert harmless(page)
-    assert all(text in page.text for text in ("alert(1)", "alert(2)", "mine()", "t()", "<b>1</b>", "evil"))
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", made)
-    assert [link["href"] for link in page.every("a")] == [
-        "http://track.er/x.png",  # as text that can be clicked, like any address; nothing is fetched
-        "https://example.org/?a=1&b=%222%22",
-        "https://example.org/in",
-    ]
-    for shown in ("javascript:alert(1)", "data:text/html,x", "(notes.md)", "(http://track.er/pixel.png)", "tel:+1234"):
-        assert shown in page.text
-    assert {"class": "right"} in page.every("td")
-
-
-def test_a_page_stands_alone_and_its_policy_allows_its_own_style_only() -> None:
-    made = to_html(conversation("hi"))
-    (policy,) = [tag["content"] or "" for tag in Page(made).every("meta") if "http-equiv" in tag]
-    assert policy.startswith("default-src 'none'; style-src 'sha256-")
-    assert "url(" not in made
-    assert "@import" not in made
-    assert "prefers-color-scheme: dark" in made
 
 
 def test_a_page_names_models_figures_thinking_and_endings() -> None:
     made = conversation("Because.", thinking="Hm.", metrics=METRICS)
     page = Page(to_html(made))
-    for text in (
-        "Bandwidth",
-        "org/model",
-        "You",
-        "Thought for 2.0 s",
-        "Hm.",
-        "cut off at the length limit",
-        "9.75 tok/s",
-    ):
+    for text in ("Bandwidth", "org/model", "You", "Thought for 2.0 s", "Hm.", "stopped: the token limit", "9.75 tok/s"):
         assert text in page.text
-    assert "30 prompt tokens, 10 of them cached" in page.text
+    assert "prompt: 30 tokens, 10 of them cached; read in 0.4 s" in page.text
     assert len(page.every("details")) == 1
     unmeasured = Page(to_html(conversation("Because."))).text
     assert "tok/s" not in unmeasured, "what was not measured is not named"
@@ -648,7 +640,7 @@ def test_our_markdown_holds_what_a_page_shows() -> None:
     back = parse(to_markdown(made), now=0.0)
     figures = re.compile(r'<p class="figures">.*?</p>\n?', re.DOTALL)
     assert figures.sub("", to_html(back)) == figures.sub("", to_html(made))
-    assert "cut off at" in to_html(back)
+    assert "stopped: the token limit" in to_html(back)
 
 
 def test_calls_and_their_results_come_back_from_every_file() -> None:

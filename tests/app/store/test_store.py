@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from tokamac.app.store import export
-from tokamac.app.store.messages import ID_CHARS
-from tokamac.app.store.search import MAX_CHARS, SNIPPET_CHARS, joined, parse, unmarked, window
+from tokamac.app.store.messages import ID_CHARS, MAX_CHARS, SNIPPET_CHARS, joined, parse, unmarked, window
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import TITLE_CHARS, Archive, Attachment, StoredChat, StoredMessage, StoreError, title_of
 

@@ -7,13 +7,13 @@ Where a change is meant, look at the difference, then take the new pictures:
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from textual.widgets import Input, TextArea
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, strips_of
 from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app import settings
 from tokamac.app.settings import Settings
@@ -23,36 +23,54 @@ from tokamac.engine import metrics as rates
 from tokamac.engine.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "snapshots"
+# Where pictures are left that are not as before, to be looked at or uploaded.
 FAILED = Path(__file__).parents[3] / "build" / "screens"
-"""Where pictures are left that are not as before, to be looked at or uploaded."""
 RENEW = os.environ.get("TOKAMAC_SNAPSHOTS") == "renew"
+# How often it is looked, and how long nothing may move until a picture is taken: as it was before, unknown before, or
+# other.
 STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.04, 0.08, 0.5, 8.0
-"""How often it is looked, and how long nothing may move until a picture is taken: as it was before, unknown before, or other."""
 SIZES = [(80, 24), (120, 40)]
-THEMES = ["tokamac-dark", "terminal"]
-NO_HUB = "http://127.0.0.1:9"
-"""Where nobody answers, at once."""
+THEME = "tokamac-dark"
+# In the terminal's own theme the chat is drawn each time, and the rest where everything is.
+THEMES = [THEME, pytest.param("terminal", marks=pytest.mark.exhaustive)]
+# Pictures are of the first size and theme. These are of the second size as well, and these of the terminal's theme.
+WIDE = {"chat", "chat-gauges", "chat-writing", "chats", "model-list", "settings", "what-if", "what-if-roof"}
+IN_TERMINAL = {"chat-failed", "chat-thinking", "chat-tour", "chat-writing"}
+NO_HUB = "http://127.0.0.1:9"  # where nobody answers, at once
+# What differs from run to run, and what of the same width stands for it.
 CHANGING = [(re.compile(r"(?<= ago · )\w{3} \d\d:\d\d · fast · [a-z2-7]{8}\b"), "Day 12:00 · fast · chat-id-")]
-"""What differs from run to run, and what of the same width stands for it."""
 
 
 class Album:
-    """The pictures taken in one theme, by the names of their files."""
+    """The pictures taken in one theme, by the names of their files. points: how what is pointed at looks, where nothing is kept."""
 
-    def __init__(self, theme: str) -> None:
+    def __init__(self, theme: str, points: str = "") -> None:
         self.theme = theme
+        self.points = points
         self.found: dict[str, str] = {}
+        self.kept: set[str] = set()
 
-    async def take(self, c: Chat, name: str) -> None:
-        """Take a picture of the screen as it is, once nothing moves."""
+    async def take(self, c: Chat, name: str, *, points: bool = False) -> None:
+        """Take a picture of the screen as it is, once nothing moves. points: something is pointed at."""
         file = f"{name}-{c.app.size.width}x{c.app.size.height}-{self.theme}.txt"
+        kept = {SIZES[0]: self.theme == THEME or name in IN_TERMINAL, SIZES[1]: self.theme == THEME and name in WIDE}
+        if kept[c.app.size.width, c.app.size.height]:
+            self.kept.add(file)
         before = FOLDER / file
         assert file not in self.found
-        self.found[file] = await settled(c, before.read_text("utf-8") if before.exists() and not RENEW else None)
+        known = file in self.kept and before.exists() and not RENEW
+        if known:
+            self.found[file] = await settled(c, before.read_text("utf-8").__eq__, DIFFERENT_S)
+        else:
+            self.found[file] = await settled(c, lambda now: points and self.has_pointed(now), NEW_S)
 
-    async def take_at(self, c: Chat, name: str, sizes: Sequence[tuple[int, int]] = SIZES) -> None:
-        """Take one at each of these sizes."""
-        for size in sizes:
+    def has_pointed(self, picture: str) -> bool:
+        """Whether something in a picture looks pointed at."""
+        return bool(self.points and re.search(self.points, picture.rpartition("\n\n")[2]))
+
+    async def take_at(self, c: Chat, name: str) -> None:
+        """Take one at each size that it is kept in."""
+        for size in SIZES if name in WIDE and self.theme == THEME else SIZES[:1]:
             await resized(c, size)
             await self.take(c, name)
 
@@ -60,10 +78,10 @@ class Album:
         """Compare them all with what was right before; the terminal's own theme has its sixteen colours and no other."""
         if RENEW:
             FOLDER.mkdir(exist_ok=True)
-            for name, picture in self.found.items():
-                (FOLDER / name).write_text(picture, encoding="utf-8")
-        before = {name: (FOLDER / name).read_text(encoding="utf-8") for name in self.found}
-        different = [name for name in self.found if self.found[name] != before[name]]
+            for name in self.kept:
+                (FOLDER / name).write_text(self.found[name], encoding="utf-8")
+        before = {name: (FOLDER / name).read_text(encoding="utf-8") for name in self.kept}
+        different = [name for name in before if self.found[name] != before[name]]
         for name in different:
             FAILED.mkdir(parents=True, exist_ok=True)
             (FAILED / name).write_text(self.found[name], encoding="utf-8")
@@ -79,15 +97,14 @@ async def resized(c: Chat, size: tuple[int, int]) -> None:
     c.app.animation_level = "none"  # what is still moving when the window changes ends where it would have ended before
     if c.app.size != size:
         await c.pilot.resize_terminal(*size)
-        c.app.chat.show()
+        c.app.view.redraw()
 
 
-async def settled(c: Chat, expected: str | None) -> str:
-    """What is drawn once nothing moves. What differs from ``expected`` is given more time: a machine that is busy draws late."""
-    c.app.clear_notifications()
+async def settled(c: Chat, is_right: Callable[[str], bool], rest_s: float) -> str:
+    """What is drawn once nothing moves. What is not right is given more time: a machine that is busy draws late."""
     last, same_since = "", time.monotonic()
-    rest_s = NEW_S if expected is None else DIFFERENT_S
-    while time.monotonic() - same_since < (STILL_S if expected == last else rest_s):
+    while time.monotonic() - same_since < (STILL_S if is_right(last) else rest_s):
+        c.app.clear_notifications()  # one may come late
         still(c)
         await c.pilot.pause(STEP_S)
         if (now := drawn(c)) != last:
@@ -110,7 +127,7 @@ def drawn(c: Chat) -> str:
     """The screen as text: its rows, then the runs of cells that look alike in each, then how they look."""
     screen = c.app.screen
     rows, runs, styles = [], [], {}
-    for strip in screen._compositor.render_strips(screen.size):
+    for strip in strips_of(screen):
         text = "".join(segment.text for segment in strip)
         for pattern, instead in CHANGING:
             text = pattern.sub(instead, text)

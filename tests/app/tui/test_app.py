@@ -16,30 +16,36 @@ from textual._xterm_parser import XTermParser
 from textual.events import Key
 from textual.geometry import Offset
 from textual.selection import Selection
-from textual.widgets import Button, Input, OptionList, TextArea
+from textual.widgets import Input, OptionList, TextArea
 
 from tests.app.chat.test_session import METRICS
 from tests.app.conftest import Chat
-from tests.scripted_engine import SCENARIOS, SCRIPTED
+from tests.scripted_engine import ANSWER, SCENARIOS, SCRIPTED, model_spec
 from tests.tiny import make_tiny
 from tokamac.app import settings
-from tokamac.app.backend.chat_server import Serving
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.command_process import Ended
-from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo, ReplyEvent, RequestFailed
+from tokamac.app.backend.processes import Ended, Serving
+from tokamac.app.backend.protocol import Generate, Load, Loaded, ReplyEvent, RequestFailed
 from tokamac.app.chat import external_programs
 from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
-from tokamac.app.chat.guide_chat import GuideChat
+from tokamac.app.chat.connection import GuideChat
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.tui import build
-from tokamac.app.tui.actions.model import take_model
-from tokamac.app.tui.app import teach_alt_enter
+from tokamac.app.models import local
 from tokamac.app.tui.markdown.turns import ReplyMessage, UserMessage
+from tokamac.app.tui.run import build
 from tokamac.app.tui.screens import help as screens_help
 from tokamac.app.tui.screens.chat import ChatScreen
-from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, GuideScreen, HelpScreen, help_text
-from tokamac.app.tui.screens.keys import KeyPress, KeysScreen, ThemeScreen
+from tokamac.app.tui.screens.help import (
+    GROUPS,
+    KEY_COLUMN,
+    GuideScreen,
+    HelpScreen,
+    KeyPress,
+    KeysScreen,
+    ThemeScreen,
+    help_text,
+)
 from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.widgets.transcript import ALONE, ELSE, HINTS, TOUR, Welcome, with_keys
@@ -64,7 +70,7 @@ async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
         await c.phase(EnginePhase.IDLE)
         text = await c.ask("Why is decode slow?")
         assert "every weight once per token" in text
-        assert re.match(r"[\d.,]+ tok/s · \d+ tokens · first token ", text.splitlines()[-1].strip())
+        assert re.match(r"([\d.,]+ tok/s · )?\d+ tokens .*· first token ", text.splitlines()[-1].strip())
         assert "Took " not in text
         assert "Nothing leaves it" not in c.screen_text()
         assert c.prompt.text == ""
@@ -88,7 +94,7 @@ async def test_a_prompt_sent_before_the_model_is_loaded_is_answered(chat: Start)
 async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
     async with chat("slow") as c:
         await c.send("hi")
-        await c.until(lambda: c.session.live and c.session.live.metrics.generated_tokens > 3)
+        await c.until(lambda: c.session.progress.live and c.session.progress.live.metrics.generated_tokens > 3)
         await c.pilot.press("escape")
         await c.phase(EnginePhase.IDLE)
         text = c.shown(c.replies[-1])
@@ -101,7 +107,7 @@ async def test_regenerate_replaces_the_last_reply(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ask("hi")
         first = c.replies[-1]
-        await c.pilot.press("ctrl+r")
+        await c.pilot.press("ctrl+x", "r")
         await c.until(lambda: c.session.turns[-1].reply and c.replies[-1] is not first)
         assert len(c.replies) == 1
         assert [type(message) for message in c.transcript.messages] == [UserMessage, ReplyMessage]
@@ -122,9 +128,25 @@ async def test_a_backslash_at_the_end_of_the_line_breaks_it(chat: Start) -> None
         assert c.prompt.text == "a\nb"
 
 
-def test_alt_enter_of_a_plain_terminal_is_known() -> None:
-    teach_alt_enter()
-    assert [event.key for event in XTermParser().feed("a\x1b\rb") if isinstance(event, Key)] == ["a", "alt+enter", "b"]
+@pytest.mark.parametrize(
+    ("sent", "keys"),
+    [
+        ("a\x1b\rb", ["a", "alt+enter", "b"]),
+        ("\x1bhello", ["escape", *"hello"]),
+        ("\x1bWhy?", ["escape", *"Why", "question_mark"]),
+        ("\x1b/\x1bx", ["escape", "/", "escape", "x"]),
+        ("\x1bex", ["alt+e", "x"]),  # which was bound
+        ("\x1bf\x1bOP\x1b[A\x1b[1;3D", ["ctrl+right", "f1", "up", "alt+left"]),
+    ],
+)
+async def test_escape_and_what_is_typed_right_after_it_are_heard(
+    chat: Start, tmp_path: Path, sent: str, keys: list[str]
+) -> None:
+    (tmp_path / "settings.toml").write_text('keys.explain = "alt+e"\n')
+    async with chat("fast"):
+        heard = [event for event in XTermParser().feed(sent) if isinstance(event, Key)]
+    assert [event.key for event in heard] == keys
+    assert all(event.character == event.key for event in heard if len(event.key) == 1)
 
 
 async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
@@ -187,7 +209,7 @@ async def test_thinking_is_open_while_live_and_folded_after(chat: Start) -> None
 async def test_prefill_shows_how_much_is_left(chat: Start) -> None:
     async with chat("prefill") as c:
         await c.send("hi")
-        await c.until(lambda: c.session.prefill and c.session.prefill.done > 2000)
+        await c.until(lambda: c.session.progress.prefill and c.session.progress.prefill.done > 2000)
         await c.until(lambda: "tokens ·" in c.screen_text() and " s left" in c.screen_text(), "an ETA")
         await c.pilot.press("escape")
         await c.phase(EnginePhase.IDLE)
@@ -259,7 +281,7 @@ async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: S
         await c.pilot.pause()
         assert isinstance(c.app.screen, ModelScreen)
         await c.pilot.press("escape")
-        take_model(c.app.chat, "fast")  # as the list does with a row, or /model with a name
+        c.app.view.library.choose("fast")  # as the list does with a row, or /model with a name
         await c.phase(EnginePhase.IDLE)
         assert c.prompt.text == "draft"
 
@@ -272,8 +294,8 @@ async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path:
             await c.pilot.pause()
             assert c.app.screen.query_one(OptionList).option_count >= 2
             await c.pilot.press("escape")
-            take_model(c.app.chat, model)
-            await c.until(lambda: not c.session.engine.busy and isinstance(c.app.screen, type(c.app.chat)))
+            c.app.view.library.choose(model)
+            await c.until(lambda: not c.session.engine.busy and isinstance(c.app.screen, type(c.app.view)))
             assert (f'model = "{model}"' in (tmp_path / "settings.toml").read_text()) is kept
         assert c.session.engine.info.name == "steady"
 
@@ -281,20 +303,22 @@ async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path:
 async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        await c.pilot.press("ctrl+t")
-        await c.pilot.pause()
-        screen = c.app.screen
-        assert isinstance(screen, SettingsScreen)
-        screen.query_one("#temperature", Input).value = "hot"
-        await c.pilot.press("enter")
+        screen = await c.opened("ctrl+t", SettingsScreen)
+        assert len(screen.query("*")) < 10, "each of a hundred settings is a row, none is a widget"
+        await c.write_setting("temperature", "hot")
         await c.until(lambda: "'hot' is not valid" in c.screen_text())
-        assert screen.query_one("#temperature").has_focus
-        screen.query_one("#temperature", Input).value = "99"
+        assert screen.query_one("#value").has_focus
+        screen.query_one("#value", Input).value = "99"
         await c.pilot.press("enter")
         await c.until(lambda: "out of range" in c.screen_text())
-        screen.query_one("#temperature", Input).value = "0.5"
-        screen.query_one("#key_bits", Input).value = "8"
+        screen.query_one("#value", Input).value = "0.5"
         await c.pilot.press("enter")
+        await c.find_setting("key_bits")
+        await c.pilot.press("right")
+        await c.until(lambda: "● Key bits            8 " in c.screen_text(), "the next choice")
+        assert c.session.engine.load.kv.key_bits == 16, "what reloads the model waits until the list is closed"
+        await c.close_settings()
+        await c.until(lambda: "Saved: temperature 0.5, key_bits 8." in c.notices)
         await c.until(lambda: c.session.engine.load.kv.key_bits == 8 and c.session.engine.phase is EnginePhase.IDLE)
         assert c.session.sampling.temperature == 0.5
         written = (tmp_path / "settings.toml").read_text()
@@ -316,9 +340,9 @@ async def test_help_names_every_action(chat: Start) -> None:
     async with chat("fast", size=(100, 60)) as c:
         await c.opened("f1", HelpScreen)
         await c.pilot.press(*"regenerate")
-        await c.until(lambda: "Ctrl+R" in c.screen_text(), "the key")
+        await c.until(lambda: "Ctrl+X R" in c.screen_text(), "the key")
         await c.pilot.press("escape", "escape")  # the first gives the search up
-        assert c.app.screen is c.app.chat
+        assert c.app.screen is c.app.view
 
 
 async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None:
@@ -365,9 +389,9 @@ async def test_ctrl_c_closes_a_dialog_and_the_palette_unless_text_is_selected_th
     async with chat("fast") as c:
         for key in ("f1", "ctrl+t", "ctrl+l", "ctrl+x", "ctrl+p"):
             await c.pilot.press(key)
-            await c.until(lambda: c.app.screen is not c.app.chat, key)
+            await c.until(lambda: c.app.screen is not c.app.view, key)
             await c.pilot.press("ctrl+c")
-            await c.until(lambda: c.app.screen is c.app.chat, key)
+            await c.until(lambda: c.app.screen is c.app.view, key)
         screen = await c.opened("f1", HelpScreen)
         await c.pilot.press(*"model")
         screen.query_one(Input).action_select_all()
@@ -380,11 +404,11 @@ async def test_the_leader_and_a_letter_do_what_a_key_does_and_cut_what_is_select
         await c.pilot.press("ctrl+x", "h")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen))
         await c.pilot.press("escape", "ctrl+x", "ctrl+b")
-        await c.until(lambda: not c.app.chat.query_one("#panel").display)
+        await c.until(lambda: not c.app.view.query_one("#panel").display)
         await c.pilot.press("ctrl+x")
         await c.until(lambda: "W  What if" in c.screen_text())
         await c.pilot.press("q")
-        await c.until(lambda: c.app.screen is c.app.chat)
+        await c.until(lambda: c.app.screen is c.app.view)
         await c.type("some words")
         c.prompt.select_all()
         await c.pilot.press("ctrl+x")
@@ -417,7 +441,7 @@ async def test_keys_are_changed_in_the_app_conflicts_are_named_and_moved_and_res
         assert settings.load(file).settings.keys == {"leave": ()}
         assert "# of actions" in file.read_text()
         await c.pilot.press("escape", "ctrl+q")
-        await c.until(lambda: c.app.screen is c.app.chat)
+        await c.until(lambda: c.app.screen is c.app.view)
         await c.send("/keys leave default")
         await c.until(lambda: "leave (Quit): Ctrl+Q" in c.notices)
         await c.send("/keys leve f8")
@@ -435,7 +459,8 @@ async def test_themes_are_previewed_and_kept_only_when_chosen(chat: Start, tmp_p
         await c.until(lambda: c.app.theme == before)
         assert settings.load(tmp_path / "settings.toml").settings.theme in ("", before)
         await c.opened("ctrl+t", SettingsScreen)
-        c.app.screen.query_one("#choose-theme", Button).press()
+        await c.find_setting("theme")
+        await c.pilot.press("enter")
         await c.on(ThemeScreen)
         await c.pilot.press("down", "enter")
         await c.on(SettingsScreen)
@@ -452,7 +477,7 @@ async def test_the_help_is_searched_as_one_types(chat: Start) -> None:
         await c.pilot.press(*"zzzz")
         await c.until(lambda: "Nothing here has these words" in c.screen_text())
         await c.pilot.press("escape", "escape")
-        await c.until(lambda: c.app.screen is c.app.chat)
+        await c.until(lambda: c.app.screen is c.app.view)
 
 
 async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: Path) -> None:
@@ -497,15 +522,15 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         for key in ("f1", "ctrl+s", "ctrl+t", "ctrl+o"):
             await c.pilot.press(key)
-            await c.until(lambda: c.app.screen is not c.app.chat, key)
+            await c.until(lambda: c.app.screen is not c.app.view, key)
             await c.pilot.press("escape")
-            await c.until(lambda: c.app.screen is c.app.chat, "the chat")
+            await c.until(lambda: c.app.screen is c.app.view, "the chat")
 
 
 async def test_a_rolling_context_shows_what_rolled_out(chat: Start) -> None:
     async with chat("rolling", size=(120, 40)) as c:
         await c.ask("hi")
-        gone = c.session.metrics.prompt_tokens + c.session.metrics.generated_tokens - 64
+        gone = c.session.progress.metrics.prompt_tokens + c.session.progress.metrics.generated_tokens - 64
         await c.until(lambda: f"{gone} tokens" in c.screen_text(), "the gauge")
         assert "forgotten" in c.screen_text()
         assert "64 / 64" in c.screen_text() or "64 of 64" in c.screen_text()
@@ -517,11 +542,11 @@ async def test_a_server_on_the_chats_engine_is_told_with_a_panel_and_without(
 ) -> None:
     async with chat("fast", size=size) as c:
         await c.ready()
-        server = c.app.chat._server
+        server = c.app.chat.server
         server.job.begin()
         server._changed()
         await c.until(lambda: c.screen_text().count("server: starting") == 1)
-        server.job.take(Serving("http://127.0.0.1:11435", 1, 0))
+        server.job.receive(Serving("http://127.0.0.1:11435", 1, 0))
         server._changed()
         await c.until(lambda: c.screen_text().count("http://127.0.0.1:11435") == 1 and "1 request" in c.screen_text())
         server.job.ended(Ended(0, ""))
@@ -579,7 +604,7 @@ async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) ->
         c.session.sampling = Sampling(temperature=0.0)
         await c.send("on and on")
         await c.phase(EnginePhase.DECODING)
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
         await c.phase(EnginePhase.IDLE)
         assert c.session.turns[2].reply.ending == "cancelled"
 
@@ -611,16 +636,19 @@ async def test_leaving_as_it_begins_is_no_error(tmp_path: Path, turns: int, caps
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """What begins after the first drawing waits until this is called, as on a very busy machine."""
-    waiting: list[Callable[[], object]] = []
+    waiting: list[Callable[[], object]] | None = []
     real = ChatScreen.call_after_refresh
 
     def later(self: ChatScreen, callback: Callable[..., object], *arguments: Any) -> bool:
+        if waiting is None:
+            return real(self, callback, *arguments)
         waiting.append(partial(real, self, callback, *arguments))
         return True
 
     def now() -> None:
-        monkeypatch.setattr(ChatScreen, "call_after_refresh", real)
-        for each in waiting:
+        nonlocal waiting
+        begins, waiting = waiting or [], None
+        for each in begins:
             each()
 
     monkeypatch.setattr(ChatScreen, "call_after_refresh", later)
@@ -641,7 +669,10 @@ async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
         assert kept(c) == ["one", "two"]
 
 
-async def test_a_command_that_is_given_before_the_engine_starts_is_done(begin: Callable[[], None], chat: Start) -> None:
+async def test_a_command_that_is_given_before_the_engine_starts_is_done(
+    begin: Callable[[], None], chat: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "resolve", str)  # scenarios are in no catalogue
     async with chat("fast") as c:
         await c.send("/model steady")
         begin()
@@ -660,7 +691,7 @@ DRAWN = """
 import sys
 from pathlib import Path
 from tokamac.app.chat.start import ChatOptions
-from tokamac.app.tui import FRAMES_PER_S, build
+from tokamac.app.tui.run import FRAMES_PER_S, build
 assert "textual" not in sys.modules
 build(ChatOptions(settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Path(sys.argv[1]) / "log"))
 from textual.screen import UPDATE_PERIOD
@@ -669,12 +700,12 @@ print(UPDATE_PERIOD == 1 / FRAMES_PER_S)
 BEFORE_THE_FIRST_FRAME = """
 import sys
 import tokamac.app.tui.app
-later = "markdown_it", "tokamac.app.latex", "tokamac.engine.model.config", "tokamac.engine.text.tokenizer", "tomlkit", "mcp"
+later = "markdown_it", "tokamac.app.text.latex", "tokamac.engine.model.config", "tokamac.engine.text.tokenizer", "tomlkit", "mcp"
 print(*(name for name in later if name in sys.modules))
 """
 GARBAGE = """
 import gc
-from tokamac.app.tui import look_for_garbage_rarely
+from tokamac.app.tui.run import look_for_garbage_rarely
 before = gc.get_threshold()
 look_for_garbage_rarely()
 print(gc.get_freeze_count() > 0 and gc.isenabled() and before[:2] == gc.get_threshold()[:2] and before[2] < gc.get_threshold()[2])
@@ -793,7 +824,7 @@ def test_a_question_waits_for_the_guide_and_what_was_said_before_goes_with_the_n
     guidance = GuideChat()
     assert guidance.start() == [Load("guide")]
     assert guidance.ask("one?") == []
-    (first,) = guidance.on_event(Loaded(ModelInfo("guide")))
+    (first,) = guidance.on_event(Loaded(model_spec("guide")))
     assert isinstance(first, Generate)
     assert guidance.busy
     guidance.on_event(ReplyEvent(first.id, TextChunk("a\x1b[2J")))
@@ -894,6 +925,63 @@ async def test_it_is_said_of_the_guide_and_of_no_other_model(chat: Start) -> Non
         await c.until(lambda: ALONE in lines(c), "what the guide is for")
         assert "Ctrl+O get a model for real chats" in lines(c)
         c.session.engine.load = replace(c.session.engine.load, model="fast")  # as when another is chosen
-        c.app.chat.show()
+        c.app.view.redraw()
         await c.until(lambda: ALONE not in lines(c), "the welcome of another model")
         assert "Ctrl+O choose or get a model" in lines(c)
+
+
+# A reply that repeats itself, a context that is full, a prompt that fails.
+
+
+async def test_a_reply_that_repeats_itself_goes_on_by_a_key_and_ends_without_it(chat: Start) -> None:
+    async with chat("loops") as c:
+        await c.send("one")
+        await c.until(lambda: c.session.loop is not None, "a loop")
+        told = "repeats itself: 256 tokens left · Ctrl+K keeps it going"
+        await c.until(lambda: told in c.screen_text(), "what is told of it")
+        await c.pilot.press("ctrl+k")
+        await c.phase(EnginePhase.IDLE)
+        assert ANSWER.splitlines()[-1] in c.session.turns[-1].reply.text
+        await c.send("two")
+        await c.until(lambda: c.session.loop is not None, "a loop")
+        await c.pilot.press("escape")
+        await c.phase(EnginePhase.IDLE)
+        await c.type("left right")
+        for key in ("ctrl+a", "ctrl+k"):  # with no loop the key is the input box's
+            await c.pilot.press(key)
+        assert c.prompt.text == ""
+
+
+async def test_at_a_full_context_what_helps_stands_below_the_reply_and_works(chat: Start) -> None:
+    async with chat("fills") as c:
+        await c.ask("one")
+        assert c.session.turns[-1].reply.ending == "full"
+        told = "stopped: the context is full · /undo drops it · /shorter rewrites it"
+        await c.until(lambda: told in c.shown(c.replies[-1]), "what helps")
+        await c.send("/shorter 10")
+        await c.until(
+            lambda: c.session.turns[-1].reply and c.session.turns[-1].reply.ending == "length", "a shorter one"
+        )
+        assert c.session.turns[-1].reply.metrics.generated_tokens == 10
+        await c.send("/undo")
+        await c.until(lambda: not c.session.turns, "the turn taken back")
+        assert c.prompt.text == "one"
+        c.prompt.clear()
+        await c.send("/set on_full roll")
+        await c.until(lambda: c.session.engine.load.kv.on_full == "roll", "the policy")
+
+
+async def test_a_failed_prompt_comes_back_into_an_empty_box_alone_and_is_replaced_when_sent_again(chat: Start) -> None:
+    async with chat("fails") as c:
+        await c.type("meanwhile")
+        c.app.chat.perform(c.session.submit("one"))
+        await c.until(lambda: c.session.turns and c.session.turns[-1].reply, "the failure")
+        assert c.prompt.text == "meanwhile"
+        c.prompt.clear()
+        await c.send("two")
+        await c.until(lambda: c.prompt.text == "two", "the prompt")
+        assert c.prompts == ["one", "two"]
+        c.prompt.submit()
+        await c.until(lambda: c.session.turns[-1].reply and c.session.turns[-1].reply.ending == "stop", "a reply")
+        assert c.prompts == ["one", "two"]
+        assert c.prompt.text == ""

@@ -13,19 +13,18 @@ from textual.widgets import Input, OptionList, Static, TextArea
 from tests.app.conftest import Chat
 from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
 from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.controller import GIVEN_UP
 from tokamac.app.chat.conversation import MessageNode, Reply, Tree
 from tokamac.app.chat.listing import ChatSearch
 from tokamac.app.chat.preferences import SystemDrafts, Written
 from tokamac.app.chat.recording import SAVED
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
-from tokamac.app.tui.actions import chats
-from tokamac.app.tui.actions.chats import GIVEN_UP, jump
 from tokamac.app.tui.app import RESTORE, SAVE, terminal_title
 from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
-from tokamac.app.tui.screens import Tick
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import ChatsScreen
+from tokamac.app.tui.screens.dialog import Tick
 from tokamac.app.tui.screens.settings import NOT_USED, SettingsScreen, SystemScreen
 from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Welcome
@@ -57,7 +56,7 @@ async def test_a_prompt_is_stored_before_its_reply_is_and_the_reply_with_its_fig
     async with chat("slow") as c:
         await ready(c)
         await c.send("What is decode?")
-        await c.until(lambda: c.session.live and c.session.live.metrics.generated_tokens > 1)
+        await c.until(lambda: c.session.progress.live and c.session.progress.live.metrics.generated_tokens > 1)
         _, messages = kept()
         assert [(m.role, m.state) for m in messages] == [("user", "complete"), ("assistant", "partial")]
         await c.pilot.press("escape")
@@ -66,7 +65,7 @@ async def test_a_prompt_is_stored_before_its_reply_is_and_the_reply_with_its_fig
         assert stored.title == "What is decode?"
         assert [(m.role, m.state) for m in messages] == [("user", "complete"), ("assistant", "stopped")]
         assert messages[1].text == c.session.turns[-1].reply.text
-        assert messages[1].metrics["metrics"]["generated_tokens"] == c.session.metrics.generated_tokens
+        assert messages[1].metrics["metrics"]["generated_tokens"] == c.session.progress.metrics.generated_tokens
 
 
 async def test_a_chat_is_opened_again_with_its_figures_and_goes_on(chat: Start, kept: Any) -> None:
@@ -92,7 +91,7 @@ async def test_the_list_names_the_model_that_replied_last(chat: Start, kept: Any
         await ready(c)
         await c.ask("one")
         assert kept()[0].model == "fast"
-        c.app.chat.do("choose_model", "steady")
+        c.app.view.library.choose("steady")
         await c.until(lambda: c.session.engine.info and c.session.engine.info.name == "steady")
         assert kept()[0].model == "fast"  # nothing was asked of the other yet
         await c.ask("two")
@@ -344,7 +343,7 @@ async def test_the_terminal_is_named_after_the_chat_and_has_its_title_back_at_th
         assert SAVE + terminal_title("") in written()
         await c.ask("Why is decode slow?")
         await c.until(lambda: "\x1b]2;Why is decode slow? · tokamac\a" in written(), "the chat's name")
-        c.app.chat.do("new_chat")
+        c.app.view.do("new_chat")
         await c.until(lambda: written().rindex(terminal_title("")) > written().rindex("slow? ·"), "the app's alone")
     stream = written()
     assert stream.count(SAVE) == stream.count(RESTORE) == 1
@@ -383,7 +382,7 @@ async def edit(c: Chat, text: str) -> None:
 
 
 async def open_chat(c: Chat, name: str) -> None:
-    c.app.chat.do("open", name)
+    c.app.view.do("open", name)
     await c.until(lambda: c.held == name)
 
 
@@ -429,7 +428,7 @@ async def test_a_fork_ends_an_edit(chat: Start) -> None:
         await c.ask("one")
         first = c.held
         await edit(c, "one")
-        c.app.chat.do("fork")
+        c.app.view.do("fork")
         await c.until(lambda: c.held != first)
         assert c.prompt.text == ""
         await c.ask("two")
@@ -590,14 +589,14 @@ async def test_what_is_typed_before_the_last_chat_is_there_goes_into_it(
 ) -> None:
     def typed_before(screen: ChatScreen) -> None:
         screen.query_one(Prompt).insert("typed at once")
-        open_store(screen)
+        begin_recording(screen)
 
-    open_store = chats._open_store
+    begin_recording = ChatScreen.begin_recording
     async with chat("fast") as c:
         await c.ready()
         await c.ask("one")
         await c.type("half a thought")
-    monkeypatch.setattr(chats, "_open_store", typed_before)
+    monkeypatch.setattr(ChatScreen, "begin_recording", typed_before)
     async with chat("fast", resume=True) as c:
         await c.ready()
         await c.until(lambda: c.prompts == ["one"])
@@ -616,7 +615,7 @@ def text(screen: SystemScreen) -> str:
 
 async def left(c: Chat) -> None:
     await c.pilot.press("escape")
-    await c.until(lambda: c.app.screen is c.app.chat)
+    await c.until(lambda: c.app.screen is c.app.view)
 
 
 async def seen(c: Chat) -> str:
@@ -666,7 +665,7 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
         await left(c)
         await c.ask("about pears")  # from here on it is a chat of its own
         assert await seen(c) == "pears"
-        c.app.chat.library.load("slow")
+        c.app.view.library.load("slow")
         await c.until(lambda: c.session.engine.load.model == "slow" and c.session.engine.phase is EnginePhase.IDLE)
         assert await seen(c) == "pears"
         await c.pilot.press("ctrl+n")
@@ -708,24 +707,24 @@ def test_what_was_written_in_a_new_chat_goes_with_it_once_it_is_kept() -> None:
     drafts.keep("a", one)
     drafts.keep(None, other)
     drafts.begun("b")
-    assert (drafts.of("a"), drafts.of("b"), drafts.of(None)) == (one, other, None)
+    assert (drafts.get("a"), drafts.get("b"), drafts.get(None)) == (one, other, None)
     drafts.begun("c")
     drafts.keep("a", None)
-    assert (drafts.of("a"), drafts.of("b"), drafts.of("c")) == (None, other, None)
+    assert (drafts.get("a"), drafts.get("b"), drafts.get("c")) == (None, other, None)
 
 
-async def test_settings_that_were_changed_and_not_saved_are_said_to_be_as_they_were(chat: Start) -> None:
-    said = "Your changes were not saved. Enter saves them."
+async def test_a_change_of_settings_is_taken_back_before_it_is_saved(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
-        for value in ("", "0.25"):
-            await c.pilot.press("ctrl+t")
-            await c.until(lambda: isinstance(c.app.screen, SettingsScreen))
-            box = c.app.screen.query_one("#temperature", Input)
-            box.value = value or box.value
-            before = c.session.sampling
-            await left(c)
-            assert (said in c.notices, c.session.sampling) == (bool(value), before)
+        before = c.session.sampling
+        await c.opened("ctrl+t", SettingsScreen)
+        await c.write_setting("temperature", "0.25")
+        await c.write_setting("top_k", "9")
+        await c.find_setting("temperature")
+        await c.pilot.press("ctrl+z", "ctrl+z")
+        await c.close_settings()
+        assert c.session.sampling == before
+        assert "Saved" not in c.notices
 
 
 # System messages of a chat on the screen: they stay there, and can be gone to.
@@ -803,7 +802,7 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
     async with chat("fast", size=(80, 20)) as c:
         await opened(c)
         for key, word in ((5, "shout"), (3, "whisper")):
-            jump(c.app.chat, key)
+            c.app.view.dialogs.jump(key)
             await c.until(lambda word=word: word in c.screen_text(), word)
             assert c.transcript.selected == 2
             assert c.transcript.has_focus
@@ -816,7 +815,7 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
 async def test_one_at_the_beginning_has_none_before_it(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", size=(80, 20)) as c:
         await imported(c, tmp_path, FIRST)
-        jump(c.app.chat, 1)
+        c.app.view.dialogs.jump(1)
         await c.pilot.pause()
         assert c.transcript.selected == 2
         assert "shout" in c.screen_text()

@@ -17,15 +17,13 @@ from textual.app import App, ComposeResult
 from textual.geometry import Region
 from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, strips_of
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tests.tiny import make_tiny
-from tokamac.app import speculation_gain, units
-from tokamac.app.at_once import sentence
+from tests.waiting import PATIENCE_S
 from tokamac.app.backend import protocol
-from tokamac.app.backend.advice import Advisor, answers
-from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess
-from tokamac.app.backend.outbox import Outbox
+from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess, Outbox
+from tokamac.app.backend.engine_client import Advisor, answers
 from tokamac.app.backend.protocol import (
     Answer,
     CaseLine,
@@ -38,34 +36,50 @@ from tokamac.app.backend.protocol import (
     Spot,
     Where,
 )
+from tokamac.app.chat.controller import first_question
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import PRIMER, primer_is_new
+from tokamac.app.chat.reply_steps import NOT_REPORTED, ReplySteps
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.chat.what_if_form import CHIP_CHOICES, FormError, first_question, question_of, texts_of
-from tokamac.app.reply_steps import NOT_REPORTED, ReplySteps
+from tokamac.app.reports import what_if
+from tokamac.app.reports.what_if import capacity_sentence
+from tokamac.app.text import units
 from tokamac.app.tui.screens import whatif
-from tokamac.app.tui.screens.figure import ExplainScreen, FigureScreen, explanation, shares
+from tokamac.app.tui.screens.explain import ExplainScreen, FigureScreen, StepsScreen, StepStrip, explanation, shares
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
-from tokamac.app.tui.screens.steps import StepsScreen, StepStrip
-from tokamac.app.tui.screens.whatif import WhatIfScreen
-from tokamac.app.tui.widgets.gauges import POINTER, Gauges
-from tokamac.app.tui.widgets.plots import RoofPlot, curve_text, even_steps, powers_of_ten, roof_text
+from tokamac.app.tui.screens.whatif import (
+    CHIP_CHOICES,
+    FormError,
+    RoofPlot,
+    WhatIfScreen,
+    curve_text,
+    even_steps,
+    powers_of_ten,
+    question_of,
+    roof_text,
+    texts_of,
+)
 from tokamac.app.tui.widgets.prompt_input import Prompt
+from tokamac.app.tui.widgets.status import POINTER, Gauges
 from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.metrics import Outlier
 from tokamac.engine.options import KVSpec, Sampling
-from tokamac.engine.perf import measurement_store
+from tokamac.engine.perf import hardware
 from tokamac.engine.perf.inspection import model_ref
-from tokamac.engine.perf.machine import elsewhere
 from tokamac.engine.perf.memory import MemoryFit
-from tokamac.engine.perf.what_if import WhatIfCase, notes, table
+from tokamac.engine.perf.what_if import WhatIfCase, elsewhere, notes, table
 from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
 
 # F2: a reply's diagnosis on the screen, in windows of every size, with a real child process and a scripted engine
 # behind it.
 
 Start = Callable[..., Any]
+
+
+def answers_of(screen: WhatIfScreen) -> dict[Any, Any]:
+    """Return what the screen was answered, by what it asked for."""
+    return screen._answers
 
 
 def text_of(chat: Any) -> str:
@@ -189,6 +203,20 @@ async def test_a_reply_is_walked_step_by_step(chat: Start, size: tuple[int, int]
         assert not isinstance(c.app.screen, StepsScreen)
 
 
+async def test_s_in_f2_walks_through_the_reply_that_f2_shows(chat: Start) -> None:
+    async with chat("guide", size=(200, 50)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        await c.ask("Why is that so?")
+        await c.pilot.press("f2")
+        await c.until(lambda: isinstance(c.app.screen, ExplainScreen), "the last reply")
+        await c.pilot.press("left", "s")
+        await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
+        await c.until(
+            lambda: "read, of 5 tokens" in shown_steps(c), "of the first reply, after its prompt and one token"
+        )
+
+
 async def test_steps_of_an_engine_that_died_end_and_are_computed_again(chat: Start) -> None:
     async with chat("guide") as c:
         await c.phase(EnginePhase.IDLE)
@@ -240,8 +268,8 @@ async def test_steps_are_played_and_paused(chat: Start) -> None:
         await c.pilot.press("space")
         await c.until(lambda: shown_steps(c).splitlines()[0] != first, "a later step")
         await c.pilot.press("space", "plus")
+        await c.until(lambda: "×2" in str(c.app.screen.query_one("#steps").border_subtitle), "twice the speed")
         held = shown_steps(c).splitlines()[0]
-        assert "×2" in str(c.app.screen.query_one("#steps").border_subtitle)
         await c.pilot.pause(0.2)
         assert shown_steps(c).splitlines()[0] == held
 
@@ -277,7 +305,9 @@ async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why
     async with chat("slow") as c:
         await c.phase(EnginePhase.IDLE)
         await c.send("Why?")
-        await c.until(lambda: c.session.metrics is not None and c.session.metrics.generated_tokens, "figures")
+        await c.until(
+            lambda: c.session.progress.metrics is not None and c.session.progress.metrics.generated_tokens, "figures"
+        )
         c.end_engine()
         await c.until(lambda: c.session.turns[-1].reply, "its end")
         reply = c.session.turns[-1].reply
@@ -354,7 +384,7 @@ SIZE = (110, 30)
 
 
 def gauges(c: Chat) -> Gauges:
-    return c.app.chat.query_one(Gauges)
+    return c.app.view.query_one(Gauges)
 
 
 async def explained(c: Chat) -> str:
@@ -437,7 +467,7 @@ async def test_a_click_on_the_line_below_a_reply_explains_that_one(chat: Start) 
         await c.ask("one")
         await c.ask("two")
         rows = c.screen_text().splitlines()
-        y = next(y for y, row in enumerate(rows) if "tokens · first token" in row)
+        y = next(y for y, row in enumerate(rows) if "· first token" in row)
         await c.pilot.click(offset=(rows[y].index("first token"), y))
         await c.until(lambda: isinstance(c.app.screen, ExplainScreen), "the screen")
         await c.until(lambda: c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 2")
@@ -461,7 +491,7 @@ async def test_all_figures_are_shown_on_a_key_a_command_and_a_click_and_that_is_
                 await c.pilot.press("ctrl+b", "f5")
                 before = False  # they are all shown with the panel that was hidden
             await c.until(lambda before=before: c.app.chat.preferences.settings.all_figures is not before, way)
-        assert c.app.chat.query_one("#panel").display
+        assert c.app.view.query_one("#panel").display
         assert "all_figures = true" in (tmp_path / "settings.toml").read_text("utf-8")
 
 
@@ -473,8 +503,8 @@ async def test_a_chat_of_an_earlier_day_has_its_figures(chat: Start) -> None:
         await c.pilot.press("ctrl+n")
         await c.until(lambda: "Nothing measured yet." in c.screen_text())
         c.app.chat.open_chat(held)
-        await c.until(lambda: "LAST REPLY, SAVED EARLIER" in c.screen_text())
-        assert "tokens · first token" in c.screen_text()
+        await c.until(lambda: "LAST REPLY" in c.screen_text())
+        assert "· first token" in c.screen_text()
 
 
 async def test_labels_are_dimmer_than_values_in_the_terminals_own_colours(chat: Start, tmp_path: Path) -> None:
@@ -490,7 +520,7 @@ async def test_labels_are_dimmer_than_values_in_the_terminals_own_colours(chat: 
 async def test_what_the_figures_mean_is_told_below_the_first_reply_and_goes_with_the_next_prompt(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurement_store, "store_file", lambda name: tmp_path / name)
+    monkeypatch.setattr(hardware, "store_file", lambda name: tmp_path / name)
     async with chat("steady", size=(120, 60)) as c:
         await c.ask("one")
         meanings = [meaning[:18] for _, meaning in PRIMER]
@@ -506,7 +536,7 @@ async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None
     async with chat("fast", size=SIZE) as c:
         await c.phase(EnginePhase.IDLE)
         await c.pilot.press("ctrl+b")
-        await c.until(lambda: not c.app.chat.query_one("#panel").display)
+        await c.until(lambda: not c.app.view.query_one("#panel").display)
         await c.send("/gauges")
         await c.until(lambda: gauges(c).has_focus)
         await c.until(lambda: "first token" in c.screen_text())
@@ -533,7 +563,7 @@ async def test_while_a_reply_streams_only_rows_that_changed_are_drawn_and_nothin
             return refresh(*regions, layout=layout, **more)
 
         await c.send("And then?")
-        await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING and c.session.live is not None)
+        await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING and c.session.progress.live is not None)
         gauges(c).refresh = watched  # type: ignore[method-assign]
         await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE)
         assert drawn
@@ -662,7 +692,7 @@ def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path
     process = EngineProcess(CHILD_COMMAND, tmp_path / "log", events.put)
 
     def next_answer() -> protocol.WhatIf:
-        while not isinstance(event := events.get(timeout=80), protocol.WhatIf):
+        while not isinstance(event := events.get(timeout=PATIENCE_S), protocol.WhatIf):
             assert not isinstance(event, Died | protocol.RequestFailed), event
         return event
 
@@ -730,7 +760,7 @@ def test_the_gain_of_guesses_is_of_a_draft_model_that_is_known_and_the_best_widt
     for column, each in enumerate(found.guessers, 3):
         (marked,) = [row[0].plain for row in rows if "bold" in str(row[column].style)]
         assert marked == str(each.best)
-    assert "of guesses true: looked up, 3 at once" in speculation_gain.sentence(found)
+    assert "of guesses true: looked up, 3 at once" in what_if.gain_sentence(found)
     named = answer_to(replace(QWEN, wanted="guesses", draft="Qwen3-1.7B")).guesses
     assert named is not None
     assert named.guessers[1].name == "mlx-community/Qwen3-1.7B-4bit"
@@ -744,15 +774,15 @@ def test_a_prompt_longer_than_the_context_is_the_context_and_memory_is_the_other
     assert elsewhere.where == Where("Apple M1", 8, 16.0)
 
 
-def test_names_in_tables_are_no_markup_and_unknown_is_said() -> None:
+def test_names_in_tables_are_no_markup_and_what_is_unknown_is_left_empty() -> None:
     hostile = "[red]x[/] \x1b[2J"
     (model,) = whatif.model_rows([ModelLine(hostile, None, None, None, "tight", Figures())])
     (chip,) = whatif.chip_rows([ChipLine(hostile, None, Figures(fits=False))])
     (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, Figures(memory_bytes=5 * 10**9, fits=True))])
     assert model[0].plain.startswith("[red]x[/]")
     assert "\x1b" not in model[0].plain + chip[0].plain
-    assert [cell.plain for cell in model[2:]] == ["unknown"] * 6
-    assert [cell.plain for cell in chip[2:]] == ["no", "unknown", "unknown", "unknown"]
+    assert [cell.plain for cell in model[2:]] == [""] * 6
+    assert [cell.plain for cell in chip[2:]] == ["no", "", "", ""]
     assert [cell.plain for cell in case[:6]] == ["weights", "4 bits", "8,4", "4,096", "5.00 GB", "yes"]
     assert len(model) == len(whatif.MODELS)
     assert len(chip) == len(whatif.CHIPS)
@@ -850,7 +880,7 @@ async def test_a_tab_tells_how_many_replies_fit_at_once_at_every_size(chat: Star
         )
         assert "the last to come" in note(c)
         rows = width_cells(c)
-        found = screen._answers["at once"].at_once
+        found = answers_of(screen)["at once"].at_once
         assert [row[0] for row in rows] == [f"{each.replies:,}" for each in found.widths]
         assert [row[4] for row in rows][: len(rows) - 1] == ["yes"] * (len(rows) - 1)
         bars = [row[-1] for row in rows]
@@ -874,7 +904,8 @@ async def test_without_the_memory_how_many_fit_is_unknown_and_the_form_is_pointe
         answer = c.app.screen.query_one("#widths-text", Static)
         await c.until(lambda: "is unknown without the machine's memory. 8 give" in str(answer.render()), "it")
         assert "fill in the machine's memory" in note(c)
-        assert {row[4] for row in width_cells(c)} == {"unknown"}
+        shown = c.app.screen.query_one("#width-table", DataTable)
+        assert "fits" not in [str(column.label) for column in shown.ordered_columns], "nothing is known of it"
 
 
 def width(replies: int, *, expected_tps: float | None, ceiling_tps: float | None = 100.0) -> WidthOutcome:
@@ -909,7 +940,7 @@ SEVERAL = Capacity(
     ],
 )  # fmt: skip
 def test_one_sentence_answers_how_many_at_once(changes: dict[str, Any], said: str) -> None:
-    told = sentence(replace(SEVERAL, **changes))
+    told = capacity_sentence(replace(SEVERAL, **changes))
     assert said in told
     assert "\x1b" not in told
 
@@ -943,7 +974,7 @@ async def test_what_holds_for_all_rows_is_said_until_one_is_pointed_at_that_has_
         cases = c.app.screen.query_one("#case-table", DataTable)
         await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
         screen = c.app.screen
-        screen._answers["table"] = replace(screen._answers["table"], notes=("bits change nothing",))
+        answers_of(screen)["table"] = replace(answers_of(screen)["table"], notes=("bits change nothing",))
         screen._note()
         assert "bits change nothing" in note(c)
         assert "two thirds" in note(c)
@@ -1009,7 +1040,7 @@ async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> No
         c.app.screen.query_one("#model", Input).value = "Qwen3-8B-4bit"
         assert c.session.engine.replying
         assert c.app.screen.query_one("#case-table", DataTable).row_count == 0
-        c.app.chat.do("stop")  # so that nobody need wait for its end
+        c.app.view.do("stop")  # so that nobody need wait for its end
         await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
         assert c.session.turns[-1].reply is not None
 
@@ -1027,7 +1058,7 @@ async def test_the_form_comes_first_says_what_it_lacks_and_an_error_takes_the_ol
         await c.until(lambda: "fill in the machine's memory" in note(c), "what is missing")
         await c.pilot.resize_terminal(80, 36)
         table = screen.query_one(cases, DataTable)
-        await c.until(lambda: len(table.columns) == 8, "the narrow table")
+        await c.until(lambda: str(table.ordered_columns[0].label) == "weights", "the narrow table")
         for number, column in enumerate(table.columns.values()):
             assert column.width >= max(table.get_row_at(row)[number].cell_len for row in range(table.row_count))
         model.value = "no/such-model"
@@ -1046,7 +1077,8 @@ async def test_the_model_picker_leads_to_it(chat: Start) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         offered = (await c.opened("ctrl+o", ModelScreen)).query_one(ModelList)
-        offered.highlighted = offered.option_count - 1
+        await c.until(lambda: c.app.view.library.looked, "the disk, whose rows come between")
+        await c.pilot.press("pagedown", "pagedown")
         named = offered.selected.model
         assert (await c.opened("f3", WhatIfScreen)).query_one("#model", Input).value == named
 
@@ -1064,23 +1096,23 @@ async def test_its_first_row_has_the_panels_ceiling(chat: Start, tmp_path: Path)
     async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=20)) as c:
         await c.phase(EnginePhase.IDLE)
         await c.ask("word " * 1200)
-        ceiling = c.session.metrics.ceiling_tps
+        ceiling = c.session.progress.metrics.ceiling_tps
         assert ceiling is not None
-        assert c.session.metrics.prompt_tokens > 4096
+        assert c.session.progress.metrics.prompt_tokens > 4096
         shown: WhatIfScreen = await c.opened("f3", WhatIfScreen)
-        await c.until(lambda: "table" in shown._answers, "the cases")
-        now, asked, *_ = shown._answers["table"].cases
+        await c.until(lambda: "table" in answers_of(shown), "the cases")
+        now, asked, *_ = answers_of(shown)["table"].cases
         assert (now.change, asked.change) == ("as now", "as asked")
         assert now.figures.ceiling_tps == pytest.approx(ceiling, rel=1e-9)
         assert units.rate(ceiling) in str(shown.query_one("#case-table", DataTable).get_row_at(0)[6])
         shown.query_one("#model", Input).value = "Qwen3-0.6B-4bit"
-        await c.until(lambda: "Qwen" in shown._answers["table"].model, "another model")
-        assert shown._answers["table"].cases[0].change == "as asked"
+        await c.until(lambda: "Qwen" in answers_of(shown)["table"].model, "another model")
+        assert answers_of(shown)["table"].cases[0].change == "as asked"
 
 
 def test_the_first_row_of_an_empty_chat_says_so() -> None:
-    (row,) = whatif.case_rows([CaseLine("as now", None, 16, 16, 1, Figures())])
-    assert str(row[3]) == "empty"
+    (row,) = whatif.case_rows([CaseLine("as now", None, 16, 16, 1, Figures(ttft_s=0.009))])
+    assert (str(row[3]), str(row[8])) == ("empty", ""), "nobody waits for an empty prompt"
 
 
 # The roofline of F3, drawn: every mark is on it, however far below the roof a phase is expected.
@@ -1106,7 +1138,7 @@ class OnePlot(App[None]):
 async def test_both_phases_are_drawn_however_far_below_the_roof_they_are(decode_tflops: float) -> None:
     app = OnePlot(Roof(546.0, 16.16, 29.6, spots(decode_tflops)))
     async with app.run_test(size=(80, 20)):
-        rows = [strip.text for strip in app.screen._compositor.render_strips()]
+        rows = [strip.text for strip in strips_of(app.screen)]
         legend = sum(word in row for row in rows for word in ("DD decode", "PP prefill"))
         marks = sum("D" in row.replace("DD decode", "") for row in rows if "operations" not in row)
     assert (legend, marks) == (2, 1)

@@ -7,11 +7,11 @@ from textual.content import Content
 from textual.style import Style
 
 from tokamac.app.chat.conversation import Reply
-from tokamac.app.markdown import links
+from tokamac.app.text.markdown import links
 from tokamac.app.tui.markdown import page as tails
 from tokamac.app.tui.markdown.page import BLANK, Page, PageRow, Prose, Tail
-from tokamac.app.tui.markdown.parse import Block, Code, Flow, HorizontalRule, Section, Table, parse
-from tokamac.app.tui.markdown.rows import SHORT, Grid, Row, wrapped
+from tokamac.app.tui.markdown.parse import parse
+from tokamac.app.tui.markdown.rows import SHORT, Block, Code, Flow, Grid, HorizontalRule, Row, Section, Table, wrapped
 from tokamac.app.tui.markdown.rows import rows as markdown_rows
 from tokamac.app.tui.markdown.turns import ReplyMessage, Thinking, UserMessage
 
@@ -55,6 +55,39 @@ def blocks(source: str) -> list[Block]:
 
 def plain(source: str, width: int = 40) -> list[str]:
     return [row.content.plain for block in blocks(source) for row in markdown_rows(block, width)]
+
+
+@pytest.mark.parametrize(
+    ("source", "shown", "emphasised"),
+    [
+        # products and powers, as they were typed
+        ("3*4 = 12 and 2*3*4", "3*4 = 12 and 2*3*4", []),
+        ("x**2 + y**2, 2*(3+4)*5*x", "x**2 + y**2, 2*(3+4)*5*x", []),
+        ("f(*args, **kwargs) and g(*args)", "f(*args, **kwargs) and g(*args)", []),
+        ("**area: a*b*c**", "area: a*b*c", [("strong", "area: a*b*c")]),
+        # a marker beside a space, or at the wrong side of punctuation
+        ("4 * 5 * 6", "4 * 5 * 6", []),
+        ("*open and closed *", "*open and closed *", []),
+        ('left*"quoted"*', 'left*"quoted"*', []),
+        ("\\*literal\\*", "*literal*", []),
+        # underscores inside words
+        ("max_token_count and _private_name_", "max_token_count and private_name", [("em", "private_name")]),
+        ("well-_(known)_", "well-(known)", [("em", "(known)")]),
+        # nesting, and a run of three
+        ("*one **two** three*", "one two three", [("strong", "two"), ("em", "one two three")]),
+        ("***both***", "both", [("strong", "both"), ("em", "both")]),
+        ("*(*inner*)*", "(inner)", [("em", "inner"), ("em", "(inner)")]),
+        # the end of a run inside a word; scripts without spaces
+        ("**Haus**tür", "Haustür", [("strong", "Haus")]),
+        ("这是**重点**内容", "这是重点内容", [("strong", "重点")]),
+    ],
+)
+def test_emphasis(source: str, shown: str, emphasised: list[tuple[str, str]]) -> None:
+    (block,) = blocks(source)
+    assert isinstance(block, Flow)
+    inline = block.lines[0].inline
+    assert inline.text == shown
+    assert [(span.style, inline.text[span.start : span.end]) for span in inline.spans] == emphasised
 
 
 def test_paragraph_wraps_at_words() -> None:
@@ -349,7 +382,7 @@ def test_messages_stand_below_each_other_with_a_blank_row_after_each() -> None:
     page.append(Lines("a", "b"))
     page.append(Lines("c"))
     assert plain_page(page) == ["a", "b", "", "c", ""]
-    assert [page.at(y) for y in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [page.locate(y) for y in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     assert page.row(-1) is page.row(5) is None
 
 
@@ -431,8 +464,8 @@ def test_another_style_is_another_row() -> None:
 
 # What was guessed of a reply, marked in its rendered text.
 
+# Textual puts tabs elsewhere after wide characters where a text has any style.
 PARTS = st.lists(st.tuples(PIECES.filter(lambda piece: piece != "\t"), st.booleans()), max_size=40)
-"""Textual puts tabs elsewhere after wide characters where a text has any style."""
 TINT = "$text-success"
 
 

@@ -20,36 +20,35 @@ from textual.widgets import Button, Input, Select, Static
 from tests.app.chat.test_models import cached
 from tests.engine.hub.hub_server import Hub, safetensors, serve
 from tests.tiny import make_tiny
-from tokamac.app.backend.advice import answers
-from tokamac.app.backend.command_process import Ended, Refused
-from tokamac.app.backend.converter import (
+from tokamac.app.backend.engine_client import answers
+from tokamac.app.backend.processes import (
     ConvertedLine,
     Converter,
+    Ended,
     Expected,
     Planned,
     QualityLine,
+    Refused,
     StageLine,
     converter_command,
     decode_conversion,
 )
-from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question
+from tokamac.app.backend.protocol import Answer, Question
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.steps import EnginePhase as ChatPhase
-from tokamac.app.models.advice import advise
-from tokamac.app.models.conversions import (
+from tokamac.app.models.jobs import (
     BITS,
     ConversionForm,
     ConversionJob,
     ConversionPhase,
     Conversions,
+    Download,
+    DownloadStage,
     plan_text,
     result_text,
 )
-from tokamac.app.models.downloads import Download, DownloadStage
-from tokamac.app.tui.actions.model import take_model
-from tokamac.app.tui.screens.convert import ConvertScreen
-from tokamac.app.tui.screens.model import ModelList, ModelScreen
+from tokamac.app.tui.screens.model import ConvertScreen, ModelList, ModelScreen
 from tokamac.app.tui.widgets.prompt_input import Prompt
 
 # Ctrl+O: the picker over the chat, with the real commands behind it and a small local hub.
@@ -135,8 +134,8 @@ async def picker(chat: Any) -> Picker:
 async def test_the_list_is_there_at_once_and_fills_in(chat: Start) -> None:
     async with chat("fast", size=(120, 40)) as c:
         p = await picker(c)
-        assert "Start here" in p.text
-        assert "estimating" in p.text
+        assert "Start here · " in p.text
+        assert "Recommended for " in p.text, "before anything is estimated"
         await p.until(lambda: "org/mine" in p.text, "the disk")
         await p.type("org/mine")
         await p.until(lambda: "32.0 bits" in p.text, "what this machine makes of it")
@@ -146,19 +145,6 @@ async def test_the_list_is_there_at_once_and_fills_in(chat: Start) -> None:
         await p.until(lambda: "4.5 bits" in p.text, "a model of the catalogue")
         assert "351 MB to download" in p.detail
         assert "Enter downloads and loads" in p.keys
-
-
-@pytest.mark.usefixtures("cache")
-async def test_what_the_first_choice_rests_on_is_said_below_it(chat: Start) -> None:
-    figures = Figures(fits=True, ceiling_tps=90.0)
-    untimed = ModelLine("mlx-community/Qwen3-4B-Instruct-2507-4bit", 9, 9, 9, "fits", figures, group="speed unknown")
-    async with chat("fast", size=(120, 40)) as c:
-        p = await picker(c)
-        estimates = c.app.chat.library.estimates
-        estimates.again()  # what the engine still answers is not taken
-        estimates.advice = advise([untimed])
-        p.screen.refresh_rows()
-        await p.until(lambda: "Speeds have not been measured here yet" in p.text, "the note")
 
 
 @pytest.mark.usefixtures("cache")
@@ -194,14 +180,14 @@ async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_
         await screen.query_one(part).remove()
         screen.refresh_rows()
         await c.app.pop_screen()
-        assert c.app.screen is c.app.chat
+        assert c.app.screen is c.app.view
 
 
 @pytest.mark.usefixtures("cache")
 async def test_names_from_the_disk_are_made_safe_and_hold_no_markup(chat: Start, tmp_path: Path) -> None:
     evil = make_tiny(tmp_path / "[red]x\x1b]52;c;AAAA\x07")
     async with chat("fast", size=(120, 40)) as c:
-        c.app.chat.library._folders.remember(str(evil))
+        c.app.view.library._folders.remember(str(evil))
         p = await picker(c)
         await p.until(lambda: "[red]x" in p.text, "the folder")
         assert "\x1b" not in p.text
@@ -229,7 +215,7 @@ async def test_a_pause_in_typing_searches_the_hub(chat: Start, hub: Hub) -> None
         p = await picker(c)
         await p.type("tiny")
         await p.until(lambda: "searching" in p.text, "the search")
-        await p.until(lambda: "hub:x/Tiny-2\x1b[31m" in [row.id for row in c.app.chat.library.rows("tiny")], "results")
+        await p.until(lambda: "hub:x/Tiny-2\x1b[31m" in [row.id for row in c.app.view.library.rows("tiny")], "results")
         await p.until(lambda: "On Hugging Face" in p.text and "Tiny-2" in p.text, "them on the screen")
         assert "\x1b" not in p.text
         hub.status = 404
@@ -243,7 +229,7 @@ async def test_a_conversion_is_marked_told_and_asked_about_before_quitting(chat:
     script.write_text(CHILD)
     async with chat("fast", size=(100, 40)) as c:
         await c.phase(EnginePhase.IDLE)
-        library = c.app.chat.library
+        library = c.app.view.library
         library.conversions._converter = Converter([sys.executable, str(script)])
         library.conversions.begin(ConversionForm("slow"), dry_run=False)
         await c.until(lambda: "slow: converting 25 %" in c.screen_text(), "the progress")
@@ -335,9 +321,9 @@ async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
     async with chat("fast") as c:
         hub.stall_at = 200_000
         await c.phase(EnginePhase.IDLE)
-        take_model(c.app.chat, "org/tiny")
+        c.app.view.library.choose("org/tiny")
         await c.until(lambda: partial(cache).exists(), "some bytes")
-        take_model(c.app.chat, "steady")
+        c.app.view.library.choose("steady")
         await c.phase(EnginePhase.IDLE)
         hub.stall_at = None
         hub.resume.set()
@@ -351,8 +337,8 @@ async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(cha
         await c.phase(EnginePhase.IDLE)
         await c.send("hello")
         await c.until(lambda: c.session.engine.replying, "a reply")
-        c.app.chat.library._ended(Download("org/tiny", loads=True))
-        take_model(c.app.chat, "steady")
+        c.app.view.library._ended(Download("org/tiny", loads=True))
+        c.app.view.library.choose("steady")
         await c.until(lambda: "tiny is downloaded" in c.notices, "a notice")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.model == "steady"
@@ -366,7 +352,7 @@ async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: H
         await p.type("org/tiny")
         await p.press("ctrl+g")
         await p.until(
-            lambda: [each.stage for each in c.app.chat.library.downloads.all] == [DownloadStage.FAILED], "its end"
+            lambda: [each.stage for each in c.app.view.library.downloads.all] == [DownloadStage.FAILED], "its end"
         )
         assert "HF_TOKEN" in p.detail
         assert p.keys.startswith("Enter retries · Ctrl+K cancels")
@@ -397,18 +383,19 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
 ) -> None:
     own = make_tiny(tmp_path / "own")
     async with chat("guide") as c:
-        c.app.chat.library._folders.remember(str(own))
+        c.app.view.library._folders.remember(str(own))
         p = await picker(c)
         await p.until(lambda: p.pointed == "embedded:guide", "the loaded model")
         await p.press("ctrl+d")
         assert "Press Ctrl+E to unload it first" in p.detail
         await p.press("ctrl+e")
         await c.phase(EnginePhase.UNLOADED)
+        await p.until(lambda: p.pointed == "embedded:guide", "it stays selected")
         await p.press("ctrl+d")
         assert "part of the program" in p.detail
         await p.type("own")
         await p.press("ctrl+d")
-        await p.until(lambda: "own" not in [row.model for row in c.app.chat.library.rows("") if row.home == "folder"])
+        await p.until(lambda: "own" not in [row.model for row in c.app.view.library.rows("") if row.home == "folder"])
         assert (own / "config.json").exists()
 
 
@@ -416,11 +403,11 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
 async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_process(chat: Start) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        c.app.chat.do("unload")
+        c.app.view.do("unload")
         await c.phase(EnginePhase.UNLOADED)
         assert not c.app.chat.bridge.running
         await c.pilot.press("ctrl+o")
-        await c.until(lambda: "org/mine" in c.app.chat.library.estimates.disk, "an estimate")
+        await c.until(lambda: "org/mine" in c.app.view.library.estimates.disk, "an estimate")
         await c.pilot.press("escape")
         await c.until(lambda: not c.app.chat.bridge.running, "its end")
         assert c.session.engine.phase is EnginePhase.UNLOADED
@@ -429,7 +416,7 @@ async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_proces
 async def test_what_is_written_for_the_app_loads_no_model_and_a_prompt_does(chat: Start) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        c.app.chat.do("unload")
+        c.app.view.do("unload")
         await c.phase(EnginePhase.UNLOADED)
         for text in ("/", "/model small", "!ls"):
             c.prompt.put(Draft(text))
@@ -444,11 +431,11 @@ async def test_what_is_written_for_the_app_loads_no_model_and_a_prompt_does(chat
 async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        c.app.chat.do("pull", "not an id")
-        await c.until(lambda: "Write /pull" in c.notices, "a notice")
-        c.app.chat.do("pull", "org/mine")
+        c.app.view.do("pull", "not an id")
+        await c.until(lambda: "no model 'not an id'" in c.notices, "a notice")
+        c.app.view.do("pull", "org/mine")
         await c.until(lambda: "already on this disk" in c.notices, "a notice")
-        c.app.chat.do("pull", "org/tiny")
+        c.app.view.do("pull", "org/tiny")
         await c.until(lambda: "tiny is downloaded" in c.notices, "the model")
 
 
@@ -641,11 +628,11 @@ def test_the_time_left_is_that_of_the_stage_at_hand() -> None:
     now = [100.0]
     at = a_job(now)
     at.begin(dry_run=False)
-    at.take(StageLine("calibrating", 1, 4, "steps", None))
+    at.receive(StageLine("calibrating", 1, 4, "steps", None))
     now[0] = 130.0
-    at.take(StageLine("converting", 0, 1000, "bytes", 5_000_000))
+    at.receive(StageLine("converting", 0, 1000, "bytes", 5_000_000))
     now[0] = 140.0
-    at.take(StageLine("converting", 250, 1000, "bytes", 5_000_000))
+    at.receive(StageLine("converting", 250, 1000, "bytes", 5_000_000))
     assert "25 %" in at.text()
     assert "30 s left" in at.text()
     assert "5.00 MB" in at.text()
@@ -655,17 +642,17 @@ def test_nothing_is_promised_before_there_is_a_rate() -> None:
     now = [0.0]
     at = a_job(now)
     at.begin(dry_run=False)
-    at.take(StageLine("converting", 0, 1000, "bytes", None))
+    at.receive(StageLine("converting", 0, 1000, "bytes", None))
     now[0] = 50.0
     assert "left" not in at.text()
-    at.take(StageLine("downloading", 5_000, None, "bytes", None))
+    at.receive(StageLine("downloading", 5_000, None, "bytes", None))
     assert "5.00 kB" in at.text()
 
 
 def test_text_of_others_is_made_safe() -> None:
     at = a_job([0.0])
     at.begin(dry_run=False)
-    at.take(Refused("\x1b]0;evil\x07 failed", "Do\nsomething."))
+    at.receive(Refused("\x1b]0;evil\x07 failed", "Do\nsomething."))
     at.ended(Ended(1, ""))
     assert "\x1b" not in at.problem
     assert "\n" not in at.problem
@@ -677,9 +664,9 @@ def test_however_it_ends_there_is_a_result_or_a_reason(status: int, plans: bool,
     at = a_job([0.0])
     at.begin(dry_run=not results)
     if plans:
-        at.take(decode_conversion(json.dumps(PLAN).encode()))
+        at.receive(decode_conversion(json.dumps(PLAN).encode()))
     if results:
-        at.take(decode_conversion(json.dumps(DONE).encode()))
+        at.receive(decode_conversion(json.dumps(DONE).encode()))
     if stops:
         at.stop()
     at.ended(Ended(status, ""))

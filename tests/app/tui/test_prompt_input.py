@@ -15,14 +15,16 @@ from tokamac.app.backend.protocol import AskPrice, Generate, Load, Request, Warm
 from tokamac.app.chat.actions import ACTIONS, ALIASES, PartialCommand, by_slash, command_at, matching, parse, unknown
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.background import is_ready
+from tokamac.app.chat.controller import History
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
-from tokamac.app.tui.bridge import EngineSaid
-from tokamac.app.tui.screens.chat import History
+from tokamac.app.tui.screens.chats import ChatsScreen
+from tokamac.app.tui.screens.dialog import EngineSaid, PromptsScreen, ShellScreen, TextScreen
 from tokamac.app.tui.screens.help import HelpScreen
-from tokamac.app.tui.screens.tools import ShellScreen
+from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.widgets import prompt_input
+from tokamac.app.tui.widgets.prompt_input import Chips, TextInput
 from tokamac.engine.events import Message, Price
 from tokamac.engine.options import Sampling
 
@@ -83,6 +85,149 @@ async def test_a_file_named_by_a_part_of_its_path_goes_with_the_prompt(chat: Sta
         assert turn.prompt == "see notes/decode.md"
         assert turn.asked.startswith("File notes/decode.md:\n```\n# Decode\nreads every weight\n```\n\nsee ")
         assert "+ notes/decode.md" in c.screen_text()
+
+
+async def test_the_name_of_a_file_that_follows_no_words_does_not_stay_in_the_prompt(chat: Start, folder: Path) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await pick(c, "@deco")
+        await c.until(lambda: names(c) == ["notes/decode.md"])
+        await c.pilot.press(*"Why")
+        assert c.prompt.text == "Why"
+
+
+CLUSTERS = ["👩‍💻", "🇩🇪", "👍🏽", "❤️", "e\u0301", "1️⃣", "👨‍👩‍👧‍👦"]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+async def test_an_emoji_of_several_code_points_goes_and_is_passed_as_one(chat: Start, cluster: str) -> None:
+    async with chat("fast") as c:
+        await c.type(f"a{cluster}b{cluster}")
+        await c.pilot.press("backspace")
+        assert c.prompt.text == f"a{cluster}b"
+        await c.pilot.press("left", "left")
+        assert c.prompt.cursor_location == (0, 1)
+        await c.pilot.press("right")
+        assert c.prompt.cursor_location == (0, 1 + len(cluster))
+        await c.pilot.press("left", "delete")
+        assert c.prompt.text == "ab"
+        screen = await c.opened("f1", HelpScreen)
+        field = screen.query_one(TextInput)
+        field.value = f"{cluster}{cluster}c"
+        await c.pilot.press("end", "left", "backspace")
+        assert (field.value, field.cursor_position) == (f"{cluster}c", len(cluster))
+        await c.pilot.press("left")
+        assert field.cursor_position == 0
+        await c.pilot.press("right", "left", "delete")
+        assert field.value == "c"
+        await c.pilot.press("delete", "delete", "backspace")
+        assert field.value == ""
+
+
+async def test_what_was_sent_is_searched_and_costs_no_reply(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.pilot.press("ctrl+r")
+        await c.until(lambda: "You have sent no prompts yet." in c.notices)
+        for text in ("red apples", "green\npears", "red cherries"):
+            await c.ask(text)
+        await c.pilot.press("ctrl+n", *"half")
+        await c.opened("ctrl+r", PromptsScreen)
+        await c.pilot.press(*"red", "ctrl+r", "enter")
+        await c.until(lambda: c.app.screen is c.app.view)
+        assert (c.prompt.text, c.prompts) == ("red apples", [])
+        await c.pilot.press("ctrl+underscore")
+        assert c.prompt.text == "half", "what was written is not lost"
+        await c.opened("ctrl+r", PromptsScreen)
+        await c.pilot.press("down", "enter")
+        await c.until(lambda: c.prompt.text == "green\npears")
+        await c.opened("ctrl+r", PromptsScreen)
+        await c.pilot.press(*"nothing so", "enter")
+        await c.until(lambda: "No matches." in c.screen_text())
+        await c.pilot.press("escape")
+        await c.until(lambda: c.app.screen is c.app.view)
+        assert c.prompt.text == "green\npears"
+
+
+async def test_escape_twice_in_an_empty_box_edits_an_earlier_prompt(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.pilot.press("escape", "escape")
+        assert c.app.screen is c.app.view, "there is nothing to edit"
+        await c.ask("one")
+        await c.ask("two")
+        await c.pilot.press("a", "escape", "escape", "backspace", "escape", "b", "backspace", "escape")
+        assert c.app.screen is c.app.view, "something was written between"
+        assert c.prompt.text == ""
+        await c.pilot.press("escape")
+        await c.on(PromptsScreen)
+        await c.pilot.press("down", "enter")
+        await c.until(lambda: c.prompt.text == "one")
+        await c.pilot.press("s", "enter")
+        await c.until(lambda: c.prompts == ["ones"] and c.session.turns[-1].reply)
+        assert len(c.session.conversation.tree.nodes) == 6, "the old turns stay beside it"
+
+
+async def test_a_turn_is_taken_back_and_its_prompt_returns_to_an_empty_box(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        await c.ask("two")
+        await c.send("/undo")
+        await c.until(lambda: c.prompts == ["one"] and c.prompt.text == "two")
+        assert "Took the last turn back." in c.notices
+        c.app.view.do("undo_turn")
+        assert (c.prompts, c.prompt.text) == ([], "two"), "what is written stays as it is"
+        await c.send(" and three")
+        await c.until(lambda: c.prompts == ["two and three"] and c.session.turns[-1].reply)
+        held = c.held
+        await c.send("/undo")
+        await c.until(lambda: c.prompt.text == "two and three")
+    async with chat("fast", chat=held) as c:
+        await ready(c)
+        assert len(c.session.conversation.tree.nodes) == 6
+
+
+async def test_a_setting_is_changed_by_a_command_and_lines_that_were_asked_for_are_read(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.send("/settings temperature 0.5")
+        await c.until(lambda: "temperature is 0.5 in this chat; it was not set." in c.notices)
+        await c.send("/set")
+        await c.on(SettingsScreen)
+        await c.pilot.press("escape")
+        await c.ask("hello")
+        for command, said in (("/show", "Settings that differ: temperature 0.5."), ("/stats", "time to first token: ")):
+            await c.send(command)
+            await c.on(TextScreen)
+            assert said in c.screen_text()
+            await c.pilot.press("escape")
+            await c.until(lambda: c.app.screen is c.app.view)
+
+
+async def test_what_follows_a_command_is_done_at_once(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one apple")
+        await c.send("/edit two pears")
+        await c.until(lambda: c.prompts == ["two pears"] and c.session.turns[-1].reply)
+        await c.send("/revise In my words.")
+        await c.until(lambda: c.session.turns[-1].reply and c.session.turns[-1].reply.text == "In my words.")
+        await c.send("/system Be brief.")
+        await c.until(lambda: c.session.system == "Be brief.")
+        await c.send("/chats apple")
+        screen = await c.on(ChatsScreen)
+        await c.until(lambda: "one apple" in c.screen_text())
+        assert screen.query_one(TextInput).value == "apple"
+
+
+async def test_ctrl_d_quits_where_nothing_is_written_and_deletes_where_something_is(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.type("ab")
+        await c.pilot.press("home", "ctrl+d")
+        assert c.prompt.text == "b"
+        await c.pilot.press("ctrl+d", "ctrl+d")
+        await c.until(lambda: c.app.return_code == 0 and not c.app.is_running, "the end")
 
 
 async def test_the_arrows_choose_among_the_files_offered_tab_takes_one_and_escape_none(
@@ -189,7 +334,7 @@ async def test_editing_shows_the_users_words_and_files_again_and_gives_the_draft
         await c.until(lambda: c.session.turns and c.session.turns[0].reply)
         await c.type("my next thought")
         await c.pilot.press("tab", "up", "e", "enter")
-        await c.until(lambda: c.prompt.text == "data.csv why")
+        await c.until(lambda: c.prompt.text == "why")
         assert names(c) == ["data.csv"]
         await c.pilot.press("escape")
         assert (c.prompt.text, names(c)) == ("my next thought", [])
@@ -328,8 +473,9 @@ async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attach
         await c.until(lambda: "still running" in c.notices, "the refusal")
         assert (c.prompts, c.prompt.text) == ([], "And?")
         here = c.app.chat.session.conversation
+        c.app.clear_notifications()
         await c.pilot.press("ctrl+n")  # what it writes is for this chat
-        await c.until(lambda: c.notices.count("still running") == 2, "another refusal")
+        await c.until(lambda: "still running" in c.notices, "another refusal")
         assert c.app.chat.session.conversation is here
         await c.pilot.press(key)
         await c.until(lambda: c.app.chat.shell is None, "its end")
@@ -341,11 +487,11 @@ async def test_no_text_of_a_model_and_no_edit_runs_a_command(chat: Start, folder
     async with chat("fast") as c:
         await ready(c)
         await c.ask("one")
-        c.app.chat.do("edit")
+        c.app.view.do("edit")
         c.prompt.put(Draft("!touch made"))
         c.prompt.submit()
         await c.until(lambda: c.prompts == ["!touch made"], "a prompt")
-        c.app.chat.do("shell")
+        c.app.view.do("shell")
         await c.until(lambda: c.prompt.text == "!", "the beginning of one")
         assert not (folder / "made").exists()
         assert not isinstance(c.app.screen, ShellScreen)
@@ -411,12 +557,16 @@ def test_other_programs_words_lead_to_commands_and_hide_none() -> None:
     assert all(by_slash(slash) is not None for slash in ALIASES.values())
     assert not set(ALIASES) & set(SLASHES)
     assert all(matching(other)[0].slash == slash for other, slash in ALIASES.items())
+    for word, slash in (*ALIASES.items(), ("Regenerate", "again")):
+        written = parse(f"/{word}")
+        assert written is not None
+        assert written.action is by_slash(slash)
 
 
 def test_an_unknown_command_is_told_the_nearest_and_only_a_near_one() -> None:
     assert unknown("/titel") == "There is no command /titel; did you mean /title?"
     assert unknown("/Frok") == "There is no command /Frok; did you mean /fork?"
-    assert unknown("/exit") == "There is no command /exit; did you mean /quit?"
+    assert unknown("/quits") == "There is no command /quits; did you mean /quit?"
     assert unknown("/regenrate") == "There is no command /regenrate; did you mean /again?"
     for far in ("/nosuch", "/etc", "/home", "/usr"):
         assert unknown(far) == f"There is no command {far}."
@@ -551,7 +701,7 @@ async def test_in_a_message_that_is_edited_a_slash_is_text(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
         await c.ask("hi")
-        c.app.chat.do("edit")
+        c.app.view.do("edit")
         await c.until(lambda: c.app.chat.composer.editing is not None)
         c.prompt.put(Draft())
         await c.pilot.press("/", "h")
@@ -628,7 +778,7 @@ async def waiting_and_editing(c: Chat) -> None:
     await c.send("queued")
     await c.until(lambda: c.session.queued)
     await c.type("a draft")
-    c.app.chat.do("edit")
+    c.app.view.do("edit")
     await c.until(lambda: c.prompt.text == "one")
     c.prompt.text = "one, but better"
 
@@ -647,7 +797,7 @@ async def test_a_prompt_that_comes_back_waits_for_the_end_of_the_edit(chat: Star
 async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
     async with chat("slow") as c:
         await waiting_and_editing(c)
-        c.app.chat.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.process_number))
+        c.app.view.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.process_number))
         await c.until(lambda: "Restarting it" in c.notices)
         assert c.prompt.text == "one, but better"
         await c.phase(EnginePhase.IDLE)
@@ -702,7 +852,7 @@ async def two_edits(c: Chat) -> None:
 
 def edit(c: Chat, key: int) -> None:
     c.transcript.select_message(key)
-    c.app.chat.do("edit")
+    c.app.view.do("edit")
 
 
 async def test_an_edit_that_is_left_for_another_one_stays_with_its_message(chat: Start) -> None:
@@ -806,8 +956,14 @@ async def test_every_key_begins_the_pause_anew(chat: Start) -> None:
         )
 
 
-async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_input, "PAUSE_S", NEVER_S)
+@pytest.fixture
+def pause(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Who types rests for so many seconds until the draft is read."""
+    monkeypatch.setattr(prompt_input, "PAUSE_S", request.param)
+
+
+@pytest.mark.parametrize("pause", [NEVER_S], indirect=True)
+async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, pause: None) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         asked = watch(c)
@@ -818,8 +974,8 @@ async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, mon
         await c.until(lambda: any(isinstance(request, Warm) for request in asked), "reading")
 
 
-async def test_a_short_draft_is_left_alone(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_input, "PAUSE_S", 0.01)
+@pytest.mark.parametrize("pause", [0.01], indirect=True)
+async def test_a_short_draft_is_left_alone(chat: Start, pause: None) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         asked = watch(c)
@@ -836,7 +992,7 @@ async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) 
         await c.paste(WARM_LONG)
         assert c.session.engine.replying
         assert asked == []
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
         await c.until(lambda: any(isinstance(request, Warm) for request in asked), "reading")
         (warm,) = (request for request in asked if isinstance(request, Warm))
         assert [message.role for message in warm.messages] == ["user", "assistant", "user"]
@@ -881,9 +1037,9 @@ async def test_trouble_with_the_prompt_cache_is_said_once(chat: Start) -> None:
         for prompt_text in ("one", "two"):
             await c.ask(prompt_text)
         await c.until(lambda: "disk full" in c.notices, "the notice")
-        (notice,) = (n for n in c.app._notifications if "disk full" in n.message)
+        (notice,) = (n for n in c.app.view.query_one(Chips).notices if "disk full" in n.text)
         assert notice.severity == "warning"
-        assert "\x1b" not in notice.message
+        assert "\x1b" not in notice.text
         assert "every weight" in await c.ask("three")
         assert c.notices.count("disk full") == 1
 

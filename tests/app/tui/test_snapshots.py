@@ -16,10 +16,12 @@ from textual.command import CommandList, CommandPalette
 from textual.containers import VerticalScroll
 from textual.widgets import Button, DataTable, Input, OptionList, Select, TabbedContent
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, reply_of
 from tests.app.tui.album import (
     SIZES,
+    THEME,
     THEMES,
+    WIDE,
     Album,
     StillClock,
     colours,
@@ -30,13 +32,12 @@ from tests.app.tui.album import (
 )
 from tests.app.tui.test_models import DONE, PLAN, QUALITY
 from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, LATENCY, SITUATION, WEIGHT_BYTES, WORK
-from tokamac.app.backend.advice import answers
 from tokamac.app.backend.client import Died
+from tokamac.app.backend.engine_client import answers
 from tokamac.app.backend.protocol import (
     Answer,
     EngineMessage,
     Figures,
-    Group,
     Load,
     ModelLine,
     Question,
@@ -50,24 +51,23 @@ from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import FIGURES, explain
 from tokamac.app.chat.recording import measured
 from tokamac.app.chat.steps import Ask, EnginePhase, StartEngine, Step
-from tokamac.app.models.advice import Estimates, advise
-from tokamac.app.models.conversions import ConversionJob, Conversions
-from tokamac.app.models.conversions import ConversionPhase as Converting
-from tokamac.app.models.downloads import Downloads
-from tokamac.app.models.listing import CatalogueOffer
+from tokamac.app.models.jobs import ConversionJob, Conversions, Downloads
+from tokamac.app.models.jobs import ConversionPhase as Converting
+from tokamac.app.models.listing import CatalogueOffer, Estimates, StartHere
 from tokamac.app.models.local import LocalModels, OnDisk
 from tokamac.app.store.store import Store
-from tokamac.app.tui.bridge import EngineSaid
+from tokamac.app.text.units import size as units_size
 from tokamac.app.tui.markdown.turns import ReplyMessage
-from tokamac.app.tui.screens.convert import ConvertScreen
-from tokamac.app.tui.screens.figure import FigureScreen
+from tokamac.app.tui.screens.dialog import EngineSaid
+from tokamac.app.tui.screens.explain import FigureScreen
 from tokamac.app.tui.screens.help import GuideScreen
-from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.model import ConvertScreen, ModelScreen
+from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.screens.whatif import WhatIfScreen
-from tokamac.app.tui.widgets.gauges import Gauges
-from tokamac.app.units import size as units_size
+from tokamac.app.tui.widgets.status import Gauges
 from tokamac.engine.events import Finished, Live, LoadProgress, PrefillProgress, TextChunk
 from tokamac.engine.metrics import Outlier
+from tokamac.engine.perf.catalogue import Group
 from tokamac.engine.perf.diagnosis import diagnose
 
 # Every screen as it is drawn, row by row and style by style, against what was drawn before (see album.py).
@@ -127,13 +127,13 @@ async def pointed(c: Chat) -> None:
 
 async def editing(c: Chat) -> None:
     """Write the prompt anew."""
-    c.app.chat.do("edit")
+    c.app.view.do("edit")
     await c.until(lambda: c.app.chat.composer.editing is not None, "the edit")
 
 
 async def offered(c: Chat) -> None:
     """Begin to name a file."""
-    c.app.chat.do("stop")  # which gives the edit up
+    c.app.view.do("stop")  # which gives the edit up
     await c.type("Compare ")
     await c.pilot.press("@", "a")
     await c.until(lambda: c.prompt.completions.display, "files")
@@ -147,8 +147,8 @@ async def attached(c: Chat) -> None:
 
 async def gauged(c: Chat) -> None:
     """Point at a figure of the side panel."""
-    c.app.chat.do("gauges")
-    await c.until(lambda: c.app.chat.query_one(Gauges).selected is not None, "a figure")
+    c.app.view.do("gauges")
+    await c.until(lambda: c.app.view.query_one(Gauges).selected is not None, "a figure")
     await c.pilot.press("down", "down")
 
 
@@ -159,15 +159,17 @@ async def explained(c: Chat) -> None:
 
 
 async def at_its_end(c: Chat) -> None:
-    """Scroll what is open down."""
-    c.app.screen.query_one(VerticalScroll).scroll_end(animate=False)
+    """Go to the end of what is open."""
+    if isinstance(c.app.screen, SettingsScreen):
+        c.app.screen.query_one(OptionList).action_last()
+    else:
+        c.app.screen.query_one(VerticalScroll).scroll_end(animate=False)
 
 
 async def refused(c: Chat) -> None:
     """Write what no setting can be."""
-    c.app.screen.query_one("#top_p", Input).value = "7"
-    await c.pilot.press("enter")
-    await c.until(lambda: c.app.screen.query(".-wrong"), "the reason")
+    await c.write_setting("top_p", "7")
+    await c.until(lambda: "out of range" in c.screen_text(), "the reason")
 
 
 async def taken(c: Chat) -> None:
@@ -194,7 +196,7 @@ async def renamed(c: Chat) -> None:
 
 async def priced(c: Chat) -> None:
     """Wait until the versions have their prices."""
-    await c.until(lambda: len(re.findall("· instant|to read again", c.screen_text())) == 2, "two prices")
+    await c.until(lambda: len(re.findall("nothing to re-read|to read again", c.screen_text())) == 2, "two prices")
 
 
 async def asked_elsewhere(c: Chat) -> None:
@@ -276,17 +278,16 @@ SCENES = (
     Scene("what-if-chips", do=on_every_chip, on=True),
     Scene("palette", "palette", commands),
 )
-MODEL = Scene("model", "choose_model", typed)
-"""The last one: it has the engine's process weigh the whole catalogue."""
+MODEL = Scene("model", "choose_model", typed)  # the last one: it has the engine's process weigh the whole catalogue
 
 
 async def tidied(c: Chat) -> None:
     """Nothing is open, nothing is written, and the end of the conversation is read."""
-    if c.app.screen is not c.app.chat:
+    if c.app.screen is not c.app.view:
         await c.app.pop_screen()
     c.prompt.put(Draft())
     c.prompt.focus()
-    c.app.chat.do("scroll_end")
+    c.app.view.do("scroll_end")
 
 
 async def opened(c: Chat, scene: Scene) -> None:
@@ -294,23 +295,24 @@ async def opened(c: Chat, scene: Scene) -> None:
     if not scene.on:
         await tidied(c)
     if scene.action:
-        c.app.chat.do(scene.action)
-        await c.until(lambda: c.app.screen is not c.app.chat, scene.name)
+        c.app.view.do(scene.action)
+        await c.until(lambda: c.app.screen is not c.app.view, scene.name)
     await scene.do(c)
 
 
 async def pictures(c: Chat, album: Album, *sizes: tuple[int, int]) -> None:
-    """Every screen at these sizes."""
+    """Every screen at these sizes; at the second beside the first, those that are kept in it."""
     await c.phase(EnginePhase.IDLE)
     await c.until(lambda: len(c.session.turns) == 1, "the conversation")
     c.session.conversation.progress.metrics = figures()
     for size, scenes in [*((size, SCENES) for size in sizes), *((size, (MODEL,)) for size in sizes)]:
         await resized(c, size)
         for scene in scenes:
-            if scene.least <= size[0]:
+            if scene.least <= size[0] and (size == sizes[0] or scene.name in WIDE):
                 await opened(c, scene)
-                await album.take(c, scene.name)
-        await c.app.pop_screen()
+                await album.take(c, scene.name, points=scene.points)
+        if c.app.screen is not c.app.view:
+            await c.app.pop_screen()
 
 
 @pytest.mark.parametrize("theme", THEMES)
@@ -321,7 +323,7 @@ async def test_every_screen_is_drawn_as_before_and_the_terminals_theme_by_its_si
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("fast", size=SIZES[0], resume=True) as c:
-        await pictures(c, album, *SIZES)
+        await pictures(c, album, *(SIZES if theme == THEME else SIZES[:1]))
     album.check()
 
 
@@ -331,13 +333,13 @@ async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     written("tokamac-dark", tmp_path / "settings.toml")
-    album = Album("no-color")
+    album = Album("no-color", points="reverse|bold underline")
     async with chat("fast", size=SIZES[1], resume=True) as c:
         await pictures(c, album, SIZES[1])
     for scene, (name, picture) in zip((*SCENES, MODEL), album.found.items(), strict=True):
         assert not colours(picture), name
         if scene.points:
-            assert re.search("reverse|bold underline", picture.rpartition("\n\n")[2]), name
+            assert album.has_pointed(picture), name
 
 
 async def test_the_first_theme_is_of_the_terminals_background_and_its_own_colours_are_a_choice(
@@ -377,7 +379,7 @@ async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_agai
     album = Album(theme)
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        c.app.chat.do("ask_guide")
+        c.app.view.do("ask_guide")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen), "the guide")
         await album.take_at(c, "guide")
         screen = c.app.screen
@@ -385,7 +387,7 @@ async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_agai
         await c.pilot.press("enter")
         await c.until(lambda: screen.guide_chat.said and screen.guide_chat.said[-1].over, "an answer")
         await album.take_at(c, "guide-answer")
-        screen.on_engine_said(EngineSaid(Died("killed by signal 9", ""), screen._bridge.process_number))
+        screen.post_message(EngineSaid(Died("killed by signal 9", ""), screen._bridge.process_number))
         await album.take_at(c, "guide-gone")
         screen.query_one(Input).value = "And now?"
         await c.pilot.press("enter")
@@ -493,12 +495,6 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
 # Choosing a model ---------------------------------------------------------------------------------------------------------
 
 
-GROUPS: dict[str, Group] = {
-    "runs well": "recommended", "tight": "recommended", "fits, speed unknown": "speed unknown", "slow": "slow",
-    "does not fit": "does not fit",
-}  # fmt: skip
-
-
 def line(model: str, gigabytes: float, billions: float, tps: float | None, verdict: str) -> ModelLine:
     """What a machine makes of a model of so large a download and so many weights."""
     memory, weights = round(gigabytes * GB * 1.15), round(billions * GB)
@@ -507,7 +503,7 @@ def line(model: str, gigabytes: float, billions: float, tps: float | None, verdi
         f"needs {units_size(memory)} of 45 GB",
     )  # fmt: skip
     bits = gigabytes * 8 / billions
-    return ModelLine(model, round(gigabytes * GB), weights, weights, verdict, figures, bits, group=GROUPS[verdict])
+    return ModelLine(model, round(gigabytes * GB), weights, weights, verdict, figures, bits)
 
 
 CATALOGUE = (
@@ -515,9 +511,9 @@ CATALOGUE = (
     line("mlx-community/Qwen3-14B-4bit", 8.32, 14.8, 45.2, "runs well"),
     line("mlx-community/Qwen3-30B-A3B-4bit", 17.2, 30.5, 97.1, "runs well"),
     line("mlx-community/gpt-oss-20b-MXFP4-Q8", 12.1, 20.9, None, "fits, speed unknown"),
+    line("mlx-community/Llama-3.2-3B-Instruct-4bit", 1.81, 3.21, 178.0, "runs well"),
     line("mlx-community/Llama-3.3-70B-Instruct-4bit", 39.7, 70.6, 9.7, "slow"),
     line("mlx-community/Qwen3-32B-8bit", 34.8, 32.8, 12.4, "tight"),
-    line("mlx-community/Llama-3.2-3B-Instruct-4bit", 1.81, 3.21, 178.0, "runs well"),
     line("mlx-community/Qwen3-235B-A22B-4bit", 132.0, 235.0, None, "does not fit"),
 )
 HERE = (
@@ -544,16 +540,20 @@ time.sleep(600)
 
 def stocked(c: Chat, folder: Path) -> None:
     """Have the picker know of these models, none of them weighed yet, and downloads be those of a script."""
-    stock, seconds = c.app.chat.library, count(0.0, 1.0)
-    stock._offers = [CatalogueOffer(each.model, each.download_bytes) for each in CATALOGUE]
+    stock, seconds = c.app.view.library, count(0.0, 1.0)
+    first, *others = [(each.model, each.download_bytes) for each in CATALOGUE]
+    groups: tuple[Group, ...] = (*["recommended"] * 4, "slow", "tight", "does not fit")
+    stock._offers = [
+        CatalogueOffer(*first, group="recommended", start=StartHere(*first)),
+        *(CatalogueOffer(*offer, group=group) for offer, group in zip(others, groups, strict=True)),
+    ]
     stock.estimates = Estimates(lambda _: 0)
-    stock.estimates.weighed = (3, len(CATALOGUE))
     script = folder / "pull.py"
     script.write_text(PULL)
     stock.downloads = Downloads(
         [sys.executable, str(script)],
         lambda: next(seconds),
-        spawn=lambda work: c.app.chat.run_worker(work, group="downloads"),
+        spawn=lambda work: c.app.view.run_worker(work, group="downloads"),
         changed=stock._changed,
         ended=stock._ended,
     )
@@ -561,10 +561,10 @@ def stocked(c: Chat, folder: Path) -> None:
 
 def weighed(c: Chat) -> None:
     """All of them are weighed now."""
-    estimates = c.app.chat.library.estimates
+    estimates = c.app.view.library.estimates
     estimates.disk = {each.model: each for each in HERE}
     estimates.catalogue = {each.model: each for each in CATALOGUE}
-    estimates.advice, estimates.place = advise(CATALOGUE), PLACE
+    estimates.done, estimates.place = True, PLACE
     c.app.screen.refresh_rows()
 
 
@@ -579,13 +579,13 @@ async def test_the_picker_is_drawn_as_before_with_all_its_kinds_of_rows(
     async with chat("guide") as c:
         await c.phase(EnginePhase.IDLE)
         stocked(c, tmp_path)
-        c.app.chat.do("choose_model")
-        await c.until(lambda: isinstance(c.app.screen, ModelScreen) and c.app.chat.library.looked, "the picker")
+        c.app.view.do("choose_model")
+        await c.until(lambda: isinstance(c.app.screen, ModelScreen) and c.app.view.library.looked, "the picker")
         await album.take_at(c, "model-weighing")
         weighed(c)
         await album.take_at(c, "model-list")
-        c.app.chat.library.downloads.start(CATALOGUE[1].model)
-        await c.until(lambda: (going := c.app.chat.library.downloads.running) and going.left_s, "some bytes")
+        c.app.view.library.downloads.start(CATALOGUE[1].model)
+        await c.until(lambda: (going := c.app.view.library.downloads.running) and going.left_s, "some bytes")
         await c.pilot.press("up", "up")
         await album.take_at(c, "model-download")
         await c.pilot.press(*"8b", "down", "ctrl+d")
@@ -612,18 +612,18 @@ async def test_what_if_draws_the_catalogue_and_a_refusal_as_before(chat: Start, 
         screen = WhatIfScreen(ask, question, (), busy=lambda: False)
         await c.app.push_screen(screen)
         await c.pilot.pause()
-        screen.take(
+        screen.receive(
             WhatIf(len(asked), None, "No model is called Qwen3-8B-4bit. See `tokamac models` for those that are known.")
         )
         await album.take_at(c, "what-if-refused")
         screen.query_one("#tabs").active = "models"
         await c.until(lambda: asked[-1].wanted == "models", "the question")
-        screen.take(WhatIf(len(asked), Answer("", PLACE, models=CATALOGUE)))
+        screen.receive(WhatIf(len(asked), Answer("", PLACE, models=CATALOGUE)))
         await album.take_at(c, "what-if-models")
         screen.query_one("#tabs").active = "guesses"
         await c.until(lambda: asked[-1].wanted == "guesses", "the question")
         for event in answers(replace(question, wanted="guesses")):
-            screen.take(WhatIf(len(asked), event))
+            screen.receive(WhatIf(len(asked), event))
         await album.take_at(c, "what-if-guesses")
     album.check()
 
@@ -646,7 +646,7 @@ def unheard(c: Chat, steps: list[Step]) -> None:
 def said(c: Chat, *events: EngineMessage) -> None:
     """Let the engine say this."""
     for event in events:
-        c.app.chat.on_engine_said(EngineSaid(event, c.app.chat.bridge.process_number))
+        c.app.view.on_engine_said(EngineSaid(event, c.app.chat.bridge.process_number))
 
 
 def live() -> Live:
@@ -658,7 +658,7 @@ def live() -> Live:
     return Live(metrics, 1242, gaps, WEIGHT_BYTES + kv, achieved_gbs=122.0, outliers=outliers)
 
 
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("theme", [THEME, "terminal"])
 async def test_every_state_of_the_chat_is_drawn_as_before(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str
 ) -> None:
@@ -680,18 +680,20 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
         )  # it is asked nothing, and need not answer
         unheard(c, c.session.submit("Why is decode slow?"))
         unheard(c, c.session.submit("And what would help?"))
-        said(c, ReplyEvent(c.session._id, PrefillProgress(1000, 1200, 1000)))
+        said(c, ReplyEvent(reply_of(c.session), PrefillProgress(1000, 1200, 1000)))
         clock.now_s += 2.0
-        said(c, ReplyEvent(c.session._id, PrefillProgress(1100, 1200, 1000)))
+        said(c, ReplyEvent(reply_of(c.session), PrefillProgress(1100, 1200, 1000)))
         await album.take_at(c, "chat-reading")
-        said(c, ReplyEvent(c.session._id, TextChunk(THOUGHT, "thinking")), ReplyEvent(c.session._id, live()))
+        said(
+            c, ReplyEvent(reply_of(c.session), TextChunk(THOUGHT, "thinking")), ReplyEvent(reply_of(c.session), live())
+        )
         await album.take_at(c, "chat-thinking")
         clock.now_s += 1.5
-        said(c, ReplyEvent(c.session._id, TextChunk(SAID)), ReplyEvent(c.session._id, live()))
+        said(c, ReplyEvent(reply_of(c.session), TextChunk(SAID)), ReplyEvent(reply_of(c.session), live()))
         await album.take_at(c, "chat-writing")
         unheard(c, c.session.stop())
         await album.take_at(c, "chat-stopping")
-        said(c, ReplyEvent(c.session._id, Finished("cancelled", SAID, live().metrics, THOUGHT)))
+        said(c, ReplyEvent(reply_of(c.session), Finished("cancelled", SAID, live().metrics, THOUGHT)))
         unheard(c, c.session.choose(Load("org/another")))
         said(c, LoadProgress("weights", WEIGHT_BYTES // 3, WEIGHT_BYTES))
         await album.take_at(c, "chat-loading")

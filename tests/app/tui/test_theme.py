@@ -22,23 +22,21 @@ from textual.widgets import Button, Input, OptionList, Select, Static, TextArea
 from textual.widgets._select import SelectOverlay
 from textual.widgets._toast import Toast
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, strips_of
 from tokamac.app.chat.actions import Keymap, keymap
+from tokamac.app.chat.settings_form import GROUPS
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.markdown import OpenableLink
 from tokamac.app.settings import Settings, save
-from tokamac.app.settings_form import GROUPS
-from tokamac.app.tui import build
-from tokamac.app.tui.driver import anchored
-from tokamac.app.tui.markdown.parse import Inline, Table
-from tokamac.app.tui.markdown.rows import rows
-from tokamac.app.tui.screens import Tick, fitting
-from tokamac.app.tui.screens.keys import ThemeScreen
-from tokamac.app.tui.screens.links import LinksScreen
-from tokamac.app.tui.screens.settings import WIDE, SettingsScreen, SystemScreen
-from tokamac.app.tui.terminal_background import QUESTIONS, guess, is_dark_answer
+from tokamac.app.text.markdown import OpenableLink
+from tokamac.app.tui.app import anchored
+from tokamac.app.tui.markdown.rows import Inline, Table, rows
+from tokamac.app.tui.run import QUESTIONS, build, guess, is_dark_answer
+from tokamac.app.tui.screens.dialog import LinksScreen, Tick, fitting
+from tokamac.app.tui.screens.help import ThemeScreen
+from tokamac.app.tui.screens.settings import SettingsScreen, SystemScreen
 from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL, end_of, readable, text_colours
+from tokamac.app.tui.widgets.prompt_input import Chips
 from tokamac.app.tui.widgets.status import StatusLine
 from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, with_keys
 
@@ -46,8 +44,7 @@ from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, wi
 
 TEXTS = ["foreground", "primary", "secondary", "accent", "warning", "error", "success"]
 GROUNDS = ["background", "surface", "panel"]
-LEAST_CONTRAST = 3.0
-"""Of WCAG 2, for what is more than a line of running text; running text has 4.5."""
+LEAST_CONTRAST = 3.0  # of WCAG 2, for what is more than a line of running text; running text has 4.5
 
 
 def colour(theme: Theme, name: str, system: ColorSystem) -> tuple[int, int, int]:
@@ -94,8 +91,7 @@ def test_the_terminal_theme_names_no_colour_but_the_terminals_own() -> None:
 # screen.
 
 Start = Callable[..., Any]
-LEAST = 4.5
-"""Of WCAG 2, for running text."""
+LEAST = 4.5  # of WCAG 2, for running text
 RGB = [theme for theme in (*BUILTIN_THEMES.values(), DARK, LIGHT) if not theme.ansi]
 LIGHTS = ["solarized-light", "textual-light", "catppuccin-latte", LIGHT.name]
 
@@ -155,7 +151,7 @@ def test_a_terminals_own_colours_stay_its_own() -> None:
 def drawn(c: Chat, region: Region) -> Iterator[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
     """The words in a region of the screen, their colour and what is behind it."""
     screen = c.app.screen
-    for strip in screen._compositor.render_strips(screen.size)[region.y : region.bottom]:
+    for strip in strips_of(screen)[region.y : region.bottom]:
         for segment in strip.crop(region.x, region.right):
             style = segment.style
             if any(map(str.isalnum, segment.text)) and style is not None and style.color and style.bgcolor:
@@ -187,7 +183,7 @@ async def test_what_stands_beside_the_chat_can_be_read_on_light_themes(chat: Sta
             c.app.theme = theme
             muted = variables(c.app.available_themes[theme])["text-muted"]
             await c.until(lambda muted=muted: c.app.theme_variables["text-muted"] == muted)  # type: ignore[misc]
-            assert await faint(c, c.app.chat.query_one("#panel").region) == [], theme
+            assert await faint(c, c.app.view.query_one("#panel").region) == [], theme
 
 
 @pytest.mark.parametrize("key", ["ctrl+l", "f1", "ctrl+s"])
@@ -196,7 +192,7 @@ async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start, key: 
         await c.ready()
         await c.ask("what is a ring?")
         await c.pilot.press(key)
-        await c.until(lambda: c.app.screen is not c.app.chat and c.app.screen.query(".box"))
+        await c.until(lambda: c.app.screen is not c.app.view and c.app.screen.query(".box"))
         for theme in LIGHTS:
             c.app.theme = theme
             inside = c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))
@@ -279,7 +275,7 @@ def row(c: Chat, y: int) -> str:
 
 
 async def opened(c: Chat, action: str, kind: type) -> None:
-    c.app.chat.do(action)
+    c.app.view.do(action)
     await c.until(lambda: isinstance(c.app.screen, kind), action)
     await c.pilot.pause()
 
@@ -323,7 +319,7 @@ def test_a_long_key_and_a_narrow_window_wrap_what_is_said_beside_the_keys() -> N
 
 
 async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(chat: Start) -> None:
-    async with chat("fast", size=SMALLEST) as c:
+    async with chat("steady", size=SMALLEST) as c:
         await c.phase(EnginePhase.IDLE)
         await c.ask("hello")
         line = row(c, -1)
@@ -340,11 +336,11 @@ async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Sta
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.info is not None
         c.session.engine.info = replace(c.session.engine.info, name="org/a-model-with-a-very-long-name-4bit")
-        c.app.chat.show()
+        c.app.view.redraw()
         await c.until(lambda: "…" in row(c, -1), "the end of the name")
         assert row(c, -1).endswith("long-name-4bit   F1 help")
-        c.app.chat.query_one(StatusLine).unsaved = lambda: True
-        c.app.chat.show()
+        c.app.view.query_one(StatusLine).unsaved = lambda: True
+        c.app.view.redraw()
         await c.until(lambda: "not saved" in row(c, -1), "the warning")
         assert row(c, -1).endswith("name-4bit · not saved   F1 help")
 
@@ -356,7 +352,7 @@ async def test_how_to_stop_is_said_while_something_runs_and_then_alone(chat: Sta
         await c.send("hello")
         await c.phase(EnginePhase.DECODING)
         assert "Esc stop" in row(c, -1)
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
         await c.phase(EnginePhase.IDLE)
         assert "Esc stop" not in row(c, -1)
 
@@ -371,19 +367,27 @@ async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start
         above = next(line.strip() for line in c.screen_text().splitlines() if "prompts queued" in line)
         assert above.startswith("2 prompts queued: Up takes the last back · writing ")
         assert above.endswith("tok/s")
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
 
 
-async def test_a_notice_does_not_cover_the_box_and_has_the_width_of_a_narrow_window(chat: Start) -> None:
-    for size in (SMALLEST, USUAL):
-        async with chat("fast", size=size) as c:
-            await c.phase(EnginePhase.IDLE)
-            await c.send("/nosuch thing")
-            await c.until(lambda: c.app.screen.query(Toast), "the notice")
-            await c.pilot.pause()
-            toast = c.app.screen.query_one(Toast)
-            assert toast.region.bottom <= c.prompt.region.y
-            assert toast.region.width == min(60, size[0] - 2)
+@pytest.mark.parametrize("size", [SMALLEST, USUAL])
+async def test_a_notice_has_lines_of_its_own_above_the_box_and_covers_nothing(
+    chat: Start, size: tuple[int, int]
+) -> None:
+    async with chat("fast", size=size) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("hi")
+        for _ in range(2):  # told twice, it is shown once
+            await c.pilot.press("ctrl+n")
+            await c.until(lambda: "New chat. The model stays" in c.screen_text(), "a line as wide as the window")
+            await c.ask("hi")
+        await c.send("/nosuch thing")
+        await c.until(lambda: "There is no command /nosuch" in c.screen_text(), "the notice")
+        assert c.notices.count("New chat.") == 1
+        chips = c.app.view.query_one(Chips)
+        assert c.transcript.region.bottom <= chips.region.y
+        assert chips.region.bottom <= c.prompt.region.y
+        assert not c.app.screen.query(Toast)
 
 
 # The transcript -----------------------------------------------------------------------------------------------------------
@@ -422,7 +426,7 @@ async def test_the_scroll_bar_is_where_the_page_is_after_a_resize_while_text_str
         await c.until(lambda: bar.position + bar.window_size >= bar.window_virtual_size - 1, "the bar at the end")
         assert c.transcript.growing
         assert bar.window_size == c.transcript.container_size.height
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
 
 
 # Dialogs ------------------------------------------------------------------------------------------------------------------
@@ -452,34 +456,21 @@ async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
         assert "Empty means" in c.screen_text()
 
 
-async def test_the_note_of_a_field_stands_below_where_it_has_no_room_beside(chat: Start) -> None:
-    async with chat("fast", size=SMALLEST) as c:
+@pytest.mark.parametrize("size", [SMALLEST, USUAL])
+async def test_the_note_of_a_setting_is_whole_below_the_list(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("fast", size=size) as c:
         await c.phase(EnginePhase.IDLE)
-        await opened(c, "settings", SettingsScreen)
-        for name in ("temperature", "stop", "on_full", "unload_after_min"):
-            c.app.screen.query_one(f"#{name}", Input).focus()
-            await c.until(lambda name=name: NOTES[name] in c.screen_text(), NOTES[name])
-        assert c.app.screen.query_one("#about", Static).region.bottom == 11
-
-
-async def test_every_note_is_whole_at_the_usual_size(chat: Start) -> None:
-    async with chat("fast", size=USUAL) as c:
-        await c.phase(EnginePhase.IDLE)
-        await opened(c, "settings", SettingsScreen)
-        seen: set[str] = set()
-        for name in NOTES:  # the last are below the edge until they are gone to
-            box = next(each for each in c.app.screen.query(Input) if each.name == name)
-            box.focus()
-            await c.until(lambda box=box: box.has_focus and box.region in c.app.screen.region, name)
-            text = c.screen_text()
-            assert "…" not in text
-            seen.update(each for each, note in NOTES.items() if text.count(note) > (note in _about(c)) - (each in WIDE))
-        assert seen == set(NOTES) - {"thinking", "thinking_budget"}  # why this model can not think stands there
-
-
-def _about(c: Any) -> str:
-    """The note at the lower edge, which repeats that of the field."""
-    return str(c.app.screen.query_one("#about").render())
+        screen = await c.opened("ctrl+t", SettingsScreen)
+        about = screen.query_one("#about", Static)
+        for name in set(NOTES) - {
+            "thinking",
+            "thinking_budget",
+            "keywords",
+        }:  # why this model can't take them stands there
+            await c.find_setting(name)
+            assert str(about.render()).startswith(NOTES[name])
+            assert about.region.bottom <= size[1] - 1
+            assert about.region.height >= 2 + (len(NOTES[name]) > size[0])
 
 
 @pytest.mark.parametrize("variable", ["", "1"], ids=["terminal's colours", "none"])
@@ -501,7 +492,7 @@ async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
 async def test_the_panel_says_by_a_bar_that_it_goes_on_below(chat: Start) -> None:
     async with chat("fast", size=(100, 24)) as c:
         await c.phase(EnginePhase.IDLE)
-        panel = c.app.chat.query_one("#panel")
+        panel = c.app.view.query_one("#panel")
         assert not panel.show_vertical_scrollbar  # the few figures fit whole
         await c.pilot.press("f5")
         await c.until(lambda: panel.show_vertical_scrollbar, "the bar")
@@ -547,7 +538,7 @@ def dress(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ca
 def cells(c: Chat, text: str) -> list[tuple[bool, str, str]]:
     """How the segments that hold ``text`` are drawn: whether underlined, and their colours, those of reversed ones turned round."""
     screen, found = c.app.screen, []
-    for strip in screen._compositor.render_strips(screen.size):
+    for strip in strips_of(screen):
         for segment in strip:
             if text in segment.text and segment.style is not None:
                 style = segment.style
@@ -606,7 +597,7 @@ async def test_a_list_that_drops_down_has_an_edge_and_shows_what_is_chosen(
         region = overlay.region
         lines = [
             "".join(segment.text for segment in strip.crop(region.x, region.right))
-            for strip in c.app.screen._compositor.render_strips(c.app.screen.size)[region.y : region.bottom]
+            for strip in strips_of(c.app.screen)[region.y : region.bottom]
         ]
         options = [line.strip(" │▊▎") for line in lines if line.strip(" ─│╭╮╰╯▔▁▊▎")]
         assert options[1:] == ["2", "3", "4", "5", "6", "8"]  # and nothing of what is below
@@ -620,12 +611,10 @@ async def test_an_empty_input_is_seen(chat: Start, dress: Callable[[Chat], None]
     async with chat("fast", size=(120, 40)) as c:
         await c.ready()
         dress(c)
-        await opened(c, "settings", SettingsScreen)
-        empty = next(
-            each for each in c.app.screen.query(Input) if not each.value and not each.placeholder and not each.has_focus
-        )
+        await opened(c, "system_prompt", SystemScreen)
+        empty = c.app.screen.query_one("#name", Input)
         region = empty.region
-        strip = c.app.screen._compositor.render_strips(c.app.screen.size)[region.y]
+        strip = strips_of(c.app.screen)[region.y]
         inside, beside = (
             {(segment.text.strip(), str(segment.style and segment.style.bgcolor)) for segment in strip.crop(*span)}
             for span in ((region.x, region.right), (region.x - 2, region.x))
@@ -668,7 +657,7 @@ def test_without_an_answer_the_environment_tells_then_the_system(tmp_path: Path)
 
 ASKS = """
 import sys
-from tokamac.app.tui.terminal_background import BackgroundQuery
+from tokamac.app.tui.run import BackgroundQuery
 with BackgroundQuery() as query:
     dark = query.is_dark()
 print("dark" if dark else "light", flush=True)

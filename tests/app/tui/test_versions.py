@@ -13,10 +13,10 @@ from tokamac.app.backend.protocol import ReplyEvent, RequestFailed
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.versions import Versions
 from tokamac.app.store.store import Store
-from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import ChatsScreen
+from tokamac.app.tui.screens.dialog import EngineSaid
 from tokamac.app.tui.screens.help import HelpScreen
 from tokamac.app.tui.screens.versions import LEAST, VersionColumn, VersionsScreen, keys_line
 from tokamac.engine.events import Finished
@@ -30,7 +30,7 @@ async def asked(c: Chat) -> None:
     await c.ready()
     await c.send("What is decode?")
     await c.phase(EnginePhase.DECODING)
-    c.app.chat.do("stop")
+    c.app.view.do("stop")
     await c.phase(EnginePhase.IDLE)
 
 
@@ -51,7 +51,7 @@ def finish(c: Chat, index: int, text: str) -> None:
     """Have a version end, as if its model had said so; what the scripted one still says of it is late."""
     id = running(c).all[index].id
     event = ReplyEvent(id, Finished("stop", text, METRICS))
-    c.app.chat.post_message(EngineSaid(event, c.app.chat.bridge.process_number))
+    c.app.view.post_message(EngineSaid(event, c.app.chat.bridge.process_number))
 
 
 async def resized(c: Chat, size: tuple[int, int]) -> None:
@@ -159,7 +159,7 @@ async def test_one_that_fails_says_why_and_the_others_go_on(chat: Start) -> None
         text = c.screen_text()
         assert "KV 8 bits  ✗ failed" in text
         assert "failed · " in text
-        assert "the chat goes on from KV 16 bits · written together: their speeds don't compare" in text
+        assert "the chat goes on from KV 16 bits · written together: their speeds can't be compared" in text
 
 
 async def test_a_dead_engine_leaves_what_was_said(chat: Start) -> None:
@@ -198,7 +198,7 @@ async def test_thinking_is_folded_and_unfolded_and_the_text_copied(chat: Start) 
         await c.ready()
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
-        c.app.chat.do("stop")
+        c.app.view.do("stop")
         await c.phase(EnginePhase.IDLE)
         screen = await opened(c, "/compare temperature 0 1")
         await c.until(lambda: c.screen_text().count("thinking …") == 2)
@@ -225,7 +225,7 @@ async def test_what_models_say_is_made_safe(chat: Start, monkeypatch: pytest.Mon
         await c.until(lambda: c.app.screen is not screen and isinstance(c.app.screen, VersionsScreen))
         id = running(c).all[0].id
         failed = RequestFailed(id, "no \x1b]0;title\x07 memory", "\x1b[2J")
-        c.app.chat.post_message(EngineSaid(failed, c.app.chat.bridge.process_number))
+        c.app.view.post_message(EngineSaid(failed, c.app.chat.bridge.process_number))
         await c.phase(EnginePhase.IDLE)
     assert not foreign(written())
 
@@ -276,11 +276,11 @@ async def test_another_reply_begun_from_the_palette_closes_them(chat: Start) -> 
         await c.on(HelpScreen)
         await c.pilot.press("escape")
         await c.on(VersionsScreen)
-        c.app.chat.do("compare", "temperature 0 1")
+        c.app.view.do("compare", "temperature 0 1")
         await c.until(lambda: c.app.screen is not first and isinstance(c.app.screen, VersionsScreen))
         await c.phase(EnginePhase.IDLE)
         assert first not in c.app.screen_stack
-        c.app.chat.do("regenerate")
+        c.app.view.do("regenerate")
         await c.on(ChatScreen)
         await c.until(lambda: c.session.turns[-1].reply_place == (7, 7))
 

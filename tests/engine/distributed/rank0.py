@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tests.engine.inside import runner_of
 from tokamac.engine import Engine, KVSpec, Message, Nodes, Sampling, TokamacError
 from tokamac.engine.distributed import team as team_module
 from tokamac.engine.distributed.team import allowed_by, join
 from tokamac.engine.events import Failed, Finished, TextChunk
+from tokamac.engine.lab.scoring import logprobs
 
 GREEDY = Sampling(temperature=0, max_tokens=8)
 LONG = Sampling(temperature=0, max_tokens=400)
@@ -47,12 +49,12 @@ def answers(engine: Engine) -> dict[str, Any]:
 
 
 def engine_rows(engine: Engine) -> list[list[float]]:
-    return engine._runner.logprobs(IDS, 8).tolist()  # type: ignore[return-value]
+    return logprobs(runner_of(engine), IDS, 8).tolist()  # type: ignore[return-value]
 
 
 def held(engine: Engine) -> int:
     """Return the bytes of weights that this process has."""
-    return engine._runner.runtime.shape.weights
+    return runner_of(engine).runtime.shape.weights
 
 
 def cancelled(engine: Engine) -> dict[str, Any]:
@@ -109,30 +111,25 @@ LINK = Link()
 
 
 def lost(engine: Engine, how: str) -> dict[str, Any]:
-    """Stop the other process, or the link to it, while a reply is written; say what its reader gets, after how many seconds."""
+    """Stop the other process, or the link to it, while a reply is written; say what its reader gets."""
     (pid,) = join(NODES).pids
-    began, sent = 0.0, False
+    sent = False
     try:
         for event in engine.generate(FIRST, LONG):
             if isinstance(event, TextChunk) and not sent:
-                began, sent = time.monotonic(), True
+                sent = True
                 if how == "stall":
                     LINK.stall()
                 else:
                     os.kill(pid, getattr(signal, how))
     except TokamacError as error:
-        return {
-            "error": error.one_line(),
-            "type": type(error).__name__,
-            "after_s": time.monotonic() - began,
-            "pid": pid,
-        }
+        return {"error": error.one_line(), "type": type(error).__name__, "pid": pid}
     return {"error": None}
 
 
 def bounded(engine: Engine) -> dict[str, Any]:
     """Say what the other process allows this one, and what is said of a prompt once that is next to nothing."""
-    limit = engine._runner.runtime.memory_limit
+    limit = runner_of(engine).runtime.memory_limit
     found: dict[str, Any] = {"others": limit.others(), "own": replace(limit, others=lambda: None).budget()}
     said = {"room": 1000, "token_bytes": 1}
     limit.others = lambda: allowed_by([said], held(engine), 1)
@@ -155,13 +152,10 @@ def main() -> None:
         told: dict[str, Any]
         if asked["do"] == "stall":
             team_module.join_group = LINK.join
+            team_module.LINK_SILENCE_S = 2.0  # a little more than a beat
         try:
             with Engine.load(asked["model"], kv=kv, nodes=nodes, unchecked=True, cpu_exact=True) as engine:
-                told = {
-                    "notes": engine.spec.notes,
-                    "weights": held(engine),
-                    "stored": engine.spec.weight_bytes,
-                }
+                told = {"notes": engine.spec.notes, "weights": held(engine), "stored": engine.spec.weight_bytes}
                 match asked["do"]:
                     case "answer":
                         told |= answers(engine)

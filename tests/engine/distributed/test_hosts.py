@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from tokamac.engine import Nodes, OptionError
-from tokamac.engine.distributed.hosts import FIRST_PORT, FOLLOWER, LOOPBACK, hosts_of
-from tokamac.engine.distributed.speed import LINKS, LinkSpec, NodesOutcome, on_nodes
-from tokamac.engine.perf.inspection import inspect, model_ref
-from tokamac.engine.perf.machine import elsewhere
-from tokamac.engine.perf.what_if import WhatIfCase
+from tokamac.engine.distributed.team import FIRST_PORT, FOLLOWER, LOOPBACK, hosts_of
+from tokamac.engine.perf.inspection import LINKS, LinkSpec, NodesOutcome, inspect, model_ref, on_nodes
+from tokamac.engine.perf.what_if import WhatIfCase, elsewhere
 
 TWO: list[dict[str, Any]] = [
     {"ssh": "this.local", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en5"]},

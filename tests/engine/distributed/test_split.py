@@ -17,13 +17,12 @@ from mlx.nn.layers.distributed import shard_inplace
 from mlx.utils import tree_flatten
 
 from tests.engine.kv.models import LEFT_OUT, NAMES, config_of, seeded
-from tokamac.engine.distributed.split import NodeShare
+from tests.families import TOYS, walked
+from tokamac.engine.distributed.team import NodeShare
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.model.config import model_classes, read_config
-from tokamac.engine.model.loader import build_model, load_model
-from tokamac.engine.model.safetensors import find_shards, locate_tensors
-from tokamac.engine.model.skeleton import skeleton_model
-from tokamac.engine.model.stored_parts import Part, read_part
+from tokamac.engine.model.loader import build_model, load_model, skeleton_model
+from tokamac.engine.model.safetensors import Part, find_shards, locate_tensors, read_part
 
 
 class StandIn:
@@ -177,7 +176,7 @@ def store(
     return folder
 
 
-@pytest.mark.parametrize("kind", DIVISIBLE)
+@pytest.mark.parametrize("kind", walked(DIVISIBLE, TOYS))
 def test_every_class_that_divides_has_its_parts_alone(tmp_path: Path, kind: str) -> None:
     folder = store(tmp_path / "model", kind, mx.float32, None)
     for rank in (0, 1):
@@ -213,8 +212,8 @@ def check_same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> Non
         np.testing.assert_array_equal(bits(found[name]), bits(array), name)
 
 
+# Rows whose other half is longer than a page.
 WIDE = {"head_dim": 1024, "intermediate_size": 8192, "moe_intermediate_size": 4096}
-"""Rows whose other half is longer than a page."""
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="nothing counts what a process reads")

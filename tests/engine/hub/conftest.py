@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.hub.hub_server import CLIENT, Hub, safetensors, serve
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def client(environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
             env={**environment, **changes},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", done.stderr

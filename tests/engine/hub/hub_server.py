@@ -15,6 +15,8 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
+from tests.waiting import PATIENCE_S
+
 COMMIT = "a" * 40
 NEWER = "b" * 40
 CLIENT = Path(__file__).parent / "client.py"
@@ -47,7 +49,7 @@ class Hub:
 
     def fetched(self) -> set[str]:
         """Names of the files that were asked for by GET or HEAD."""
-        return {path.rpartition("/")[2] for _, path, _ in self.requests if "/resolve/" in path}
+        return {path.partition("/resolve/")[2].partition("/")[2] for _, path, _ in self.requests if "/resolve/" in path}
 
     def gets(self, name: str) -> list[str | None]:
         """The Range headers of the GETs of a file, in order."""
@@ -116,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/{self.hub.repo}"):
             self._api(path)
         elif path.startswith(f"/{self.hub.repo}/resolve/"):
-            self._file(path.rpartition("/")[2], body=body)
+            self._file(path.partition("/resolve/")[2].partition("/")[2], body=body)
         else:
             self._fail(401, "RepoNotFound")
 
@@ -200,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.sent[name] = hub.sent.get(name, 0) + end - begin
             if end < len(content) and hub.stall_at is not None:
                 hub.stalled.set()
-                hub.resume.wait(30)
+                hub.resume.wait(PATIENCE_S)
         except OSError:
             pass  # the client has gone
         if end < len(content):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import pytest
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn, until
 from tests.engine.hub.hub_server import CLIENT, NEWER, Hub, safetensors
-from tokamac.app.backend.command_process import Refused
-from tokamac.app.backend.puller import Pulled, PullProgress, Removed, decode_pull
+from tokamac.app.backend.processes import Pulled, PullProgress, Refused, Removed, decode_pull
 from tokamac.assets import asset_path
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.hub import download
@@ -69,9 +67,9 @@ def test_names_that_can_be_nothing(name: str, said: str) -> None:
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.bin").write_bytes(b"PK")
     with pytest.raises(ModelNotFoundError, match="is a file"):
-        download.resolve(tmp_path / "model.gguf")
+        download.resolve(tmp_path / "model.bin")
 
 
 def test_importing_does_no_work() -> None:
@@ -105,6 +103,14 @@ def test_a_whole_download_brings_the_model_and_nothing_else(hub: Hub, client: Cl
     assert outcome["progress"][-1] == [total, total]
     assert [done for done, _ in outcome["progress"]] == sorted(done for done, _ in outcome["progress"])
     assert not outcome["imported_early"]
+
+
+def test_what_names_the_pooling_of_embeddings_comes_along(hub: Hub, client: Client) -> None:
+    pooled = {"1_Pooling/config.json": b"{}", "2_Dense/model.safetensors": hub.files[SECOND]}
+    hub.files |= {**pooled, "1_Pooling/../../../config.json": b"{}"}
+    folder = Path(client("resolve", "org/tiny")["result"])
+    assert all((folder / name).read_bytes() == content for name, content in pooled.items())
+    assert {name for name in hub.fetched() if "/" in name} == pooled.keys()
 
 
 def test_heads_beside_a_model_come_along_and_are_no_model_alone(hub: Hub, client: Client) -> None:
@@ -147,12 +153,8 @@ def test_a_killed_download_goes_on_where_it_stopped(
     process = subprocess.Popen(
         [sys.executable, str(CLIENT), "resolve", "org/tiny"], env=environment, stdout=subprocess.DEVNULL
     )
-    assert hub.stalled.wait(30)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and not (
-        leftovers(tmp_path) and leftovers(tmp_path)[0].stat().st_size > half // 2
-    ):
-        time.sleep(0.02)
+    assert hub.stalled.wait(PATIENCE_S)
+    until(lambda: leftovers(tmp_path) and leftovers(tmp_path)[0].stat().st_size > half // 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
     hub.stall_at = None
@@ -329,12 +331,12 @@ def test_two_at_once_do_not_write_to_one_file(hub: Hub, client: Client, environm
     first = subprocess.Popen(
         [sys.executable, str(CLIENT), "resolve", "org/tiny"], env=environment, stdout=subprocess.PIPE, text=True
     )
-    assert hub.stalled.wait(30)
+    assert hub.stalled.wait(PATIENCE_S)
     second = client("resolve", "org/tiny")
     assert "another program" in second["message"]
     hub.stall_at = None
     hub.resume.set()
-    out, _ = first.communicate(timeout=30)
+    out, _ = first.communicate(timeout=PATIENCE_S)
     assert "result" in json.loads(out)
 
 
@@ -446,7 +448,7 @@ def test_the_speed_of_the_last_download_is_kept_once_it_says_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(download.measurement_store, "store_file", lambda name: tmp_path / name)
+    monkeypatch.setattr(download.hardware, "store_file", lambda name: tmp_path / name)
     monkeypatch.setattr(download.time, "monotonic", lambda: now[0])
     assert download.last_speed() is None
     for arrived, seconds, kept in ((50_000_000, 4.0, 12.5e6), (1_000_000, 60.0, 12.5e6), (90_000_000, 9.0, 10e6)):
@@ -464,7 +466,7 @@ COMMAND = [sys.executable, "-m", "tokamac.app.cli", "models"]
 
 
 def models(environment: dict[str, str], *arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -488,12 +490,12 @@ def test_ctrl_c_keeps_what_has_arrived(hub: Hub, environment: dict[str, str], tm
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert hub.stalled.wait(30)
+    assert hub.stalled.wait(PATIENCE_S)
     partial = tmp_path / "hf" / "hub"
     while not any(path.stat().st_size for path in partial.rglob("*.incomplete")):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
@@ -515,7 +517,7 @@ def test_what_fails_is_one_line(hub: Hub, environment: dict[str, str]) -> None:
 
 
 def lines(environment: dict[str, str], *arguments: str) -> tuple[int, list[bytes]]:
-    done = subprocess.run([*COMMAND, "--json", *arguments], env=environment, capture_output=True, timeout=60)
+    done = subprocess.run([*COMMAND, "--json", *arguments], env=environment, capture_output=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -530,11 +532,11 @@ def interrupt_at(hub: Hub, environment: dict[str, str], nbytes: int) -> None:
     """Begin a pull and end its process once so many bytes of the first weights were sent, and most of them written."""
     hub.stall_at = nbytes
     process = subprocess.Popen([*COMMAND, "--json", "pull", "org/tiny"], env=environment, stdout=subprocess.DEVNULL)
-    assert hub.stalled.wait(30)
+    assert hub.stalled.wait(PATIENCE_S)
     arriving = Path(environment["HF_HOME"], "hub", "models--org--tiny", "blobs")
     until(lambda: any(path.stat().st_size > nbytes // 2 for path in arriving.glob("*.incomplete")))
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=PATIENCE_S)
     hub.stall_at = None
     hub.resume.set()
 
@@ -625,7 +627,7 @@ def test_a_model_is_downloaded_and_waited_for(hub: Hub, own: dict[str, str]) -> 
     assert here.startswith("org/tiny is downloaded, 80")
     assert here.endswith(" kB. /model org/tiny loads it.")
     assert again == "org/tiny is already on this disk. /model org/tiny loads it."
-    assert no_id == "Write /pull and a Hugging Face ID, such as org/name."
+    assert no_id == "Write /pull and a Hugging Face ID: /pull org/name."
     assert begun_too.startswith("Downloading org/absent.")
     assert absent.startswith("org/absent was not downloaded: ")
     (config,) = Path(own["HF_HOME"]).rglob("config.json")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.hub.hub_server import Hub, serve
 from tokamac.app import cli
-from tokamac.app.backend.puller import HubModelLine, Searched, decode_pull
-from tokamac.engine.hub.search import good_for
+from tokamac.app.backend.processes import HubModelLine, Searched, decode_pull
+from tokamac.engine.hub.download import good_for
 
 
 def listed(id_: str, *tags: str, **more: Any) -> dict[str, Any]:

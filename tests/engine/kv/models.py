@@ -6,15 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from tokamac.engine.kv import Cache, plan_caches, rewindable
-from tokamac.engine.kv.attention import AttendingCache
-from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
-from tokamac.engine.kv.probe import leaves
+from tokamac.engine.errors import ModelError
+from tokamac.engine.kv.attention import AttendingCache, leaves
+from tokamac.engine.kv.cache import Cache, rewindable
+from tokamac.engine.kv.layout import Affine, Codec, Plain, rotation_block
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.kv.rotary import Rotation
-from tokamac.engine.model.skeleton import skeleton_model
+from tokamac.engine.model.loader import skeleton_model
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.footprint import KVTable, table_of_plan
+from tokamac.engine.perf.config_cost import Packing, cost_of_config, work_of
+from tokamac.engine.perf.cost import Form
+from tokamac.engine.perf.footprint import KVTable, module_of, table_of_plan
+from tokamac.engine.perf.roofline import Workload
 
 # A tiny config of every architecture in mlx-lm: what differs from one plain shape, under the names of mlx-lm's
 # modules.
@@ -24,6 +29,7 @@ Row = dict[str, Any]
 
 VOCABULARY = 97
 WINDOW = 16
+# Every row starts from this; a class takes what it has a field for.
 BASE: Row = {
     "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": VOCABULARY, "tie_word_embeddings": True,
@@ -35,7 +41,6 @@ BASE: Row = {
     "first_k_dense_replace": 1, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
     "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
 }
-"""Every row starts from this; a class takes what it has a field for."""
 
 LATENT: Row = {
     "num_key_value_heads": 2, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
@@ -293,10 +298,10 @@ KEPT: dict[str, str] = {
     "deepseek_v41": "its LayerCache stays",
     "llama4": "it attends in chunks of 16 tokens",
 }
+# Families whose caches can be packed but not bounded: why.
 UNBOUNDED = {"afm7": "by how many keys they are given", "minimax_m3_vl": HAND}
-"""Families whose caches can be packed but not bounded: why."""
+# How often each of our caches is attended to in one pass, where other layers ask it for the same keys and values again.
 BORROWED = {"gemma3n": 2}
-"""How often each of our caches is attended to in one pass, where other layers ask it for the same keys and values again."""
 
 
 def config_of(name: str) -> Row:
@@ -330,8 +335,8 @@ def tiny_llama(
     return seeded(llama.Model(args), seed)
 
 
+# One of each kind: windows, sinks, recurrent, hybrid and latent layers.
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3", "gemma4")
-"""One of each kind: windows, sinks, recurrent, hybrid and latent layers."""
 SPECS = {
     "growing": KVSpec(),
     "packed": KVSpec(key_bits=8, value_bits=4, group_size=32),
@@ -342,10 +347,17 @@ SPECS = {
 }
 
 
-def model_of(name: str) -> Any:
-    """Return the tiny model of an architecture, its weights seeded."""
+def built(name: str, **changes: Any) -> tuple[Any, Row]:
+    """Return the tiny model of an architecture, its weights seeded, and its config with these changes."""
+    config = {**config_of(name), **changes}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    return seeded(module.Model(module.ModelArgs.from_dict(config_of(name))))
+    return seeded(module.Model(module.ModelArgs.from_dict(config))), config
+
+
+def model_of(name: str) -> Any:
+    return built(name)[0]
 
 
 def seeded(model: Any, seed: int = 3) -> Any:
@@ -357,7 +369,8 @@ def seeded(model: Any, seed: int = 3) -> Any:
     def fill(x: mx.array) -> mx.array:
         if x.ndim < 2:
             return x + 0.1 * mx.random.normal(x.shape)
-        return mx.random.normal(x.shape) * (1.5 / x.shape[-1] ** 0.5)
+        spread: mx.array = mx.random.normal(x.shape) * (1.5 / x.shape[-1] ** 0.5)
+        return spread
 
     model.update(tree_map(fill, model.parameters()))
     mx.eval(model.parameters())
@@ -405,8 +418,8 @@ class Reference:
         return self._handed
 
 
+# Rotated keys (B, H, T, D), and so many positions further on: what a model would have made of them there.
 Move = Callable[[mx.array, int], mx.array]
-"""Rotated keys (B, H, T, D), and so many positions further on: what a model would have made of them there."""
 
 
 def move_llama(keys: mx.array, by: int) -> mx.array:
@@ -515,7 +528,7 @@ def reference_logits(
     references = [make(index) for index in range(len(model.layers))]
     for each, its in zip(references, taken, strict=bool(taken)):
         follow(each, its)
-    logits = model(ids, cache=references)[0]
+    logits: mx.array = model(ids, cache=references)[0]
     mx.eval(logits)
     return logits
 
@@ -575,7 +588,7 @@ def codec(bits: int, group: int = 32, *, rotated_dim: int | None = None) -> Code
 
 def largest_difference(a: mx.array, b: mx.array) -> float:
     """Return max |a − b|."""
-    return float(mx.abs(a - b).max().item())
+    return float(np.asarray(mx.abs(a - b).max()))
 
 
 def offset(caches: list[Any]) -> int | None:
@@ -606,3 +619,17 @@ def bypassed(caches: list[Any]) -> list[tuple[int, ...]]:
 def kv_table(config: Mapping[str, Any], spec: KVSpec, context: int, *, value_bytes: int) -> KVTable:
     """The caches of the model of a normalised config. value_bytes: of a number in the type that the engine holds it in."""
     return table_of_plan(plan_caches(skeleton_model(config, value_bytes), config, spec), context)
+
+
+def work_of_config(
+    config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored", kv: KVSpec | None = None
+) -> Workload | str:
+    """Return a workload from a config, or why not. Raises OptionError."""
+    cost = cost_of_config(config, packing=packing, form=form)
+    if isinstance(cost, str):
+        return cost
+    try:
+        model = module_of(config, packing=packing, form=form)
+    except ModelError as error:
+        return error.message
+    return work_of(model, config, cost, plan_caches(model, config, kv or KVSpec()))

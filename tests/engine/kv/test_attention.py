@@ -18,21 +18,14 @@ from hypothesis import strategies as st
 
 from tests.engine.kv.models import bypassed, codec, feed, largest_difference, tiny_llama, tokens
 from tokamac.engine import KVSpec
-from tokamac.engine.kv import attention, install_seam, plan_caches
+from tokamac.engine.kv import attention
 from tokamac.engine.kv import cache as cache_module
-from tokamac.engine.kv import codec as codec_module
-from tokamac.engine.kv.attention import NAME
-from tokamac.engine.kv.attention_kernel import (
-    MLX_VERSION,
-    AttentionCall,
-    AttentionDevice,
-    Kernel,
-    has_fused_kernel,
-    kernel_of,
-)
+from tokamac.engine.kv import layout as layout_module
+from tokamac.engine.kv.attention import NAME, install_seam
 from tokamac.engine.kv.cache import Cache
-from tokamac.engine.kv.codec import Codec
-from tokamac.engine.kv.layout import Growing, Layout, Ring
+from tokamac.engine.kv.costs import MLX_VERSION, AttentionCall, AttentionDevice, Kernel, has_fused_kernel, kernel_of
+from tokamac.engine.kv.layout import Codec, Growing, Layout, Ring
+from tokamac.engine.kv.plan import plan_caches
 
 # The one place where mlx-lm is touched: nobody else may notice.
 
@@ -317,7 +310,7 @@ def test_the_installed_mlx_is_the_one_whose_conditions_were_read() -> None:
     found = version("mlx")
     assert found == MLX_VERSION, (
         f"MLX {found} is installed. Look again at ScaledDotProductAttention::use_fallback and eval_gpu in "
-        "mlx/backend/metal and mlx/backend/cuda, mend engine/kv/attention_kernel.py, and then raise MLX_VERSION."
+        "mlx/backend/metal and mlx/backend/cuda, mend engine/kv/costs.py, and then raise MLX_VERSION."
     )
 
 
@@ -330,11 +323,10 @@ def test_the_installed_mlx_takes_force_fused() -> None:
 # Which of MLX's kernels a step asks for on a GPU: recorded here from calls and graphs, since what they take can't
 # be measured.
 
+# Rows from which MLX's Metal backend multiplies by qmm_n where `transpose` is off (QuantizedMatmul::eval_gpu).
 QMM_ROWS = 4
-"""Rows from which MLX's Metal backend multiplies by qmm_n where ``transpose`` is off (QuantizedMatmul::eval_gpu)."""
 
-DEVICES = (cache_module, codec_module)
-"""The modules that ask which device it is."""
+DEVICES = (cache_module, layout_module)  # the modules that ask which device it is
 
 Calls = list[tuple[tuple[mx.array, ...], dict[str, Any]]]
 
@@ -486,8 +478,8 @@ def operations(out: mx.array, folder: Path) -> Counter[str]:
     return Counter(re.findall(r'label ?="([A-Za-z]+)"', (folder / "step.dot").read_text(encoding="utf-8")))
 
 
+# What a mask takes where positions are compared on the device.
 MASKING = {"Less", "LessEqual", "Greater", "GreaterEqual", "Remainder", "BitwiseBinary", "BitwiseAnd", "BitwiseOr"}
-"""What a mask takes where positions are compared on the device."""
 
 
 @pytest.mark.parametrize("keep", [0, 4])

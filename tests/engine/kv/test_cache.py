@@ -30,12 +30,23 @@ from tests.engine.kv.models import (
     trim,
 )
 from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.kv import attention, nbytes, plan_caches, rewindable
-from tokamac.engine.kv.cache import Cache, GrowthWatcher
-from tokamac.engine.kv.codec import AFFINE_BITS, Affine, Codec, Plain, rotation_block
-from tokamac.engine.kv.layout import Growing, Layout, Ring, Slots, Span, visible
-from tokamac.engine.kv.plan import CachePlan
-from tokamac.engine.kv.sizes import GROWTH, STEP, bytes_per_value, group_for
+from tokamac.engine.kv import attention
+from tokamac.engine.kv.cache import Cache, GrowthWatcher, nbytes, rewindable
+from tokamac.engine.kv.costs import GROWTH, STEP, bytes_per_value, group_for
+from tokamac.engine.kv.layout import (
+    AFFINE_BITS,
+    Affine,
+    Codec,
+    Growing,
+    Layout,
+    Plain,
+    Ring,
+    Slots,
+    Span,
+    rotation_block,
+    visible,
+)
+from tokamac.engine.kv.plan import CachePlan, plan_caches
 
 # What a codec writes down can be read back, multiplied as it lies, and weighed to the byte.
 

@@ -13,7 +13,7 @@ from tests.engine.helpers import write_tokenizer
 from tests.golden.weights import write_weights
 from tests.tiny import make_tiny
 from tokamac.engine import ContextError, Engine, KVSpec, OptionError
-from tokamac.engine.kv.divergence import (
+from tokamac.engine.lab.scoring import (
     FASTER,
     LEAST_TOP1,
     MOST_KL,

@@ -27,11 +27,10 @@ from tests.engine.kv.models import (
     trim,
 )
 from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.kv import nbytes, plan_caches
-from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.attention import map_leaves
+from tokamac.engine.kv.cache import Cache, nbytes
 from tokamac.engine.kv.layout import Ring
-from tokamac.engine.kv.plan import READ_ELSEWHERE, CachePlan
-from tokamac.engine.kv.probe import map_leaves
+from tokamac.engine.kv.plan import READ_ELSEWHERE, CachePlan, plan_caches
 from tokamac.engine.kv.rotary import CHANGING, UNKNOWN, Rotation
 from tokamac.engine.kv.snapshot import freeze, thaw
 
@@ -268,13 +267,6 @@ def test_a_key_moved_is_the_key_that_the_model_makes_there(kind: str, traditiona
     ][::2]
     model = seeded(module.Model(args))
     assert_moves(model, config)
-
-
-@pytest.mark.parametrize("name", zoo.NAMES)
-def test_what_is_found_moves_keys_as_the_model_itself_does(name: str) -> None:
-    config = zoo.config_of(name)
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    assert_moves(seeded(module.Model(module.ModelArgs.from_dict(config))), config)
 
 
 class Alone:

@@ -9,21 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.engine.kv.models import FAMILIES, NAMES, SPECS, config_of, model_of, tiny_llama, tokens
+from tests.engine.kv.models import FAMILIES, SPECS, config_of, model_of, tiny_llama, tokens
+from tests.families import LAYOUTS, walked
 from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.kv import nbytes, plan_caches
-from tokamac.engine.kv.rows import forward, why_alone
+from tokamac.engine.kv.cache import forward, nbytes, why_alone
+from tokamac.engine.kv.plan import plan_caches
 
 Lane = list[Any]
-
-ALONE = {
-    # Architectures that take one sequence at a time: what they trip over, or how they find positions.
-    "afm7": "how many keys",
-    "deepseek_v41": "window",
-    "gpt_bigcode": "length-1 arrays",
-    "iquestloopcoder": "update_and_fetch",
-    "llama4": "maybe_trim_front",
-}
 
 
 def begin(model: Any, make: Callable[[], Lane], length: int, seed: int) -> Lane:
@@ -42,21 +34,8 @@ def step_together_and_alone(model: Any, lanes: list[Lane], alone: list[Lane], id
     return bool(mx.array_equal(found, expected))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_architecture_is_batched_exactly_or_refused_with_a_reason(name: str) -> None:
-    model, config = model_of(name), config_of(name)
-    make = plan_caches(model, config, KVSpec()).make
-    why = why_alone(model, config, make)
-    assert (ALONE[name] in why) if name in ALONE else not why
-    if why:
-        return
-    lanes, alone = ([begin(model, make, length, seed) for seed, length in enumerate((2, 9, 21))] for _ in range(2))
-    for at in range(3):
-        assert step_together_and_alone(model, lanes, alone, [tokens(1, 50 + 10 * at + seed) for seed in range(3)])
-
-
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", walked(FAMILIES, LAYOUTS))
 def test_lanes_join_and_leave_at_every_step(name: str, spec: str) -> None:
     model, config = model_of(name), config_of(name)
     try:

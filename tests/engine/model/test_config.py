@@ -22,7 +22,7 @@ from tokamac.app.cli import main
 from tokamac.engine import Engine, Finished, Sampling
 from tokamac.engine.architectures import own_architectures
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError
-from tokamac.engine.kv import plan_caches
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.loading import keeps_short
 from tokamac.engine.model.config import (
     ABSENT,
@@ -35,7 +35,7 @@ from tokamac.engine.model.config import (
     read_config,
 )
 from tokamac.engine.model.config_rules import check_config
-from tokamac.engine.model.skeleton import skeleton_model
+from tokamac.engine.model.loader import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.footprint import weigh
 from tokamac.engine.perf.inspection import inspect_model
@@ -326,12 +326,12 @@ def test_the_outer_key_says_whether_a_nested_model_has_a_head_of_its_own() -> No
     assert normalise({**nested, "tie_word_embeddings": None})["text_config"]["tie_word_embeddings"] is True
 
 
+# Keys whose wrong value does not pass unseen: weights of other shapes do not fit. The lists follow from other keys.
 SIZES = re.compile(
     "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|layer_types"
     "|max_position_embeddings|n_routed_experts|n_shared_experts|num_shared_experts|num_experts$|num_local_experts|model_type"
     "|text_config|vision_config|mamba_(d|n|chunk|conv|proj)|rope_parameters|block|idxs|per_layer|no_rope_layers|_rank|projector|out_"
 )
-"""Keys whose wrong value does not pass unseen: weights of other shapes do not fit. The lists follow from other keys."""
 DERIVED = {
     ("bailing_hybrid", "num_nextn_predict_layers"): "layers that predict further are never made",
     ("cohere2", "rope_theta"): "",

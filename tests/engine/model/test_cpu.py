@@ -24,20 +24,23 @@ from tokamac.engine.model.head import asking_for_logits
 if sys.platform != "linux":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.model.cpu import compiling, products
-from tokamac.engine.model.cpu.compiling import digest_of
-from tokamac.engine.model.cpu.dense import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
-from tokamac.engine.model.cpu.packed import (
+from tokamac.engine.cpu import pool as kernels
+from tokamac.engine.cpu import products
+from tokamac.engine.cpu.layers import (
+    LAZY_WEIGHTS,
+    DenseEmbedding,
+    DenseLinear,
     PackedEmbedding,
     PackedHead,
     PackedLinear,
     keep_packed,
     matrix_of,
+    unpack,
     use_kernels,
 )
-from tokamac.engine.model.cpu.pool import POOL, SLEEPING, Pool
-from tokamac.engine.model.cpu.pool import run as pool_run
-from tokamac.engine.model.cpu.products import PackedMatrix
+from tokamac.engine.cpu.pool import POOL, SLEEPING, Pool, digest_of
+from tokamac.engine.cpu.pool import run as pool_run
+from tokamac.engine.cpu.products import PackedMatrix
 
 AFFINE = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 MICROSCALED = [(4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")]
@@ -104,7 +107,7 @@ def test_no_other_process_compiles_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
     locked: list[bool] = []
 
     def is_locked(function: Callable[..., Any]) -> bool:
-        with compiling._lock_of(function).open("w") as other:
+        with kernels._lock_of(function).open("w") as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -113,7 +116,7 @@ def test_no_other_process_compiles_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
 
     def compile_now(*_: object, **__: object) -> Callable[[object], object]:
         locked.extend((is_locked(kernel), is_locked(another)))
-        with compiling.alone(another):  # what is compiled within it waits for nobody
+        with kernels.alone(another):  # what is compiled within it waits for nobody
             return lambda _: SimpleNamespace(address=7)
 
     def kernel(arguments: int, first: int, last: int) -> None:
@@ -122,9 +125,9 @@ def test_no_other_process_compiles_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
     def another(arguments: int, first: int, last: int) -> None:
         """Nothing."""
 
-    monkeypatch.setattr(compiling, "cfunc", compile_now)
-    monkeypatch.setattr(compiling, "_alive", [])
-    assert compiling.compile_kernel(kernel) == 7
+    monkeypatch.setattr(kernels, "cfunc", compile_now)
+    monkeypatch.setattr(kernels, "_alive", [])
+    assert kernels.compile_kernel(kernel) == 7
     assert (locked, is_locked(kernel)) == ([True, False], False)
 
 
@@ -133,15 +136,15 @@ def test_two_processes_compile_what_a_step_runs(tmp_path: Path) -> None:
     code = """
 import sys
 from numba.core import event
-from tokamac.engine.model.cpu import compiling, step
+from tokamac.engine.cpu import pool as kernels, step
 made, others = [], []
 class Listener(event.Listener):
     def on_start(self, begun): made.append(begun.data["dispatcher"].py_func.__name__)
     def on_end(self, ended): pass
 event.register("numba:compile", Listener())
-start = compiling.subprocess.Popen
-compiling.subprocess.Popen = lambda *given, **named: others.append(start(*given, **named)) or others[-1]
-compiling.usable_cores = lambda: 2
+start = kernels.subprocess.Popen
+kernels.subprocess.Popen = lambda *given, **named: others.append(start(*given, **named)) or others[-1]
+kernels.usable_cores = lambda: 2
 step.prepare_beside()
 if sys.argv[1] == "wait":
     others[0].wait()
@@ -164,9 +167,9 @@ def test_where_nothing_can_be_kept_no_other_process_compiles(monkeypatch: pytest
     def never_compiled(arguments: int, first: int, last: int) -> None:
         """Nothing."""
 
-    assert compiling.is_missing(never_compiled)
-    monkeypatch.setattr(compiling, "_folder_of", refused)
-    assert not compiling.is_missing(products._several)
+    assert kernels.is_missing(never_compiled)
+    monkeypatch.setattr(kernels, "_folder_of", refused)
+    assert not kernels.is_missing(products._several)
 
 
 def test_nothing_is_read_that_was_let_go_of() -> None:
@@ -174,7 +177,7 @@ def test_nothing_is_read_that_was_let_go_of() -> None:
     code = """
 import mlx.core as mx, numpy as np
 from mlx import nn
-from tokamac.engine.model.cpu.packed import matrix_of
+from tokamac.engine.cpu.layers import matrix_of
 layer = nn.QuantizedLinear(512, 512, bias=False)
 layer.set_dtype(mx.bfloat16)
 x = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
@@ -249,7 +252,7 @@ def test_a_kernel_that_was_kept_is_that_of_all_the_sources(tmp_path: Path) -> No
     """numba itself looks at the one file in which a function stands."""
     matrix_of(packed(8, 64, (4, 64, "affine"))).multiply(rows_of(1, 64))
     kept = [each.name for each in Path(pool_run.stats.cache_path).iterdir()]
-    digest = digest_of(Path(compiling.__file__).parent)
+    digest = digest_of(Path(kernels.__file__).parent)
     assert any(name.startswith(f"pool.run_{digest}") for name in kept)
     digests = set()
     for name in ("tiles.py", "pool.py", "other.txt"):
@@ -303,8 +306,8 @@ def test_a_process_ends_with_its_workers_asleep_or_awake() -> None:
     code = """
 import numpy as np, mlx.core as mx
 from mlx import nn
-from tokamac.engine.model.cpu.packed import matrix_of
-from tokamac.engine.model.cpu.pool import POOL
+from tokamac.engine.cpu.layers import matrix_of
+from tokamac.engine.cpu.pool import POOL
 POOL.threads = 3
 matrix = matrix_of(nn.QuantizedLinear(512, 2048, bias=False))
 print(matrix.multiply(np.ones((1, 512), np.float32)).shape)
@@ -389,7 +392,7 @@ def test_conversions_have_a_layer_unpacked(bits: int | None) -> None:
 
 
 def test_weights_that_do_not_fit_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.engine.model.cpu.dense.machine_total", lambda: 1000)
+    monkeypatch.setattr("tokamac.engine.cpu.layers.machine_total", lambda: 1000)
     toy = Toy(64)
     unpack(toy)
     assert type(toy.layers[0]) is nn.Linear
@@ -399,8 +402,8 @@ def test_who_has_a_gpu_imports_none_of_it(tmp_path: Path) -> None:
     code = """
 import sys
 import tokamac.engine.loading, tokamac.engine.perf.timing, tokamac.engine.perf.inspection, tokamac.quant.conversion
-import tokamac.quant.sensitivity, tokamac.quant.methods.awq, tokamac.quant.methods.gptq
-print([name for name in sys.modules if name.startswith("tokamac.engine.model.cpu") or name == "numba"])
+import tokamac.quant.sensitivity, tokamac.quant.awq, tokamac.quant.gptq
+print([name for name in sys.modules if name.startswith("tokamac.engine.cpu") or name == "numba"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -18,11 +18,10 @@ from mlx_lm.models.qwen3_moe import Model, ModelArgs
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from tests.engine.model.test_cpu import AFFINE, MICROSCALED, rows_of
+from tokamac.engine.cpu.byte_tiles import can_round
+from tokamac.engine.cpu.layers import PackedExperts, keep_packed, matrix_of, measure_cost, round_rows, use_kernels
+from tokamac.engine.cpu.products import PackedMatrix
 from tokamac.engine.device import device_kind
-from tokamac.engine.model.cpu.byte_tiles import can_round
-from tokamac.engine.model.cpu.packed import PackedExperts, keep_packed, matrix_of, use_kernels
-from tokamac.engine.model.cpu.products import PackedMatrix
-from tokamac.engine.model.cpu.rounding import measure_cost, round_rows
 
 on_a_cpu = pytest.mark.skipif(device_kind() != "cpu", reason="a GPU multiplies by itself")
 

@@ -17,20 +17,19 @@ from tests.engine.helpers import write_model
 from tests.engine.kv.models import WINDOW, config_of, seeded, tokens
 from tokamac.engine import Engine, KVSpec
 from tokamac.engine.device import device_kind
-from tokamac.engine.kv import plan_caches
-from tokamac.engine.kv.rows import forward
+from tokamac.engine.kv.cache import forward
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.kv.snapshot import freeze, own_prefixes, share, thaw
-from tokamac.engine.model.corrections import correct
+from tokamac.engine.model.config_rules import correct
 from tokamac.engine.model.head import asking_for_logits, keeping_hidden_states
 
 if sys.platform != "linux" or device_kind() != "cpu":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.model.cpu import fitting, products, stepping
-from tokamac.engine.model.cpu.byte_tiles import can_round
-from tokamac.engine.model.cpu.packed import use_kernels
-from tokamac.engine.model.cpu.rounding import round_rows, rounds_rows
-from tokamac.engine.model.cpu.tiles import WeightFormat
+from tokamac.engine.cpu import products, stepping
+from tokamac.engine.cpu.byte_tiles import can_round
+from tokamac.engine.cpu.layers import round_rows, rounds_rows, use_kernels
+from tokamac.engine.cpu.tiles import WeightFormat
 
 Caches = list[Any]
 
@@ -472,7 +471,7 @@ def test_an_engine_says_when_packed_weights_are_decoded_layer_by_layer(
     bits: int | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fits:
-        monkeypatch.delitem(fitting.FAMILIES, "llama")
+        monkeypatch.delitem(stepping.FAMILIES, "llama")
     with Engine.load(write_model(tmp_path / "model", bits=bits)) as engine:
         notes = [note for note in engine.spec.notes if "layer by layer" in note]
         assert bool(notes) is not fits

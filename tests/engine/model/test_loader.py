@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.engine.helpers import CONFIG, write_model
-from tests.engine.test_golden import build
+from tests.families import build
 from tokamac.engine import (
     DeviceError,
     Engine,
@@ -306,12 +306,7 @@ def spread_over(scale: mx.array, value: mx.array) -> mx.array:
 
 @pytest.mark.parametrize(
     ("scale_name", "settings"),
-    [
-        (".weight_scale_inv", BLOCKS),
-        (".weight_scale_inv", WHOLE),
-        (".weight_scale", ROWS),
-        (".weight_scale", MODELOPT),
-    ],
+    [(".weight_scale_inv", BLOCKS), (".weight_scale_inv", WHOLE), (".weight_scale", ROWS), (".weight_scale", MODELOPT)],
     ids=["blocks", "whole", "rows", "modelopt"],
 )
 def test_fp8_is_unpacked_while_it_is_read(tmp_path: Path, scale_name: str, settings: dict[str, Any]) -> None:
@@ -406,7 +401,7 @@ def test_what_a_config_says_of_fp8(settings: dict[str, Any] | None, expected: bo
     ],
 )
 def test_a_form_that_nothing_unpacks_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    from tokamac.engine.model.skeleton import skeleton_model
+    from tokamac.engine.model.loader import skeleton_model
 
     with pytest.raises(ModelUnsupportedError, match=named):
         skeleton_model(normalise({**CONFIG, "quantization_config": settings}), 2)

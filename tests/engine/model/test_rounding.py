@@ -22,14 +22,14 @@ if sys.platform != "linux":
 from tests.engine.helpers import write_model
 from tests.engine.model.test_cpu import check_pieces_and_threads_change_no_bit, packed, rows_of, unpacked
 from tokamac.engine import Engine, PromptCacheSpec, Sampling, loading
+from tokamac.engine.cpu import cost_key, keep_cost, known_cost
+from tokamac.engine.cpu.byte_tiles import LONG, can_round
+from tokamac.engine.cpu.layers import PackedLinear, matrix_of, measure_cost, round_rows, use_kernels
+from tokamac.engine.cpu.products import PackedMatrix
+from tokamac.engine.cpu.tiles import FORMATS, FP8, WeightFormat
 from tokamac.engine.device import device_kind
-from tokamac.engine.model.cpu.byte_tiles import LONG, can_round
-from tokamac.engine.model.cpu.packed import PackedLinear, matrix_of, use_kernels
-from tokamac.engine.model.cpu.products import PackedMatrix
-from tokamac.engine.model.cpu.rounding import measure_cost, round_rows
-from tokamac.engine.model.cpu.tiles import FORMATS, FP8, WeightFormat
-from tokamac.engine.model.rounding_cost import RoundingCost, cost_key, keep_cost, known_cost
-from tokamac.engine.perf import measurement_store
+from tokamac.engine.events import RoundingCost
+from tokamac.engine.perf import hardware
 from tokamac.engine.perf.inspection import inspect_model
 from tokamac.engine.prompt_cache.folder import default_root, digest
 
@@ -205,7 +205,7 @@ def own_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What other tests kept of models is not there, and a line tells of measuring even a small one."""
     monkeypatch.setattr(loading, "SLOWLY_MEASURED", 0)
     file = tmp_path / "rounding.json"
-    monkeypatch.setattr(measurement_store, "store_file", lambda _: file)
+    monkeypatch.setattr(hardware, "store_file", lambda _: file)
     return file
 
 
@@ -259,7 +259,7 @@ def test_the_decision_is_the_kept_one_until_the_model_changes(tmp_path: Path) ->
     "kept", [1, "x", [], [1, 2, 3], [-1, 2], [1, "2"], [True, 1], [float("nan"), 1], [1, float("inf")]]
 )
 def test_what_can_not_be_right_is_as_good_as_none(kept: Any) -> None:
-    measurement_store.keep(measurement_store.store_file(""), {"key": kept})
+    hardware.keep(hardware.store_file(""), {"key": kept})
     assert known_cost("key") is None
 
 

@@ -14,7 +14,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from tests.engine.kv.models import kv_table
+from tests.engine.kv.models import kv_table, work_of_config
+from tests.waiting import PATIENCE_S
 from tokamac.engine.model.config import context_length
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes, find
@@ -28,7 +29,7 @@ from tokamac.engine.perf.cost import (
     cost_of_tensors,
     text_config,
 )
-from tokamac.engine.perf.footprint import KVTable, work_of_config
+from tokamac.engine.perf.footprint import KVTable
 
 # What a model costs: both ways of counting agree, and equal what is known of published models.
 
@@ -99,7 +100,7 @@ def test_files_predict_what_a_plain_cpu_holds(tmp_path, kind):
     model, config = build(CONFIGS[kind], quantized={"group_size": 64, "bits": 4})
     save(tmp_path, model, config)
     pytest.importorskip("numba")  # a plain CPU's own
-    from tokamac.engine.model.cpu.packed import keep_packed, use_kernels
+    from tokamac.engine.cpu.layers import keep_packed, use_kernels
 
     restore = keep_packed(model)
     model.set_dtype(mx.float32)
@@ -252,6 +253,7 @@ KNOWN = [entry for entry in catalogue() if entry.config is not None]
 REPOSITORIES = [(entry, each) for entry in KNOWN for each in entry.repositories]
 PUBLISHED = [(entry, each) for entry, each in REPOSITORIES if each.published_bytes is not None]
 
+# What published speeds call their models.
 MEASURED = (
     "Gemma 4 12B", "Gemma 4 26B A4B", "Gemma 4 31B", "Gemma 4 E2B", "Gemma 4 E4B", "Gemma-3-4B", "Gemma3-270M", "Llama-2-7B",
     "Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-1B-Instruct-4bit", "Llama-3.2-3B", "Llama-3.2-3B-Instruct-4bit",
@@ -263,19 +265,15 @@ MEASURED = (
     "mlx-community/Qwen3-8B-4bit", "mlx-community/gemma-3-1b-it-qat-4bit", "mlx-community/gemma-3-27b-it-qat-4bit",
     "mlx-community/phi-4-mini-instruct-4bit",
 )  # fmt: skip
-"""What published speeds call their models."""
 
 TOLERANCE = 0.015
-CLOSE = 0.002
-"""What all but these reach; the rounding of sizes published to three digits is in it."""
+CLOSE = 0.002  # what all but these reach; the rounding of sizes published to three digits is in it
 NOT_CLOSE = {
     "mlx-community/gemma-3-4b-it-qat-4bit": "27 MB less was published than its text model, tower and tokenizer take"
 }
 
-AUDIO = 304_824_608
-"""Parameters of Gemma 4's audio tower, counted in transformers' class."""
-RMS, LAYER = 1, 2
-"""Vectors of a norm: a weight, or a weight and a bias."""
+AUDIO = 304_824_608  # parameters of Gemma 4's audio tower, counted in transformers' class
+RMS, LAYER = 1, 2  # vectors of a norm: a weight, or a weight and a bias
 
 
 def cost_of(entry: CatalogueEntry, repository: Repository) -> Cost | str:
@@ -510,4 +508,4 @@ def test_a_mistral_without_a_window_keeps_its_whole_context() -> None:
 
 def test_reading_the_table_loads_no_mlx() -> None:
     code = "import sys; from tokamac.engine.perf.catalogue import find; find('x'); sys.exit('mlx.core' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0

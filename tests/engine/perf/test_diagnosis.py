@@ -13,21 +13,24 @@ from tests.engine.kv.models import tiny_llama
 from tests.engine.kv.test_plan import hybrid, recurrent
 from tests.engine.perf.test_peak_memory import work_named
 from tests.tiny import make_tiny
-from tokamac.app.verdict import headline, lines, remark, sentence
+from tokamac.app.reports.verdict import headline, lines, remark, sentence
 from tokamac.engine import Engine, Message, Sampling
-from tokamac.engine.kv import install_seam, plan_caches
+from tokamac.engine.kv.attention import install_seam
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.metrics import Metrics, rate
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.diagnosis import MOST, WORTH_S, Diagnosis, Situation, diagnose, packed_layers
 from tokamac.engine.perf.footprint import module_of
-from tokamac.engine.perf.hardware import Chip, lookup, table
-from tokamac.engine.perf.machine import Machine, elsewhere
+from tokamac.engine.perf.hardware import Chip, known_chips, lookup
 from tokamac.engine.perf.roofline import (
     Fitted,
+    Heads,
     Host,
     HostLimited,
+    KVUse,
+    Workload,
     calls_of,
     decode_phase,
     fitted,
@@ -35,8 +38,7 @@ from tokamac.engine.perf.roofline import (
     prefill_phase,
     range_of,
 )
-from tokamac.engine.perf.what_if import WhatIfCase, outcome
-from tokamac.engine.perf.workload import Heads, KVUse, Workload
+from tokamac.engine.perf.what_if import Machine, WhatIfCase, elsewhere, outcome
 
 # The verdict on a reply, worked by hand on a machine of round numbers; what is promised, and what never is.
 
@@ -441,7 +443,7 @@ def test_of_a_hybrid_only_the_layers_with_keys_shrink():
 # it decides.
 
 NAMES = ["gemma-3-270m", "Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B"]
-APPLE = [lookup(row["chip"], row["gpu_cores"]) for row in table() if row["chip"].startswith("Apple")]
+APPLE = [lookup(row["chip"], row["gpu_cores"]) for row in known_chips() if row["chip"].startswith("Apple")]
 M4 = lookup("Apple M4", 10)
 
 
@@ -560,16 +562,16 @@ def test_where_the_device_is_slower_the_host_is_not_named():
 
 def test_a_reply_beside_three_others_is_judged_by_the_step_that_all_four_share():
     """4 GB of weights are read once for all: (4 + 4 × keys and values) ÷ 320 GB/s + 1 ms, and alone a quarter of these."""
-    alone = decode_phase(WORK, CHIP, LATENCY, 125)
-    shared = decode_phase(WORK, CHIP, LATENCY, 125, 4)
+    alone = decode_phase(WORK, CHIP, LATENCY, 225)
+    shared = decode_phase(WORK, CHIP, LATENCY, 225, 4)
     assert shared.expected_s is not None
     assert alone.expected_s is not None
     assert alone.expected_s < shared.expected_s < 4 * alone.expected_s
     metrics = replace(
-        reply(100, 50, prefill_s=0.1, step_s=shared.expected_s),
+        reply(100, 250, prefill_s=0.1, step_s=shared.expected_s),
         batch_width=3.96,
         expected_tps=1 / shared.expected_s,
-        kv_bytes_per_step=WORK.kv_bytes(125, 4),
+        kv_bytes_per_step=WORK.kv_bytes(225, 4),
     )
     found = verdict(metrics)
     terms = {term.key: term.value for term in found.terms}
@@ -578,6 +580,6 @@ def test_a_reply_beside_three_others_is_judged_by_the_step_that_all_four_share()
     assert not found.part("decode").behind
     assert terms["width"] == 3.96
     assert terms["alone"] == pytest.approx(1 / alone.expected_s)
-    assert terms["kv"] == 4 * WORK.kv_bytes(125)
+    assert terms["kv"] == 4 * WORK.kv_bytes(225)
     assert terms["step"] == shared.bytes_read
     assert "width" not in {term.key for term in verdict(replace(metrics, batch_width=1.0)).terms}

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import get_args
@@ -17,34 +18,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.perf.conftest import TimedMachine
 from tests.mac import RecordedMac, play_mac, play_metal
 from tests.tiny import make_tiny
 from tokamac.app import settings
-from tokamac.app.backend.advice import answers
+from tokamac.app.backend.engine_client import answers
 from tokamac.app.backend.protocol import Answer, Question
 from tokamac.engine import Engine
 from tokamac.engine.device import device_kind
 from tokamac.engine.metrics import Metrics
-from tokamac.engine.perf import bandwidth, hardware, macos, measurement_store, memory
+from tokamac.engine.perf import bandwidth, hardware, memory
 from tokamac.engine.perf.bandwidth import OtherPrograms, Sample
 from tokamac.engine.perf.hardware import (
     REINSTALL,
     Chip,
     detect,
     has_accelerators,
+    known_chips,
     lookup,
     matrix_units,
     parse_tags,
     plain_name,
-    table,
     units_of,
     wheel_tags,
 )
 from tokamac.engine.perf.inspection import inspect, model_ref, prospect
-from tokamac.engine.perf.machine import elsewhere, here
 from tokamac.engine.perf.memory import Group, bounding, wired
 from tokamac.engine.perf.roofline import fitted, peak_tflops
-from tokamac.engine.perf.what_if import WhatIfCase
+from tokamac.engine.perf.what_if import WhatIfCase, elsewhere, here
 from tokamac.engine.runtime import MachineSpeed
 
 # Chips: the table, what macOS prints for every one of them, and the measurement where no table knows.
@@ -69,7 +70,7 @@ PROFILER = """Graphics/Displays:
       Metal Support: Metal 4
 """
 HARDWARE = "Hardware:\n\n      Chip: Apple M4 Max\n      Total Number of Cores: 16 (12 performance and 4 efficiency)\n"
-APPLE = [row for row in table() if row["chip"].startswith("Apple")]
+APPLE = [row for row in known_chips() if row["chip"].startswith("Apple")]
 
 
 def fill(text, row):
@@ -80,12 +81,12 @@ def fill(text, row):
 def test_every_bin_is_told_apart_by_what_macos_prints(row, monkeypatch):
     mac = RecordedMac(
         sysctl={"machdep.cpu.brand_string": plain_name(row["chip"]) + " "},
-        outputs={macos.IOREG[0]: fill(IOREG, row), macos.PROFILER[0]: fill(PROFILER, row)},
+        outputs={hardware.IOREG[0]: fill(IOREG, row), hardware.PROFILER[0]: fill(PROFILER, row)},
     )
     play_mac(monkeypatch, mac)
-    for missing in (None, macos.IOREG[0]):
+    for missing in (None, hardware.IOREG[0]):
         mac.outputs.pop(missing, None)
-        macos.gpu_cores.cache_clear()
+        hardware.gpu_cores.cache_clear()
         chip = hardware.detect()
         assert (chip.name, chip.gpu_cores) == (plain_name(row["chip"]), row["gpu_cores"])
         assert (chip.bandwidth_gbs, chip.fp16_tflops) == (row["bandwidth_gbs"], row["fp16_tflops"])
@@ -102,24 +103,24 @@ def test_a_mac_that_answers_nothing_is_an_unknown_chip(monkeypatch):
 
 
 def test_programs_that_are_not_there_give_nothing():
-    assert macos.run("/no-such-program-of-macos") is None
+    assert hardware.run("/no-such-program-of-hardware") is None
 
 
 def test_the_page_counts_lie_where_macos_writes_them():
     fields = {
-        name: getattr(macos._VMStatistics64, name) for name in ("free", "wire", "pageins", "purgeable", "external")
+        name: getattr(hardware._VMStatistics64, name) for name in ("free", "wire", "pageins", "purgeable", "external")
     }
     assert {name: at.offset for name, at in fields.items()} == {
         "free": 0, "wire": 12, "pageins": 32, "purgeable": 88, "external": 136,
     }  # fmt: skip
-    assert ctypes.sizeof(macos._VMStatistics64) == 4 * 38  # HOST_VM_INFO64_REV1_COUNT of mach/host_info.h
+    assert ctypes.sizeof(hardware._VMStatistics64) == 4 * 38  # HOST_VM_INFO64_REV1_COUNT of mach/host_info.h
 
 
 def test_the_cpus_core_line_is_not_the_gpus():
-    assert macos.parse_profiler_cores(HARDWARE) is None
-    assert macos.parse_profiler_cores(HARDWARE + PROFILER.replace("CORES", "40")) == 40
-    assert macos.parse_profiler_cores("      Total Number Of Cores: 10\n") == 10
-    assert macos.parse_ioreg_cores("") is None
+    assert hardware.parse_profiler_cores(HARDWARE) is None
+    assert hardware.parse_profiler_cores(HARDWARE + PROFILER.replace("CORES", "40")) == 40
+    assert hardware.parse_profiler_cores("      Total Number Of Cores: 10\n") == 10
+    assert hardware.parse_ioreg_cores("") is None
 
 
 @pytest.mark.parametrize(
@@ -132,13 +133,13 @@ def test_the_cpus_core_line_is_not_the_gpus():
     ],
 )
 def test_brand_strings(text, name):
-    assert macos.parse_chip_name(text) == name
+    assert hardware.parse_chip_name(text) == name
 
 
 def test_the_table_is_whole():
-    keys = [(row["chip"], row["gpu_cores"]) for row in table()]
+    keys = [(row["chip"], row["gpu_cores"]) for row in known_chips()]
     assert len(set(keys)) == len(keys) == 44
-    for row in table():
+    for row in known_chips():
         assert row["source"], row
         assert row["bandwidth_gbs"] > 0
         assert row["fp16_tflops"] is None or row["fp16_tflops"] > 0
@@ -174,37 +175,15 @@ NOBODY = Chip("Test CPU", None, None, None, "unknown")
 UNKNOWN_METRICS = Metrics(*[None] * len(fields(Metrics)))
 
 
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    """The file of measurements in a folder of its own, and how often the machine was timed."""
-    timed = []
-    file = tmp_path / "cache" / "bandwidth.json"
-    monkeypatch.setattr(bandwidth, "store_file", lambda: file)
-    monkeypatch.setattr(bandwidth, "is_busy", lambda: False)
-    monkeypatch.setattr(bandwidth, "_timed", set())
-    monkeypatch.setattr(bandwidth, "_unkept", {})
-    monkeypatch.setattr(bandwidth, "trials", lambda size, device: timed.append(size) or iter([Sample(50.0, 0.1)] * 4))
-    return file, timed
-
-
-def started_anew(monkeypatch) -> None:
-    """Another process begins."""
-    monkeypatch.setattr(bandwidth, "_timed", set())
-
-
-def timing_of(monkeypatch, *samples: Sample) -> None:
-    monkeypatch.setattr(bandwidth, "trials", lambda *_: iter(samples))
-
-
-def test_a_chip_of_the_table_is_not_measured(store):
+def test_a_chip_of_the_table_is_not_measured(timed_machine):
     chip = lookup("Apple M1", 8)
     assert bandwidth.with_bandwidth(chip, 10**9) is chip
     assert bandwidth.learn(chip, 10**9, 500.0) is chip
-    assert store[1] == []
+    assert timed_machine.timed == []
 
 
-def test_a_measurement_is_kept_for_its_working_set_and_mode_0600(store):
-    file, timed = store
+def test_a_measurement_is_kept_for_its_working_set_and_mode_0600(timed_machine):
+    file, timed = timed_machine.file, timed_machine.timed
     for size in (100 << 20, 120 << 20, 300 << 20, 10**12):
         chip = bandwidth.with_bandwidth(NOBODY, size)
         assert (chip.bandwidth_gbs, chip.source) == (50.0, "measured")
@@ -217,11 +196,11 @@ def test_a_measurement_is_kept_for_its_working_set_and_mode_0600(store):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", "null", '"x"'])
-def test_a_damaged_file_means_measuring_again(store, monkeypatch, damage):
-    file, timed = store
+def test_a_damaged_file_means_measuring_again(timed_machine, damage):
+    file, timed = timed_machine.file, timed_machine.timed
     bandwidth.with_bandwidth(NOBODY, 10**9)
     file.write_text(damage)
-    started_anew(monkeypatch)
+    timed_machine.restart()
     assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 50.0
     assert len(timed) == 2
 
@@ -233,18 +212,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_a_kept_value_that_cannot_be_right_is_measured_again(store, monkeypatch, value):
-    file, timed = store
+def test_a_kept_value_that_cannot_be_right_is_measured_again(timed_machine, value):
+    file, timed = timed_machine.file, timed_machine.timed
     bandwidth.with_bandwidth(NOBODY, 10**9)
     file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), value)))
-    started_anew(monkeypatch)
+    timed_machine.restart()
     assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 50.0
     assert len(timed) == 2
 
 
-def test_the_numbers_that_version_0_1_kept_are_trusted(store):
-    file, timed = store
-    key = bandwidth.BandwidthRecord.of(NOBODY, 10**9).key
+def test_the_numbers_that_version_0_1_kept_are_trusted(timed_machine):
+    file, timed = timed_machine.file, timed_machine.timed
+    key = bandwidth.BandwidthRecord.measured(NOBODY, 10**9).key
     file.parent.mkdir()
     file.write_text(json.dumps({key: 41.5}))
     chip = bandwidth.with_bandwidth(NOBODY, 10**9)
@@ -252,14 +231,14 @@ def test_the_numbers_that_version_0_1_kept_are_trusted(store):
     assert timed == []
 
 
-def test_where_nothing_can_be_written_it_is_kept_for_the_process(store, tmp_path):
+def test_where_nothing_can_be_written_it_is_kept_for_the_process(timed_machine, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert [bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs for _ in range(2)] == [50.0, 50.0]
-    assert len(store[1]) == 1
+    assert len(timed_machine.timed) == 1
 
 
-def test_a_full_disk_leaves_no_temporary_file(store, monkeypatch):
-    file, _ = store
+def test_a_full_disk_leaves_no_temporary_file(timed_machine, monkeypatch):
+    file = timed_machine.file
 
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -269,30 +248,29 @@ def test_a_full_disk_leaves_no_temporary_file(store, monkeypatch):
     assert list(file.parent.iterdir()) == []
 
 
-def test_a_busy_machine_is_not_timed_and_its_ceiling_is_unknown(store, monkeypatch):
-    monkeypatch.setattr(bandwidth, "is_busy", lambda: True)
+def test_a_busy_machine_is_not_timed_and_its_ceiling_is_unknown(timed_machine):
+    timed_machine.busy = True
     chip = bandwidth.with_bandwidth(NOBODY, 10**9)
     assert (chip.bandwidth_gbs, chip.source) == (None, "unknown")
     assert "when the machine is idle" in chip.condition
-    assert store[1] == []
-    assert not store[0].exists()
+    assert timed_machine.timed == []
+    assert not timed_machine.file.exists()
 
 
-def test_a_timing_that_others_came_into_says_nothing(store, monkeypatch):
-    timing_of(monkeypatch, Sample(3.0, 0.9), Sample(90.0, 0.8), Sample(80.0, 0.7), Sample(40.0, 0.1))
+def test_a_timing_that_others_came_into_says_nothing(timed_machine):
+    timed_machine.samples = (Sample(3.0, 0.9), Sample(90.0, 0.8), Sample(80.0, 0.7), Sample(40.0, 0.1))
     assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs is None
-    assert not store[0].exists()
-    started_anew(monkeypatch)
-    timing_of(monkeypatch, Sample(3.0, 0.9), Sample(90.0, 0.8), Sample(60.0, 0.2), Sample(40.0, 0.1))
+    assert not timed_machine.file.exists()
+    timed_machine.restart()
+    timed_machine.samples = (Sample(3.0, 0.9), Sample(90.0, 0.8), Sample(60.0, 0.2), Sample(40.0, 0.1))
     assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 60.0  # half of it had the machine to itself
 
 
-def test_a_list_of_models_times_a_busy_machine_once_for_each_size(store, monkeypatch):
-    timed = []
-    monkeypatch.setattr(bandwidth, "trials", lambda size, _: timed.append(size) or iter([Sample(5.0, 0.9)]))
+def test_a_list_of_models_times_a_busy_machine_once_for_each_size(timed_machine):
+    timed_machine.samples = (Sample(5.0, 0.9),)
     found = [bandwidth.with_bandwidth(NOBODY, size) for size in (100 << 20, 70 << 20, 10**12, 10**12)]
     assert {chip.bandwidth_gbs for chip in found} == {None}
-    assert len(timed) == 2
+    assert len(timed_machine.timed) == 2
 
 
 def test_a_reply_that_was_faster_proves_the_measurement_too_low():
@@ -304,30 +282,42 @@ def test_a_reply_that_was_faster_proves_the_measurement_too_low():
         assert bandwidth.believed(chip, achieved) == chip
 
 
-def test_what_a_reply_reached_is_what_is_said_of_the_size_from_then_on(store, monkeypatch):
-    _, timed = store
+def test_what_a_reply_reached_is_what_is_said_of_the_size_from_then_on(timed_machine):
+    timed = timed_machine.timed
     bandwidth.with_bandwidth(NOBODY, 100 << 20)
     chip = bandwidth.learn(NOBODY, 100 << 20, 54.0)
     assert (chip.bandwidth_gbs, chip.condition.startswith("the highest seen here, by a reply")) == (54.0, True)
     assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 54.0
     assert len(timed) == 1  # not while this process lives, but in its idle time
-    started_anew(monkeypatch)
+    timed_machine.restart()
     assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 54.0
     assert len(timed) == 2  # or at the next start
 
 
-def test_what_a_reply_disproved_is_unknown_until_it_was_timed_again_and_never_lower(store, monkeypatch):
+def test_what_a_reply_disproved_is_unknown_until_it_was_timed_again_and_never_lower(timed_machine):
     bandwidth.with_bandwidth(NOBODY, 100 << 20)
     chip = bandwidth.learn(NOBODY, 100 << 20, 60.0)
     assert (chip.bandwidth_gbs, chip.source) == (None, "unknown")
     assert "a reply read 60 GB/s" in chip.condition
     assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs is None
-    started_anew(monkeypatch)
+    timed_machine.restart()
     assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 60.0
 
 
-def test_what_cannot_be_measured_stays_unknown(store, monkeypatch):
-    timing_of(monkeypatch)
+def test_a_size_that_was_never_timed_has_the_bandwidth_of_the_nearest_until_a_reply_disproves_it(timed_machine):
+    bandwidth.with_bandwidth(NOBODY, 100 << 20)
+    timed_machine.busy = True
+    for other in (20 << 20, 200 << 20, 10**9):
+        chip = bandwidth.with_bandwidth(NOBODY, other)
+        assert (chip.bandwidth_gbs, chip.source) == (50.0, "measured")
+        assert "for models of another size" in chip.condition
+    assert bandwidth.BandwidthRecord.measured(NOBODY, 10**9).wants_timing
+    assert bandwidth.learn(NOBODY, 10**9, 60.0).bandwidth_gbs is None
+    assert bandwidth.with_bandwidth(NOBODY, 20 << 20).bandwidth_gbs == 50.0
+
+
+def test_what_cannot_be_measured_stays_unknown(timed_machine):
+    timed_machine.samples = ()
     assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs is None
 
 
@@ -341,11 +331,9 @@ STARTS = st.tuples(st.just("start"), SPEEDS, st.floats(0, 1))
 def test_the_ceiling_is_never_below_a_reply_never_falls_and_never_rests_on_a_disturbed_timing(steps):
     """The whole path over a file: timings of idle time, replies, and processes that begin, each under some load."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bandwidth, "store_file", lambda: Path(folder) / "bandwidth.json")
-        patch.setattr(bandwidth, "is_busy", lambda: False)
-        patch.setattr(bandwidth, "_unkept", {})
-        started_anew(patch)
-        machine = MachineSpeed(bandwidth.BandwidthRecord.of(NOBODY, 1).describe(NOBODY), bytes_read=1)
+        played = TimedMachine(patch, Path(folder) / "bandwidth.json")
+        played.play()
+        machine = MachineSpeed(bandwidth.BandwidthRecord.measured(NOBODY, 1).describe(NOBODY), bytes_read=1)
         idle, reached, shown = [], [], [0.0]
         for kind, gbs, others in steps:
             before = machine.wants_timing
@@ -356,13 +344,13 @@ def test_the_ceiling_is_never_below_a_reply_never_falls_and_never_rests_on_a_dis
                 machine.keep()
                 reached.append(gbs)
             else:
-                timing_of(patch, Sample(gbs, others))
+                played.samples = (Sample(gbs, others),)
                 if others <= bandwidth.OTHERS_SHARE and (kind == "timing" or before):
                     idle.append(gbs)
                 if kind == "timing":
                     list(machine.time_bandwidth())
                 else:
-                    started_anew(patch)
+                    played.restart()
                     machine = MachineSpeed(bandwidth.with_bandwidth(NOBODY, 1), bytes_read=1)
             now = machine.chip.bandwidth_gbs
             if now is not None:
@@ -371,7 +359,7 @@ def test_the_ceiling_is_never_below_a_reply_never_falls_and_never_rests_on_a_dis
                 assert now >= shown[-1]
                 shown.append(now)
             assert (
-                bandwidth.BandwidthRecord.of(NOBODY, 1).describe(NOBODY).bandwidth_gbs == now
+                bandwidth.BandwidthRecord.measured(NOBODY, 1).describe(NOBODY).bandwidth_gbs == now
             )  # F3, inspect and bench read this
 
 
@@ -409,16 +397,16 @@ def test_this_machine_can_be_measured(monkeypatch):
 # Whether MLX uses the neural accelerators: by the wheel's tag, the system's version and the chip. Nothing is
 # installed for it.
 
+# Of mlx-metal 0.32.4 for macOS 15.
 WHEEL_15 = """Wheel-Version: 1.0
 Generator: setuptools (80.9.0)
 Root-Is-Purelib: false
 Tag: py3-none-macosx_15_0_arm64
 
 """
-"""Of mlx-metal 0.32.4 for macOS 15."""
 
+# Of the same for macOS 26: its Tag says 26.0, its library needs 26.2.
 WHEEL_26 = WHEEL_15.replace("macosx_15_0", "macosx_26_0")
-"""Of the same for macOS 26: its Tag says 26.0, its library needs 26.2."""
 
 TAGS_14 = ("py3-none-macosx_14_0_arm64",)
 TAGS_15, TAGS_26 = parse_tags(WHEEL_15), parse_tags(WHEEL_26)
@@ -489,14 +477,21 @@ def m5(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedMac:
     mac.sysctl["machdep.cpu.brand_string"] = "Apple M5"
     play_mac(monkeypatch, mac)
     play_metal(monkeypatch).info["architecture"] = "applegpu_g17g"
-    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_26)
     return mac
 
 
-def test_an_m5_without_them_is_predicted_by_its_shaders(m5, monkeypatch):
+@pytest.fixture
+def wheel(m5: RecordedMac, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tags of the wheel that is installed on it."""
+    tags = [*TAGS_26]
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: tuple(tags))
+    return tags
+
+
+def test_an_m5_without_them_is_predicted_by_its_shaders(wheel):
     quick = hardware.detect()
     assert (quick.units, peak_tflops(quick)) == ("neural", quick.nax_fp16_tflops)
-    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_15)
+    wheel[:] = TAGS_15
     slow = hardware.detect()
     assert (units_of(slow), peak_tflops(slow)) == ("shaders", slow.fp16_tflops)
     assert slow.fp16_tflops * 3 < quick.nax_fp16_tflops
@@ -504,19 +499,19 @@ def test_an_m5_without_them_is_predicted_by_its_shaders(m5, monkeypatch):
     assert units_of(lookup("Apple M5", 10)) == units_of(elsewhere("Apple M5", 10).chip) == "neural"
 
 
-def test_a_mac_without_any_is_what_the_table_says(m5):
+def test_a_mac_without_any_is_what_the_table_says(m5, wheel):
     m5.sysctl["machdep.cpu.brand_string"] = "Apple M4"
     assert hardware.detect() == lookup("Apple M4", 10)
 
 
-def test_the_advice_comes_with_the_model_and_is_told_once(m5, monkeypatch):
-    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_15)
+def test_the_advice_comes_with_the_model_and_is_told_once(wheel):
+    wheel[:] = TAGS_15
     with Engine.load("guide", prompt_cache=None) as engine:
         said = engine.spec.advice
     assert said is not None
     assert REINSTALL in said
     assert [settings.is_new(said) for _ in range(3)] == [True, False, False]
-    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_26)
+    wheel[:] = TAGS_26
     with Engine.load("guide", prompt_cache=None) as engine:
         assert engine.spec.advice is None
 
@@ -540,11 +535,11 @@ def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if detect().bandwidth_gbs is not None:
         pytest.skip("the table knows this chip: it has one bandwidth for all")
-    machine, known, size = measurement_store.machine_key(detect(), device_kind()), {}, bandwidth.SMALLEST
+    machine, known, size = hardware.machine_key(detect(), device_kind()), {}, bandwidth.SMALLEST
     while size <= bandwidth.LARGEST:
         known[size] = 3e10 / size
         size *= 2
-    measurement_store.keep(bandwidth.store_file(), {f"{machine} | {size} bytes": gbs for size, gbs in known.items()})
+    hardware.keep(bandwidth.store_file(), {f"{machine} | {size} bytes": gbs for size, gbs in known.items()})
     return Sizes(known)
 
 
@@ -594,6 +589,8 @@ def test_a_place_of_the_table_has_one_bandwidth_for_all() -> None:
 
 # Memory there is, and the wired limit.
 
+GB = 10**9
+
 
 def test_a_snapshot_of_this_machine():
     kept = mx.zeros((1 << 20,), dtype=mx.float32)
@@ -614,34 +611,65 @@ def test_meminfo_is_read_in_kilobytes():
     assert memory.parse_meminfo("MemTotal:  100 kB\n") is None
 
 
+@dataclass(eq=False)
+class PlayedMemory:
+    """A machine of 24 GB without a GPU, 20 GB of it available and no swap, where this process holds 1 GB of arrays."""
+
+    info: dict[str, int | str] = field(default_factory=lambda: {"architecture": "x86_64"})
+    held: int = GB
+    rss: int = 3 * GB
+    meminfo: memory.MemInfo = field(default_factory=lambda: memory.MemInfo(20 * GB, 0))
+    groups: tuple[Group, ...] = ()
+    wired: list[int] = field(default_factory=lambda: [10])
+
+    def set_wired_limit(self, limit: int) -> int:
+        self.wired.append(limit)
+        return self.wired[-2]
+
+
 @pytest.fixture
-def nothing_held(monkeypatch):
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedMemory:
+    machine = PlayedMemory()
+    answers: dict[str, Callable[[], object]] = {
+        "held": lambda: machine.held,
+        "process_rss": lambda: machine.rss,
+        "_physical": lambda: 24 * GB,
+        "_meminfo": lambda: machine.meminfo,
+        "bounding": lambda: list(machine.groups),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(memory, name, answer)
+    monkeypatch.setattr(mx, "device_info", lambda: machine.info)
+    monkeypatch.setattr(mx, "set_wired_limit", machine.set_wired_limit)
+    return machine
+
+
+@pytest.fixture
+def nothing_held(played: PlayedMemory, monkeypatch: pytest.MonkeyPatch) -> PlayedMemory:
     """This process has no arrays, and there is no allowance beyond them."""
-    monkeypatch.setattr(memory, "held", lambda: 0)
+    played.held = 0
     monkeypatch.setattr(memory, "ALLOWANCE", 0)
+    return played
 
 
-@pytest.mark.usefixtures("nothing_held")
-def test_the_recommended_working_set_comes_first(monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 111, "memory_size": 999})
+def test_the_recommended_working_set_comes_first(nothing_held):
+    nothing_held.info = {"max_recommended_working_set_size": 111, "memory_size": 999}
     assert memory.system_limit() == memory.Limit(111, "recommended")
 
 
-@pytest.mark.usefixtures("nothing_held")
-def test_a_card_offers_its_memory_less_what_others_hold_of_it(monkeypatch):
-    info = {"total_memory": 999}
-    monkeypatch.setattr(mx, "device_info", lambda: info)
+def test_a_card_offers_its_memory_less_what_others_hold_of_it(nothing_held):
+    nothing_held.info = {"total_memory": 999}
     assert memory.array_budget() == memory.device_total() == 999
     assert memory.recommended() is None
-    info["free_memory"] = 700
+    nothing_held.info["free_memory"] = 700
     assert memory.system_limit() == memory.Limit(700, "device")
     assert memory.available() == 700
-    monkeypatch.setattr(memory, "held", lambda: 50)
+    nothing_held.held = 50
     assert memory.array_budget() == 750
 
 
-def test_what_the_user_asks_for_is_the_limit(monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 111})
+def test_what_the_user_asks_for_is_the_limit(played):
+    played.info = {"max_recommended_working_set_size": 111}
     assert memory.allowed(5) == memory.Limit(5, "asked")
     assert memory.snapshot(5).budget == 5
     assert set(memory.SOURCES) == set(get_args(memory.Source))
@@ -662,25 +690,18 @@ def test_what_fits(budget, fits):
 
 
 @pytest.fixture
-def wiring(monkeypatch):
-    """A device with a recommended size of 100 and a wired limit of 10."""
-    limit = [10]
-
-    def swap(value):
-        before, limit[0] = limit[0], value
-        return before
-
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 100})
-    monkeypatch.setattr(mx, "set_wired_limit", swap)
-    return limit
+def wiring(played: PlayedMemory) -> list[int]:
+    """The wired limits, one after another, of a device with a recommended size of 100."""
+    played.info = {"max_recommended_working_set_size": 100}
+    return played.wired
 
 
 @pytest.mark.parametrize(("needed", "inside"), [(50, 50), (500, 100), (5, 10)])
 def test_the_wired_limit_is_raised_to_the_need_and_put_back(wiring, needed, inside):
     with wired(needed) as limit:
         assert limit == inside
-        assert wiring == [inside]
-    assert wiring == [10]
+        assert wiring[-1] == inside
+    assert wiring[-1] == 10
 
 
 def test_several_engines_add_up_and_may_end_in_any_order(wiring):
@@ -688,34 +709,31 @@ def test_several_engines_add_up_and_may_end_in_any_order(wiring):
     first.__enter__()
     assert second.__enter__() == 70
     first.__exit__(None, None, None)
-    assert wiring == [40]
+    assert wiring[-1] == 40
     second.__exit__(None, None, None)
-    assert wiring == [10]
+    assert wiring[-1] == 10
 
 
 def test_the_wired_limit_is_put_back_after_an_error(wiring):
     with pytest.raises(RuntimeError), wired(50):
         raise RuntimeError
-    assert wiring == [10]
+    assert wiring[-1] == 10
 
 
-def test_a_device_without_a_recommended_size_is_left_alone(monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "x86_64"})
-    monkeypatch.setattr(mx, "set_wired_limit", lambda _: pytest.fail("must not be called"))
+def test_a_device_without_a_recommended_size_is_left_alone(played):
     with wired(50) as limit:
         assert limit is None
+    assert played.wired == [10]
 
 
 def test_importing_the_package_touches_no_device():
-    names = "hardware bandwidth macos cost config_cost roofline memory inspection diagnosis"
+    names = "hardware bandwidth hardware cost config_cost roofline memory inspection diagnosis"
     imports = ", ".join(f"tokamac.engine.perf.{name}" for name in names.split())
     code = f"import sys, {imports}; sys.exit('mlx.core' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # Control groups of both versions, in folders like the kernel's.
-
-GB = 10**9
 
 
 def machine(root: Path, groups: str, *mounts: str) -> Path:
@@ -797,39 +815,26 @@ def test_where_there_are_none_nothing_bounds(tmp_path: Path, groups: str) -> Non
     assert bounding(tmp_path / "no proc") == []
 
 
-@pytest.fixture
-def linux(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine of 24 GB without a GPU, 20 GB of it available and no swap, where this process holds 1 GB of arrays."""
-    monkeypatch.setattr("mlx.core.device_info", lambda: {"architecture": "x86_64"})
-    monkeypatch.setattr(memory, "held", lambda: GB)
-    monkeypatch.setattr(memory, "process_rss", lambda: 3 * GB)
-    monkeypatch.setattr(memory, "_physical", lambda: 24 * GB)
-    monkeypatch.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 0))
-    monkeypatch.setattr(memory, "bounding", list)
-    return monkeypatch
-
-
-def test_the_limit_on_linux_is_what_others_can_not_give_way_for(linux: pytest.MonkeyPatch) -> None:
+def test_the_limit_on_linux_is_what_others_can_not_give_way_for(played: PlayedMemory) -> None:
     assert memory.system_limit() == memory.Limit(21 * GB, "machine")
     assert memory.available() == 21 * GB
-    linux.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 2 * GB))
+    played.meminfo = memory.MemInfo(20 * GB, 2 * GB)
     assert memory.system_limit() == memory.Limit(
         23 * GB, "machine"
     )  # swap takes idle programs, as macOS compresses them
     assert memory.available() == 21 * GB
     assert memory.taken_from_others(22 * GB, memory.available()) == GB
-    linux.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 90 * GB))
+    played.meminfo = memory.MemInfo(20 * GB, 90 * GB)
     assert memory.system_limit() == memory.Limit(24 * GB, "machine")
 
 
-def test_a_container_bounds_by_what_its_programs_hold(linux: pytest.MonkeyPatch) -> None:
-    linux.setattr(memory, "bounding", lambda: [Group(16 * GB, 2 * GB), Group(18 * GB, 5 * GB)])
+def test_a_container_bounds_by_what_its_programs_hold(played: PlayedMemory) -> None:
+    played.groups = Group(16 * GB, 2 * GB), Group(18 * GB, 5 * GB)
     assert memory.system_limit() == memory.Limit(14 * GB, "container")
     assert memory.machine_total() == 16 * GB
 
 
-def test_on_linux_too_nothing_that_is_allocated_is_above_the_limit(linux: pytest.MonkeyPatch) -> None:
-    linux.setattr(memory, "_meminfo", lambda: memory.MemInfo(0, 0))
-    linux.setattr(memory, "held", lambda: 6 * GB)
-    linux.setattr(memory, "process_rss", lambda: 5 * GB)
+def test_on_linux_too_nothing_that_is_allocated_is_above_the_limit(played: PlayedMemory) -> None:
+    played.meminfo = memory.MemInfo(0, 0)
+    played.held, played.rss = 6 * GB, 5 * GB
     assert memory.system_limit() == memory.Limit(6 * GB + memory.ALLOWANCE, "machine")

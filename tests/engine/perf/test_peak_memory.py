@@ -20,6 +20,8 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from tests.engine.helpers import CONFIG, until, within, write_model
+from tests.engine.inside import replies_of, runner_of, runtime_of, store_of
+from tests.engine.kv.models import work_of_config
 from tokamac.app.cli import main
 from tokamac.engine import Engine, Event, MemoryPressure, Message, PrefillProgress, Sampling, TextChunk
 from tokamac.engine.chunking import DEEP, DENSE_S, LARGEST, LEAST, MIXTURE_S, Chunking, prompt_peak, whole_chunks
@@ -27,23 +29,29 @@ from tokamac.engine.chunking import PROMPT as COMPARED_PROMPT
 from tokamac.engine.errors import MemoryLimitError
 from tokamac.engine.events import Finished
 from tokamac.engine.generation import Generation
-from tokamac.engine.kv import attention, install_seam, plan_caches
-from tokamac.engine.kv.attention_kernel import AttentionDevice
+from tokamac.engine.kv import attention
+from tokamac.engine.kv.attention import install_seam
+from tokamac.engine.kv.costs import AttentionDevice, grown, rounded
 from tokamac.engine.kv.layout import Slots
-from tokamac.engine.kv.sizes import grown, rounded
-from tokamac.engine.model.loader import load_model
-from tokamac.engine.model.skeleton import skeleton_model
+from tokamac.engine.kv.plan import plan_caches
+from tokamac.engine.model.loader import load_model, skeleton_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Speculation
 from tokamac.engine.perf import memory, peak_memory
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import cost_of_model
-from tokamac.engine.perf.footprint import Footprint, weigh, work_of_config
-from tokamac.engine.perf.hardware import lookup, table
-from tokamac.engine.perf.mitigation import MitigationStep, offers, refusal, relieving, steps
+from tokamac.engine.perf.footprint import (
+    Footprint,
+    MitigationStep,
+    offers,
+    refusal,
+    relieving,
+    steps,
+    weigh,
+)
+from tokamac.engine.perf.hardware import known_chips, lookup
 from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, Peak, predict_peak, shape_of
-from tokamac.engine.perf.roofline import fitted
-from tokamac.engine.perf.workload import Workload
+from tokamac.engine.perf.roofline import Workload, fitted
 from tokamac.engine.prompt_cache.cache import LEAST_MEMORY
 from tokamac.engine.schedule.decoding import Decoder
 
@@ -217,7 +225,7 @@ def test_predicted_room_is_the_room_that_caches_make(counts: list[int]):
     slots, held, room = Slots(None), 0, 0
     for count in counts:
         held, room = held + count, grown(room, held + count)
-        slots._grow((mx.zeros((1, 1, 1, 1)),), held) if held > slots.capacity else None
+        slots.grow((mx.zeros((1, 1, 1, 1)),), held) if held > slots.capacity else None
         assert room == slots.capacity
     assert rounded(1) == 256
 
@@ -533,7 +541,7 @@ def squeezed(events: list[Event]) -> list[MemoryPressure]:
 
 def total(engine: Engine, chunk: int, tokens: int = len(PROMPT), kv: tuple[int, int] = (16, 16)) -> int:
     """Return the predicted peak of a prompt."""
-    shape = engine._runner.runtime.shape.packed(*kv)
+    shape = runtime_of(engine).shape.packed(*kv)
     return predict_peak(shape, held=0, new=tokens - 1, chunk=chunk, reply=1).total
 
 
@@ -566,7 +574,7 @@ def test_other_prompts_are_let_go_of_and_the_reply_is_the_same(engine, allow, ot
     first = finished(list(engine.generate(other, GREEDY)))
     plain = finished(list(engine.generate(PROMPT, GREEDY)))
     list(engine.generate(other, GREEDY))
-    store = engine._runner._store
+    store = store_of(engine)
     kept = store.aside
     assert kept > 0
     allow(others + total(engine, 32) + kept // 2)
@@ -585,7 +593,7 @@ def test_a_prompt_that_can_not_fit_is_refused_with_numbers_and_an_offer(engine, 
         list(engine.generate(PROMPT, GREEDY))
     assert "--kv-bits 8 (" in told.value.hint
     assert "--kv-window " in told.value.hint
-    assert not engine._runner._store.nbytes  # nothing was computed
+    assert not store_of(engine).nbytes  # nothing was computed
     allow(None)
     assert finished(list(engine.generate(PROMPT, GREEDY))).text
 
@@ -603,7 +611,7 @@ def test_what_is_offered_works(folder, allow, others):
 
 
 def test_warming_is_refused_as_well_but_not_in_idle_time(engine, allow):
-    allow(engine._runner.runtime.shape.weights)
+    allow(runtime_of(engine).shape.weights)
     with pytest.raises(MemoryLimitError, match="may be used"):
         list(engine.warm(PROMPT))
     engine.warm_ahead([Message("user", "x" * 900)])  # says nothing: it is said when the prompt is sent
@@ -632,8 +640,8 @@ def test_a_reply_ends_with_what_it_has_where_its_caches_would_not_fit(folder, al
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         whole = finished(list(engine.generate(prompt, long)))
         assert whole.metrics.generated_tokens > 350
-        engine._runner._store.clear()
-        shape, slots = engine._runner.runtime.shape, 512  # caches may grow to these from 256, and no further
+        store_of(engine).clear()
+        shape, slots = runtime_of(engine).shape, 512  # caches may grow to these from 256, and no further
         budget = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total + 100_000
         allow(others + budget)
         events = list(engine.generate(prompt, long))
@@ -649,8 +657,7 @@ def test_a_reply_ends_with_what_it_has_where_its_caches_would_not_fit(folder, al
         assert again.text == whole.text
 
 
-@pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])
-@pytest.mark.parametrize("bits", [None, (8, 8)])
+@pytest.mark.parametrize(("kept", "bits"), [(PromptCacheSpec(disk=False), None), (None, (8, 8))])
 def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other(folder, allow, others, kept, bits):
     """Once memory is short neither ends before its time, and neither has another text than alone."""
     long = Sampling(temperature=0, max_tokens=200)
@@ -659,9 +666,9 @@ def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other
     with Engine.load(folder, prompt_cache=kept, parallel=2, speculation=None) as engine:
         engine.tokenizer.eos_ids = frozenset()
         single = [finished(list(engine.generate(prompt, long, kv_bits=bits))) for prompt in prompts]
-        engine._runner._store.clear()
+        store_of(engine).clear()
         gc.collect()  # the tree's nodes know one another
-        shape = engine._runner.runtime.shape.packed(*bits or (16, 16))
+        shape = runtime_of(engine).shape.packed(*bits or (16, 16))
         alone = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1)
         beside = predict_peak(shape, held=200, new=0, chunk=1, slots=0, reply=1).kv
         allow(others + alone.total + beside + beside // 2)  # one may grow from 256 slots beside another that has not
@@ -685,9 +692,9 @@ def test_a_reply_in_the_background_gives_its_memory_to_one_that_somebody_waits_f
     with Engine.load(folder, prompt_cache=kept, parallel=2) as engine, ThreadPoolExecutor(1) as thread:
         engine.tokenizer.eos_ids = frozenset()
         single = finished(list(engine.generate(prompt, long)))
-        engine._runner._store.clear()
+        store_of(engine).clear()
         gc.collect()
-        shape = engine._runner.runtime.shape
+        shape = runtime_of(engine).shape
         held = predict_peak(shape, held=200, new=0, chunk=1, slots=0, reply=1).kv
         budget = total(engine, 64, tokens=len(other) + 6) + held // 2
         assert predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total < budget  # it can grow alone
@@ -702,8 +709,7 @@ def test_a_reply_in_the_background_gives_its_memory_to_one_that_somebody_waits_f
     assert ended.metrics.generated_tokens == 6
 
 
-@pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])
-@pytest.mark.parametrize("bits", [None, (8, 8)])
+@pytest.mark.parametrize(("kept", "bits"), [(PromptCacheSpec(disk=False), None), (None, (8, 8))])
 def test_what_a_reply_holds_whose_reader_is_far_behind_goes_to_one_that_needs_it(folder, allow, others, kept, bits):
     """It is computed again once the reader has caught up: the reply is the same."""
     long = Sampling(temperature=0, max_tokens=300)
@@ -714,13 +720,13 @@ def test_what_a_reply_holds_whose_reader_is_far_behind_goes_to_one_that_needs_it
     ):
         engine.tokenizer.eos_ids = frozenset()
         single = finished(list(engine.generate(prompt, long, kv_bits=bits)))
-        engine._runner._store.clear()
+        store_of(engine).clear()
         gc.collect()
-        shape = engine._runner.runtime.shape.packed(*bits or (16, 16))
+        shape = runtime_of(engine).shape.packed(*bits or (16, 16))
         held = predict_peak(shape, held=200, new=0, chunk=1, slots=0, reply=1).kv
         unread = engine.generate(prompt, long, kv_bits=bits)
         assert isinstance(next(unread), PrefillProgress)
-        until(lambda: not engine._replies.schedule.busy)
+        until(lambda: not replies_of(engine).schedule.busy)
         assert 0 < unread.live().metrics.generated_tokens < 300
         allow(others + total(engine, 64, tokens=len(other) + 6, kv=bits or (16, 16)) + held // 2)
         ended = finished(within(lambda: list(engine.generate(other, GREEDY, kv_bits=bits))))
@@ -736,8 +742,8 @@ def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
         long = Sampling(temperature=0, max_tokens=100)
         plain = finished(list(engine.generate(prompt, long)))
         list(engine.generate(other, GREEDY))
-        kept = engine._runner._store.aside
-        shape = engine._runner.runtime.shape
+        kept = store_of(engine).aside
+        shape = runtime_of(engine).shape
         needed = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total
         allow(others + needed + kept // 2)
         events = list(engine.generate([*prompt[:-1], 9], long))
@@ -753,8 +759,8 @@ def test_a_limit_that_changes_holds_for_all_that_share_the_memory(folder):
     """Other KV bits, the prompt cache and a draft model: each asked what the limit was when the model was loaded."""
     draft = Speculation(lookup=False, branches=False, draft=folder)
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False), speculation=draft) as engine:
-        runner, store = engine._runner, engine._runner._store
-        drafting = runner._speculation._draft.model
+        runner, store = runner_of(engine), store_of(engine)
+        drafting = runner.speculation._draft.model
         list(engine.generate(PROMPT[:200], GREEDY, kv_bits=(8, 8)))
         engine.limit_memory(12_345_678_900)
         assert store._budget() == 1_234_567_890
@@ -796,7 +802,7 @@ def test_ask_says_what_was_done(folder, allow, others, capsys, tmp_path):
     assert "memory is short" in capsys.readouterr().err
     assert main(["ask", "a b " * 300, *flags, "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    (told,) = [event for event in events if event["event"] == "squeezed"]
+    (told,) = [event for event in events if event["event"] == "memory_pressure"]
     assert told["chunk"] == 64
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a b " * 300 + "\nshort\n")
@@ -804,18 +810,17 @@ def test_ask_says_what_was_done(folder, allow, others, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert err.count("memory is short") == 1
     long, short = map(json.loads, out.splitlines())
-    assert long["squeezed"][-1]["chunk"] == 64
+    assert long["memory_pressure"][-1]["chunk"] == 64
     assert short["text"]
 
 
 # How prompts are cut: by model, chip and depth, with hardly a loss beside mlx-lm's chunks, on every chip of the
 # table.
 
-CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
+CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in known_chips()]
 APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]
 MODELS = [entry.name for entry in catalogue() if entry.config is not None]
-LENT = 1.1
-"""What the prefill of a prompt may take of its time in chunks of 2,048, mlx-lm's."""
+LENT = 1.1  # what the prefill of a prompt may take of its time in chunks of 2,048, mlx-lm's
 
 
 @functools.cache
@@ -837,7 +842,7 @@ def test_a_prompt_takes_hardly_longer_than_in_chunks_of_2048_on_any_chip(name: s
     for chip in APPLE:
         latency = fitted(chip)
         assert latency is not None
-        chunk = Chunking(work, "metal", latency).at(0)
+        chunk = Chunking(work, "metal", latency).tokens_at(0)
         ours, theirs = (latency.prefill_s(work, 8192, 0, size) for size in (chunk, 2048))
         if ours is not None and theirs is not None and ours > LENT * theirs:
             slow.append((chip.name, chip.gpu_cores, chunk, ours / theirs))
@@ -850,7 +855,7 @@ def test_a_chunk_is_halved_while_it_takes_too_long_and_that_costs_little(name: s
     longest_s = MIXTURE_S if work.expert_bytes else DENSE_S
     for chip in APPLE:
         latency = fitted(chip)
-        chunk = Chunking(work, "metal", latency).at(0)
+        chunk = Chunking(work, "metal", latency).tokens_at(0)
         seconds = latency.prefill_s(work, COMPARED_PROMPT, 0, chunk)
         if seconds is None or seconds * chunk / COMPARED_PROMPT <= longest_s:
             continue
@@ -859,17 +864,17 @@ def test_a_chunk_is_halved_while_it_takes_too_long_and_that_costs_little(name: s
 
 
 def test_dense_models_keep_512_where_that_is_quick_and_mixtures_take_more():
-    assert chunking("Qwen3-8B", "Apple M4 Max", 40).at(0) == 512
-    assert chunking("Qwen3-8B", "Apple M1", 8).at(0) < 512
-    assert chunking("Qwen3-30B-A3B", "Apple M4 Max", 40).at(0) > 512
-    assert chunking("Qwen3-Next-80B-A3B", "Apple M4 Max", 40).at(0) > 512
+    assert chunking("Qwen3-8B", "Apple M4 Max", 40).tokens_at(0) == 512
+    assert chunking("Qwen3-8B", "Apple M1", 8).tokens_at(0) < 512
+    assert chunking("Qwen3-30B-A3B", "Apple M4 Max", 40).tokens_at(0) > 512
+    assert chunking("Qwen3-Next-80B-A3B", "Apple M4 Max", 40).tokens_at(0) > 512
 
 
 def test_without_a_published_latency_a_mixture_gets_rows_for_its_experts():
-    assert Chunking(work_named("Qwen3-8B"), "metal", None).at(0) == 512
-    assert Chunking(work_named("Qwen3-30B-A3B"), "metal", None).at(0) == 1024  # 8 of 128 experts
-    assert Chunking(work_named("Qwen3-Next-80B-A3B"), "cuda", None).at(0) == LARGEST  # 10 of 512
-    assert Chunking(work_named("Qwen3-8B"), "cuda", None).at(0) == 2048
+    assert Chunking(work_named("Qwen3-8B"), "metal", None).tokens_at(0) == 512
+    assert Chunking(work_named("Qwen3-30B-A3B"), "metal", None).tokens_at(0) == 1024  # 8 of 128 experts
+    assert Chunking(work_named("Qwen3-Next-80B-A3B"), "cuda", None).tokens_at(0) == LARGEST  # 10 of 512
+    assert Chunking(work_named("Qwen3-8B"), "cuda", None).tokens_at(0) == 2048
 
 
 @hypothesis_given(
@@ -877,7 +882,7 @@ def test_without_a_published_latency_a_mixture_gets_rows_for_its_experts():
 )
 def test_chunks_never_grow_with_depth_and_are_small_deep_down(name, chip, depth):
     cut = Chunking(work_named(name), "metal", fitted(chip))
-    sizes = [cut.at(at) for at in (depth, depth + 1, 2 * depth, 4 * depth)]
+    sizes = [cut.tokens_at(at) for at in (depth, depth + 1, 2 * depth, 4 * depth)]
     assert sizes == sorted(sizes, reverse=True)
     assert all(LEAST <= size <= LARGEST and size & (size - 1) == 0 for size in sizes)
     if depth >= DEEP:
@@ -888,8 +893,8 @@ def test_on_a_cpu_the_model_alone_decides():
     small, large = work_named("gemma-3-270m"), work_named("Qwen3-8B")
     unused = fitted(lookup("Apple M1", 8))
     for latency in (None, unused):
-        assert Chunking(small, "cpu", latency).at(0) == 256
-        assert Chunking(large, "cpu", latency).at(200_000) == LEAST
+        assert Chunking(small, "cpu", latency).tokens_at(0) == 256
+        assert Chunking(large, "cpu", latency).tokens_at(200_000) == LEAST
 
 
 @hypothesis_given(st.integers(0, 300_000), st.integers(0, 300_000))
@@ -898,7 +903,7 @@ def test_bands_cover_a_prompt_in_order(start, more):
     bands = list(cut.bands(start, start + more))
     assert [begin for begin, _, _ in bands] == [start, *(end for _, end, _ in bands)][: len(bands)]
     assert sum(end - begin for begin, end, _ in bands) == more
-    assert all(cut.at(begin) == cut.at(end - 1) == size for begin, end, size in bands)
+    assert all(cut.tokens_at(begin) == cut.tokens_at(end - 1) == size for begin, end, size in bands)
     assert all(one[2] > two[2] for one, two in itertools.pairwise(bands))
 
 
@@ -914,10 +919,10 @@ def test_the_peak_of_a_deep_prompt_is_that_of_its_small_chunks_or_of_the_large_o
     assert isinstance(weighed, Footprint)
     shape = weighed.shape(weighed.plan(KVSpec()), "metal")
     cut = chunking("Qwen3-30B-A3B", "Apple M4 Max", 40)
-    assert cut.at(0) > cut.at(DEEP)
+    assert cut.tokens_at(0) > cut.tokens_at(DEEP)
     peak = prompt_peak(shape, cut, held=0, new=2 * DEEP)
-    small = predict_peak(shape, held=DEEP, new=DEEP, chunk=cut.at(DEEP))
-    large = predict_peak(shape, held=0, new=DEEP, chunk=cut.at(0))
+    small = predict_peak(shape, held=DEEP, new=DEEP, chunk=cut.tokens_at(DEEP))
+    large = predict_peak(shape, held=0, new=DEEP, chunk=cut.tokens_at(0))
     assert peak.total == max(small.total, large.total)
-    assert peak.working < predict_peak(shape, held=0, new=2 * DEEP, chunk=cut.at(0)).working
+    assert peak.working < predict_peak(shape, held=0, new=2 * DEEP, chunk=cut.tokens_at(0)).working
     assert prompt_peak(shape, cut, held=100, new=0, reply=1).total > 0

@@ -8,20 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.kv.models import work_of_config
 from tokamac.engine import metrics
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import config_cost
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import KVLayer, Packing, kv_bytes, kv_bytes_per_token, kv_layers
-from tokamac.engine.perf.footprint import work_of_config
-from tokamac.engine.perf.hardware import Chip, generation_of, lookup, table, units_of
+from tokamac.engine.perf.hardware import Chip, generation_of, known_chips, lookup, units_of
 from tokamac.engine.perf.roofline import (
     CHUNK,
     SIMD_UNITS,
     TYPICAL_INTENSITY,
+    Attention,
     Constants,
     Fitted,
     FittedRange,
+    Heads,
+    KVUse,
+    Product,
+    Workload,
     constants_of,
     decode_phase,
     fitted,
@@ -34,14 +39,14 @@ from tokamac.engine.perf.roofline import (
     range_of,
     ridge_point,
     size_of,
+    visible_pairs,
 )
-from tokamac.engine.perf.workload import Attention, Heads, KVUse, Product, Workload, visible_pairs
 
 # Ceilings and expected speeds: the domain's numbers, the formulas worked by hand, and what must hold of any machine
 # and model.
 
 H100 = lookup("NVIDIA H100 80GB HBM3")
-CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
+CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in known_chips()]
 APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]
 NAMES = ["Llama-3.1-8B", "gemma-3-1b", "gemma-4-e2b", "Qwen3-30B-A3B", "Qwen3.5-9B", "gpt-oss-20b", "Qwen3-0.6B"]
 KVS = [KVSpec(), KVSpec(key_bits=8, value_bits=4)]

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.perf.conftest import TimedMachine
 from tests.engine.perf.test_config_cost import FAMILIES, built
 from tests.engine.perf.test_roofline import EIGHT_B
 from tests.tiny import make_tiny
-from tokamac.engine import Engine, Finished, Sampling, runner
+from tests.waiting import PATIENCE_S, until
+from tokamac.engine import Engine, Finished, Sampling, runtime
+from tokamac.engine.cpu import layers as dense
+from tokamac.engine.cpu.stepping import steps_of, take_steps
 from tokamac.engine.device import device_kind
-from tokamac.engine.kv import plan_caches
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.model.config import normalise, read_config
-from tokamac.engine.model.cpu import dense
-from tokamac.engine.model.cpu.stepping import steps_of, take_steps
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf import bandwidth, measurement_store, timing
+from tokamac.engine.perf import bandwidth, hardware, timing
 from tokamac.engine.perf.bandwidth import Sample
+from tokamac.engine.perf.config_cost import work_of
 from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.hardware import Chip, detect
-from tokamac.engine.perf.model_work import work_of
+from tokamac.engine.perf.roofline import Product
 from tokamac.engine.perf.timing import (
     PASSES,
     ROWS,
@@ -44,9 +47,7 @@ from tokamac.engine.perf.timing import (
     interpolate,
     kept_tflops,
 )
-from tokamac.engine.perf.workload import Product
-from tokamac.engine.runner import AGAIN_S, MOST_AGAIN_S, QUIET_S, IdleProfiler
-from tokamac.engine.runtime import MachineSpeed
+from tokamac.engine.runtime import AGAIN_S, MOST_AGAIN_S, QUIET_S, IdleProfiler, MachineSpeed
 from tokamac.engine.text import stream
 from tokamac.engine.text.stream import ReplyText
 from tokamac.engine.text.tokenizer import load_tokenizer
@@ -65,27 +66,23 @@ LATENCY = MeasuredLatency(
 )
 
 
-@pytest.mark.usefixtures("hurried")
 def test_rows_take_time_in_proportion():
     timed = PartLatency(1.0, 1.0 + 2 * (ROWS - 1))
-    assert [timed.of(rows) for rows in (1, 2, 11, ROWS, 2 * ROWS)] == [1, 3, 21, 511, 1023]
+    assert [timed.seconds(rows) for rows in (1, 2, 11, ROWS, 2 * ROWS)] == [1, 3, 21, 511, 1023]
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_depth_between_two_is_on_their_line():
     points = ((0, 1.0), (100, 2.0), (300, 6.0))
     assert [interpolate(points, depth) for depth in (0, 50, 100, 200, 300, 400)] == [1, 1.5, 2, 4, 6, 8]
     assert interpolate(((10, 1.0), (20, 3.0)), 0) == 0  # no time is below nothing
 
 
-@pytest.mark.usefixtures("hurried")
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=4).map(sorted), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_a_greater_depth_never_takes_less(seconds, depth, more):
     points = tuple(zip((0, 64, 1024, 4096), seconds, strict=False))
     assert interpolate(points, depth) <= interpolate(points, depth + more) + 1e-12
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("limit", "depths"),
     [(None, (64, 1024, 4096)), (100_000, (64, 1024, 4096)), (2000, (64, 1024, 2000)), (576, (64, 576)), (48, (0, 48)),
@@ -95,24 +92,20 @@ def test_attention_is_timed_at_two_depths_or_more(limit, depths):
     assert attention_depths(limit) == depths
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_step_is_the_sum_of_its_parts():
     multiplying, attending, others = 3 * 1e-3 + 5e-3, 2 * 1.5e-3, 10 * 1e-4
     assert LATENCY.decode_s(EIGHT_B, 500) == pytest.approx(multiplying + attending + others + 7e-3)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_several_sequences_were_not_timed():
     assert LATENCY.decode_s(EIGHT_B, 500, batch=2) is None
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_windowed_layer_takes_no_longer_beyond_its_window():
     layer = replace(LATENCY.attention[0], limit=100)
-    assert layer.of(1, 100) == layer.of(1, 10_000) == pytest.approx(2 * 1.1e-3)
+    assert layer.seconds(1, 100) == layer.seconds(1, 10_000) == pytest.approx(2 * 1.1e-3)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_prompt_is_its_chunks_and_the_first_step():
     # 301 tokens after 100: 200 at depth 100, 100 at depth 300, and the last token's step after 401.
     def chunk(rows: int, depth: int) -> float:
@@ -125,7 +118,6 @@ def test_a_prompt_is_its_chunks_and_the_first_step():
     assert LATENCY.prefill_s(EIGHT_B, 1, 100, 200) == LATENCY.decode_s(EIGHT_B, 101)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(("tokens", "cached", "chunk"), [(1, 0, 16), (40_000, 0, 100), (5001, 77, 250), (900, 9000, 7)])
 def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(tokens, cached, chunk):
     bent = AttentionLatency(2, 1500, ((0, 1e-3), (64, 1.5e-3), (1024, 4e-3)), ((0, 9e-3), (512, 20e-3), (4096, 60e-3)))
@@ -137,23 +129,47 @@ def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(token
     assert latency.prefill_s(EIGHT_B, tokens, cached, chunk) == pytest.approx(expected)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
     asked = []
-    around = MeasuredLatency._attention_and_kernels
-    monkeypatch.setattr(MeasuredLatency, "_attention_and_kernels", lambda *given: asked.append(given) or around(*given))
+    called(monkeypatch, AttentionLatency, "seconds", lambda *given: asked.append(given))
     assert LATENCY.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
     assert len(asked) < 50
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is timed a few times only: no test here looks at how long one took."""
-    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
-    monkeypatch.setattr(bandwidth, "BUDGET_S", 0.0)
-    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
-    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(timing, "is_busy", lambda _: False)
+@dataclass(eq=False)
+class Hurried:
+    """A machine on which each part is timed a few times only. busy: others use it. peak: how fast it multiplies."""
+
+    busy: bool = False
+    peak: Callable[[], float] = lambda: 0.5
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hurried:
+    machine = Hurried()
+    for module, name, instead in (
+        (timing, "BUDGET_S", 0.0),
+        (bandwidth, "BUDGET_S", 0.0),
+        (timing, "LEAST_TRIALS", 1),
+        (timing, "measure_tflops", lambda _: machine.peak()),
+        (timing, "is_busy", lambda _: machine.busy),
+        (runtime, "is_busy", lambda: machine.busy),
+        (hardware, "store_file", lambda name: tmp_path / "kept" / name),
+    ):
+        monkeypatch.setattr(module, name, instead)
+    return machine
+
+
+def called(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]) -> None:
+    """Have a function's calls noted: what it was given, and what it returned."""
+    call = getattr(owner, name)
+
+    def noted(*given: Any, **options: Any) -> Any:
+        found = call(*given, **options)
+        note(found, *given)
+        return found
+
+    monkeypatch.setattr(owner, name, noted)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +185,6 @@ def subject_of(loaded: Any, kv: KVSpec | None = None, machine: str = "a machine"
     return TimedModel(work, plan, loaded.by_kernels, device_kind(), machine)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
     file = tmp_path / "cache" / "parts.json"
     first = LatencyProfiler(subject_of(loaded), file)
@@ -189,7 +204,6 @@ def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
     assert list(again.steps()) == []
 
 
-@pytest.mark.usefixtures("hurried")
 def test_the_latency_of_a_loaded_model_counts_what_it_has(loaded, tmp_path):
     found = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
     list(found.steps())
@@ -202,7 +216,6 @@ def test_the_latency_of_a_loaded_model_counts_what_it_has(loaded, tmp_path):
     assert latency.prefill_s(subject_of(loaded).work, 1000, 0, 256) > latency.decode_s(subject_of(loaded).work, 1000)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_part_that_came_out_longer_at_less_depth_was_noise(loaded, tmp_path):
     file = tmp_path / "parts.json"
     measure = LatencyProfiler(subject_of(loaded), file)
@@ -215,7 +228,6 @@ def test_a_part_that_came_out_longer_at_less_depth_was_noise(loaded, tmp_path):
     assert latency.decode_s(measure._model.work, 5000) == latency.decode_s(measure._model.work, 64)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     "kv", [KVSpec(key_bits=8, value_bits=8), KVSpec(key_bits=4, value_bits=16), KVSpec(window=256, keep=4)], ids=str
 )
@@ -228,7 +240,6 @@ def test_other_caches_are_parts_of_their_own(loaded, tmp_path, kv):
     assert isinstance(other.latency(), MeasuredLatency)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypatch):
     file, subject = tmp_path / "parts.json", subject_of(loaded)
     list(LatencyProfiler(subject, file).steps())
@@ -240,17 +251,14 @@ def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypa
     assert LatencyProfiler(subject, file).missing == 16
 
 
-@pytest.mark.usefixtures("hurried")
-def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, monkeypatch):
-    file = tmp_path / "parts.json"
-    monkeypatch.setattr(timing, "is_busy", lambda _: True)
+def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, hurried):
+    file, hurried.busy = tmp_path / "parts.json", True
     busy = LatencyProfiler(subject_of(loaded), file)
     list(busy.steps())
     assert isinstance(busy.latency(), MeasuredLatency)
     assert not file.exists()
 
 
-@pytest.mark.usefixtures("hurried")
 def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
     file = tmp_path / "parts.json"
     left = LatencyProfiler(subject_of(loaded), file).steps()
@@ -264,31 +272,28 @@ def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
     assert LatencyProfiler(subject_of(loaded), file).remaining == 0
 
 
-@pytest.mark.usefixtures("hurried")
-def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
+def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch, hurried):
     seconds, peaks = iter([0.25, 0.125, 0.5]), iter([0.5, 1.0, 0.25])
+    hurried.peak = lambda: next(peaks)
     for name in ("time_token", "time_sampling"):
         monkeypatch.setattr(timing, name, lambda *_: next(seconds))
-    monkeypatch.setattr(timing, "measure_tflops", lambda _: next(peaks))
     measure = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
     list(measure.steps())
     assert measure.latency().sampling_s == 0.125
     assert measure.peak_tflops == 1.0
 
 
-@pytest.mark.usefixtures("hurried")
-def test_what_was_disturbed_in_one_pass_is_timed_again_another_time(loaded, tmp_path, monkeypatch):
+def test_what_was_disturbed_in_one_pass_is_timed_again_another_time(loaded, tmp_path, hurried):
     file, measure = tmp_path / "parts.json", LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
     steps = measure.steps()
-    monkeypatch.setattr(timing, "is_busy", lambda _: True)
+    hurried.busy = True
     next(steps)
-    monkeypatch.setattr(timing, "is_busy", lambda _: False)
+    hurried.busy = False
     list(steps)
     again = LatencyProfiler(subject_of(loaded), file)
     assert (again.missing, again.remaining) == (0, 1)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_the_load_that_measuring_makes_is_not_taken_for_others(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
@@ -297,7 +302,6 @@ def test_the_load_that_measuring_makes_is_not_taken_for_others(monkeypatch):
     assert bandwidth.is_busy(own_s=20.0)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("damage", ["", "not JSON", "[1, 2]", '"text"', "{", "[" * 100_000, "\x00\xff"])
 def test_a_damaged_file_is_as_good_as_none(loaded, tmp_path, damage):
     file = tmp_path / "parts.json"
@@ -308,7 +312,6 @@ def test_a_damaged_file_is_as_good_as_none(loaded, tmp_path, damage):
     assert LatencyProfiler(subject_of(loaded), file).missing == 0
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("wrong", [0, -1, "1", None, True, 1e9, float("nan"), [1]])
 def test_a_value_that_can_not_be_right_is_measured_again(loaded, tmp_path, wrong):
     file = tmp_path / "parts.json"
@@ -318,7 +321,6 @@ def test_a_value_that_can_not_be_right_is_measured_again(loaded, tmp_path, wrong
     assert LatencyProfiler(subject_of(loaded), file).remaining == 1
 
 
-@pytest.mark.usefixtures("hurried")
 def test_where_nothing_can_be_written_the_latency_is_known_all_the_same(loaded, tmp_path):
     blocked = tmp_path / "a file"
     blocked.write_text("no folder")
@@ -328,7 +330,6 @@ def test_where_nothing_can_be_written_the_latency_is_known_all_the_same(loaded, 
     assert LatencyProfiler(subject_of(loaded), blocked / "parts.json").missing == 17
 
 
-@pytest.mark.usefixtures("hurried")
 def test_the_file_is_its_owners_alone(loaded, tmp_path):
     file = tmp_path / "parts.json"
     list(LatencyProfiler(subject_of(loaded), file).steps())
@@ -336,7 +337,6 @@ def test_the_file_is_its_owners_alone(loaded, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_model_whose_caches_stay_its_own_is_not_measured(loaded, tmp_path):
     assert can_measure(plan_caches(loaded.module, loaded.config, KVSpec()))
     config = normalise(FAMILIES["qwen3_5"])
@@ -348,7 +348,6 @@ def test_a_model_whose_caches_stay_its_own_is_not_measured(loaded, tmp_path):
     assert (measure.missing, list(measure.steps()), measure.latency()) == (0, [], None)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("unknown", ["hidden", "vocabulary", "query_heads", "prefill_parameters"])
 def test_a_model_of_which_a_size_is_unknown_is_not_measured(loaded, tmp_path, unknown):
     subject = subject_of(loaded)
@@ -356,7 +355,6 @@ def test_a_model_of_which_a_size_is_unknown_is_not_measured(loaded, tmp_path, un
     assert (measure.missing, measure.latency()) == (0, None)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     "product",
     [
@@ -370,15 +368,13 @@ def test_every_packing_of_a_product_can_be_timed(product, rows):
     assert timing.time_product(product, rows, 1 << 20, by_kernels=False) > 0
 
 
-@pytest.mark.usefixtures("hurried")
-def test_the_machines_peak_is_kept_for_all_models(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing.measurement_store, "store_file", lambda name: tmp_path / name)
+def test_the_machines_peak_is_kept_for_all_models(loaded, tmp_path):
     assert kept_tflops("a machine") is None
     measure = LatencyProfiler(subject_of(loaded))
     assert measure.peak_tflops is None
     list(measure.steps())
     assert measure.peak_tflops == kept_tflops("a machine") == 0.5
-    assert Path(tmp_path / timing.FILE).exists()
+    assert (tmp_path / "kept" / timing.FILE).exists()
 
 
 # Handing over between MLX and NumPy: its arithmetic by hand, and a layer's parts run in turn, kept and put into a
@@ -387,7 +383,6 @@ def test_the_machines_peak_is_kept_for_all_models(loaded, tmp_path, monkeypatch)
 DEPTHS = (64, 1024, 4096)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_handing_over_is_added_for_each_layer():
     handing = HandoverLatency(3, None, ((100, 1e-3), (1000, 4e-3)))
     latency = replace(LATENCY, handover=(handing, HandoverLatency(2, 50, ((0, 0.0), (50, 5e-3)))))
@@ -395,7 +390,6 @@ def test_handing_over_is_added_for_each_layer():
         assert latency.decode_s(EIGHT_B, context) == pytest.approx(LATENCY.decode_s(EIGHT_B, context) + more)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_chunk_is_not_charged_for_a_steps_handing_over():
     latency = replace(LATENCY, handover=(HandoverLatency(3, None, ((0, 1.0), (1000, 1.0))),))
     assert latency.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(
@@ -406,7 +400,6 @@ def test_a_chunk_is_not_charged_for_a_steps_handing_over():
 seconds = st.floats(0, 1)
 
 
-@pytest.mark.usefixtures("hurried")
 @given(st.lists(st.tuples(seconds, seconds), min_size=3, max_size=3), st.integers(0, 10**5), st.integers(0, 10**5))
 def test_more_context_is_never_faster_where_handing_over_falls_with_depth(steps, context, more):
     attention, whole, at, apart = [], [], 0.0, 0.0
@@ -429,12 +422,6 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "LAZY_WEIGHTS", 20_000)
 
 
-@pytest.fixture(scope="module")
-def loaded_in_turns(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    return load_model(folder, dtype=None, device=device_kind(), progress=lambda *_: None)
-
-
 def subject_by_kernels(loaded: Any, kv: KVSpec | None = None) -> TimedModel:
     return replace(subject_of(loaded, kv), by_kernels=True)
 
@@ -443,29 +430,26 @@ def turns_in(file: Path) -> dict[str, float]:
     return {key: seconds for key, seconds in json.loads(file.read_text()).items() if "in turn" in key}
 
 
-@pytest.mark.usefixtures("hurried")
-def test_layers_that_are_mlxs_alone_hand_nothing_over(loaded_in_turns, tmp_path):
-    measure = LatencyProfiler(subject_by_kernels(loaded_in_turns), tmp_path / "parts.json")
+def test_layers_that_are_mlxs_alone_hand_nothing_over(loaded, tmp_path):
+    measure = LatencyProfiler(subject_by_kernels(loaded), tmp_path / "parts.json")
     list(measure.steps())
     assert turns_in(tmp_path / "parts.json") == {}
     assert measure.latency().handover == ()
 
 
-@pytest.mark.usefixtures("hurried")
-def test_what_a_gpu_multiplies_is_mlxs_whatever_its_size(loaded_in_turns, tmp_path, by_numpy):
-    measure = LatencyProfiler(replace(subject_of(loaded_in_turns), by_kernels=False), tmp_path / "parts.json")
+def test_what_a_gpu_multiplies_is_mlxs_whatever_its_size(loaded, tmp_path, by_numpy):
+    measure = LatencyProfiler(replace(subject_of(loaded), by_kernels=False), tmp_path / "parts.json")
     list(measure.steps())
     assert measure.latency().handover == ()
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("kv", "depths"),
     [(KVSpec(), (64, 1024, 4096)), (KVSpec(key_bits=8, value_bits=8), (64, 1024, 4096)), (KVSpec(window=256, keep=4), (64, 320))],
     ids=str,
 )  # fmt: skip
-def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded_in_turns, tmp_path, by_numpy, kv, depths):
-    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns, kv)
+def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded, tmp_path, by_numpy, kv, depths):
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded, kv)
     measure = LatencyProfiler(subject, file)
     list(measure.steps())
     assert len(turns_in(file)) == PASSES * len(depths)
@@ -475,9 +459,8 @@ def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded_in_turn
     assert LatencyProfiler(subject, file).latency() == measure.latency()
 
 
-@pytest.mark.usefixtures("hurried")
-def test_a_step_takes_what_its_layers_take_in_turn(loaded_in_turns, tmp_path, by_numpy):
-    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
+def test_a_step_takes_what_its_layers_take_in_turn(loaded, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded)
     list(LatencyProfiler(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 5.0)}))
     latency = LatencyProfiler(subject, file).latency()
@@ -489,9 +472,8 @@ def test_a_step_takes_what_its_layers_take_in_turn(loaded_in_turns, tmp_path, by
     )
 
 
-@pytest.mark.usefixtures("hurried")
-def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loaded_in_turns, tmp_path, by_numpy):
-    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
+def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loaded, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded)
     list(LatencyProfiler(subject, file).steps())
     falling = {key: 5.0 / int(key.partition(" pass ")[0].split()[-2]) for key in turns_in(file)}
     assert len(set(falling.values())) == 3
@@ -501,9 +483,8 @@ def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loade
     assert steps == pytest.approx([steps[0]] * 6)
 
 
-@pytest.mark.usefixtures("hurried")
-def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded_in_turns, tmp_path, by_numpy):
-    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded_in_turns)
+def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_by_kernels(loaded)
     list(LatencyProfiler(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 1e-9)}))
     latency = LatencyProfiler(subject, file).latency()
@@ -511,16 +492,13 @@ def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded_in_turns
     assert latency.decode_s(subject.work, 700) == replace(latency, handover=()).decode_s(subject.work, 700)
 
 
-@pytest.mark.usefixtures("hurried")
-def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded_in_turns, by_numpy, monkeypatch):
-    subject, seen = subject_by_kernels(loaded_in_turns), []
-    multiply = dense.DenseLinear._multiply
+def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded, by_numpy, monkeypatch):
+    subject, seen = subject_by_kernels(loaded), []
 
-    def noted(self: dense.DenseLinear, x: Any) -> Any:
-        seen.append((x.shape[-1], self.weight.shape[0], id(self)))
-        return multiply(self, x)
+    def note(_: Any, layer: dense.DenseLinear, x: Any) -> None:
+        seen.append((x.shape[-1], layer.weight.shape[0], id(layer)))
 
-    monkeypatch.setattr(dense.DenseLinear, "_multiply", noted)
+    called(monkeypatch, dense.DenseLinear, "_multiply", note)
     layers, depth = subject.plan.layers, 64
     assert timing.time_layer(subject, layers[0], depth, len(layers)) > 0
     of_a_layer = [(128, 256), (128, 256), (256, 128)]  # gate and up, which share an input; down
@@ -531,30 +509,22 @@ def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded_in_turns, 
     )  # each layer reads weights of its own
 
 
-@pytest.mark.usefixtures("hurried")
-def test_a_layer_in_turn_leaves_its_caches_as_they_were(loaded_in_turns, by_numpy, monkeypatch):
-    filled, made = timing.filled_caches, []
-
-    def noted(*given: Any) -> Any:
-        made.append(filled(*given))
-        return made[-1]
-
-    monkeypatch.setattr(timing, "filled_caches", noted)
-    subject = subject_by_kernels(loaded_in_turns)
+def test_a_layer_in_turn_leaves_its_caches_as_they_were(loaded, by_numpy, monkeypatch):
+    made = []
+    called(monkeypatch, timing, "filled_caches", lambda found, *_: made.append(found))
+    subject = subject_by_kernels(loaded)
     timing.time_layer(subject, subject.plan.layers[0], 64, 2)
     assert [cache.offset for cache in made[0]] == [64, 64]
 
 
-@pytest.mark.usefixtures("hurried")
-def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded_in_turns, by_numpy, monkeypatch):
-    subject = subject_by_kernels(loaded_in_turns)
+def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded, by_numpy, monkeypatch):
+    subject = subject_by_kernels(loaded)
     layers = list(subject.plan.layers)
     assert subject.layers_in_turn(layers, 1024) == 2
     monkeypatch.setattr(timing, "LARGEST", 1)
     assert subject.layers_in_turn(layers, 1024) == 1
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("product", "by_kernels", "waits"),
     [
@@ -571,7 +541,6 @@ def test_packed_matrices_and_large_plain_ones_wait_for_their_input(product, by_k
 GUIDE = Path(__file__).parents[3] / "assets" / "guide" / "model"
 
 
-@pytest.mark.usefixtures("hurried")
 def test_a_tokens_time_is_also_that_of_its_text(monkeypatch):
     tokenizer, texts = load_tokenizer(GUIDE, read_config(GUIDE), "guide"), []
 
@@ -602,7 +571,6 @@ def stepped() -> TimedModel:
 
 
 @on_a_cpu
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("most", [0, timing.TIMED_WHOLE], ids=["by halves", "whole"])
 def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, monkeypatch, most):
     def seconds(_steps: Any, _layers: Any, first: int, last: int, depth: int, rows: int) -> float:
@@ -629,22 +597,15 @@ def test_a_step_by_kernels_is_its_layers_and_its_ends_once(stepped, tmp_path, mo
 
 
 @on_a_cpu
-@pytest.mark.usefixtures("hurried")
 def test_halves_of_a_models_layers_are_timed_as_they_run(stepped, tmp_path, monkeypatch):
-    filled, made = timing.filled_caches, []
-
-    def noted(*given: Any) -> Any:
-        made.append(filled(*given))
-        return made[-1]
-
-    monkeypatch.setattr(timing, "filled_caches", noted)
+    made = []
+    called(monkeypatch, timing, "filled_caches", lambda found, *_: made.append(found))
     layers = stepped.plan.layers
     assert timing.time_step(stepped.steps, layers, 3, len(layers), 64) > 0
     assert [cache.offset for (cache,) in made] == [64] * (len(layers) - 3)
 
 
 @on_a_cpu
-@pytest.mark.usefixtures("hurried")
 def test_steps_and_layers_through_mlx_are_kept_apart(stepped, tmp_path):
     measure = LatencyProfiler(stepped, tmp_path / "parts.json")
     list(measure.steps())
@@ -668,36 +629,18 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def hurried_in_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each part is timed a few times only, on a machine that is never busy, and kept apart from other tests'."""
-    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
-    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
-    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(timing, "is_busy", lambda _: False)
-    monkeypatch.setattr(runner, "is_busy", lambda: False)
-    monkeypatch.setattr(measurement_store, "store_file", lambda name: tmp_path / "kept" / name)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
-def loaded_in_quiet(folder: Path) -> Any:
-    return load_model(folder, dtype=None, device=device_kind(), progress=lambda *_: None)
-
-
 @pytest.fixture
-def measure(loaded_in_quiet: Any) -> LatencyProfiler:
-    return measuring_of(loaded_in_quiet)
+def measure(loaded: Any) -> LatencyProfiler:
+    return measuring_of(loaded)
 
 
 def measuring_of(loaded: Any) -> LatencyProfiler:
-    plan = plan_caches(loaded.module, loaded.config, KVSpec())
-    work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
-    return LatencyProfiler(TimedModel(work, plan, loaded.by_kernels, device_kind(), "a machine"))
+    return LatencyProfiler(subject_of(loaded))
 
 
 def idle_until_done(paced: IdleProfiler) -> int:
@@ -709,7 +652,6 @@ def idle_until_done(paced: IdleProfiler) -> int:
     return count
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: LatencyProfiler) -> None:
     clock, machine = Clock(), MachineSpeed(CHIP)
     paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
@@ -729,15 +671,14 @@ def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Late
     assert paced.idle() is None
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_a_part_found_quicker_in_a_later_pass_quickens_the_latency(
-    loaded_in_quiet: Any, monkeypatch: pytest.MonkeyPatch
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, hurried: Hurried
 ) -> None:
     clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
-    monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
+    hurried.peak = lambda: next(taken)
     for name in ("time_token", "time_sampling"):
         monkeypatch.setattr(timing, name, lambda *_: 2.0 / clock.now)
-    measure = measuring_of(loaded_in_quiet)
+    measure = measuring_of(loaded)
     paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
     paced.idle()
     found = []
@@ -751,7 +692,6 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_latency(
     assert found[0][0] > found[1][0] > found[2][0] == 2.0 / clock.now
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: LatencyProfiler) -> None:
     clock = Clock()
     paced = IdleProfiler(MachineSpeed(CHIP), measure, clock)
@@ -768,22 +708,20 @@ def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Latenc
     assert measure.missing == known - 1
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
-def test_a_busy_machine_is_looked_at_again_later(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_looked_at_again_later(measure: LatencyProfiler, hurried: Hurried) -> None:
     clock, all_of_them = Clock(), measure.missing
     paced = IdleProfiler(MachineSpeed(CHIP), measure, clock)
     paced.idle()
     clock.now += QUIET_S
-    monkeypatch.setattr(runner, "is_busy", lambda: True)
+    hurried.busy = True
     assert paced.idle() == AGAIN_S
     assert measure.missing == all_of_them
-    monkeypatch.setattr(runner, "is_busy", lambda: False)
+    hurried.busy = False
     assert paced.idle() == 0.0
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
-def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "is_busy", lambda: True)
+def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, hurried: Hurried) -> None:
+    hurried.busy = True
     machine = MachineSpeed(CHIP)
     paced = IdleProfiler(machine, measure, Clock())
     paced.finish()
@@ -792,8 +730,7 @@ def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, m
     paced.finish()  # there is nothing left to do
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
-def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler, loaded_in_quiet: Any) -> None:
+def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler, loaded: Any) -> None:
     clock, machine = Clock(), MachineSpeed(CHIP)
     paced = IdleProfiler(machine, measure, clock)
     paced.idle()
@@ -804,10 +741,9 @@ def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler,
     paced.finish()
     assert isinstance(machine.latency, MeasuredLatency)
     assert (measure.missing, measure.remaining) == (0, 0)
-    assert measuring_of(loaded_in_quiet).remaining == 0  # what idle time had come to was kept, and not begun anew
+    assert measuring_of(loaded).remaining == 0  # what idle time had come to was kept, and not begun anew
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
     clock, machine, all_of_them = Clock(), MachineSpeed(CHIP), measure.missing
     paced = IdleProfiler(machine, measure, clock)
@@ -818,7 +754,6 @@ def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
     assert (machine.latency, measure.missing) == (None, all_of_them)
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_what_is_known_is_handed_over_at_once(measure: LatencyProfiler) -> None:
     list(measure.steps())
     machine = MachineSpeed(CHIP)
@@ -827,35 +762,36 @@ def test_what_is_known_is_handed_over_at_once(measure: LatencyProfiler) -> None:
     assert (machine.chip.fp16_tflops, machine.chip.peak_source) == (0.5, "measured")
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_a_model_that_can_not_be_measured_leaves_the_latency_unknown() -> None:
     machine = MachineSpeed(CHIP)
     assert IdleProfiler(machine, None, Clock()).idle() is None
     assert machine.latency is None
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
-def test_a_part_that_the_device_can_not_compute_ends_measuring(
-    loaded_in_quiet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_the_device_can_not_compute_ends_measuring(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> float:
         raise ValueError("[quantized_matmul] no kernel")
 
     monkeypatch.setattr(timing, "time_product", refuse)
     clock, machine = Clock(), MachineSpeed(CHIP)
-    paced = IdleProfiler(machine, measuring_of(loaded_in_quiet), clock)
+    paced = IdleProfiler(machine, measuring_of(loaded), clock)
     paced.idle()
     clock.now += QUIET_S
     idle_until_done(paced)  # the engine's thread goes on
     assert paced.idle() is None
     assert machine.latency is None
     with pytest.raises(ValueError, match="no kernel"):
-        IdleProfiler(machine, measuring_of(loaded_in_quiet), clock).finish()  # asked for, it is told
+        IdleProfiler(machine, measuring_of(loaded), clock).finish()  # asked for, it is told
+
+
+def quiet_for(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let idle time begin after so long without a request."""
+    monkeypatch.setattr(runtime, "QUIET_S", seconds)
 
 
 @pytest.fixture
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(runner, "QUIET_S", 3600.0)  # nothing by itself
+    quiet_for(monkeypatch, 3600.0)  # nothing by itself
     with Engine.load(folder, prompt_cache=None) as engine:
         yield engine
 
@@ -866,7 +802,6 @@ def expected(engine: Engine) -> float | None:
     return finished.metrics.expected_tps
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_an_engine_knows_what_to_expect_once_it_has_measured(engine: Engine) -> None:
     published = engine.limits(100).expected_tps
     if published is not None:
@@ -882,58 +817,34 @@ def test_an_engine_knows_what_to_expect_once_it_has_measured(engine: Engine) -> 
     assert expected(engine) is not None
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_measuring_happens_on_the_engines_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, published = set(), engine.limits(100).expected_tps
-    typical_s = timing.typical_s
-
-    def noted(run: Callable[[], Any], **options: float) -> float:
-        threads.add(threading.current_thread())
-        return typical_s(run, **options)
-
-    monkeypatch.setattr(timing, "typical_s", noted)
+    called(monkeypatch, timing, "typical_s", lambda *_: threads.add(threading.current_thread()))
     engine.measure()
     assert threading.current_thread() not in threads
     assert len(threads) == (published is None)
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_a_second_engine_finds_what_the_first_measured(engine: Engine, folder: Path) -> None:
     engine.measure()
     with Engine.load(folder, prompt_cache=None) as second:
         assert second.limits(100).expected_tps == engine.limits(100).expected_tps
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = threading.Event()
-    monkeypatch.setattr(runner, "QUIET_S", 0.0)
-    take = IdleProfiler._take
-
-    def noted(self: IdleProfiler) -> None:
-        take(self)
-        if self._machine.latency is not None:
-            measured.set()
-
-    monkeypatch.setattr(IdleProfiler, "_take", noted)
+    quiet_for(monkeypatch, 0.0)
     with Engine.load(folder, prompt_cache=None) as engine:
         engine.memory()  # a request after which the thread is idle
-        assert measured.wait(60)
-        assert engine.limits(10).expected_tps is not None
+        until(lambda: engine.limits(10).expected_tps is not None, "a latency")
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_idle_time_times_the_bandwidth_that_a_reply_has_beaten(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, timed_machine: TimedMachine
 ) -> None:
     if detect().bandwidth_gbs is not None:
         pytest.skip("this chip is in the table")
-    monkeypatch.setattr(runner, "QUIET_S", 3600.0)  # not before the reply
-    monkeypatch.setattr(bandwidth, "store_file", lambda: tmp_path / "bandwidth.json")
-    monkeypatch.setattr(bandwidth, "is_busy", lambda: False)
-    monkeypatch.setattr(bandwidth, "_timed", set())
-    samples = [Sample(1e-9, 0.0)]
-    monkeypatch.setattr(bandwidth, "trials", lambda *_: iter(samples))
+    quiet_for(monkeypatch, 3600.0)  # not before the reply
+    timed_machine.samples = (Sample(1e-9, 0.0),)
     with Engine.load(folder, prompt_cache=None) as engine:
         assert engine.limits(10).bandwidth_gbs == 1e-9
         *_, finished = engine.generate([1, 2, 3], Sampling(temperature=0.0, max_tokens=20))
@@ -942,25 +853,20 @@ def test_idle_time_times_the_bandwidth_that_a_reply_has_beaten(
         limits = engine.limits(10)
         assert (limits.bandwidth_gbs, limits.ceiling_tps) == (None, None)
         assert "when the machine is idle" in limits.bandwidth_condition
-        samples[:] = [Sample(1e5, 0.1)]
+        timed_machine.samples = (Sample(1e5, 0.1),)
         told = threading.Event()
         engine.call_when_measured(told.set)
-        monkeypatch.setattr(runner, "QUIET_S", 0.0)
+        quiet_for(monkeypatch, 0.0)
         engine.memory()  # a request after which the thread is idle
-        assert told.wait(60)
+        assert told.wait(PATIENCE_S)
         assert engine.limits(10).bandwidth_gbs == 1e5
         *_, finished = engine.generate([1, 2, 3], Sampling(temperature=0.0, max_tokens=20))
         assert isinstance(finished, Finished)
         assert (finished.metrics.ceiling_tps or 0) > (finished.metrics.decode_tps or 0)
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
-def test_a_machine_that_is_never_idle_is_timed_more_and_more_rarely(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(bandwidth, "store_file", lambda: tmp_path / "bandwidth.json")
-    tried: list[int] = []
-    monkeypatch.setattr(bandwidth, "trials", lambda size, _: tried.append(size) or iter([Sample(5.0, 0.9)]))
+def test_a_machine_that_is_never_idle_is_timed_more_and_more_rarely(timed_machine: TimedMachine) -> None:
+    timed_machine.samples = (Sample(5.0, 0.9),)
     clock, machine = Clock(), MachineSpeed(Chip("Test CPU", None, None, None, "unknown"), bytes_read=1)
     paced = IdleProfiler(machine, None, clock)
     waits = []
@@ -973,30 +879,21 @@ def test_a_machine_that_is_never_idle_is_timed_more_and_more_rarely(
     assert machine.chip.bandwidth_gbs is None
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_closing_amid_measuring_gives_the_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    quiet_for(monkeypatch, 0.0)
     mx.clear_cache()
     before = mx.get_active_memory()
     started = threading.Event()
-    time_product = timing.time_product
-
-    def noted(*given: Any, **options: Any) -> float:
-        found = time_product(*given, **options)
-        started.set()
-        return found
-
-    monkeypatch.setattr(timing, "time_product", noted)
+    called(monkeypatch, timing, "time_product", lambda *_: started.set())
     engine = Engine.load(folder, prompt_cache=None)
     engine.memory()  # a request after which the thread is idle
     if engine.limits(10).expected_tps is None:
-        assert started.wait(60)
+        assert started.wait(PATIENCE_S)
     engine.close()
     assert mx.get_active_memory() <= before
     assert mx.get_cache_memory() < 1000
 
 
-@pytest.mark.usefixtures("hurried_in_quiet")
 def test_measuring_leaves_no_unused_memory_behind(engine: Engine) -> None:
     engine.measure()
     assert mx.get_cache_memory() < 1_000_000

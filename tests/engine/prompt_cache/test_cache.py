@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.engine.helpers import write_model
+from tests.engine.inside import disk_of, held_of, nodes_of, replies_of, runtime_of, store_of, worker_of
 from tests.engine.prompt_cache.test_disk import BENCHES, KINDS, LARGE, ask, compute
 from tests.tiny import make_tiny
+from tests.waiting import PATIENCE_S, until
 from tokamac.engine import (
     Branch,
     Chat,
@@ -64,13 +65,6 @@ def finish(events: Iterator[Any]) -> Finished:
     return last
 
 
-def until(true: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 ACTIONS: dict[str, tuple[Any, Callable[[Chat], Iterator[Any]]]] = {
     "send": (Send("and a third"), lambda chat: chat.send("and a third", SHORT)),
     "regenerate": (Regenerate(), lambda chat: chat.regenerate(SHORT)),
@@ -112,7 +106,7 @@ class Known:
 
 def test_seconds_are_unknown_then_estimated_then_measured(tiny: Path) -> None:
     with Engine.load(tiny, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        chat, machine = engine.chat(), engine._runner.runtime.machine
+        chat, machine = engine.chat(), runtime_of(engine).machine
         engine.between(lambda: setattr(machine, "latency", None))
         price = chat.price(Send(TEXT))
         assert (price.seconds, price.estimated) == (None, False)
@@ -227,7 +221,7 @@ def test_what_is_stored_can_be_checked(bits: int | None, tmp_path: Path) -> None
         assert list(engine.check_cache()) == []
         for prompt in prompts:
             list(engine.generate(prompt, SHORT))
-            until(lambda: engine._worker.call(engine._runner._store.idle) is None)
+            until(lambda: worker_of(engine).call(store_of(engine).idle) is None)
         checks = list(engine.check_cache())
         assert engine.cache_trouble() is None
     assert [check.tokens // 50 * 50 for check in checks] == [400, 350, 300]  # and the reply
@@ -242,20 +236,20 @@ def test_what_is_on_disk_is_read_between_the_tokens_of_others(tmp_path: Path, mo
     spec, prompt = PromptCacheSpec(folder=tmp_path / "cache"), [7 * number % 250 for number in range(900)]
     with Engine.load(model, prompt_cache=spec) as engine:
         cold = finish(engine.generate(prompt, SHORT))
-        until(lambda: engine._worker.call(engine._runner._store.idle) is None)
+        until(lambda: worker_of(engine).call(store_of(engine).idle) is None)
     with Engine.load(model, prompt_cache=spec) as engine:
         engine.tokenizer.eos_ids = frozenset()
-        until(lambda: engine._runner._store._disk is not None)
+        until(lambda: disk_of(store_of(engine)) is not None)
         beside = engine.generate([5, 6, 7], Sampling(temperature=0, max_tokens=1500))
         until(lambda: isinstance(next(beside), TextChunk))
-        seen, restore = list[int](), engine._runner._store.restore
+        seen, restore = list[int](), store_of(engine).restore
 
         def watched(lease: CacheLease, ids: list[int], *_: object) -> Iterator[None]:
             for _ in restore(lease, ids, lambda: 0.0):  # a turn after each segment
-                seen.append(engine._replies.schedule.live().metrics.generated_tokens)
+                seen.append(replies_of(engine).schedule.live().metrics.generated_tokens)
                 yield
 
-        monkeypatch.setattr(engine._runner._store, "restore", lambda *given, **_: (each for each in watched(*given)))
+        monkeypatch.setattr(store_of(engine), "restore", lambda *given, **_: (each for each in watched(*given)))
         warm = finish(engine.generate(prompt, SHORT))
         beside.close()
     assert warm.text == cold.text
@@ -356,12 +350,16 @@ def test_a_damaged_memory_of_digests_is_none(tmp_path: Path, damage: str) -> Non
     assert (root / FILE).read_text() != damage
 
 
-def test_large_files_are_read_beside_and_a_folder_that_can_not_be_written_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is too large to be read while one waits."""
+    monkeypatch.setattr(folder, "AT_ONCE_BYTES", 3)
+
+
+@pytest.mark.usefixtures("all_large")
+def test_large_files_are_read_beside_and_a_folder_that_can_not_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "root").write_text("a file where a folder should be")
-    monkeypatch.setattr(folder, "AT_ONCE_BYTES", 3)
     told: list[str] = []
     thread = identify(tmp_path, tmp_path / "root", told.append)
     assert thread is not None
@@ -369,7 +367,7 @@ def test_large_files_are_read_beside_and_a_folder_that_can_not_be_written_does_n
     assert told == [digest([tmp_path / "model.safetensors"], tmp_path / "other")]
 
 
-@pytest.mark.usefixtures("all_worth_storing")
+@pytest.mark.usefixtures("all_worth_storing", "all_large")
 def test_until_its_weights_are_known_nothing_of_a_model_is_stored_and_then_all_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,10 +377,9 @@ def test_until_its_weights_are_known_nothing_of_a_model_is_stored_and_then_all_i
     read = folder._read
 
     def slow(file: Path) -> str:
-        assert go.wait(60)
+        assert go.wait(PATIENCE_S)
         return read(file)
 
-    monkeypatch.setattr(folder, "AT_ONCE_BYTES", 3)
     monkeypatch.setattr(folder, "_read", slow)
     with Engine.load(model, prompt_cache=PromptCacheSpec(folder=root)) as engine:
         list(engine.generate(PROMPT, Sampling(temperature=0, max_tokens=4)))
@@ -528,23 +525,28 @@ class Conversations(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        if not hasattr(self, "store") or not self.store._held:
+        if not hasattr(self, "store") or not held_of(self.store):
             return
-        for held in self.store._held:
+        for held in held_of(self.store):
             self.store._follow(held)
             assert held.lease.ids == held.end.ids()
-        on_path = {id(node) for held in self.store._held for node in held.end.path()}
-        growing = any(snapshot.grows(cache) for cache in self.store._held[0].lease.caches)
-        for node in self.store._nodes():
+        on_path = {id(node) for held in held_of(self.store) for node in held.end.path()}
+        growing = any(snapshot.grows(cache) for cache in held_of(self.store)[0].lease.caches)
+        for node in nodes_of(self.store):
             assert (node.value.piece is None) == (id(node) in on_path) or not growing
-        assert self.store.aside == sum(node.value.nbytes for node in self.store._nodes())
+        assert self.store.aside == sum(node.value.nbytes for node in nodes_of(self.store))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_warm_equals_cold_for_random_trees_of_conversations(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, few in {"BLOCK": 8, "LEAST_TOKENS": 8, "LEAST_TAIL": 2, "PAUSE_S": 0.001}.items():
         monkeypatch.setattr(cache, name, few)
     monkeypatch.setattr(memory, "WORTH_SHARING", 2)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_equals_cold_for_random_trees_of_conversations(kind: str) -> None:
     machine = type("Machine", (Conversations,), {"kind": kind})
     case = machine.TestCase
     case.settings = settings(
@@ -553,13 +555,9 @@ def test_warm_equals_cold_for_random_trees_of_conversations(kind: str, monkeypat
     case().runTest()
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", KINDS)
-def test_replies_that_hold_the_same_give_it_back_one_after_the_other(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, few in {"BLOCK": 8, "LEAST_TOKENS": 8, "LEAST_TAIL": 2, "PAUSE_S": 0.001}.items():
-        monkeypatch.setattr(cache, name, few)
-    monkeypatch.setattr(memory, "WORTH_SHARING", 2)
+def test_replies_that_hold_the_same_give_it_back_one_after_the_other(kind: str) -> None:
     machine = type("Machine", (Conversations,), {"kind": kind})()
     machine.begin(LARGE, LARGE)
     try:

@@ -15,19 +15,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.inside import disk_of, held_of, idle_of, nodes_of
 from tests.engine.kv.models import VOCABULARY, seeded, tiny_llama
-from tokamac.engine import Engine, Finished, PromptCacheSpec, Sampling, kv
+from tests.waiting import PATIENCE_S
+from tokamac.engine import Engine, Finished, PromptCacheSpec, Sampling
 from tokamac.engine.kv import snapshot
-from tokamac.engine.kv.operations import LOCAL
+from tokamac.engine.kv.cache import nbytes
 from tokamac.engine.kv.plan import CachePlan, plan_caches
+from tokamac.engine.kv.snapshot import LOCAL
+from tokamac.engine.metrics import Rates
 from tokamac.engine.model.config import model_classes, normalise
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache import memory
 from tokamac.engine.prompt_cache.cache import PAUSE_S, PromptCache
-from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, Rates, from_bytes, to_bytes, to_host
+from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, from_bytes, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
-from tokamac.engine.prompt_cache.memory import WORTH_WAITING, CacheLease, MemoryStore
-from tokamac.engine.prompt_cache.radix_tree import Node, common_prefix, insert, match_prefix, remove, split
+from tokamac.engine.prompt_cache.memory import (
+    WORTH_WAITING,
+    CacheLease,
+    CacheStore,
+    Node,
+    common_prefix,
+    insert,
+    match_prefix,
+    remove,
+    split,
+)
 
 # The radix tree under the prompt cache, against a plain list of what was put in.
 
@@ -156,8 +169,8 @@ class Bench:
         self.plan: CachePlan = plan_caches(self.model, config, self.spec)
         self._cold: dict[tuple[int, ...], np.ndarray] = {}
 
-    def store(self, budget: int = LARGE) -> MemoryStore:
-        return MemoryStore(self.plan.make, lambda: budget, all_grow=snapshot.all_grow(self.plan.make(None)))
+    def store(self, budget: int = LARGE) -> CacheStore:
+        return CacheStore(self.plan.make, lambda: budget, all_grow=snapshot.all_grow(self.plan.make(None)))
 
     def cache(self, folder: Folder, model: str, budget: int = LARGE, **more: Any) -> PromptCache:
         """A cache as a fresh process has it."""
@@ -174,7 +187,7 @@ class Bench:
 BENCHES = {kind: Bench(kind) for kind in KINDS}
 
 
-def ask(bench: Bench, store: MemoryStore, prompt: list[int], reply: list[int]) -> int:
+def ask(bench: Bench, store: CacheStore, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does: take, prefill, mark, decode; check the logits; return how many tokens were found computed."""
     lease = store.acquire(prompt, None)
     cached = len(lease.ids)
@@ -210,17 +223,17 @@ def test_branches_hold_their_prefix_once() -> None:
     ask(bench, store, trunk, [])
     for branch in range(8):
         ask(bench, store, [*trunk, *([branch] * 16)], [])
-    tokens = sum(len(node.tokens) for node in store._nodes())
+    tokens = sum(len(node.tokens) for node in nodes_of(store))
     assert tokens == len(trunk) + 8 * 16
     grown = segments_of(store)
     assert grown == tokens * bench.plan.bytes_per_token
 
 
-def segments_of(store: MemoryStore) -> int:
+def segments_of(store: CacheStore) -> int:
     """Bytes of all tokens held: pieces, and what is used of the live caches."""
-    assert store._idle is not None
-    return sum(node.value.nbytes for node in store._nodes()) + sum(
-        array[..., : cache.offset, :].nbytes for cache in store._idle.lease.caches for array in cache.arrays
+    assert idle_of(store) is not None
+    return sum(node.value.nbytes for node in nodes_of(store)) + sum(
+        array[..., : cache.offset, :].nbytes for cache in idle_of(store).lease.caches for array in cache.arrays
     )
 
 
@@ -250,8 +263,8 @@ def test_bytes_are_counted_and_returned(kind: str) -> None:
         assert held - before == pytest.approx(counted, abs=4096)
     store._budget = lambda: 0
     store._evict()
-    assert store._idle is not None
-    assert store.nbytes == kv.nbytes(store._idle.lease.caches)
+    assert idle_of(store) is not None
+    assert store.nbytes == nbytes(idle_of(store).lease.caches)
     assert held - mx.get_active_memory() == pytest.approx(counted - store.nbytes, abs=4096)
     assert counted > store.nbytes
     store.clear()
@@ -261,7 +274,7 @@ def test_bytes_are_counted_and_returned(kind: str) -> None:
 def test_the_least_recently_used_goes_first() -> None:
     bench = BENCHES["full"]
     per_token = bench.plan.bytes_per_token
-    store = bench.store(kv.nbytes(filled(bench, 100)) + 250 * per_token)
+    store = bench.store(nbytes(filled(bench, 100)) + 250 * per_token)
     prompts = [[first, *counting(100)] for first in (1, 2, 3, 4)]
     for prompt in prompts:
         ask(bench, store, prompt, [])
@@ -322,7 +335,7 @@ TRUNK = [number % VOCABULARY for number in range(7, 47)]
 ONE, TWO, OTHER = [*TRUNK, *range(1, 15)], [*TRUNK, *range(20, 33)], [*range(60, 90)]
 
 
-def switches(bench: Bench, store: MemoryStore) -> Iterator[Callable[[], Any]]:
+def switches(bench: Bench, store: CacheStore) -> Iterator[Callable[[], Any]]:
     """Yield requests of a few conversations in turn, two of them at once."""
     yield lambda: ask(bench, store, TWO, [4] * 9)
     yield lambda: ask(bench, store, ONE, [4] * 9)
@@ -348,7 +361,7 @@ def test_where_there_is_no_memory_to_move_caches_they_are_dropped_and_no_answer_
     bench, failures = BENCHES[kind], 0
     while True:
         operations = ShortOfMemory()
-        store = MemoryStore(
+        store = CacheStore(
             bench.plan.make,
             lambda: LARGE,
             all_grow=snapshot.all_grow(bench.plan.make(None)),
@@ -371,14 +384,14 @@ def test_where_there_is_no_memory_to_move_caches_they_are_dropped_and_no_answer_
     assert failures > 10
 
 
-def check_tree(store: MemoryStore) -> None:
+def check_tree(store: CacheStore) -> None:
     """Check that every token the tree knows is held once: by live caches, or in the tree."""
-    for held in store._held:
+    for held in held_of(store):
         assert held.lease.ids == held.end.ids()
         assert all(cache.offset == len(held.lease.ids) for cache in held.lease.caches if snapshot.grows(cache))
-    on_path = {id(node) for held in store._held for node in held.end.path()}
-    growing = any(snapshot.grows(cache) for held in store._held for cache in held.lease.caches)
-    for node in store._nodes():
+    on_path = {id(node) for held in held_of(store) for node in held.end.path()}
+    growing = any(snapshot.grows(cache) for held in held_of(store) for cache in held.lease.caches)
+    for node in nodes_of(store):
         assert (node.value.piece is None) == (id(node) in on_path) or not growing
 
 
@@ -397,7 +410,7 @@ def test_crumbs_are_not_kept() -> None:
     store = bench.store()
     ask(bench, store, list(range(40)), [3, 3, 3])
     ask(bench, store, [*range(40), 5, 6], [])
-    assert sum(node.value.nbytes for node in store._nodes()) == 0
+    assert sum(node.value.nbytes for node in nodes_of(store)) == 0
     assert store.known([*range(40), 5, 6, 7], None).tokens == 42
 
 
@@ -439,7 +452,7 @@ def ask_disk(bench: Bench, cache: PromptCache, prompt: list[int], reply: list[in
         assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
         if reply:
             compute(bench.model, lease, prompt + reply)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is None
     return cached
 
@@ -637,7 +650,7 @@ def test_a_full_disk_is_said_once_and_the_chat_goes_on(small_disk: Path) -> None
     lease = cache.acquire(LONG, None)
     with lease:
         compute(bench.model, lease, LONG)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is not None
     assert "stored" in cache.trouble or "written" in cache.trouble
     assert not list(small_disk.rglob(".new-*"))
@@ -654,7 +667,7 @@ def test_a_read_only_disk_is_read_and_said_once(small_disk: Path) -> None:
     with lease:
         assert len(lease.ids) == 300
         compute(bench.model, lease, LONG)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is not None
     assert "Read-only" in cache.trouble
     assert len(cache.acquire([*LONG, 1], None).ids) == len(LONG)
@@ -667,7 +680,7 @@ def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Pa
     lease = cache.acquire(LONG, None)
     with lease:
         compute(bench.model, lease, LONG)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is not None
     assert "can't be written" in cache.trouble
     pause = cache.idle()
@@ -684,13 +697,13 @@ def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
     lease = cache.acquire(LONG, None)
     with lease:
         compute(bench.model, lease, LONG)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is not None
     assert "daily budget" in cache.trouble
     assert cache.idle() == AGAIN_S
     day[0], now[0] = datetime.date(2026, 1, 2), AGAIN_S
     while cache.idle() is not None:
-        cache._disk.wait(20)
+        disk_of(cache).wait(PATIENCE_S)
     assert cache.trouble is None
     assert opened(bench, tmp_path).known([*LONG, 1], None).tokens == len(LONG)
 
@@ -710,12 +723,12 @@ def test_a_longer_end_that_could_not_be_written_leaves_the_shorter(
     lease = cache.acquire(longer, None)
     with lease:
         compute(bench.model, lease, longer)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is not None
     now[0] = AGAIN_S
-    while cache._disk.rest_s == 0:  # tried again, and failed again
+    while disk_of(cache).rest_s == 0:  # tried again, and failed again
         cache.idle()
-        cache._disk.wait(20)
+        disk_of(cache).wait(PATIENCE_S)
     assert lengths(tmp_path) == [188, 256, 256]
 
 
@@ -731,14 +744,14 @@ def test_no_segment_is_written_without_the_state_at_its_end(
             full.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         ask(bench, cache, LONG[:600], [])
         while cache.idle() == PAUSE_S:
-            cache._disk.wait(60)
+            disk_of(cache).wait(PATIENCE_S)
     assert cache.shrink(LARGE) > 0  # the states, as nothing else is in the tree
     folder.clear()
     now[0] += AGAIN_S
     longer = [*LONG[:600], *LONG[:80]]
     ask(bench, cache, longer, [])
     while cache.idle() == PAUSE_S:
-        cache._disk.wait(60)
+        disk_of(cache).wait(PATIENCE_S)
     assert cache.trouble is None
     segments = [from_bytes(data) for entry in folder.entries(MODEL) if (data := folder.read(entry))]
     assert segments
@@ -759,7 +772,7 @@ def test_all_that_is_in_memory_reaches_the_disk_not_the_last_prompt_alone(kind: 
                 compute(bench.model, lease, prompt[:-1])
             cache.checkpoint(lease)
             compute(bench.model, lease, prompt)
-    cache.flush(20)
+    cache.flush(PATIENCE_S)
     assert cache.trouble is None
     for prompt in prompts:
         later = opened(bench, tmp_path)
@@ -827,6 +840,6 @@ def test_whatever_goes_wrong_in_the_writers_thread_is_told(tmp_path: Path, monke
     disk = DiskStore(Folder(tmp_path), MODEL, "a model", Rates())
     monkeypatch.setattr("tokamac.engine.prompt_cache.disk.to_bytes", lambda _: b"")
     disk.write(None, "0" * 32, "1" * 32)  # type: ignore[arg-type]
-    disk.wait(60)
+    disk.wait(PATIENCE_S)
     assert "no room for the copy" in (disk.trouble or "")
     assert disk.rest_s > 0

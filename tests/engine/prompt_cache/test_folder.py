@@ -22,9 +22,11 @@ from tests.engine.prompt_cache.segment_writer import MODEL, writers
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, Finished, KVSpec, Message, PromptCacheSpec, Sampling
 from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.lab.exchange import Exchanged
 from tokamac.engine.prompt_cache import folder as folder_module
-from tokamac.engine.prompt_cache.exchange import Exchanged
 from tokamac.engine.prompt_cache.folder import (
+    MAGIC,
+    TAIL_BYTES,
     Budgets,
     Folder,
     FullError,
@@ -32,9 +34,9 @@ from tokamac.engine.prompt_cache.folder import (
     child_name,
     identity,
     least_used_first,
+    read_portable,
     root_name,
 )
-from tokamac.engine.prompt_cache.portable import MAGIC, TAIL_BYTES, read_portable
 
 # The folder of stored segments: whole or not there, within its budgets, whatever happens to it. Without MLX.
 
@@ -119,10 +121,14 @@ def test_making_room_makes_some_more_so_that_the_next_write_need_not(tmp_path: P
     assert sum(entry.size for entry in folder.entries(MODEL)) <= 98_000
 
 
-def test_what_a_living_writer_writes_is_left_alone_whatever_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def all_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is half written may be tidied away at once."""
     monkeypatch.setattr(folder_module, "LEAST_AGE_S", 0.0)
+
+
+@pytest.mark.usefixtures("all_old")
+def test_what_a_living_writer_writes_is_left_alone_whatever_its_number(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     store(folder, 1)
     for name in (".new-999999-of-another-container", ".new-left"):
@@ -144,10 +150,8 @@ def test_clearing_removes_all_models(tmp_path: Path) -> None:
     assert Folder(tmp_path / "nowhere").clear() == 0
 
 
-def test_killed_at_any_moment_nothing_half_done_counts_as_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder_module, "LEAST_AGE_S", 0.0)
+@pytest.mark.usefixtures("all_old")
+def test_killed_at_any_moment_nothing_half_done_counts_as_whole(tmp_path: Path) -> None:
     chance = random.Random(5)
     folder = Folder(tmp_path / "cache")
     seen = 0
@@ -175,8 +179,8 @@ def test_killed_at_any_moment_nothing_half_done_counts_as_whole(
 def test_two_processes_share_the_folder(tmp_path: Path) -> None:
     with writers(tmp_path) as one, writers(tmp_path) as other:
         begun = [(each, each.begin()) for each in (one, other)]
-        folder, deadline = Folder(tmp_path), time.monotonic() + 20
-        while sum(1 for _ in folder.entries(MODEL)) < 50 and time.monotonic() < deadline:
+        folder = Folder(tmp_path)
+        while sum(1 for _ in folder.entries(MODEL)) < 50:
             time.sleep(0.05)
             folder.tidy()
         for each, writer in begun:

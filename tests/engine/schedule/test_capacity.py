@@ -14,10 +14,8 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.footprint import Footprint, weigh
-from tokamac.engine.perf.machine import Machine, elsewhere
-from tokamac.engine.perf.roofline import constants_of
-from tokamac.engine.perf.what_if import WeighedModel, WhatIfCase, load, outcome_at
-from tokamac.engine.perf.workload import Workload
+from tokamac.engine.perf.roofline import Workload, constants_of
+from tokamac.engine.perf.what_if import Machine, WeighedModel, WhatIfCase, elsewhere, load, outcome_at
 from tokamac.engine.schedule.capacity import (
     AS_ONE,
     SEVERAL_UNTIMED,
@@ -27,13 +25,12 @@ from tokamac.engine.schedule.capacity import (
     capacity,
     capacity_of,
 )
-from tokamac.engine.schedule.policy import beside_s
+from tokamac.engine.schedule.schedule import beside_s
 
+# Weights of the llama: of one of its two tables of words, and of one of its 32 layers.
 EMBEDDING, LAYER = 128_256 * 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-"""Weights of the llama: of one of its two tables of words, and of one of its 32 layers."""
 MULTIPLIED = EMBEDDING + 32 * LAYER
-KV_BYTES = 32 * 2 * 8 * 128 * 2
-"""Of a token."""
+KV_BYTES = 32 * 2 * 8 * 128 * 2  # of a token
 CASE = WhatIfCase(16, context=1000, prompt=600)
 
 

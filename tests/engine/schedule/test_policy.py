@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokamac.engine.schedule.policy import ALONE_S, BACKGROUND_SHARE, STALL_S, Act, Demand, Policy, beside_s
+from tokamac.engine.schedule.schedule import ALONE_S, BACKGROUND_SHARE, STALL_S, Act, Demand, Policy, beside_s
 
 
 @dataclass

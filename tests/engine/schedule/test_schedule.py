@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import until, within, write_model
+from tests.engine.inside import replies_of, runner_of, runtime_of, store_of, worker_of
 from tokamac.engine import (
     Engine,
     Failed,
@@ -33,11 +34,21 @@ from tokamac.engine import (
 )
 from tokamac.engine.kv.cache import Cache, nbytes
 from tokamac.engine.metrics import PromptBeside, Recorder
-from tokamac.engine.prompt_cache.cache import OwnCaches
+from tokamac.engine.runner import stable_prompt, warm_stable
 from tokamac.engine.schedule.admission import RoomTakenError
 from tokamac.engine.schedule.decoding import Decoded, Decoder, Lane
-from tokamac.engine.schedule.policy import ALONE_S, STALL_S, Pace, Policy
-from tokamac.engine.schedule.schedule import MOST_PASSED, WAITS, WELL, ReplyEvents, Schedule, Seat
+from tokamac.engine.schedule.schedule import (
+    ALONE_S,
+    MOST_PASSED,
+    STALL_S,
+    WAITS,
+    WELL,
+    Pace,
+    Policy,
+    ReplyEvents,
+    Schedule,
+    Seat,
+)
 from tokamac.engine.schedule.stream import EventStream
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
@@ -80,19 +91,22 @@ def alone(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> list[
     for prompt in prompts:
         *_, end = engine.generate(prompt, sampling)
         found.append(said(end))
-        engine.between(engine._runner._store.clear)
+        engine.between(store_of(engine).clear)
     return found
 
 
 def together(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, **more: Any
+    engine: Engine, prompts: list[list[int]], sampling: Sampling, *, refused: int = 0, **more: Any
 ) -> dict[tuple[int, int], list[object]]:
-    """Return every reply's events. The engine begins once all prompts were asked, however busy the machine is."""
+    """Return every reply's events. The engine begins once all prompts were asked, however busy the machine is.
+
+    refused: prompts that do not come to the engine.
+    """
     begin = threading.Event()
-    engine._worker.submit(begin.wait)
+    worker_of(engine).submit(begin.wait)
 
     def when_all_are_asked() -> None:
-        until(lambda: len(engine._replies.open) == len(prompts))
+        until(lambda: len(replies_of(engine).open) == len(prompts) - refused)
         begin.set()
 
     threading.Thread(target=when_all_are_asked, daemon=True).start()
@@ -119,7 +133,7 @@ def test_samples_of_a_prompt_have_seeds_of_their_own_and_read_it_once(engine: En
     for sample in range(3):
         *_, end = engine.generate(PROMPTS[1], replace(SAMPLED, seed=4 + sample))
         single.append(said(end))
-    engine.between(engine._runner._store.clear)
+    engine.between(store_of(engine).clear)
     many = together(engine, PROMPTS[1:2], SAMPLED, n=3)
     assert [said(many[0, sample][-1]) for sample in range(3)] == single
     computed = [many[0, sample][-1].metrics.prefill_tokens for sample in range(3)]  # type: ignore[attr-defined]
@@ -131,7 +145,7 @@ def test_samples_of_a_long_prompt_hold_it_once_and_say_what_each_says_alone(fold
     prompt = [5 + i * i % 250 for i in range(700)]
     with Engine.load(folder, kv=spec, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         single = [said([*engine.generate(prompt, replace(SAMPLED, seed=4 + sample))][-1]) for sample in range(4)]
-        store = engine._runner._store
+        store = store_of(engine)
         engine.between(store.clear)
         found, held = dict[int, object](), 0
         for _, sample, event in engine.generate_many([prompt], SAMPLED, n=4):
@@ -139,7 +153,7 @@ def test_samples_of_a_long_prompt_hold_it_once_and_say_what_each_says_alone(fold
             if isinstance(event, Finished):
                 held = max(held, engine.between(lambda: store.nbytes))
         assert [said(found[sample]) for sample in range(4)] == single
-        bytes_per_token = engine._runner.runtime.plan.bytes_per_token
+        bytes_per_token = runtime_of(engine).plan.bytes_per_token
         assert held <= 1.1 * bytes_per_token * (len(prompt) + 4 * SAMPLED.max_tokens)
         # What is left holds no copy either, and is found again.
         assert not store.leases
@@ -205,8 +219,8 @@ def test_whatever_is_cancelled_or_let_go_of_the_others_say_the_same(data: st.Dat
             end = ended[number]
             assert isinstance(end, Finished)
             assert sum(len(each.ids) for each in (*chunks[number], end)) == end.metrics.generated_tokens
-    until(lambda: not engine._replies.schedule.busy)
-    assert engine.between(lambda: len(engine._runner._store.leases)) == 0
+    until(lambda: not replies_of(engine).schedule.busy)
+    assert engine.between(lambda: len(store_of(engine).leases)) == 0
     *_, end = engine.generate(PROMPTS[0], sampling)
     assert said(end) == single[0]
 
@@ -230,10 +244,16 @@ def _one_engine(folder: Path) -> Iterator[None]:
 # What a reply tells of those beside it.
 
 
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are cut after 64 tokens."""
+    monkeypatch.setattr("tokamac.engine.chunking.Chunking.tokens_at", lambda *_: 64)
+
+
+@pytest.mark.usefixtures("chunks")
 def test_a_reply_says_how_many_were_made_with_it_and_what_held_it_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: 64)
     held_up = set[object]()
     monkeypatch.setattr(Recorder, "mark", lambda _, cause, most_ms=0.0, prompt=None: held_up.add((cause, prompt)))
     with Engine.load(folder, prompt_cache=None) as engine:
@@ -291,9 +311,9 @@ class FailingTogether:
 
 
 def fail(engine: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[int, int], bool]) -> None:
-    runtime = engine._runner.runtime
+    runtime = runtime_of(engine)
     model = FailingTogether(runtime.model, when)
-    monkeypatch.setattr(engine._runner, "_decoder", Decoder(model, ahead=runtime.ahead))
+    monkeypatch.setattr(runner_of(engine), "_decoder", Decoder(model, ahead=runtime.ahead))
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["seeded", "dry"])
@@ -360,14 +380,14 @@ def test_caches_of_a_failed_pass_are_dropped_also_where_nobody_reads_the_reply(
 
         def once(_: int, number: int) -> bool:
             if number == 3:
-                engine._replies.open[0].abandon()
+                replies_of(engine).open[0].abandon()
             return number == 3
 
         fail(engine, monkeypatch, once)
         events = engine.generate(PROMPTS[4], SAMPLED)
         within(lambda: [*events])
-        until(lambda: not engine._replies.schedule.busy)
-        assert engine.between(lambda: engine._runner._store.known(PROMPTS[4], None).tokens) == 0
+        until(lambda: not replies_of(engine).schedule.busy)
+        assert engine.between(lambda: store_of(engine).known(PROMPTS[4], None).tokens) == 0
         assert alone(engine, PROMPTS[4:], SAMPLED) == single
 
 
@@ -384,7 +404,7 @@ def test_a_reply_that_fails_alone_ends_alone(either: Engine, monkeypatch: pytest
             return super().step(lanes)
 
     monkeypatch.setattr(
-        either._runner, "_decoder", Spoiling(either._runner.runtime.model, ahead=either._runner.runtime.ahead)
+        runner_of(either), "_decoder", Spoiling(runtime_of(either).model, ahead=runtime_of(either).ahead)
     )
     many = together(either, PROMPTS, SAMPLED)
     ends = [many[number, 0][-1] for number in range(len(PROMPTS))]
@@ -395,7 +415,7 @@ def test_a_reply_that_fails_alone_ends_alone(either: Engine, monkeypatch: pytest
 
 
 def test_a_prompt_that_is_too_long_fails_alone(either: Engine) -> None:
-    many = together(either, [PROMPTS[0], [5] * 5000, PROMPTS[1]], SAMPLED)
+    many = together(either, [PROMPTS[0], [5] * 5000, PROMPTS[1]], SAMPLED, refused=1)
     assert [type(many[number, 0][-1]) for number in range(3)] == [Finished, Failed, Finished]
 
 
@@ -429,7 +449,7 @@ def test_a_reply_that_waits_for_a_seat_is_cancelled_at_once(folder: Path) -> Non
         waiting = threading.Thread(target=lambda: found.extend(second), daemon=True)
         threading.Thread(target=read, daemon=True).start()
         waiting.start()
-        until(lambda: len(engine._replies.schedule._waiting) == 1)
+        until(lambda: len(replies_of(engine).schedule._waiting) == 1)
         second.cancel()
         within(waiting.join)
         assert not is_read.is_set()
@@ -459,7 +479,7 @@ def test_caches_that_nobody_uses_cut_no_reply_short(folder: Path, monkeypatch: p
     )  # the second waits for its reader while the limit is set
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         engine.tokenizer.eos_ids = frozenset()
-        store = engine._runner._store
+        store = store_of(engine)
         long = [5 + i * i % 250 for i in range(1500)]
         first, second = (  # the second grows for a while after the first has left
             engine.generate(prompt, Sampling(temperature=0, max_tokens=most))
@@ -472,7 +492,7 @@ def test_caches_that_nobody_uses_cut_no_reply_short(folder: Path, monkeypatch: p
 
         def limit() -> None:
             """Leave the second no room to grow, but where the first's caches are."""
-            engine._runner.limit_memory(mx.get_active_memory() + store.nbytes // 12)
+            runner_of(engine).runtime.memory_limit.nbytes = mx.get_active_memory() + store.nbytes // 12
 
         engine.between(limit)
         *_, end = second
@@ -509,7 +529,7 @@ def test_a_reply_of_other_bits_is_that_of_an_engine_loaded_with_them(
         own = replace(spec, key_bits=bits[0], value_bits=bits[1])
         with Engine.load(folder, kv=own, prompt_cache=None) as engine:
             *_, loaded[bits] = engine.generate(PROMPTS[2], SCORED)
-            shape, work = engine._runner.runtime.shape, engine._runner.runtime.work
+            shape, work = runtime_of(engine).shape, runtime_of(engine).work
     with Engine.load(folder, kv=spec, prompt_cache=cache) as engine:
         *_, first = engine.generate(PROMPTS[2], SCORED)
         kept = []
@@ -517,11 +537,11 @@ def test_a_reply_of_other_bits_is_that_of_an_engine_loaded_with_them(
             *_, end = engine.generate(PROMPTS[2], SCORED, kv_bits=bits)
             assert whole(end) == whole(loaded[bits])
             assert end.metrics.cached_tokens == (len(PROMPTS[2]) - 1 if cache and bits == (16, 16) else 0)
-            kept.append(engine.between(lambda: engine._runner._store.nbytes))
-        other = engine._runner._with_bits[4, 2]
+            kept.append(engine.between(lambda: store_of(engine).nbytes))
+        other = runner_of(engine)._with_bits[4, 2]
         assert (other.shape, other.work) == (shape, work)
-        assert (16, 16) not in engine._runner._with_bits
-        assert engine.between(lambda: engine._runner._store.leases) == []
+        assert (16, 16) not in runner_of(engine)._with_bits
+        assert engine.between(lambda: store_of(engine).leases) == []
         assert len(set(kept)) == 1
         *_, again = engine.generate(PROMPTS[2], SCORED)
         assert whole(again) == whole(first)
@@ -535,7 +555,7 @@ def test_replies_of_several_bits_are_made_in_the_same_passes(engine: Engine) -> 
         *_, end = engine.generate(PROMPTS[3], SCORED, kv_bits=bits)
         single.append(whole(end))
     begin, found = threading.Event(), dict[int, Finished]()
-    engine._worker.submit(begin.wait)
+    worker_of(engine).submit(begin.wait)
 
     def read(number: int) -> None:
         *_, found[number] = engine.generate(PROMPTS[3], SCORED, kv_bits=asked[number])  # type: ignore[assignment]
@@ -543,7 +563,7 @@ def test_replies_of_several_bits_are_made_in_the_same_passes(engine: Engine) -> 
     threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(len(asked))]
     for thread in threads:
         thread.start()
-    until(lambda: len(engine._replies.open) == len(asked))
+    until(lambda: len(replies_of(engine).open) == len(asked))
     begin.set()
     for thread in threads:
         within(thread.join)
@@ -557,12 +577,9 @@ def test_memory_is_reckoned_for_replies_of_all_bits_together(folder: Path) -> No
         replies = [engine.generate(PROMPTS[4], Sampling(max_tokens=1500), kv_bits=bits) for bits in (None, (8, 8))]
         for reply in replies:
             until(lambda reply=reply: isinstance(next(reply), TextChunk))
-        store = engine._runner._store
+        store = store_of(engine)
 
         def seen() -> tuple[int, list[int]]:
-            other = OwnCaches(engine._runner._with_bits[8, 8].new_caches, store)
-            assert other.leases == store.leases
-            assert other.nbytes == store.nbytes
             return store.nbytes - store.aside, [nbytes(lease.caches) for lease in store.leases]
 
         held, parts = engine.between(seen)
@@ -685,15 +702,16 @@ def test_what_is_computed_ahead_goes_on_beside_a_reply(folder: Path) -> None:
         assert [price.tokens < cold.tokens // 4 for price in prices if price] == [True]
 
 
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("why", ["another waits for memory", "another reads the same"])
 def test_what_is_computed_ahead_ends_where(folder: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.engine.chunking.Chunking.at", lambda *_: 64)
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        store, pace = engine._runner._store, Pace()
+        store, pace = store_of(engine), Pace()
         ids = engine.tokenizer.encode(engine.tokenizer.render(AHEAD))
 
         def computed() -> int:
-            ahead = engine._runner.warm_stable(AHEAD, lambda: False, pace, TemplateOptions())
+            prompt = stable_prompt(runner_of(engine), AHEAD, TemplateOptions())
+            ahead = warm_stable(runner_of(engine), prompt, pace, cancelled=lambda: False)
             while (done := next(ahead)) is None or not isinstance(done, PrefillProgress) or done.done < 64:
                 pass
             if why == "another waits for memory":
@@ -726,6 +744,9 @@ def test_what_gives_way_is_told_so_where_another_waits_and_leaves_at_once_when_i
                 now_s += 0.1
                 yield each
             left.append(self.name)
+
+        def feed(self, *_: object) -> bool:
+            return True
 
         def live(self) -> None:
             return None
@@ -778,7 +799,7 @@ def test_many_joins_and_leaves_leave_no_cache_and_no_thread(folder: Path) -> Non
     with Engine.load(folder, prompt_cache=None) as engine:
 
         def caches() -> int:
-            until(lambda: not engine._replies.schedule.busy and not engine._replies.open)
+            until(lambda: not replies_of(engine).schedule.busy and not replies_of(engine).open)
             return engine.between(lambda: sum(type(each) is Cache for each in gc.get_objects()))
 
         def some(left_after: int) -> None:
@@ -856,6 +877,9 @@ def test_a_turn_is_stuck_once_it_takes_far_longer_than_any_like_it() -> None:
             yield lane
             yield lane
             yield lane
+
+        def feed(self, *_: object) -> bool:
+            return True
 
         def live(self) -> None:
             return None

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from tests.engine.helpers import CONFIG, write_model, write_tokenizer
 from tests.engine.kv.models import BASE, ROWS, seeded
 from tokamac.engine.model.config import model_classes, normalise
-from tokamac.engine.model.stored_heads import MEDUSA_FILE
+from tokamac.engine.model.weights import MEDUSA_FILE
 
 Weights = dict[str, mx.array]
 
@@ -28,10 +28,11 @@ FAMILIES = (
 )
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NESTED = ("qwen3_5", "qwen3_5_moe")
+# What ends each block of a layer: at zero, a model's next token depends on the last one alone.
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-"""What ends each block of a layer: at zero, a model's next token depends on the last one alone."""
 
 OTHER_CLASSES = ("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+# Keys that these classes have no use for.
 OTHER_ROUTERS = (
     "n_group",
     "topk_group",
@@ -40,7 +41,6 @@ OTHER_ROUTERS = (
     "n_routed_experts",
     "norm_topk_prob",
 )
-"""Keys that these classes have no use for."""
 
 _FUSED = {
     False: {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"},

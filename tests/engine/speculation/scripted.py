@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv.probe import leaves
+from tokamac.engine.kv.attention import leaves
+from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import Sampling
 from tokamac.engine.sampling import Sampler, TokenSets
 from tokamac.engine.schedule.decoding import Decoder, Lane
@@ -104,7 +105,7 @@ class Decoding:
         ahead: bool = True,
     ) -> None:
         model(mx.array([prompt[:-1]]), cache=caches)
-        self.model, self.prompt, self.tokens, self.passes = model, prompt, list[int](), 0
+        self.model, self.prompt, self.tokens, self.counts = model, prompt, list[int](), Recorder()
         sampler = Sampler((sampling or Sampling(temperature=0)).resolved(Sampling()), prompt, TokenSets(ends))
         self.lane = Lane(
             caches,
@@ -112,14 +113,15 @@ class Decoding:
             prompt[-1],
             sampler,
             most,
-            launched=self._launched,
+            counts=self.counts,
             speculator=None if drafter is None else Eager(drafter, prompt),
         )
         self.decoder = Decoder(model, ahead=ahead)
         self.ends = ends
 
-    def _launched(self, _: int) -> None:
-        self.passes += 1
+    @property
+    def passes(self) -> int:
+        return self.counts.passes
 
     def run(self, most: int | None = None) -> list[int]:
         """Decode to the end, or ``most`` tokens; return all tokens."""

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_map
 
 from tests.engine.helpers import write_model
+from tests.engine.inside import runtime_of, speculating, speculation_of
 from tests.engine.kv.models import VOCABULARY, WINDOW, config_of, seeded
 from tests.engine.speculation.scripted import EagerDrafting, Knowing
 from tests.engine.speculation.test_verify import model_of, prompt_of
@@ -26,15 +27,15 @@ from tokamac.engine import (
     Speculation,
     TextChunk,
 )
-from tokamac.engine.kv import plan_caches
-from tokamac.engine.kv.probe import leaves
+from tokamac.engine.kv.attention import leaves
+from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.metrics import DraftCount
-from tokamac.engine.perf.mitigation import LEAST_CHUNK
+from tokamac.engine.perf.footprint import LEAST_CHUNK
 from tokamac.engine.perf.peak_memory import predict_peak
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.schedule.decoding import Decoder, Lane
 from tokamac.engine.speculation.draft_model import LEAST_READ, NO_MEMORY, DraftModel, ModelDrafter
-from tokamac.engine.speculation.ledger import CREDIT, SHARE, DraftingCosts, PassCosts
+from tokamac.engine.speculation.ledger import TUNING, DraftingCosts, PassCosts
 from tokamac.engine.speculation.speculator import TOO_DEAR, Speculator
 from tokamac.engine.text.tokenizer import load_tokenizer
 
@@ -293,6 +294,8 @@ KV = {"16 bits": KVSpec(), "packed": KVSpec(key_bits=8, value_bits=4), "window":
 class EagerModelSpeculation:
     """In place of ``SharedSpeculation``: has the draft model asked whenever it can be."""
 
+    computes = True
+
     def __init__(self, draft: DraftModel) -> None:
         self._draft = draft
 
@@ -320,16 +323,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def both(engine: Engine, sampling: Sampling, prompt: str | list[int] = PROMPT) -> tuple[Finished, Finished]:
     """Return a reply without guesses, and with those of the draft model."""
-    runner = engine._runner
-    shared, runner._speculation = runner._speculation, None
-    plain = engine.ask(prompt, sampling)
-    assert shared is not None
-    assert shared._draft is not None
-    runner._speculation = EagerModelSpeculation(shared._draft.model)  # type: ignore[assignment]
-    try:
+    draft = speculation_of(engine)._draft
+    with speculating(engine, None):
+        plain = engine.ask(prompt, sampling)
+    with speculating(engine, EagerModelSpeculation(draft.model)):
         return plain, engine.ask(prompt, sampling)
-    finally:
-        runner._speculation = shared
 
 
 @pytest.mark.parametrize("sampling", REPLIES)
@@ -340,7 +338,7 @@ def test_any_sampling_chooses_the_same_and_two_equal_models_always_agree(engine:
     assert counts is not None
     (count,) = counts
     assert (count.source, count.drafted) == ("draft", drafted.metrics.drafted_tokens)
-    if engine._runner.runtime.kv == KVSpec():
+    if runtime_of(engine).kv == KVSpec():
         assert count.accepted == count.drafted > NEW // 2
 
 
@@ -376,7 +374,7 @@ def test_as_it_is_loaded_it_is_said_planned_and_decided_by_the_ledger(engine: En
     assert spec.draft is not None
     assert spec.draft_bytes == spec.weight_bytes
     assert any(note.startswith(f"draft model {spec.draft}: ") for note in spec.notes)
-    assert engine._runner.runtime.shape.weights >= 2 * spec.weight_bytes
+    assert runtime_of(engine).shape.weights >= 2 * spec.weight_bytes
     plain, _ = both(engine, SEEDED)
     assert engine.ask(PROMPT, SEEDED).ids == plain.ids
     many = [event for _, _, event in engine.generate_many([PROMPT, PROMPT[:20]], SEEDED) if isinstance(event, Finished)]
@@ -392,12 +390,12 @@ def test_a_packed_one_changes_no_text_and_a_cpu_computes_its_steps_at_once_in_ro
 ) -> None:
     guesses = Speculation(lookup=False, branches=False, draft=draft)
     with Engine.load("guide", prompt_cache=None, speculation=guesses) as guide:
-        shared = guide._runner._speculation
+        shared = speculation_of(guide)
         assert shared is not None
         assert shared._draft is not None
         if guide.spec.device == "cpu":
-            from tokamac.engine.model.cpu.rounding import rounds_rows
-            from tokamac.engine.model.cpu.stepping import steps_of
+            from tokamac.engine.cpu.layers import rounds_rows
+            from tokamac.engine.cpu.stepping import steps_of
 
             module = shared._draft.model._model
             assert steps_of(module) is not None
@@ -430,7 +428,7 @@ def test_one_token_more_is_another_tokenizer(tmp_path: Path) -> None:
 def test_one_that_does_not_fit_beside_the_model_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "tiny")
     with Engine.load(folder, prompt_cache=None, speculation=None) as engine:
-        shape = engine._runner.runtime.shape
+        shape = runtime_of(engine).shape
     alone = predict_peak(shape, held=0, new=LEAST_CHUNK, chunk=LEAST_CHUNK).total
     with pytest.raises(MemoryLimitError, match=r"not beside the .* of its draft model"):
         Engine.load(folder, prompt_cache=None, memory=alone + 1000, speculation=Speculation(draft=folder))
@@ -485,7 +483,7 @@ class Scripted:
 
     def took(self, width: int, steps: float) -> None:
         """Learn."""
-        self._costs.saw(1, width, steps)
+        self._costs.observe(1, width, steps)
 
     def rested(self) -> None:
         """Forget."""
@@ -515,7 +513,7 @@ def decode(
             at += found + 1
             continue
         clock.now_s += 1
-        speculator.saw(text[at], steady=ahead)
+        speculator.observe(text[at], steady=ahead)
         at += 1
     return clock.now_s, drafter, speculator
 
@@ -532,7 +530,7 @@ def test_a_quick_draft_model_that_is_right_gains_and_its_tokens_are_counted_as_i
 @pytest.mark.parametrize("step", [0.02, 0.2, 0.5])
 def test_one_that_is_always_wrong_costs_no_more_than_a_reply_may_lose(step: float) -> None:
     steps, drafter, speculator = decode(step, 0)
-    assert steps - 2000 <= CREDIT + SHARE * 2000
+    assert steps - 2000 <= TUNING.credit + TUNING.share * 2000
     assert drafter.asked
     assert speculator.done().rests
 
@@ -559,7 +557,7 @@ def test_a_text_that_becomes_easier_is_drafted_again() -> None:
             speculator.verified(draft, [text[at]], 1 + len(draft.tokens))
             continue
         clock.now_s += 1
-        speculator.saw(text[at], steady=True)
+        speculator.observe(text[at], steady=True)
     drafter.right, at, began_s = 7, 1500, clock.now_s
     while at < 3000:
         if (draft := speculator.draft(lambda: 40)) is not None:
@@ -569,6 +567,6 @@ def test_a_text_that_becomes_easier_is_drafted_again() -> None:
             at += right + 1
             continue
         clock.now_s += 1
-        speculator.saw(text[at], steady=True)
+        speculator.observe(text[at], steady=True)
         at += 1
     assert clock.now_s - began_s < 1500 / 2

@@ -11,18 +11,25 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import catalogue, draft_for
 from tokamac.engine.perf.footprint import Footprint, weigh
 from tokamac.engine.perf.inspection import ModelRef, model_ref
-from tokamac.engine.perf.machine import Machine, elsewhere
 from tokamac.engine.perf.roofline import decode_phase
-from tokamac.engine.perf.what_if import WeighedModel, WhatIfCase, load
+from tokamac.engine.perf.what_if import Machine, WeighedModel, WhatIfCase, elsewhere, load
 from tokamac.engine.speculation.gain import SpeculationGain, gain_of, speculation_gain, tokens_a_pass
-from tokamac.engine.speculation.ledger import CAP, LONG, SHORT, SURE, WORTH, Acceptance, DraftLedger, PassCosts
-from tokamac.engine.speculation.small_batches import LEAST_STEP, draft_step, pass_steps, row_costs, timings, weight_bits
+from tokamac.engine.speculation.ledger import (
+    TUNING,
+    Acceptance,
+    DraftLedger,
+    PassCosts,
+    draft_step,
+    pass_steps,
+    row_costs,
+    timings,
+    weight_bits,
+)
 
 M3_MAX, M4_PRO = elsewhere("Apple M3 Max", 40, 64), elsewhere("Apple M4 Pro", 20, 48)
 M1, M2, M5_MAX = elsewhere("Apple M1", 8, 16), elsewhere("Apple M2", 10, 16), elsewhere("Apple M5 Max", 40, 64)
 CARD = elsewhere("NVIDIA A100-SXM4-80GB")
-CASE = WhatIfCase(context=1, prompt=1)
-"""Next to no keys and values: a pass is its products."""
+CASE = WhatIfCase(context=1, prompt=1)  # next to no keys and values: a pass is its products
 
 
 def weighed(name: str, place: Machine, bits: int | None = None) -> WeighedModel:
@@ -93,7 +100,10 @@ def test_a_step_of_a_draft_model_is_by_time_where_that_is_known_else_by_bytes() 
     assert timed == pytest.approx(times[0] / times[1])
     read = [each.work.step_bytes(1) or 0 for each in (draft, model)]
     assert draft_step((draft.work, None), (model.work, None), M3_MAX.chip, 1) == pytest.approx(read[0] / read[1])
-    assert draft_step((draft.work, None), (weighed("Llama-3.3-70B", M3_MAX).work, None), M3_MAX.chip, 1) == LEAST_STEP
+    assert (
+        draft_step((draft.work, None), (weighed("Llama-3.3-70B", M3_MAX).work, None), M3_MAX.chip, 1)
+        == TUNING.least_step
+    )
 
 
 # The gain -----------------------------------------------------------------------------------------------------------------
@@ -106,7 +116,7 @@ def test_tokens_a_pass_by_hand() -> None:
 
 def test_guesses_that_are_free_by_hand() -> None:
     lookup = gain_of(model_ref("Qwen3-8B"), CASE, M3_MAX, 0.7).guessers[0]
-    assert [each.width for each in lookup.widths] == [*SHORT, 15, 31]
+    assert [each.width for each in lookup.widths] == [*TUNING.short, 15, 31]
     three = lookup.widths[2]
     assert three.tokens == pytest.approx(1 + 0.7 + 0.49 + 0.343)
     assert three.steps == 1.28
@@ -155,7 +165,7 @@ class Alike(Acceptance):
         super().__init__()
         self.likely = likely
 
-    def of(self, source: str, match: int) -> float:
+    def rate(self, source: str, match: int) -> float:
         """Return it."""
         return self.likely
 
@@ -171,11 +181,11 @@ def test_a_ledger_that_may_lose_enough_takes_the_width_that_is_predicted(
     ledger.acceptance, ledger.balance = Alike(likely), 100.0
     found: SpeculationGain = speculation_gain(model, 1, likely, None)
     most = max(each.width for each in found.guessers[0].widths)
-    plan = ledger.choose("lookup", SURE, min(most, LONG), 1)
+    plan = ledger.choose("lookup", TUNING.sure, min(most, TUNING.long), 1)
     assert plan.width == found.guessers[0].best
     assert (plan.worth or 1.0) == pytest.approx(found.guessers[0].gain)
-    assert ledger.balance > CAP
-    assert plan.width == 0 or plan.worth > WORTH
+    assert ledger.balance > TUNING.cap
+    assert plan.width == 0 or plan.worth > TUNING.worth
 
 
 # Draft models of the catalogue --------------------------------------------------------------------------------------------

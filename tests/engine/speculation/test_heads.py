@@ -10,16 +10,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from tests import families
 from tests.engine.helpers import write_model
+from tests.engine.inside import runtime_of, speculating, speculation_of
 from tests.engine.speculation.checkpoints import FAMILIES, QWEN, mtp_parts, write_medusa, write_mtp
 from tests.engine.speculation.scripted import EagerDrafting
 from tests.engine.speculation.test_replies import NEW, PROMPT, SAMPLINGS
+from tests.families import walked
 from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, PromptCacheSpec, Sampling, Speculation, TextChunk
 from tokamac.engine.device import device_kind
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.head import backbone_of, keeping_hidden_states
-from tokamac.engine.model.stored_heads import MEDUSA_FILE, find_heads
-from tokamac.engine.speculation import head_drafters, shared
+from tokamac.engine.model.weights import MEDUSA_FILE, find_heads
+from tokamac.engine.speculation import head_drafters
+from tokamac.engine.speculation import speculator as speculation
 from tokamac.engine.speculation.drafters import TokenDraft
 from tokamac.engine.speculation.head_drafters import KEPT, LONGEST, NO_MEMORY, HiddenStates, LayerDrafter, LoadedHeads
 from tokamac.engine.speculation.speculator import HEADS_TOO_DEAR, Speculator
@@ -41,6 +45,8 @@ Watch = Callable[[LayerDrafter, HiddenStates, Sequence[int], Sequence[int]], Non
 
 class EagerHeads:
     """In place of ``SharedSpeculation``: has heads guess wherever they can. seen: told each draft of a layer."""
+
+    computes = True
 
     def __init__(self, heads: LoadedHeads, seen: Watch | None = None) -> None:
         self._heads, self._seen = heads, seen
@@ -79,7 +85,7 @@ def loaded(folder: Path, **options: Any) -> Engine:
 
 def heads_of(engine: Engine) -> LoadedHeads:
     """Return its heads."""
-    (heads,) = engine._runner._speculation._heads  # type: ignore[union-attr]
+    (heads,) = speculation_of(engine)._heads
     return heads
 
 
@@ -87,27 +93,18 @@ def both(
     engine: Engine, sampling: Sampling, seen: Watch | None = None, prompt: Sequence[int] = PROMPT
 ) -> tuple[Finished, Finished]:
     """Return a reply without heads, and with them asked wherever they can be."""
-    runner, own = engine._runner, engine._runner._speculation
-    runner._speculation = None
-    try:
+    heads = heads_of(engine)
+    with speculating(engine, None):
         plain = engine.ask(list(prompt), sampling)
-        runner._speculation = EagerHeads(heads_of_own(own), seen)  # type: ignore[assignment]
+    with speculating(engine, EagerHeads(heads, seen)):
         return plain, engine.ask(list(prompt), sampling)
-    finally:
-        runner._speculation = own
-
-
-def heads_of_own(own: Any) -> LoadedHeads:
-    """Return the heads of an engine's speculation."""
-    (heads,) = own._heads
-    return heads
 
 
 # Whatever guesses, the text is the same.
 
 
 @pytest.mark.parametrize("knowing", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", walked(KINDS, families.HEADS))
 def test_every_family_says_the_same_and_what_its_heads_know_comes_true(
     kind: str, knowing: bool, tmp_path: Path
 ) -> None:
@@ -133,10 +130,10 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.skipif(device_kind() != "cpu", reason="others have no such kernels")
 def test_packed_weights_are_computed_by_steps_also_where_heads_read_along(tmp_path: Path) -> None:
-    from tokamac.engine.model.cpu.stepping import steps_of
+    from tokamac.engine.cpu.stepping import steps_of
 
     with loaded(write_medusa(tmp_path / "model", bits=4)) as engine:
-        assert steps_of(engine._runner.runtime.model) is not None
+        assert steps_of(runtime_of(engine).model) is not None
         for sampling in (GREEDY, SEEDED):
             plain, found = both(engine, sampling)
             assert found.ids == plain.ids
@@ -199,13 +196,11 @@ def test_several_replies_at_once_say_what_each_says_alone(folders: dict[bool, Pa
         with loaded(folder, parallel=3) as engine:
             prompts = [PROMPT, PROMPT[3:], PROMPT[7:]]
             alone = [engine.ask(prompt, SEEDED).ids for prompt in prompts]
-            own = engine._runner._speculation
-            engine._runner._speculation = EagerHeads(heads_of_own(own))  # type: ignore[assignment]
             found: dict[int, tuple[int, ...]] = {}
-            for index, _, event in engine.generate_many(prompts, SEEDED):
-                if isinstance(event, TextChunk | Finished):
-                    found[index] = (*found.get(index, ()), *event.ids)
-            engine._runner._speculation = own
+            with speculating(engine, EagerHeads(heads_of(engine))):
+                for index, _, event in engine.generate_many(prompts, SEEDED):
+                    if isinstance(event, TextChunk | Finished):
+                        found[index] = (*found.get(index, ()), *event.ids)
             assert [found[index] for index in range(3)] == alone
 
 
@@ -219,9 +214,9 @@ class Timed(Speculator):
         self._now_s, self._tick_s = 0.0, 0.0
         super().__init__(*given, clock=self._tick, **named)
 
-    def saw(self, token: int, *, steady: bool) -> None:
+    def observe(self, token: int, *, steady: bool) -> None:
         self._now_s += 1.0
-        super().saw(token, steady=steady)
+        super().observe(token, steady=steady)
 
     def verified(self, draft: TokenDraft, tokens: Sequence[int], rows: int) -> None:
         self._now_s += 1.0
@@ -239,17 +234,27 @@ class Timed(Speculator):
             self._tick_s = 0.0
 
 
+@pytest.fixture
+def use_heads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine, Any], None]:
+    """Have an engine's replies be drafted by these heads, timed by the draws, with what was measured forgotten."""
+    monkeypatch.setattr(speculation, "Speculator", Timed)
+
+    def use(engine: Engine, heads: Any) -> None:
+        for name, value in {"_heads": [heads], "_costs": {}}.items():
+            monkeypatch.setattr(speculation_of(engine), name, value)
+
+    return use
+
+
 def test_heads_that_are_right_are_asked_and_save_passes(
-    engines: tuple[Engine, ...], monkeypatch: pytest.MonkeyPatch
+    engines: tuple[Engine, ...], monkeypatch: pytest.MonkeyPatch, use_heads: Callable[[Engine, Any], None]
 ) -> None:
-    monkeypatch.setattr(shared, "Speculator", Timed)
-    monkeypatch.setattr(shared, "pass_steps", lambda *_, **__: 1.5)
+    monkeypatch.setattr(speculation, "pass_steps", lambda *_, **__: 1.5)
     right, wrong = engines
     for engine in engines:
         heads = heads_of(engine)
-        monkeypatch.setattr(engine._runner._speculation, "_heads", [replace(heads, step_bytes=1)])
+        use_heads(engine, replace(heads, step_bytes=1))
         # What passes and drafts took by another clock is forgotten.
-        monkeypatch.setattr(engine._runner._speculation, "_costs", {})
         heads.costs._drafts.clear()
         heads.costs._reads.clear()
     plain = right.ask(PROMPT, replace(GREEDY, max_tokens=200))
@@ -265,15 +270,13 @@ def test_heads_that_are_right_are_asked_and_save_passes(
 
 
 def test_heads_that_cost_more_than_they_gain_are_never_called(
-    engines: tuple[Engine, ...], monkeypatch: pytest.MonkeyPatch
+    engines: tuple[Engine, ...], use_heads: Callable[[Engine, Any], None]
 ) -> None:
-    monkeypatch.setattr(shared, "Speculator", Timed)
     for engine in engines:
-        plain, own = engine.ask(PROMPT, GREEDY), engine._runner._speculation
+        plain = engine.ask(PROMPT, GREEDY)
         drafter = StandsStill()
         heads = replace(heads_of(engine), step_bytes=1 << 40, drafter=lambda *_, drafter=drafter: drafter)
-        monkeypatch.setattr(own, "_heads", [heads])
-        monkeypatch.setattr(own, "_costs", {})
+        use_heads(engine, heads)
         found = engine.ask(PROMPT, GREEDY)
         assert (found.ids, found.metrics.drafted_tokens) == (plain.ids, None)
         assert found.metrics.undrafted == HEADS_TOO_DEAR
@@ -299,7 +302,7 @@ class StandsStill:
 # What a head computes.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", walked(FAMILIES, families.HEADS))
 def test_a_layer_guesses_what_its_class_computes_of_the_hidden_states_of_whole_passes(
     family: str, tmp_path: Path
 ) -> None:
@@ -408,9 +411,9 @@ def test_what_is_there_is_named_counted_and_left_out_on_request(folders: dict[bo
         assert engine.spec.heads == stored.named
         assert engine.spec.heads_bytes == heads.weight_bytes + heads.kv_bytes
         assert any(note.startswith("its own heads guess ahead: ") for note in engine.spec.notes)
-        weights = engine._runner.runtime.shape.weights - without._runner.runtime.shape.weights
+        weights = runtime_of(engine).shape.weights - runtime_of(without).shape.weights
         assert weights == engine.spec.heads_bytes
-        assert engine._runner.runtime.work == without._runner.runtime.work  # a plain step reads none of it
+        assert runtime_of(engine).work == runtime_of(without).work  # a plain step reads none of it
         assert (without.spec.heads, without.spec.heads_bytes) == (None, None)
         assert not any("heads" in note for note in without.spec.notes)
     with loaded(folder, speculation=None) as off:
@@ -532,7 +535,7 @@ def test_qwens_norms_are_put_right_where_they_are_published_less_one(family: str
 
 def test_the_door_shows_what_the_head_is_given(tmp_path: Path) -> None:
     with loaded(write_medusa(tmp_path / "model")) as engine:
-        model = engine._runner.runtime.model
+        model = runtime_of(engine).model
 
         def look() -> float:
             with keeping_hidden_states() as kept:

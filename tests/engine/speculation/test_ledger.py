@@ -7,18 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokamac.engine.speculation.ledger import (
-    CREDIT,
-    HALF,
-    LONG,
-    SHARE,
-    SHORT,
-    SURE,
-    DraftingCosts,
-    DraftLedger,
-    PassCosts,
-    bucket_of,
-)
+from tokamac.engine.speculation.ledger import TUNING, DraftingCosts, DraftLedger, PassCosts, bucket_of
 
 CONTEXT = 1000
 
@@ -32,20 +21,20 @@ def run(ledger: DraftLedger, outcomes: Sequence[tuple[int, int]], least: int = 0
     """Decode with drafts of which (match, so many tokens come true); return tokens, and the steps that they took."""
     tokens, steps = 0, 0.0
     for match, right in outcomes:
-        plan = ledger.choose("any", match, LONG, CONTEXT)
+        plan = ledger.choose("any", match, TUNING.long, CONTEXT)
         if not plan.width:
             tokens, steps = tokens + 1, steps + 1
             ledger.stepped()
-            ledger.acceptance.saw("any", match, true=right > 0)
+            ledger.acceptance.observe("any", match, true=right > 0)
         else:
             accepted = min(right, plan.width)
             cost = ledger.costs.steps(plan.width + 1, CONTEXT)
             tokens, steps = tokens + accepted + 1, steps + cost
             ledger.spent(accepted + 1, cost)
             for place in range(min(accepted + 1, plan.width)):
-                ledger.acceptance.saw("any", match + place, true=place < accepted)
+                ledger.acceptance.observe("any", match + place, true=place < accepted)
         if least:
-            assert steps - tokens <= CREDIT + SHARE * tokens + 1e-6
+            assert steps - tokens <= TUNING.credit + TUNING.share * tokens + 1e-6
     return tokens, steps
 
 
@@ -75,7 +64,7 @@ def test_a_text_that_stays_as_it_is_gets_nearly_the_best_width(slope: float, lik
 
     def outcome() -> tuple[int, int]:
         right = 0
-        while right < LONG and draw.random() < likely:
+        while right < TUNING.long and draw.random() < likely:
             right += 1
         return match, right
 
@@ -83,7 +72,7 @@ def test_a_text_that_stays_as_it_is_gets_nearly_the_best_width(slope: float, lik
         return 1 + slope * (rows - 1)
 
     tokens, steps = run(DraftLedger(known(cost)), [outcome() for _ in range(4000)])
-    widths = (0, *SHORT, *((HALF, LONG) if match >= SURE else ()))
+    widths = (0, *TUNING.short, *((TUNING.half, TUNING.long) if match >= TUNING.sure else ()))
     best = max(sum(likely**place for place in range(width + 1)) / cost(width + 1) for width in widths)
     assert tokens / steps >= 0.95 * best
 
@@ -97,7 +86,7 @@ def test_costs_are_what_was_measured_near_them() -> None:
     costs = known(lambda rows: 1 + 0.5 * (rows - 1))
     assert costs.steps(8, CONTEXT) == 4.5
     for _ in range(6):
-        costs.saw_pass(8, CONTEXT, 2.0)
+        costs.observe_pass(8, CONTEXT, 2.0)
     assert costs.steps(8, CONTEXT) == 2.5  # what was expected is one of five
     assert costs.steps(8, 100_000) == 2.5  # nothing nearer is known
     assert costs.steps(4, CONTEXT) == pytest.approx(1 + 1.5 * 2.0 / 4.0)  # overrated alike, but for half a step
@@ -109,7 +98,7 @@ def test_costs_are_what_was_measured_near_them() -> None:
 def test_where_reading_should_cost_nothing_a_draft_that_read_much_is_timed_as_any(rise: float, read: int) -> None:
     costs = DraftingCosts(lambda rows: 2.0 if rows > 500 else 1.0 + rise * (rows > 8))
     costs.step = 0.2
-    costs.saw(read, 3, 1.2)
+    costs.observe(read, 3, 1.2)
     assert costs.drafting(3) == pytest.approx(3 * (0.4 + 0.2) / 2, rel=0.05)  # it took twice what was expected
     assert costs.reading(read) == pytest.approx(0.2 * rise)
     assert costs.reading(501) == pytest.approx(0.2)
@@ -117,17 +106,17 @@ def test_where_reading_should_cost_nothing_a_draft_that_read_much_is_timed_as_an
 
 def test_how_much_longer_it_takes_to_read_is_measured_where_it_should_take_longer() -> None:
     costs = DraftingCosts(lambda rows: 1 + rows / 50)
-    costs.saw(52, 1, costs.drafting(1) + 3.0)
+    costs.observe(52, 1, costs.drafting(1) + 3.0)
     assert costs.reading(52) == pytest.approx(2.0)  # three steps where one was expected
     assert costs.reading(102) == pytest.approx(4.0)
-    costs.saw(52, 1, 0.0)
+    costs.observe(52, 1, 0.0)
     assert costs.reading(52) == pytest.approx(4 / 3)
 
 
 @pytest.mark.parametrize("rise", [0.0, 1e-12, 1e-4, 0.04])
 def test_a_pass_that_should_cost_nothing_says_little_of_wider_ones(rise: float) -> None:
     costs = known(lambda rows: 1 + rise if 1 < rows < 8 else float(rows > 7) + 1)
-    costs.saw_pass(3, CONTEXT, 3.0)
+    costs.observe_pass(3, CONTEXT, 3.0)
     assert costs.steps(3, CONTEXT) == pytest.approx(2.0, rel=0.05)
     assert costs.steps(2, CONTEXT) == costs.steps(3, CONTEXT)
     assert costs.steps(8, CONTEXT) == pytest.approx(2.0, rel=0.05)
@@ -138,13 +127,13 @@ def test_a_plain_step_is_timed_by_medians_and_dear_passes_are_forgotten_in_time(
     costs = known(lambda _: 2.0)
     assert costs.plain_s(CONTEXT) is None
     for seconds in (1.0, 1.0, 9.0, 1.0):
-        costs.saw_plain(CONTEXT, seconds)
+        costs.observe_plain(CONTEXT, seconds)
     assert costs.plain_s(CONTEXT) == 1.0 == costs.plain_s(50_000)
     for _ in range(4):
-        costs.saw_pass(8, CONTEXT, 9.5)
+        costs.observe_pass(8, CONTEXT, 9.5)
     assert costs.steps(8, CONTEXT) == 8.0
     for _ in range(3 * 128):
-        costs.saw_plain(CONTEXT, 1.0)
+        costs.observe_plain(CONTEXT, 1.0)
     assert costs.steps(8, CONTEXT) < 8.0
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.speculation.lookup import COMPARED, NEAR, RUN, Branches, Follower, Lookup, MatchIndex
-from tokamac.engine.speculation.shared import BEFORE, KEPT_TOKENS, Conversations
+from tokamac.engine.speculation.drafters import COMPARED, NEAR, RUN, Branches, Follower, Lookup, MatchIndex
+from tokamac.engine.speculation.speculator import BEFORE, KEPT_TOKENS, Conversations
 
 tokens = st.lists(st.integers(0, 3), max_size=120)
 
@@ -75,18 +75,18 @@ def test_where_a_long_match_breaks_it_is_found_again_at_once() -> None:
     following = Follower(index)
     expected = []
     for end in range(1, len(changed) + 1):
-        following.take(changed, end)
+        following.index(changed, end)
         expected.append(following.at)
     assert expected[19:24] == [20, 21, 22, 23, 24]  # one token stood in place of another
     dropped = Follower(index)
     shorter = [*old[:20], *old[23:30]]
     for end in range(1, len(shorter) + 1):
-        dropped.take(shorter, end)
+        dropped.index(shorter, end)
         assert end <= 21 or dropped.at == end + 3
     lost = Follower(index)
     other = [*old[:20], *range(100, 100 + NEAR)]
     for end in range(1, len(other) + 1):
-        lost.take(other, end)
+        lost.index(other, end)
     assert lost.at == -1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.inside import idle_of, runner_of, runtime_of, speculating, speculation_of, store_of
 from tests.engine.speculation.scripted import Eager, always_right, always_wrong, at_random
 from tokamac.engine import (
     Engine,
@@ -21,9 +22,8 @@ from tokamac.engine import (
 )
 from tokamac.engine.events import Message
 from tokamac.engine.metrics import Speculated
-from tokamac.engine.speculation.drafters import Drafter, TokenDraft
-from tokamac.engine.speculation.ledger import CREDIT, SHARE, PassCosts
-from tokamac.engine.speculation.lookup import Lookup
+from tokamac.engine.speculation.drafters import Drafter, Lookup, TokenDraft
+from tokamac.engine.speculation.ledger import TUNING, PassCosts
 from tokamac.engine.speculation.speculator import (
     ALL_LOST,
     AT_FIRST,
@@ -59,6 +59,8 @@ KV = {"16 bits": KVSpec(), "packed": KVSpec(key_bits=8, value_bits=4), "window":
 class EagerSpeculation:
     """In place of ``SharedSpeculation``: drafts whatever it pays."""
 
+    computes = True
+
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
@@ -84,11 +86,8 @@ def both(
     """Return a reply, and the same with drafts of what the longest one would say."""
     longest = engine.ask(prompt, replace(sampling, max_tokens=NEW, stop=(), stop_token_ids=(), logprobs=None))
     plain = engine.ask(prompt, sampling)
-    engine._runner._speculation = EagerSpeculation(make([*prompt, *longest.ids], VOCABULARY))  # type: ignore[assignment]
-    try:
+    with speculating(engine, EagerSpeculation(make([*prompt, *longest.ids], VOCABULARY))):
         return plain, engine.ask(prompt, sampling)
-    finally:
-        engine._runner._speculation = None
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -114,11 +113,8 @@ def test_any_sampling_chooses_the_same(engine: Engine, sampling: str, drafter: s
 def test_text_says_which_of_it_was_guessed_and_that_is_what_came_true(engine: Engine, drafter: str) -> None:
     longest = engine.ask(PROMPT, GREEDY)
     make = DRAFTERS[drafter]
-    engine._runner._speculation = EagerSpeculation(make([*PROMPT, *longest.ids], VOCABULARY))  # type: ignore[assignment]
-    try:
+    with speculating(engine, EagerSpeculation(make([*PROMPT, *longest.ids], VOCABULARY))):
         events = list(engine.generate(PROMPT, GREEDY))
-    finally:
-        engine._runner._speculation = None
     chunks = [event for event in events if isinstance(event, TextChunk)]
     assert all(chunk.guessed in ((), ((0, len(chunk.text)),)) for chunk in chunks)
     guessed = [chunk for chunk in chunks if chunk.guessed]
@@ -161,27 +157,24 @@ def test_a_stop_text_ends_it_inside_a_draft(engine: Engine, place: int) -> None:
 
 def held_ids(engine: Engine) -> list[int]:
     """Return the ids that the live caches hold."""
-    held = engine._runner._store._idle  # type: ignore[attr-defined]
+    held = idle_of(store_of(engine))  # type: ignore[attr-defined]
     return list(held.lease.ids)
 
 
 @pytest.mark.parametrize("after", [1, 3, 10, 25])
 def test_a_cancelled_reply_leaves_caches_that_go_on_the_same(engine: Engine, after: int) -> None:
     whole = engine.ask(PROMPT, GREEDY)
-    engine._runner._speculation = EagerSpeculation(always_right([*PROMPT, *whole.ids], VOCABULARY))  # type: ignore[assignment]
-    try:
+    with speculating(engine, EagerSpeculation(always_right([*PROMPT, *whole.ids], VOCABULARY))):
         came, events = 0, engine.generate(PROMPT, GREEDY)
         for event in events:  # to its very end, which comes after Finished: then the caches are given back
             if isinstance(event, TextChunk):
                 came += len(event.ids)
             if came >= after:
                 events.cancel()
-    finally:
-        engine._runner._speculation = None
     held = held_ids(engine)
     assert held == [*PROMPT, *whole.ids][: len(held)]
     goes_on = engine.ask([*PROMPT, *whole.ids[:30]], replace(GREEDY, max_tokens=20))
-    if engine._runner.runtime.kv == KVSpec():
+    if runtime_of(engine).kv == KVSpec():
         assert goes_on.ids == whole.ids[30:50]
 
 
@@ -195,12 +188,9 @@ def test_thinking_ends_after_its_budget_whatever_is_drafted(tmp_path: Path) -> N
         for budget in (3, 8):
             template = TemplateOptions(thinking_budget=budget)
             plain = engine.ask(asked, GREEDY, template=template)
-            prompt = engine._runner._prompting(template).request(asked, GREEDY, None).ids  # type: ignore[arg-type]
-            engine._runner._speculation = EagerSpeculation(  # type: ignore[assignment]
-                always_right([*prompt, *plain.ids], VOCABULARY)
-            )
-            drafted = engine.ask(asked, GREEDY, template=template)
-            engine._runner._speculation = None
+            prompt = runner_of(engine).prompting(template).request(asked, GREEDY, None).ids  # type: ignore[arg-type]
+            with speculating(engine, EagerSpeculation(always_right([*prompt, *plain.ids], VOCABULARY))):
+                drafted = engine.ask(asked, GREEDY, template=template)
             assert (drafted.ids, drafted.thinking_ended_at) == (plain.ids, plain.thinking_ended_at)
             assert drafted.metrics.accepted_tokens
 
@@ -208,10 +198,10 @@ def test_thinking_ends_after_its_budget_whatever_is_drafted(tmp_path: Path) -> N
 def test_as_it_is_loaded_a_reply_made_again_is_drafted_and_the_same(tiny: Path) -> None:
     with Engine.load(tiny, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         engine.tokenizer.eos_ids = frozenset()
-        shared = engine._runner._speculation
+        shared = speculation_of(engine)
         assert shared is not None
         costs = PassCosts(lambda rows, _: 1 + 0.05 * (rows - 1))
-        runtime = engine._runner.runtime
+        runtime = runtime_of(engine)
         shared._costs[runtime.kv.key_bits, runtime.kv.value_bits] = costs
         first = engine.ask(PROMPT, SEEDED)
         again = engine.ask(PROMPT, SEEDED)
@@ -287,7 +277,7 @@ class Machine:
             self.at += right + 1
 
     def _step(self, *, steady: bool) -> None:
-        self.speculator.saw(self.text[self.at], steady=steady)
+        self.speculator.observe(self.text[self.at], steady=steady)
         self.at += 1
 
 
@@ -311,7 +301,7 @@ def test_guesses_that_are_always_wrong_cost_what_they_may_and_it_is_said_why_the
     text = [i * i % 997 for i in range(2000)]
     machine = Machine(text, 10, cheap, always_wrong(text, 997))
     machine.run()
-    assert machine.seconds - 1990 <= CREDIT + SHARE * 1990
+    assert machine.seconds - 1990 <= TUNING.credit + TUNING.share * 1990
     dear = Machine(text, 10, lambda rows: float(rows), always_wrong(text, 997))
     dear.run()
     assert (dear.seconds, dear.rounds) == (1990, 0)
@@ -354,7 +344,7 @@ def test_where_looking_takes_long_it_is_done_seldom_and_what_it_costs_is_bounded
     wrong, dear = dear_machine(text, 10, always_wrong(text, 997))
     wrong.run()
     assert dear.asked < 500
-    assert wrong.seconds - 1990 <= CREDIT + (SHARE + 3 * LOOKING) * 1990
+    assert wrong.seconds - 1990 <= TUNING.credit + (TUNING.share + 3 * LOOKING) * 1990
 
 
 def test_what_repeats_after_a_rest_is_noticed_within_some_tokens_and_no_token_of_it_is_forgotten() -> None:
@@ -371,7 +361,7 @@ def test_what_repeats_after_a_rest_is_noticed_within_some_tokens_and_no_token_of
 def test_what_is_shared_is_no_step_and_is_said() -> None:
     speculator = Speculator([Lookup()], PassCosts(lambda rows, _: 1.0), [1, 2, 3], Clock())
     for token in range(10):
-        speculator.saw_shared(token)
+        speculator.observe_shared(token)
     assert speculator.done().rests == SHARED
     assert speculator.ledger.costs.plain_s(10) is None
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.engine.kv.models import (
     FAMILIES,
-    NAMES,
     SPECS,
     VOCABULARY,
     config_of,
@@ -17,9 +16,9 @@ from tests.engine.kv.models import (
     tokens,
 )
 from tests.engine.speculation.scripted import Decoding, Knowing, always_right, always_wrong, at_random
-from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.kv import plan_caches
-from tokamac.engine.kv.rewind import most_taken_back
+from tests.families import LAYOUTS, walked
+from tokamac.engine import OptionError
+from tokamac.engine.kv.plan import plan_caches
 
 NEW = 40
 DRAFTERS = {"right": always_right, "wrong": always_wrong, "at random": at_random}
@@ -40,23 +39,9 @@ def check_goes_on(found: Decoding, make: Any) -> None:
     assert largest_difference(model(more, cache=lane.caches), model(more, cache=fresh)) < 1e-3
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_architecture_says_the_same_with_drafts(name: str) -> None:
-    model, config = model_of(name), config_of(name)
-    make = plan_caches(model, config, KVSpec()).make
-    prompt = prompt_of(9)
-    plain = Decoding(model, make(0), prompt, most=NEW).run()
-    text = [*prompt, *plain]
-    for drafter in DRAFTERS.values():
-        found = Decoding(model, make(0), prompt, drafter=drafter(text, VOCABULARY), most=NEW)
-        assert found.run() == plain
-        if drafter is always_right and most_taken_back(found.lane.caches):
-            assert found.passes < NEW / 2
-
-
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", walked(FAMILIES, LAYOUTS))
 def test_every_layout_and_bits_say_the_same_and_go_on_the_same(name: str, spec: str, ahead: bool) -> None:
     model, config = model_of(name), config_of(name)
     try:

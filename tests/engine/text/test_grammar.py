@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import within, write_model
-from tests.engine.text.test_tools import CHANNELS, GLM, HARMONY, LLAMA, MISTRAL, QWEN, tokenizer
+from tests.engine.text.test_tools import CHANNELS, GLM, HARMONY, LLAMA, MISTRAL, QWEN, WITHOUT_THINKING, tokenizer
 from tokamac.engine import Engine, Finished, Message, OptionError, Sampling, Speculation, TemplateOptions, ToolSpec
 from tokamac.engine.errors import GrammarError
 from tokamac.engine.text.grammar import GrammarConstraint
@@ -57,7 +58,7 @@ def takes(held: GrammarConstraint, model: Tokenizer, text: str) -> bool:
     for token in model.encode(text):
         if not held.allowed()[token]:
             return False
-        held.take(token)
+        held.accept(token)
     return held.is_over or bool(held.allowed()[sorted(model.eos_ids)].all())
 
 
@@ -108,11 +109,24 @@ def test_a_continued_answer_goes_on_where_it_was_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("schema", "why"), [
     ({"type": "nothing"}, "nothing"), ({"type": "string", "format": "zip-code"}, "zip-code"),
-    ({"$ref": "https://example.com/schema"}, "example"), ({"type": "object", "not": {"const": 1}}, "not"),
+    ({"$ref": "https://example.com/schema"}, "example.com/schema' leads outside"), ({"type": "object", "not": {"const": 1}}, "not"),
 ])  # fmt: skip
 def test_a_schema_that_cannot_be_followed_is_an_error_that_says_why(tmp_path: Path, schema: Any, why: str) -> None:
     with pytest.raises(GrammarError, match=why):
         constraint(tokenizer(tmp_path, QWEN, thinking=False), schema)
+
+
+def test_a_schema_that_leads_nowhere_is_an_error_that_says_so(tmp_path: Path) -> None:
+    model = tokenizer(tmp_path, QWEN, thinking=False)
+    with pytest.raises(GrammarError, match="as a \\$ref to itself does"):
+        constraint(model, {"$ref": "#"}).allowed()
+
+
+def test_whole_numbers_have_an_end(tmp_path: Path) -> None:
+    model = tokenizer(tmp_path, QWEN, thinking=False)
+    for schema, text, fits in (({}, "-1234567890123456789", True), ({}, "1" * 20, False), ({"minimum": 5}, "4", False),
+                               ({"minimum": 5}, "1" * 20, False), ({"maximum": -5}, "-9", True)):  # fmt: skip
+        assert takes(constraint(model, {"type": "integer", **schema}), model, text) is fits
 
 
 CALLS = {
@@ -137,6 +151,29 @@ def test_a_call_is_written_as_the_model_writes_it(tmp_path: Path, family: str) -
     assert not takes(constraint(model, must_call=("move",)), model, call[:-1])
     if family != "glm":  # written as tags, arguments are the model's
         assert not takes(constraint(model, must_call=("move",)), model, call.replace("left", "up"))
+
+
+@pytest.mark.parametrize("family", [each for each in CALLS if each != "glm"])
+def test_the_arguments_of_a_strict_tool_are_held_and_all_else_is_free(tmp_path: Path, family: str) -> None:
+    template, marks, call = CALLS[family]
+    tools = (replace(MOVE, strict=True), STOP)
+    model = tokenizer(tmp_path, template, marks=marks, thinking=False).using(TemplateOptions(tools=tools))
+    assert model.holds_calls
+    final = "<|channel|>final<|message|>" if family == "harmony" else ""
+    alone = family in ("harmony", "llama")  # a call is all of a reply there
+    wrong, other = call.replace("left", "up"), call.replace("move", "stop")
+    said = [] if alone else [(f"I go.\n{call}", True), (f"I go.\n{wrong}", False), ("", True)]
+    said += [(call, True), (wrong, False), (other, True), (call.replace("move", "fly"), False)]
+    for text, fits in (*said, (f"{final}I go, [a] < b", True), (f'{final}{{"a": 1}}', True)):
+        assert takes(constraint(model), model, text) is fits, text
+
+
+def test_thinking_stays_free_before_a_strict_call(tmp_path: Path) -> None:
+    tools, call = (replace(MOVE, strict=True),), CALLS["qwen"][2]
+    model = tokenizer(tmp_path, QWEN, marks=ROLES).using(TemplateOptions(tools=tools))
+    assert takes(constraint(model, may_think=True), model, f"<think>\n<tool_call> so\n</think>\n\n{call}\n{call}")
+    assert takes(constraint(model, thought=True), model, f"Hm\n</think>\n\nI go. {call}")
+    assert not takes(constraint(model, thought=True), model, f"Hm\n</think>\n\nI go. {call.replace('left', 'up')}")
 
 
 def test_how_calls_are_written_is_found_out_once_whatever_tools_a_request_has(
@@ -206,7 +243,9 @@ def test_what_json_writes_of_a_value_fits_its_schema(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that writes nonsense, but has a template for tools."""
-    return write_model(tmp_path_factory.mktemp("model") / "tiny", template=QWEN, max_position_embeddings=4096)
+    return write_model(
+        tmp_path_factory.mktemp("model") / "tiny", template=WITHOUT_THINKING, max_position_embeddings=4096
+    )
 
 
 def checked(text: str) -> None:
@@ -300,6 +339,16 @@ def test_nonsense_becomes_a_call(folder: Path, names: tuple[str, ...]) -> None:
         assert end.tool_calls
         assert all(call.name in names and not call.problem for call in end.tool_calls[:1])
         assert end.reason == "length" or not end.text  # nonsense may begin one call after another
+
+
+def test_nonsense_becomes_arguments_of_a_strict_tool(folder: Path) -> None:
+    begun = [Message("user", "Go"), Message("assistant", '<tool_call>\n{"name": "move", "arguments": ')]
+    told = TemplateOptions(tools=(replace(MOVE, strict=True),))
+    with Engine.load(folder, prompt_cache=None) as engine:
+        events = engine.generate(begun, Sampling(temperature=1, seed=2, max_tokens=200), continues=True, template=told)
+        end = next(each for each in events if isinstance(each, Finished))
+    written = end.text.partition('"arguments": ')[2]
+    assert json.JSONDecoder().raw_decode(written.lstrip())[0]["to"] in ("left", "right")
 
 
 def test_a_reply_that_is_cut_is_continued_in_its_form(folder: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from tests.engine.helpers import SPECIAL, TEMPLATE, write_tokenizer
 from tests.tiny import make_tiny
+from tests.waiting import PATIENCE_S
 from tokamac.engine import (
     ContextError,
     Engine,
@@ -35,11 +35,10 @@ from tokamac.engine import (
 from tokamac.engine.loading import rolling
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import OnFull
-from tokamac.engine.text import encoder as encoders
-from tokamac.engine.text.encoder import check_growth
+from tokamac.engine.text import tokenizer as tokenizer_module
 from tokamac.engine.text.prompt import MARK, Prompting, Words, fit_ids, fit_messages, room_for_prompt
 from tokamac.engine.text.template import LONGEST_TEMPLATE, ChatTemplate
-from tokamac.engine.text.tokenizer import BREAK, ControlTokens, Tokenizer, load_tokenizer
+from tokamac.engine.text.tokenizer import BREAK, ControlTokens, Tokenizer, check_growth, load_tokenizer
 
 # Chat templates: what transformers renders, and no more time or memory than a rendering needs.
 
@@ -190,7 +189,7 @@ for template in templates:
         print("refused", type(error).__name__)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=150, check=True
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     said = dict(zip(HOSTILE, done.stdout.splitlines(), strict=True))
     assert {template: what for template, what in said.items() if not what.startswith("refused")} == {}
@@ -203,10 +202,8 @@ def test_a_long_conversation_has_budget() -> None:
 
 
 def test_loops_end_at_the_deadline() -> None:
-    began = time.monotonic()
     with pytest.raises(TemplateError, match="did not end"):
         ChatTemplate(LOOPS, {}).render(TURNS, reply=True, seconds=0.3)
-    assert time.monotonic() - began < 60  # it ended at all
 
 
 @settings(deadline=None, max_examples=50)
@@ -487,7 +484,7 @@ def counted(tmp_path: Path) -> tuple[Tokenizer, Counting]:
 
 
 def prompting(tokenizer: Tokenizer, kv: KVSpec = KVSpec(), capacity: int | None = None) -> Prompting:  # noqa: B008
-    runtime: Any = SimpleNamespace(tokenizer=tokenizer, capacity=capacity, kv=kv)
+    runtime: Any = SimpleNamespace(tokenizer=tokenizer, capacity=capacity, longest=capacity, kv=kv)
     return Prompting(runtime, tokenizer.vocabulary_size, checkpoints=True)
 
 
@@ -526,7 +523,7 @@ def test_no_segment_is_encoded_twice_for_a_request(counted: tuple[Tokenizer, Cou
 
 def test_what_is_remembered_is_bounded(counted: tuple[Tokenizer, Counting], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, counting = counted
-    monkeypatch.setattr(encoders, "MOST_CHARACTERS", 30)
+    monkeypatch.setattr(tokenizer_module, "MOST_CHARACTERS", 30)
     first = tokenizer.encode("<user>0123456789")
     for number in range(9):
         tokenizer.encode(f"<user>abcdefghi{number}")

@@ -1,7 +1,6 @@
 """What the reader sees: whole characters, no stop text, thinking apart; and a reply's tokens."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tokamac.engine import (
     TextChunk,
     TokenLogprob,
 )
-from tokamac.engine.text.stream import ReplyText, TokenSources, first_of, held_back
+from tokamac.engine.text.stream import ReplyText, first_of, held_back
 from tokamac.engine.text.template import ChatTemplate
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -198,7 +197,30 @@ def test_a_stop_text_may_be_or_end_with_a_hidden_mark(tokenizer: Tokenizer, stop
 def test_a_token_whose_id_is_0_may_end_a_reply(tmp_path: Path, folder_says: object) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": folder_says}))
-    assert load_tokenizer(tmp_path, {"eos_token_id": 3}, "tiny").eos_ids == {0, 1}  # the tokenizer's own is 1
+    assert load_tokenizer(tmp_path, {"eos_token_id": 3}, "tiny").eos_ids == {0, 1, 3}  # the tokenizer's own is 1
+
+
+def test_the_template_names_the_marks_of_thinking_and_of_the_end(tmp_path: Path) -> None:
+    thought = "{% if m.reasoning_content %}<thought>{{ m.reasoning_content }}</thought>{% endif %}"
+    write_tokenizer(
+        tmp_path,
+        template=f"{{% for m in messages %}}{thought}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}",
+        marks=("<|im_end|>",),
+    )
+    model = load_tokenizer(tmp_path, CONFIG, "tiny")
+    assert model.thinking == ("<thought>", "</thought>")
+    assert model.eos_ids == {1, *model.encode("<|im_end|>")}
+    assert model.end_texts == ()
+
+
+def test_the_template_names_an_end_of_several_tokens(tmp_path: Path) -> None:
+    turns = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<|im_end|><next>\n{% endfor %}"
+    write_tokenizer(tmp_path, template=turns)
+    model = load_tokenizer(tmp_path, CONFIG, "tiny")
+    assert (model.eos_ids, model.end_texts) == ({1}, ("<|im_end|>",))
+    reply = ReplyText(model)
+    assert joined(shown(reply, model.encode("Hello.<|im_end|><next>\n<user>")), "answer") == "Hello."
+    assert (reply.stopped, reply.stopped_by) == (True, None)
 
 
 def test_end_marks_are_hidden(tokenizer: Tokenizer) -> None:
@@ -220,10 +242,8 @@ def test_a_template_that_loops_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(ChatTemplate.render.__kwdefaults__, "seconds", 0.3)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = folder_with(tmp_path, loop)
-    began = time.monotonic()
     with pytest.raises(TemplateError, match="did not end"):
         tokenizer.render([Message("user", "hi")])
-    assert time.monotonic() - began < 30  # it ended at all
 
 
 @pytest.mark.parametrize(
@@ -340,14 +360,11 @@ def test_events_hold_every_token_in_order(engine: Engine) -> None:
 def test_a_chunk_comes_of_the_tokens_that_made_its_characters(tmp_path: Path, text: str) -> None:
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path, {"eos_token_id": 1}, "tiny")
-    reply, came_from = ReplyText(tokenizer), TokenSources(tokenizer)
-    chunks = []
-    for token in tokenizer.encode(text):
-        came_from.add(token)
-        chunks += came_from.mark(reply.add(token))
-    chunks += came_from.mark(reply.finish())
+    reply = ReplyText(tokenizer)
+    chunks = [chunk for token in tokenizer.encode(text) for chunk in reply.add(token)]
+    chunks += reply.finish()
     assert [tokenizer.decode(chunk.ids) for chunk in chunks] == [chunk.text for chunk in chunks]
-    assert came_from.take() == ((), ())
+    assert reply.take_tokens() == ((), ())
 
 
 def test_log_probabilities_are_those_that_the_engine_gives_a_text(engine: Engine) -> None:

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import write_model, write_tokenizer
+from tests.engine.inside import runtime_of
+from tests.waiting import PATIENCE_S
 from tokamac.engine import (
     Engine,
     Finished,
@@ -24,7 +26,7 @@ from tokamac.engine import (
     TextChunk,
 )
 from tokamac.engine.generation import Generation
-from tokamac.engine.prompt_cache.radix_tree import common_prefix
+from tokamac.engine.prompt_cache.memory import common_prefix
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.schedule.decoding import Lane, decode_alone
 from tokamac.engine.text.stream import ReplyText, ThinkingBudget
@@ -452,7 +454,7 @@ def test_an_answer_without_thinking_is_read_again_as_the_next_turn_writes_it(fol
         chat = engine.chat(template=TemplateOptions(thinking="off"))
         made = finish(chat.send("What is prefill?", Sampling(temperature=0, max_tokens=90))).metrics.generated_tokens
         assert made == 90
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while chat.price(Send("And decode?")).tokens > 50:  # the answer stands behind an empty thought no more
             assert time.monotonic() < deadline, "never"
             time.sleep(0.02)
@@ -476,7 +478,7 @@ def decoded(engine: Engine, *, ahead: bool) -> tuple[list[int], list[int], set[i
     """Decode with three forced tokens after the fifth; return the tokens, those in the caches, and the caches' offsets."""
 
     def work() -> tuple[list[int], list[int], set[int]]:
-        runtime = engine._runner.runtime
+        runtime = runtime_of(engine)
         caches = runtime.new_caches(None)
         run, prompt = Generation(runtime.model, caches, []), list(range(10, 30))
         for _ in run.prefill(prompt[:-1], 8):

@@ -1,6 +1,7 @@
 """Calls of functions: read as models write them, whichever way the text is cut, and written back by templates of each family."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from tokamac.engine import (
     ToolCall,
     ToolSpec,
 )
+from tokamac.engine.text.calls import CallReader
+from tokamac.engine.text.dialects import BY_NAME
 from tokamac.engine.text.stream import ReplyText
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
-from tokamac.engine.text.tools import CallFormat, CallReader, as_text, bare_format, find_format, harmony_format
 
 READ = ToolSpec(
     "read_file",
@@ -58,6 +60,7 @@ QWEN = written(
     "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WITHOUT_THINKING = re.sub(r"{% if message.reasoning_content %}.*?{% endif %}", "", QWEN)
 LLAMA = written(
     "{%- for message in messages %}"
     "{%- if message.tool_calls %}"
@@ -150,7 +153,7 @@ def test_llama_gets_several_calls_one_after_another(tmp_path: Path) -> None:
     assert 0 < text.find(one) < text.find(other)
     reader = model.using(TemplateOptions(tools=(READ,))).call_reader(0)
     assert reader is not None
-    assert reader.form.name == "bare"
+    assert reader.dialect.name == "bare"
 
 
 def test_mistral_gets_ids_of_nine_characters(tmp_path: Path) -> None:
@@ -197,9 +200,9 @@ def test_a_template_without_tools_refuses_them_and_says_so(tmp_path: Path) -> No
 
 
 def test_a_conversation_with_calls_becomes_text_for_a_model_without(tmp_path: Path) -> None:
-    text = tokenizer(tmp_path, NO_TOOLS).render(as_text([*ANSWERED, Message("user", "And now?")]))
+    text = tokenizer(tmp_path, NO_TOOLS).render([*ANSWERED, Message("user", "And now?")])
     assert "<assistant>I will look.\n[calls read_file with" in text
-    assert "<user>Result of read_file:\nthree lines<end><user>And now?" in text
+    assert "<user>Result of read_file:\nthree lines\n\nAnd now?" in text
 
 
 def test_what_tools_say_never_becomes_a_control_token(tmp_path: Path) -> None:
@@ -237,6 +240,20 @@ def test_a_call_that_could_not_be_read_is_answered_as_the_user(tmp_path: Path) -
     assert "<|im_start|>user\nAgain.<|im_end|>" in rendered(tokenizer(tmp_path, QWEN), messages)
 
 
+def test_a_history_with_calls_and_results_of_others_is_rendered_as_text(tmp_path: Path) -> None:
+    broken = ToolCall("read_file", '{"path": "a', "9", problem="no JSON")
+    messages = [
+        *TURN,
+        Message("tool", "1", tool_call_id="7", name="add"),
+        Message("assistant", "Hm.", tool_calls=(broken,)),
+    ]
+    text = rendered(
+        tokenizer(tmp_path, QWEN), [*messages, Message("tool", "Again.", tool_call_id="9"), Message("user", "Go on.")]
+    )
+    assert "<|im_start|>user\nWhat is in it?\n\nResult of add:\n1<|im_end|>" in text
+    assert 'Hm.\n[calls read_file with {"path": "a]<|im_end|>\n<|im_start|>user\nAgain.\n\nGo on.<|im_end|>' in text
+
+
 # Reading -------------------------------------------------------------------------------------------------------------------
 
 RECORDED: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], str]] = {
@@ -246,42 +263,6 @@ RECORDED: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], str]] = {
         [("read_file", {"path": "a"}), ("add", {"numbers": [1, 2]})],
         "Let me see.",
     ),
-    "glm47": (
-        "Sure. <tool_call>read_file<arg_key>path</arg_key><arg_value>12</arg_value>"
-        "<arg_key>lines</arg_key><arg_value>3</arg_value></tool_call>",
-        [("read_file", {"path": "12", "lines": 3})],
-        "Sure.",
-    ),
-    "mistral": ('[TOOL_CALLS]read_file[ARGS]{"path": "a"}', [("read_file", {"path": "a"})], ""),
-    "qwen3_coder": (
-        "<tool_call>\n<function=read_file>\n<parameter=path>\na b\n</parameter>\n<parameter=lines>\n3\n</parameter>\n"
-        "</function>\n</tool_call>",
-        [("read_file", {"path": "a b", "lines": 3})],
-        "",
-    ),
-    "pythonic": (
-        '<|tool_call_start|>[read_file(path="a"), add(numbers=[1, 2])]<|tool_call_end|>',
-        [("read_file", {"path": "a"}), ("add", {"numbers": [1, 2]})],
-        "",
-    ),
-    "minimax_m2": (
-        '<minimax:tool_call><invoke name="read_file"><parameter name="path">a</parameter></invoke></minimax:tool_call>',
-        [("read_file", {"path": "a"})],
-        "",
-    ),
-    "kimi_k2": (
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.read_file:0<|tool_call_argument_begin|>{"path": "a"}'
-        "<|tool_call_end|><|tool_calls_section_end|>",
-        [("read_file", {"path": "a"})],
-        "",
-    ),
-    "gemma4": ('<|tool_call>call:read_file{path:<|"|>a<|"|>}<tool_call|>', [("read_file", {"path": "a"})], ""),
-    "function_gemma": (
-        "<start_function_call>call:read_file{path:<escape>a<escape>}<end_function_call>",
-        [("read_file", {"path": "a"})],
-        "",
-    ),
-    "bare": ('{"name": "read_file", "parameters": {"path": "a"}}', [("read_file", {"path": "a"})], ""),
     "harmony": (
         "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary to=functions.read_file json"
         '<|message|>{"path": "a"}<|call|>',
@@ -289,14 +270,6 @@ RECORDED: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], str]] = {
         "",
     ),
 }
-
-
-def form(name: str) -> CallFormat:
-    if name in ("bare", "harmony"):
-        return {"bare": bare_format, "harmony": harmony_format}[name]()
-    found = find_format("", {}, name)
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +283,7 @@ def channels(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def read(model: Tokenizer, name: str, text: str, **more: Any) -> tuple[str, list[ToolCall], ReplyText]:
-    reply = ReplyText(model, calls=CallReader(form(name), (READ, SUM), 7), **more)
+    reply = ReplyText(model, calls=CallReader(BY_NAME[name], (READ, SUM), 7), **more)
     parts = [part for token in model.encode(text) for part in reply.add(token)]
     parts += reply.finish()
     shown = "".join(part.text for part in parts if isinstance(part, TextChunk) and part.kind == "answer")
@@ -323,15 +296,9 @@ def read(model: Tokenizer, name: str, text: str, **more: Any) -> tuple[str, list
 def test_calls_are_read_and_their_marks_never_shown(plain: Tokenizer, channels: Tokenizer, name: str) -> None:
     text, calls, said = RECORDED[name]
     shown, found, _ = read(channels if name == "harmony" else plain, name, text)
-    assert [(each.name, each.values) for each in found] == calls
-    assert shown == said
+    assert ([(each.name, each.values) for each in found], shown) == (calls, said)
     assert not any(each.problem for each in found)
     assert len({each.id for each in found}) == len(found)
-
-
-def test_the_same_reply_to_the_same_prompt_has_the_same_ids(plain: Tokenizer) -> None:
-    text = RECORDED["json_tools"][0]
-    assert read(plain, "json_tools", text)[1] == read(plain, "json_tools", text)[1]
 
 
 def test_a_call_that_cannot_be_read_is_text_and_told(plain: Tokenizer) -> None:
@@ -340,18 +307,6 @@ def test_a_call_that_cannot_be_read_is_text_and_told(plain: Tokenizer) -> None:
     assert shown == 'Look: <tool_call>{"name": "read_file", "arguments": {</tool_call> Done.'
     assert call.problem
     assert call.arguments == '{"name": "read_file", "arguments": {'
-
-
-def test_a_call_that_was_cut_is_text(plain: Tokenizer) -> None:
-    shown, (call,), _ = read(plain, "json_tools", 'A <tool_call>{"name": "re')
-    assert shown == 'A <tool_call>{"name": "re'
-    assert call.problem
-
-
-def test_an_answer_that_is_json_is_no_call(plain: Tokenizer) -> None:
-    for text in ('{"name": "somebody", "parameters": {}}', '{"a": 1}', "{not json", "Plain."):
-        shown, found, _ = read(plain, "bare", text)
-        assert (shown, found) == (text, [])
 
 
 def test_a_call_may_come_out_of_thinking(plain: Tokenizer) -> None:
@@ -368,19 +323,10 @@ def test_without_tools_a_call_is_text(plain: Tokenizer) -> None:
     assert reply.answer == text
 
 
-def test_a_parser_that_fails_in_any_way_leaves_text(plain: Tokenizer) -> None:
-    def fails(_: str, __: Any) -> Any:
-        raise AttributeError("regex found nothing")
-
-    reply = ReplyText(plain, calls=CallReader(CallFormat("x", "<tool_call>", "</tool_call>", fails), (READ,), 1))
-    [part for token in plain.encode("<tool_call>a</tool_call>") for part in reply.add(token)]
-    assert reply.answer == "<tool_call>a</tool_call>"
-    assert reply.calls[0].problem == "regex found nothing"
-
-
-def test_no_folder_names_another_module_as_its_parser() -> None:
-    assert find_format("", {}, "../../os") is None
-    assert find_format("", {}, "no_such_parser") is None
+def test_what_is_no_call_between_its_marks_is_text_and_told(plain: Tokenizer) -> None:
+    shown, (call,), _ = read(plain, "json_tools", "<tool_call>a</tool_call>")
+    assert shown == "<tool_call>a</tool_call>"
+    assert (call.problem, call.arguments) == ("it does not begin like a call", "a")
 
 
 # The engine -----------------------------------------------------------------------------------------------------------------

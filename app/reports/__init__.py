@@ -1,0 +1,1 @@
+"""Text, tables and JSON for the results of ``engine.perf``."""

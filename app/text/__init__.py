@@ -1,0 +1,1 @@
+"""Text and numbers for a terminal."""

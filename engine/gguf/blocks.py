@@ -1,0 +1,233 @@
+"""GGUF's block types in MLX's packed formats: the same numbers wherever MLX can hold them, and else 8 bits."""
+
+# A block holds integer codes q and few numbers that scale them; MLX's weight is scale · q + bias for groups of 32, 64 or
+# 128. So a type is exact if its own groups are that long and its codes fit. Scales stay float16, as they are in the file:
+# bfloat16 would round them. The K types multiply two numbers of 16 and 6 bits to a scale, which float16 rounds.
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import IQ4_NL, Q4_K, dequantize
+from numpy.typing import NDArray
+
+from .file import GgufTensor
+
+Kind = GGMLQuantizationType
+Bytes = NDArray[np.uint8]
+# Codes (blocks, weights of a block), scales and biases (blocks, groups of a block); of MX formats bytes, and no biases.
+Codes = tuple[Bytes, NDArray[Any], NDArray[Any] | None]
+
+CHUNK_WEIGHTS = 1 << 20  # unpacked at a time by each thread: some 10 MB
+THREADS = min(8, os.cpu_count() or 1)
+LARGEST_CODE = 255  # of 8 bits
+LOW, FOUR = np.uint8(15), np.uint8(4)  # a byte's low nibble, and the way to its high one
+NOT_A_SCALE = 0x7F  # of nvfp4: llama.cpp reads it as 0, MLX as NaN
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPacking:
+    """How MLX holds a type. codes: None if its numbers are rounded anew.
+
+    error: relative RMS of what MLX multiplies with, against what the file stands for (normally distributed weights).
+    """
+
+    bits: int
+    group_size: int
+    codes: Callable[[Bytes], Codes] | None
+    error: float = 0.0
+    mode: str = "affine"
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a group's scale and bias."""
+        return 4 if self.mode == "affine" else 1
+
+
+def _halves(blocks: Bytes) -> Bytes:
+    """Return nibbles (…, 2n) of bytes (…, n): the low ones first."""
+    return np.concatenate([blocks & LOW, blocks >> FOUR], axis=-1)
+
+
+def _scale(blocks: Bytes, at: int) -> NDArray[np.float32]:
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Codes:
+    scale = _scale(blocks, 0)
+    return _halves(blocks[:, 2:]), scale, -8 * scale
+
+
+def _q4_1(blocks: Bytes) -> Codes:
+    return _halves(blocks[:, 4:]), _scale(blocks, 0), _scale(blocks, 2)
+
+
+def _fifth_bits(blocks: Bytes) -> Bytes:
+    return np.unpackbits(blocks, axis=-1, bitorder="little") << FOUR
+
+
+def _q5_0(blocks: Bytes) -> Codes:
+    scale = _scale(blocks, 0)
+    return _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), scale, -16 * scale
+
+
+def _q5_1(blocks: Bytes) -> Codes:
+    return _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _scale(blocks, 0), _scale(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Codes:
+    scale = _scale(blocks, 0)
+    return blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale
+
+
+def _k_scales(blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    scales, least = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
+    return _scale(blocks, 0) * scales, -_scale(blocks, 2) * least
+
+
+def _q4_k(blocks: Bytes) -> Codes:
+    return _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256), *_k_scales(blocks)
+
+
+def _q5_k(blocks: Bytes) -> Codes:
+    high = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)  # (blocks, 8, 32)
+    low = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return (low | high << FOUR).reshape(-1, 256), *_k_scales(blocks)
+
+
+CODEBOOK = (np.array(IQ4_NL.kvalues) + 128).astype(np.uint8)
+
+
+def _iq4_nl(blocks: Bytes) -> Codes:
+    scale = _scale(blocks, 0)
+    return CODEBOOK[_halves(blocks[:, 2:])], scale, -128 * scale
+
+
+def _iq4_xs(blocks: Bytes) -> Codes:
+    high = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)  # (blocks, 8)
+    low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8)).reshape(-1, 8) & 15
+    scale = _scale(blocks, 0) * ((low | (high & 3) << 4).astype(np.float32) - 32)
+    return CODEBOOK[_halves(blocks[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale, -128 * scale
+
+
+def _ternary(kind: Kind) -> Callable[[Bytes], Codes]:
+    def codes(blocks: Bytes) -> Codes:
+        scale, ones = np.repeat(_scale(blocks, blocks.shape[1] - 2), 2, axis=1), blocks.copy()
+        ones[:, -2:] = np.array([1], np.float16).view(np.uint8)
+        return (dequantize(ones, kind) + 1).astype(np.uint8), scale, -scale
+
+    return codes
+
+
+def _mxfp4(blocks: Bytes) -> Codes:
+    return _halves(blocks[:, 1:]), blocks[:, :1], None
+
+
+def _nvfp4(blocks: Bytes) -> Codes:
+    scales = np.where(blocks[:, :4] == NOT_A_SCALE, 0, blocks[:, :4]).astype(np.uint8)
+    return _halves(blocks[:, 4:].reshape(-1, 4, 8)).reshape(-1, 64), scales, None
+
+
+# Errors were measured on synthetic blocks (tests/engine/gguf), those of rounding on normally distributed weights.
+PACKINGS: dict[Kind, BlockPacking] = {
+    Kind.Q4_0: BlockPacking(4, 32, _q4_0),
+    Kind.Q4_1: BlockPacking(4, 32, _q4_1),
+    Kind.Q5_0: BlockPacking(5, 32, _q5_0),
+    Kind.Q5_1: BlockPacking(5, 32, _q5_1),
+    Kind.Q8_0: BlockPacking(8, 32, _q8_0),
+    Kind.Q4_K: BlockPacking(4, 32, _q4_k, 0.0007),
+    Kind.Q5_K: BlockPacking(5, 32, _q5_k, 0.0007),
+    Kind.IQ4_NL: BlockPacking(8, 32, _iq4_nl),
+    Kind.IQ4_XS: BlockPacking(8, 32, _iq4_xs, 0.0003),
+    Kind.TQ1_0: BlockPacking(2, 128, _ternary(Kind.TQ1_0)),
+    Kind.TQ2_0: BlockPacking(2, 128, _ternary(Kind.TQ2_0)),
+    Kind.MXFP4: BlockPacking(4, 32, _mxfp4, mode="mxfp4"),
+    Kind.NVFP4: BlockPacking(4, 16, _nvfp4, mode="nvfp4"),
+    **dict.fromkeys((Kind.Q6_K, Kind.Q3_K, Kind.Q2_K), BlockPacking(8, 32, None, 0.008)),
+    **dict.fromkeys((Kind.IQ1_S, Kind.IQ1_M), BlockPacking(8, 32, None, 0.008)),
+    **dict.fromkeys(
+        (Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S), BlockPacking(8, 32, None, 0.008)
+    ),
+}
+FLOATS = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}  # as safetensors call them
+WORDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def leaves_of(tensor: GgufTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the arrays that stand for a tensor of a type in ``FLOATS`` or ``PACKINGS``: safetensors' type and shape."""
+    if tensor.kind in FLOATS:
+        return {"": (FLOATS[tensor.kind], tensor.shape)}
+    packing, (*rows, width) = PACKINGS[tensor.kind], tensor.shape
+    groups = (*rows, width // packing.group_size)
+    weight = {"weight": ("U32", (*rows, width * packing.bits // 32))}
+    if packing.mode != "affine":
+        return weight | {"scales": ("U8", groups)}
+    return weight | {"scales": ("F16", groups), "biases": ("F16", groups)}
+
+
+def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], turned: int = 0) -> None:
+    """Fill the arrays of ``leaves_of`` (of packed words as uint32), some rows at a time. Raises ModelDamagedError.
+
+    turned: rows of a head whose halves llama.cpp interleaves, which is undone; 0: none.
+    """
+    if len(tensor.shape) == 1:  # a bias: each number is a row
+        tensor = replace(tensor, shape=(*tensor.shape, 1))
+    flat = {name: array.reshape(tensor.rows, -1) for name, array in leaves.items()}
+    step = max(1, CHUNK_WEIGHTS // tensor.shape[-1])
+    step = -(-step // turned) * turned if turned else step
+
+    def fill(first: int) -> None:
+        rows = tensor.read(first, min(step, tensor.rows - first))
+        if turned:
+            rows = rows.reshape(-1, turned // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        for name, found in _converted(rows, tensor.kind):
+            flat[name][first : first + len(rows)] = found
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(fill, range(0, tensor.rows, step)):
+            pass
+
+
+def _converted(rows: Bytes, kind: Kind) -> Iterator[tuple[str, NDArray[Any]]]:
+    if kind in FLOATS:
+        yield "", rows.view(WORDS[FLOATS[kind]])
+        return
+    packing = PACKINGS[kind]
+    if packing.codes is None:
+        codes, scales, biases = _rounded(dequantize(rows, kind), packing.group_size)
+    else:
+        codes, scales, biases = packing.codes(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    yield "weight", _packed(codes, packing.bits).reshape(len(rows), -1).view(np.uint32)
+    yield "scales", scales.reshape(len(rows), -1)
+    if biases is not None:
+        yield "biases", biases.reshape(len(rows), -1)
+
+
+def _rounded(values: NDArray[np.float32], group_size: int) -> Codes:
+    groups = values.reshape(-1, group_size)
+    least, most = groups.min(axis=1, keepdims=True), groups.max(axis=1, keepdims=True)
+    bias = least.astype(np.float16)
+    scale = ((most - bias) / LARGEST_CODE).astype(np.float16)
+    scale = np.where(bias + scale.astype(np.float32) * LARGEST_CODE < most, np.nextafter(scale, np.float16(1)), scale)
+    step = np.where(scale == 0, 1, scale).astype(np.float32)
+    codes = np.rint((groups - bias.astype(np.float32)) / step).clip(0, LARGEST_CODE).astype(np.uint8)
+    return codes, scale, bias
+
+
+def _packed(codes: Bytes, bits: int) -> Bytes:
+    """Pack codes (…, n) as MLX reads them: the first in the lowest bits."""
+    if bits == 8:
+        return codes
+    if bits in (2, 4):
+        each = 8 // bits
+        packed = codes[..., ::each].copy()
+        for at in range(1, each):
+            packed |= codes[..., at::each] << np.uint8(bits * at)
+        return packed
+    eight = codes.reshape(-1, 8).astype(np.uint64) << np.arange(0, 8 * bits, bits, dtype=np.uint64)
+    words: NDArray[np.uint64] = np.bitwise_or.reduce(eight, axis=1)
+    return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :bits]

@@ -1,0 +1,301 @@
+"""A GGUF file as the model folder that it stands for: config and tokenizer as files of the cache, weights as they are."""
+
+# Everything above weights reads a folder, so a GGUF gets one in the user's cache folder: what a Hugging Face folder says in
+# JSON, links to the file's parts, and a table of where each array comes from. Nothing is written beside the file.
+#
+#     <cache>/gguf/<name>/config.json, tokenizer.json, …       as any model has them
+#     <cache>/gguf/<name>/model-00001.gguf                     a link to a part
+#     <cache>/gguf/<name>/arrays.json                          what each part holds, by the names of mlx-lm's class
+#
+# <name> is a hash of the parts' places, sizes and times, so a file that changed gets another folder.
+
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import platformdirs
+import xxhash
+from gguf.constants import GGMLQuantizationType
+
+from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
+from ..files import INDEX_BYTES, read_text, size
+from .architectures import config_of, place_of
+from .blocks import FLOATS, PACKINGS, leaves_of, unpack_into
+from .file import GgufFile, GgufTensor, damaged, parts_of, read_gguf
+from .places import TABLE
+from .vocabulary import write_tokenizer
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+FORMAT = 1  # of the folder
+TYPES = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+KEPT_FOLDERS = 32  # of files that are still there; of others none
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder that stands for a GGUF file, made if need be.
+
+    Raises:
+        ModelDamagedError: cut, or not what it says.
+        ModelUnsupportedError: an architecture, type or tokenizer that isn't known.
+    """
+    files = parts_of(path)
+    try:
+        stats = [(os.path.realpath(file), file.stat()) for file in files]
+    except OSError as error:
+        raise unreadable(path, error) from error
+    told = [FORMAT, [(place, at.st_size, at.st_mtime_ns, at.st_ino) for place, at in stats]]
+    name = xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
+    root = _root()
+    if (root / name / TABLE).is_file():
+        return root / name
+    file = read_gguf(path)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as temporary:
+        made = Path(temporary) / name
+        made.mkdir()
+        try:
+            _write(file, made)
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise damaged(path, f"its hyper-parameters can't be right ({error})") from error
+        write_tokenizer(file.metadata, made, str(path))
+        _sweep(root)
+        try:
+            made.replace(root / name)
+        except OSError as error:  # another process was first
+            if not (root / name / TABLE).is_file():
+                raise unreadable(root / name, error) from error
+    return root / name
+
+
+def header_of(part: Path) -> dict[str, Any]:
+    """Return what a linked part holds in the form of a safetensors header. Raises ModelDamagedError."""
+    found: dict[str, Any] = {}
+    for source in Arrays(part.parent).sources:
+        if source.tensor.file == part:
+            end = 0
+            for name, (dtype, shape) in source.arrays().items():
+                nbytes = _nbytes(dtype, shape)
+                found[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+                end += nbytes
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A stored tensor, and where it goes. turned, less_one: what is undone (``architectures.Place``)."""
+
+    tensor: GgufTensor
+    module: str
+    leaf: str
+    shape: tuple[int, ...]
+    turned: int
+    less_one: bool
+
+    def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return safetensors' type and shape of each array of the module."""
+        if self.tensor.kind in FLOATS:
+            return {self._named(self.leaf): (FLOATS[self.tensor.kind], self.shape)}
+        return {self._named(leaf): found for leaf, found in leaves_of(self.tensor).items()}
+
+    def read(self) -> dict[str, "mx.array"]:
+        """Return the module's arrays. They are filled where they lie, so each is in memory once."""
+        import mlx.core as mx
+
+        made = {  # NumPy, which fills them, has no bfloat16
+            name: _zeros("U16" if dtype == "BF16" else dtype, shape) for name, (dtype, shape) in self.arrays().items()
+        }
+        mx.eval(list(made.values()))
+        leaves = {"" if self.tensor.kind in FLOATS else name.rpartition(".")[2]: name for name in made}
+        views = {leaf: np.asarray(made[name]) for leaf, name in leaves.items()}
+        unpack_into(self.tensor, views, self.turned)
+        del views
+        for name, (dtype, _) in self.arrays().items():
+            if dtype == "BF16":
+                made[name] = made[name].view(mx.bfloat16)
+            if self.less_one:
+                made[name] = made[name] - 1
+        return made
+
+    def _named(self, leaf: str) -> str:
+        return f"{self.module}.{leaf}" if leaf else self.module
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize
+
+
+def _zeros(dtype: str, shape: tuple[int, ...]) -> "mx.array":
+    import mlx.core as mx
+
+    types = {"U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8}
+    types |= {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    return mx.zeros(shape, types[dtype])
+
+
+class Arrays:
+    """A GGUF folder's arrays by name; one tensor's at a time are kept between calls of ``read``."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            told = json.loads(read_text(folder / TABLE, INDEX_BYTES))
+            self.sources = tuple(_source(folder, each) for each in told)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ModelDamagedError(
+                f"{folder / TABLE} can't be read: {error}", f"Remove the folder {folder}: it is made again."
+            ) from error
+        self._last: dict[str, mx.array] = {}
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, StoredPart]:
+        return {name: source for source in self.sources for name in source.arrays()}
+
+    def lazy(self) -> dict[str, "mx.array"]:
+        """Return zeros in the arrays' place, which take no memory until they are computed."""
+        return {
+            name: _zeros(dtype, shape) for source in self.sources for name, (dtype, shape) in source.arrays().items()
+        }
+
+    def whole(self) -> dict[str, "mx.array"]:
+        """Return all arrays, read. Raises ModelDamagedError."""
+        return {name: array for source in self.sources for name, array in source.read().items()}
+
+    def read(self, name: str) -> "mx.array":
+        """Return an array. Raises ModelDamagedError."""
+        if name not in self._last:
+            self._last = self._by_name[name].read()
+        return self._last.pop(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What became of a file's tensors of one type. error: relative RMS; nbytes: in memory, as stored in the file."""
+
+    kind: str
+    tensors: int
+    weights: int
+    file_bytes: int
+    nbytes: int
+    packing: str
+    error: float
+
+    def __str__(self) -> str:
+        off = f", relative error {self.error:g}" if self.error else ""
+        stored = f"{self.bits(self.file_bytes):.3g} bits a weight on disk, {self.bits(self.nbytes):.3g} in memory"
+        return f"{self.kind} ({size(self.file_bytes)}): {self.packing}{off}; {stored}"
+
+    def bits(self, nbytes: int) -> float:
+        return 8 * nbytes / self.weights
+
+
+def kept_of(folder: Path) -> tuple[Kept, ...]:
+    """Return what was done with each type of a GGUF folder, the largest first."""
+    sources = Arrays(folder).sources
+    kinds = Counter({source.tensor.kind: 0 for source in sources})
+    for source in sources:
+        kinds[source.tensor.kind] += source.tensor.nbytes
+    return tuple(_kept(kind, [each for each in sources if each.tensor.kind == kind]) for kind, _ in kinds.most_common())
+
+
+def _kept(kind: GGMLQuantizationType, sources: list[StoredPart]) -> Kept:
+    arrays = [found for source in sources for found in source.arrays().values()]
+    packing = PACKINGS.get(kind)
+    if packing is None:
+        how = "as it is"
+    else:
+        form = f"{packing.bits} bits in groups of {packing.group_size}" if packing.mode == "affine" else packing.mode
+        how = f"{form}, {'rounded again' if packing.codes is None else 'the same codes'}"
+    return Kept(
+        kind.name,
+        len(sources),
+        sum(int(np.prod(source.tensor.shape)) for source in sources),
+        sum(source.tensor.nbytes for source in sources),
+        sum(_nbytes(dtype, shape) for dtype, shape in arrays),
+        how,
+        0.0 if packing is None else packing.error,
+    )
+
+
+def _root() -> Path:
+    given = os.environ.get("TOKAMAC_CACHE_DIR")
+    root = (Path(given) if given else platformdirs.user_cache_path("tokamac")) / "gguf"
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ModelUnsupportedError(
+            f"{root} can't be made, and a GGUF file's config and tokenizer are kept there: {error.strerror}",
+            "Set TOKAMAC_CACHE_DIR to a folder that can be written.",
+        ) from error
+    return root
+
+
+def _sweep(root: Path) -> None:
+    """Remove folders of files that are gone, and the oldest of too many."""
+    folders = [table.parent for table in root.glob("*/" + TABLE)]
+    gone = [folder for folder in folders if not all(part.exists() for part in folder.glob("*.gguf"))]
+    there = sorted(set(folders) - set(gone), key=lambda folder: folder.stat().st_mtime)
+    for folder in [*gone, *there[: -KEPT_FOLDERS + 1]]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    links = {part: f"model-{index:05}.gguf" for index, part in enumerate(file.files, 1)}
+    for part, link in links.items():
+        (folder / link).symlink_to(os.path.realpath(part))
+    sources = list(_sources(file))
+    config = config_of(file)
+    if (packing := _quantization(sources)) is not None:
+        config["quantization"] = packing
+    table = [
+        {
+            "file": links[source.tensor.file],
+            "kind": int(source.tensor.kind),
+            "begin": source.tensor.begin,
+            "stored": source.tensor.shape,
+            **{name: getattr(source, name) for name in ("module", "leaf", "shape", "turned", "less_one")},
+        }
+        for source in sources
+    ]
+    for name, value in {"config.json": config, TABLE: table}.items():
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+
+
+def _source(folder: Path, told: Mapping[str, Any]) -> StoredPart:
+    tensor = GgufTensor(
+        "", GGMLQuantizationType(told["kind"]), tuple(told["stored"]), folder / told["file"], told["begin"]
+    )
+    return StoredPart(tensor, told["module"], told["leaf"], tuple(told["shape"]), told["turned"], told["less_one"])
+
+
+def _sources(file: GgufFile) -> Iterator[StoredPart]:
+    for tensor in file.tensors.values():
+        if (place := place_of(file, tensor)) is None:
+            continue
+        if tensor.kind not in FLOATS and tensor.kind not in PACKINGS:
+            raise ModelUnsupportedError(
+                f"{tensor.file} holds {tensor.name:.80} as {tensor.kind.name}, which is not known here",
+                "Use another file of the model.",
+            )
+        yield StoredPart(tensor, place.module, place.leaf, place.shape, place.turned, place.less_one)
+
+
+def _quantization(sources: list[StoredPart]) -> dict[str, Any] | None:
+    """Return config.json's `quantization`: the commonest form, and the modules that differ."""
+    forms: dict[str, tuple[int, int, str]] = {}
+    for source in sources:
+        if (packing := PACKINGS.get(source.tensor.kind)) is not None:
+            forms[source.module] = packing.group_size, packing.bits, packing.mode
+    if not forms:
+        return None
+    ((usual, _),) = Counter(forms.values()).most_common(1)
+    words = ("group_size", "bits", "mode")
+    others = {name: dict(zip(words, form, strict=True)) for name, form in forms.items() if form != usual}
+    return {**dict(zip(words, usual, strict=True)), **others}

@@ -1,0 +1,93 @@
+"""Each architecture of the table: a tiny model as GGUF computes what its Hugging Face form computes."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+from mlx.utils import tree_flatten
+
+from tests.engine.gguf import written
+from tests.families import build, golden
+from tokamac.engine import ModelNotFoundError, ModelUnsupportedError
+from tokamac.engine.gguf.checkpoint import folder_of, kept_of
+from tokamac.engine.gguf.places import find_gguf
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.loader import build_model, load_model
+from tokamac.engine.model.safetensors import weight_files
+from tokamac.engine.perf.cost import cost_of_folder
+from tokamac.engine.prompt_cache.folder import digest
+
+ROWS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "architectures.toml").read_text())["row"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
+def test_a_gguf_file_computes_what_its_original_does(row: dict[str, Any], tmp_path: Path) -> None:
+    original, file = tmp_path / "original", tmp_path / "model.gguf"
+    build(row["case"], original)
+    (original / "config.json").write_text(json.dumps(written.config_of(row)))
+    written.write(file, row)
+    ids = golden(row["case"])[0][:48]
+    own, other = (logprobs(folder, ids) for folder in (folder_of(file), original))
+    np.testing.assert_allclose(own, other, atol=2e-4)
+
+
+def logprobs(folder: Path, ids: list[int]) -> np.ndarray[Any, Any]:
+    loaded = load_model(folder, dtype="float32", device="cpu", progress=lambda *_: None)
+    logits = loaded.module(mx.array([ids]))[0].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "F16"])
+def test_packed_weights_compute_what_they_stand_for(case: str, kind: str, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row["case"] == case)
+    for name, unpacked in (("packed", False), ("plain", True)):
+        written.write(tmp_path / f"{name}.gguf", row, GGMLQuantizationType[kind], unpacked=unpacked)
+    own, other = (logprobs(folder_of(tmp_path / f"{name}.gguf"), golden(case)[0][:48]) for name in ("packed", "plain"))
+    np.testing.assert_allclose(own, other, atol=5e-4)
+
+
+def test_a_folder_stands_for_a_file_and_nothing_is_written_beside_it(tmp_path: Path) -> None:
+    file, digests = tmp_path / "models" / "model.gguf", tmp_path / "digests"
+    file.parent.mkdir()
+    written.write(file, ROWS[0])
+    folder = folder_of(file)
+    assert find_gguf(file.parent) == file
+    assert folder_of(file) == folder
+    before = digest(weight_files(folder), digests)
+    written.write(file, ROWS[0], GGMLQuantizationType.Q8_0)
+    assert folder_of(file) != folder
+    assert digest(weight_files(folder_of(file)), digests) != before
+    assert list(file.parent.iterdir()) == [file]
+    kept = {each.kind: each for each in kept_of(folder_of(file))}
+    assert kept["Q8_0"].error == kept["F32"].error == 0
+    cost = cost_of_folder(folder_of(file), read_config(folder_of(file)))
+    assert cost.weight_bytes == sum(each.nbytes for each in kept.values())
+    written.write(file.with_name("other.gguf"), ROWS[0])
+    with pytest.raises(ModelNotFoundError, match="2 GGUF models"):
+        find_gguf(file.parent)
+
+
+def test_a_conversion_reads_the_weights_themselves(tmp_path: Path) -> None:
+    written.write(tmp_path / "model.gguf", ROWS[0])
+    folder = folder_of(tmp_path / "model.gguf")
+    lazy = build_model(folder, read_config(folder))[0]
+    loaded = load_model(folder, dtype="float32", device="gpu", progress=lambda *_: None).module
+    for name, array in tree_flatten(lazy.parameters()):
+        assert mx.array_equal(array, dict(tree_flatten(loaded.parameters()))[name]), name
+
+
+def test_an_unknown_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama5")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelUnsupportedError, match="llama5"):
+        folder_of(tmp_path / "model.gguf")

@@ -1,0 +1,171 @@
+"""GGUF files as llama.cpp's converter writes them, from a golden case: names by the `gguf` package's table, not by ours."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+
+from tests.families import GOLDEN
+from tests.golden.weights import tensor
+
+Array = np.ndarray[Any, np.dtype[Any]]
+F32 = GGMLQuantizationType.F32
+ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+INTERLEAVED = {"llama", "granite", "smollm3", "arcee"}  # whose rotation works on neighbours, unlike the original's
+ADDED_ONE = {"gemma", "gemma2", "gemma3"}
+EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight")
+# config.json's key: GGUF's, as far as all architectures share them
+SHARED = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
+    "num_experts_per_tok": "expert_used_count",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+SCALING = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+}
+
+
+def config_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the case's config, changed to what a GGUF file can say."""
+    config: dict[str, Any] = json.loads((GOLDEN / row["case"] / "config.json").read_text())
+    for name, value in row.get("config", {}).items():
+        if isinstance(value, dict):
+            config[name] |= value
+        else:
+            config[name] = value
+    return config
+
+
+def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, *, unpacked: bool = False) -> None:
+    """Write the case with the keys of ``row``, its matrices packed; ``unpacked``: as the float32 that these stand for."""
+    stored = json.loads((GOLDEN / row["case"] / "case.json").read_text())
+    config = config_of(row)
+    weights = {name: tensor(stored["seed"], name, tuple(shape), config) for name, shape in stored["shapes"].items()}
+    writer = GGUFWriter(path, row["architecture"])
+    for key, value in {**_keys(config), **row.get("keys", {})}.items():
+        full = f"{row['architecture']}.{key}"
+        if isinstance(value, list):
+            writer.add_array(full, value)
+        elif isinstance(value, str):
+            writer.add_string(full, value)
+        elif isinstance(value, bool):
+            writer.add_bool(full, value)
+        else:
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full, value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", *(f"t{index}" for index in range(3, config["vocab_size"]))])
+    writer.add_token_merges(["a b"])
+    names = get_tensor_name_map(ARCHITECTURES[row["architecture"]], config["num_hidden_layers"])
+    for name, values in _changed(row["architecture"], config, weights):
+        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert known is not None, name
+        values = np.ascontiguousarray(np.atleast_1d(values.squeeze()))
+        if values.ndim == 1 or values.shape[-1] % 32 or kind == F32 or "ffn_gate_inp" in known:
+            writer.add_tensor(known, values)
+        elif unpacked:
+            writer.add_tensor(known, dequantize(quantize(values, kind), kind))
+        else:
+            writer.add_tensor(known, quantize(values, kind), raw_dtype=kind)
+    for name, values in _factors(config):
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope: Mapping[str, Any] = config["rope_parameters"]
+    return rope.get("full_attention", rope)  # type: ignore[no-any-return]
+
+
+def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = _rope(config)
+    keys = {key: config[name] for name, key in SHARED.items() if config.get(name) is not None}
+    keys["rope.freq_base"] = float(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn", "longrope"):
+        keys["rope.scaling.type"] = rope["rope_type"]
+        keys |= {key: rope[name] for name, key in SCALING.items() if name in rope}
+    return keys
+
+
+def _changed(architecture: str, config: Mapping[str, Any], weights: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    experts: dict[str, list[Array]] = {}
+    for name, values in sorted(weights.items(), key=_by_number):
+        if found := EXPERT.fullmatch(name):
+            part = "feed_forward" if found[3][0] == "w" else "mlp"
+            stem = f"{found[1]}.{part}.experts.{found[3]}.weight"
+            experts.setdefault(stem.removeprefix("model.") if part == "feed_forward" else stem, []).append(values)
+        elif architecture == "gpt-oss" and ".experts." in name:
+            yield from _gpt_oss_experts(name, values)
+        elif name.endswith("kv_b_proj.weight") and config["model_type"] == "deepseek_v3":
+            both = values.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+            yield name.replace("kv_b", "k_b"), both[:, : config["qk_nope_head_dim"]].swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), both[:, config["qk_nope_head_dim"] :]
+        else:
+            yield _plain(architecture, config, name, values)
+    for stem, each in experts.items():
+        yield stem, np.stack(each)
+
+
+def _by_number(named: tuple[str, Array]) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", named[0])]
+
+
+def _plain(architecture: str, config: Mapping[str, Any], name: str, values: Array) -> tuple[str, Array]:
+    part = re.search(r"\.([qk])_proj\.", name)
+    if architecture in INTERLEAVED and part:
+        heads = config["num_attention_heads" if part[1] == "q" else "num_key_value_heads"]
+        halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    if architecture in ADDED_ONE and name.endswith("norm.weight"):
+        values = values + 1
+    return name.replace("sinks", "sinks.weight").replace("e_score_correction_bias", "e_score_correction.bias"), values
+
+
+def _gpt_oss_experts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
+    stem, bias = name.removesuffix("_bias"), name.endswith("_bias")
+    values = values if bias else values.swapaxes(1, 2)  # (experts, out, in)
+    kind = "bias" if bias else "weight"
+    if "gate_up" in stem:
+        yield f"{stem.replace('gate_up', 'gate')}.{kind}", values[:, ::2]
+        yield f"{stem.replace('gate_up', 'up')}.{kind}", values[:, 1::2]
+    else:
+        yield f"{stem}.{kind}", values
+
+
+def _factors(config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    rope, width = _rope(config), config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    for name in ("long", "short"):
+        if f"{name}_factor" in rope:
+            yield f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32)
+    if rope["rope_type"] == "llama3":
+        factors, length = [], rope["original_max_position_embeddings"]
+        for index in range(0, width, 2):
+            wave = 2 * math.pi * rope["rope_theta"] ** (index / width)
+            smooth = (length / wave - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            smooth = min(max(smooth, 0), 1)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+        yield "rope_freqs.weight", np.array(factors, np.float32)
