@@ -301,12 +301,22 @@ class ServerApp:
 
     def _logged(self, request: Request, answer: Any, outcome: RequestOutcome, took: Timed) -> Any:
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-            status = 0
+            status, is_told = 0, False
+
+            def tell() -> None:
+                nonlocal is_told
+                is_told = True
+                self._count_request(request.scope["path"], status, outcome)
+                self._log(_line(request, status, outcome, took.seconds))
+                if request.method == "POST":
+                    self._recent.append(_record(request, status, outcome, took.seconds))
 
             async def sending(message: Any) -> None:
                 nonlocal status
                 if message["type"] == "http.response.start":
                     status = message["status"]
+                elif not message.get("more_body"):
+                    tell()  # a client that has its whole answer finds it in /v1/requests
                 await send(message)
 
             try:
@@ -315,10 +325,8 @@ class ServerApp:
                 self._log_failure(error)
                 outcome.error = "internal"
             finally:
-                self._count_request(request.scope["path"], status, outcome)
-                self._log(_line(request, status, outcome, took.seconds))
-                if request.method == "POST":
-                    self._recent.append(_record(request, status, outcome, took.seconds))
+                if not is_told:
+                    tell()
                 if outcome.body_bytes >= LONGER_BODY:
                     give_back_freed()
 
