@@ -1,9 +1,10 @@
 """CPU products where MLX has no GPU; removable once MLX's kernels are as fast."""
 
-# Others import this module, which is light, and layers.py and stepping.py, which load numba: where MLX computes on a CPU.
+# Others import this module, which is light, and, where MLX computes on a CPU, layers.py and stepping.py, which load LLVM.
 
 # MLX unpacks weights slowly on one thread; its reference BLAS is some 30 times slower than NumPy's. Packed
-# weights use numba kernels (products.py, tiles.py) on own threads (pool.py), float32 ones NumPy (layers.py).
+# weights use kernels (products.py) on own threads (pool.py), float32 ones NumPy (layers.py). What writes the kernels
+# (kernels) loads numba, where their machine code (machine_code.py) isn't kept yet.
 
 import math
 import sys

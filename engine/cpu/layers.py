@@ -16,10 +16,22 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..events import RoundingCost
 from ..model.head import are_asked_for, asking_for_logits
 from ..perf.memory import machine_total
-from .byte_tiles import can_round
-from .products import Floats, PackedMatrix, Words, prepare, several
-from .step import prepare_beside
-from .tiles import AFFINE, BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, FORMATS, FP4, FP8, LANES, WeightFormat
+from .formats import (
+    AFFINE,
+    BFLOAT16,
+    E4M3,
+    E8M0,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    FP4,
+    FP8,
+    LANES,
+    WeightFormat,
+    can_round,
+)  # fmt: skip
+from .machine_code import address_of, prepare_step_beside
+from .products import Floats, PackedMatrix, Words, prepare
 
 # MLX's reference BLAS is some 30 times slower. Weights stay MLX arrays, viewed by NumPy without copies.
 # Conversions also unpack packed layers, one at a time (``unpack``).
@@ -164,7 +176,7 @@ def _unpacked_bytes(module: nn.Module) -> int:
 # By MLX's name: the kind of numbers, and how their scales are stored; None: as floating numbers.
 MODES = {"affine": (AFFINE, None), "mxfp4": (FP4, E8M0), "nvfp4": (FP4, E4M3), "mxfp8": (FP8, E8M0)}
 
-# How long a load waits for kernels before it says so. Kept ones take half as long; compiling takes some seconds, once.
+# How long a load waits for kernels before it says so. Kept ones take some milliseconds; compiling takes some seconds, once.
 NOTICEABLE_S = 1.0
 
 STORED = {mx.float32: FLOAT32, mx.bfloat16: BFLOAT16, mx.float16: FLOAT16}
@@ -278,9 +290,9 @@ class Compiling:
     def _compile(self, formats: set[tuple[WeightFormat | None, int]], rounded: bool, experts: bool) -> None:
         try:
             if formats:
-                prepare_beside()
+                prepare_step_beside()
             if experts:
-                several()
+                address_of("several")
             for each, stored in formats:
                 if each is not None:
                     prepare(each, stored, rounded=rounded and can_round(each))

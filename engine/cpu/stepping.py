@@ -17,12 +17,13 @@ from ..kv.layout import Affine, Codec, Plain, Ring
 from ..kv.plan import CachePlan
 from ..model.corrected_layers import FeedForward, LongRoPE, ScaledRoPE
 from ..model.head import are_asked_for, keep_hidden_states
-from . import attention, products, step
+from .formats import FORMS, LANES, PLAIN_FORM, WeightFormat
 from .layers import NOTICEABLE_S, PackedEmbedding, PackedHead, PackedLinear, round_rows, rounds_rows
+from .machine_code import address_of, function_of, prepare_step
 from .pool import POOL
-from .products import PackedMatrix, Preparation, embedding_of, shares
-from .step import GELU, GELU_TANH, SILU, Floats
-from .tiles import FORMS, LANES, PLAIN_FORM, WeightFormat, mixing_of, scoring_of
+from .products import Floats, PackedMatrix, Preparation, embedding_of, shares
+from .words import attention, products, step
+from .words.step import GELU, GELU_TANH, SILU
 
 # Classes match by name, since their order of computation is invisible; layers must be standard, with supported
 # packing. stepping.py then compares results.
@@ -404,7 +405,7 @@ def _cache_words(cache: Cache, held: HeldSlots, size: int) -> Words:
     ):
         words[first : first + len(addresses)] = addresses
         form, group, bits, rotated = _form(codec, size)
-        kernel = scoring_of(form) if first == attention.KEYS else mixing_of(form)
+        kernel = address_of("score" if first == attention.KEYS else "mix", form)
         words[first + attention.KERNEL : first + attention.SIDE] = (
             *(kernel, bits, rotated, size * bits // 8, size // group, group // 16),
             int(FORMS[form].swaps),
@@ -449,7 +450,7 @@ class _Space:
                 for each in (self._hidden, self._normed, self._added, self._gated, self._acted, parts.last_norm)
             ),
             *embedding_of(parts.embedding._matrix, self._ids, self._hidden, self._keep),
-            *(attention.writing(), attention.attending()),
+            *(address_of("write"), address_of("attend")),
         )
         self._numbers = np.array((parts.embedded, parts.residual, parts.logits, parts.softcap, parts.eps), np.float32)
         self._layers = np.array([self._layer_words(each) for each in parts.layers])
@@ -459,6 +460,17 @@ class _Space:
             self._runs = np.array([*runs, self._product((parts.head,), self._normed, self._logits)])
         else:
             self._runs = np.array(runs[: len(runs) - step.RUNS + 1])
+        self._step = function_of("step", 10)
+        self._given = (
+            *(
+                self._model.ctypes.data,
+                self._layers.ctypes.data,
+                len(self._layers),
+                self._runs.ctypes.data,
+                len(self._runs),
+            ),
+            *(self._attentions.ctypes.data, self._numbers.ctypes.data, self._logits.ctypes.data, self._logits.shape[1]),
+        )
 
     def run(
         self, ids: npt.NDArray[np.int64], addresses: Sequence[Sequence[int]], positions: Sequence[int]
@@ -480,15 +492,7 @@ class _Space:
                 self._turns[row, index] = rope.rows_at(position)
         pool = POOL.acquire()
         try:
-            step.run_step(
-                pool,
-                self._model,
-                self._layers,
-                self._runs,
-                self._attentions,
-                self._numbers,
-                self._logits[:rows],
-            )
+            self._step(pool, *self._given)
         finally:
             POOL.release(pool)
         return self._logits[:rows], self._normed[:rows]
@@ -569,7 +573,7 @@ class _Space:
             _, kernel, address = several
         else:
             made = self._keep(np.array([len(matrices), *several, all_pieces], np.int64))
-            kernel, address = products.several(), made.ctypes.data
+            kernel, address = address_of("several"), made.ctypes.data
         return kernel, address, all_pieces, at_once, before.ctypes.data, len(preparations)
 
     def _prepare(self, preparation: Preparation, x: Floats) -> tuple[Any, Words]:
@@ -621,9 +625,9 @@ def take_steps(model: nn.Module, plan: CachePlan, make: Caching, compiling: Call
 
 def _prepare(codecs: Iterable[tuple[Codec, Codec]]) -> None:
     for keys, values in codecs:
-        scoring_of(_form(keys, LANES)[0])
-        mixing_of(_form(values, LANES)[0])
-    step.prepare()
+        address_of("score", _form(keys, LANES)[0])
+        address_of("mix", _form(values, LANES)[0])
+    prepare_step()
 
 
 def _difference(model: nn.Module, steps: Steps, make: Caching) -> float:

@@ -72,12 +72,12 @@ MIXED_FORMS = ("rounded", "MLX's experts")
 COMPILES = """
 import time
 from tokamac.engine.kv.codec import Plain
-from tokamac.engine.cpu import products, step, stepping
-from tokamac.engine.cpu.byte_tiles import can_round
-from tokamac.engine.cpu.tiles import BFLOAT16, WeightFormat
+from tokamac.engine.cpu import machine_code, products, stepping
+from tokamac.engine.cpu.formats import can_round
+from tokamac.engine.cpu.formats import BFLOAT16, WeightFormat
 
 began, format = time.perf_counter(), WeightFormat(4)
-step.prepare_beside()
+machine_code.prepare_step_beside()
 products.prepare(format, BFLOAT16, rounded=can_round(format))
 stepping._prepare([(Plain(), Plain())])
 print(time.perf_counter() - began)

@@ -1,13 +1,11 @@
 """Products on a plain CPU: packed weights against what MLX unpacks them to, bit by bit across rows, threads and pieces."""
 
-import fcntl
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +22,6 @@ from tokamac.engine.model.head import asking_for_logits
 if sys.platform != "linux":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.cpu import pool as kernels
 from tokamac.engine.cpu import products
 from tokamac.engine.cpu.layers import (
     LAZY_WEIGHTS,
@@ -38,9 +35,10 @@ from tokamac.engine.cpu.layers import (
     unpack,
     use_kernels,
 )
-from tokamac.engine.cpu.pool import POOL, SLEEPING, Pool, digest_of
-from tokamac.engine.cpu.pool import run as pool_run
+from tokamac.engine.cpu.machine_code import digest_of
+from tokamac.engine.cpu.pool import POOL, Pool
 from tokamac.engine.cpu.products import PackedMatrix
+from tokamac.engine.cpu.words.pool import SLEEPING
 
 AFFINE = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 MICROSCALED = [(4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")]
@@ -102,74 +100,84 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
         assert np.array_equal(matrix.multiply(x[row : row + 1])[0], together[row])
 
 
-def test_no_other_process_compiles_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba's index of what is kept is not locked, and two that write it at once may name each other's code."""
-    locked: list[bool] = []
+KERNEL = """
+import sys
+import numpy as np
+from tokamac.engine.cpu import machine_code
+from tokamac.engine.cpu.machine_code import function_of
+x, y = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
+words = np.array([x.ctypes.data, 64, 16, y.ctypes.data, 64, 16])
+function_of("swap", 3)(words.ctypes.data, 0, 1)
+assert list(y[:4]) == [0, 8, 1, 9]
+print("numba" in sys.modules)
+"""
 
-    def is_locked(function: Callable[..., Any]) -> bool:
-        with kernels._lock_of(function).open("w") as other:
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+BESIDE = """
+import sys
+from tokamac.engine.cpu import machine_code
+others = []
+start = machine_code.subprocess.Popen
+machine_code.subprocess.Popen = lambda *given, **named: others.append(start(*given, **named)) or others[-1]
+machine_code.usable_cores = lambda: 2
+machine_code.prepare_step_beside()
+if sys.argv[1] == "wait":
+    others[0].wait()
+if sys.argv[1] != "nothing":
+    machine_code.prepare_step()
+print(len(others), "numba" in sys.modules)
+"""
 
-    def compile_now(*_: object, **__: object) -> Callable[[object], object]:
-        locked.extend((is_locked(kernel), is_locked(another)))
-        with kernels.alone(another):  # what is compiled within it waits for nobody
-            return lambda _: SimpleNamespace(address=7)
 
-    def kernel(arguments: int, first: int, last: int) -> None:
-        """Nothing."""
+def begin(code: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """Begin a process that keeps machine code, as it keeps bytecode, in a folder."""
+    environment = {
+        **os.environ,
+        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+        "XDG_CACHE_HOME": str(folder / "user"),
+    }
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment, text=True, stdout=pipe, stderr=pipe
+    )
 
-    def another(arguments: int, first: int, last: int) -> None:
-        """Nothing."""
 
-    monkeypatch.setattr(kernels, "cfunc", compile_now)
-    monkeypatch.setattr(kernels, "_alive", [])
-    assert kernels.compile_kernel(kernel) == 7
-    assert (locked, is_locked(kernel)) == ([True, False], False)
+def said(process: "subprocess.Popen[str]") -> str:
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    return out.strip()
+
+
+def test_machine_code_is_compiled_once(tmp_path: Path) -> None:
+    """Of several processes that begin at once one compiles; what is damaged, another's, or not theirs alone is not loaded."""
+    several = [begin(KERNEL, tmp_path) for _ in range(3)]
+    assert sorted(map(said, several)) == ["False", "False", "True"]
+    (kept,) = tmp_path.rglob("swap-*.o")
+    whole = kept.read_bytes()
+    said(begin(KERNEL + "machine_code.address_of('end')", tmp_path))
+    (other,) = tmp_path.rglob("end-*.o")
+    for spoil in (
+        lambda: kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])),
+        lambda: kept.write_bytes(b""),
+        lambda: kept.write_bytes(whole[:32]),
+        lambda: kept.chmod(0o622),
+        lambda: kept.write_bytes(other.read_bytes()),
+    ):
+        spoil()
+        assert said(begin(KERNEL, tmp_path)) == "True"
+        assert kept.read_bytes() == whole
+
+
+def test_machine_code_that_can_be_kept_nowhere_is_compiled(tmp_path: Path) -> None:
+    for folder in ("bytecode", "user"):
+        (tmp_path / folder).write_text("no folder", encoding="utf-8")
+    assert said(begin(KERNEL, tmp_path)) == "True"
+    assert said(begin(BESIDE, tmp_path, "nothing")) == "0 False"
 
 
 def test_two_processes_compile_what_a_step_runs(tmp_path: Path) -> None:
     """What the other one made is taken from where it is kept, and nothing is compiled where all is."""
-    code = """
-import sys
-from numba.core import event
-from tokamac.engine.cpu import pool as kernels, step
-made, others = [], []
-class Listener(event.Listener):
-    def on_start(self, begun): made.append(begun.data["dispatcher"].py_func.__name__)
-    def on_end(self, ended): pass
-event.register("numba:compile", Listener())
-start = kernels.subprocess.Popen
-kernels.subprocess.Popen = lambda *given, **named: others.append(start(*given, **named)) or others[-1]
-kernels.usable_cores = lambda: 2
-step.prepare_beside()
-if sys.argv[1] == "wait":
-    others[0].wait()
-step.prepare()
-print(len(others), len(made))
-"""
-    for wait, expected in (("wait", (1, 0)), ("go on", (0, 0))):
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", code, wait],
-            capture_output=True, text=True, env=environment, timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
-        assert done.stdout == "{} {}\n".format(*expected), done.stderr
-
-
-def test_where_nothing_can_be_kept_no_other_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: object) -> Path:
-        raise RuntimeError("no locator available")
-
-    def never_compiled(arguments: int, first: int, last: int) -> None:
-        """Nothing."""
-
-    assert kernels.is_missing(never_compiled)
-    monkeypatch.setattr(kernels, "_folder_of", refused)
-    assert not kernels.is_missing(products._several)
+    for wait, expected in (("wait", "1 False"), ("go on", "0 False")):
+        assert said(begin(BESIDE, tmp_path, wait)) == expected
 
 
 def test_nothing_is_read_that_was_let_go_of() -> None:
@@ -248,16 +256,11 @@ def test_workers_sleep_are_woken_and_end(pool: Pool) -> None:
     assert np.array_equal(matrix.multiply(x), expected)
 
 
-def test_a_kernel_that_was_kept_is_that_of_all_the_sources(tmp_path: Path) -> None:
-    """numba itself looks at the one file in which a function stands."""
-    matrix_of(packed(8, 64, (4, 64, "affine"))).multiply(rows_of(1, 64))
-    kept = [each.name for each in Path(pool_run.stats.cache_path).iterdir()]
-    digest = digest_of(Path(kernels.__file__).parent)
-    assert any(name.startswith(f"pool.run_{digest}") for name in kept)
+def test_machine_code_is_that_of_all_the_sources(tmp_path: Path) -> None:
     digests = set()
-    for name in ("tiles.py", "pool.py", "other.txt"):
+    for name in ("tiles.py", "kernels/tiles.py", "other.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("changed", encoding="utf-8")
-        digest_of.cache_clear()
         digests.add(digest_of(tmp_path))
     assert len(digests) == 2
 

@@ -18,7 +18,7 @@ from mlx_lm.models.qwen3_moe import Model, ModelArgs
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from tests.engine.model.test_cpu import AFFINE, MICROSCALED, rows_of
-from tokamac.engine.cpu.byte_tiles import can_round
+from tokamac.engine.cpu.formats import can_round
 from tokamac.engine.cpu.layers import PackedExperts, keep_packed, matrix_of, measure_cost, round_rows, use_kernels
 from tokamac.engine.cpu.products import PackedMatrix
 from tokamac.engine.device import device_kind

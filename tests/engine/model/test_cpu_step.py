@@ -27,9 +27,8 @@ if sys.platform != "linux" or device_kind() != "cpu":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
 from tokamac.engine.cpu import products, stepping
-from tokamac.engine.cpu.byte_tiles import can_round
+from tokamac.engine.cpu.formats import WeightFormat, can_round
 from tokamac.engine.cpu.layers import round_rows, rounds_rows, use_kernels
-from tokamac.engine.cpu.tiles import WeightFormat
 
 Caches = list[Any]
 

@@ -23,10 +23,10 @@ from tests.engine.helpers import write_model
 from tests.engine.model.test_cpu import check_pieces_and_threads_change_no_bit, packed, rows_of, unpacked
 from tokamac.engine import Engine, PromptCacheSpec, Sampling, loading
 from tokamac.engine.cpu import cost_key, keep_cost, known_cost
-from tokamac.engine.cpu.byte_tiles import LONG, can_round
+from tokamac.engine.cpu.formats import FORMATS, FP8, WeightFormat, can_round
+from tokamac.engine.cpu.kernels.byte_tiles import LONG
 from tokamac.engine.cpu.layers import PackedLinear, matrix_of, measure_cost, round_rows, use_kernels
 from tokamac.engine.cpu.products import PackedMatrix
-from tokamac.engine.cpu.tiles import FORMATS, FP8, WeightFormat
 from tokamac.engine.device import device_kind
 from tokamac.engine.events import RoundingCost
 from tokamac.engine.perf import hardware

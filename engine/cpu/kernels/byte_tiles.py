@@ -19,39 +19,30 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from . import adds_products, rounded_bits
-from .pool import compiled
+from .. import adds_products
+from ..formats import BFLOAT16, EXACT, FLOAT16, FLOAT32, FORMATS, LANES, TURN_BYTES, VECTOR, WeightFormat, vectors_of
+from .pool import inner
 from .tiles import (
-    AFFINE,
     ARGUMENTS,
     AWAITING,
-    BFLOAT16,
     F32,
-    FLOAT16,
-    FLOAT32,
     FLOATS,
-    FORMATS,
     I8,
     I16,
     I32,
     I64,
-    LANES,
     SIDE,
     WORDS,
     TileWriter,
-    WeightFormat,
     each_tile,
     write_tiles,
-)
+)  # fmt: skip
 
 ADDS_PRODUCTS = adds_products()
 
 # Whether a tile's scales and biases are float32, rows of `padded` numbers: where nothing reads a part of a vector.
 PADS = not ADDS_PRODUCTS
 
-EXACT = -1  # in place of how scales are: rows of x are not rounded, and scales are float32
-
-VECTOR = 64
 BYTES = ir.VectorType(I8, VECTOR)
 MOST = 127.0
 TINY = 2.0**-126  # groups whose scale would be smaller than the smallest normal number are zeros
@@ -61,27 +52,12 @@ TINY = 2.0**-126  # groups whose scale would be smaller than the smallest normal
 # are of models that a cache holds.
 LONG, AHEAD, SCALES_AHEAD = 320, 4096, 128
 
-TURN_BYTES = 2 * 4 * LANES  # of what a rounded row says of the groups of a turn
-
 STORED_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # of a scale or a bias
 
 
-def can_round(format: WeightFormat) -> bool:
-    return format.kind == AFFINE and format.bits in rounded_bits()
-
-
-@compiled
+@inner
 def padded(groups: int) -> int:
     return LANES * ((groups + LANES - 1) // LANES)
-
-
-def vectors_of(format: WeightFormat) -> int:
-    return 8 // format.bits if format.bits in (2, 4) else 1
-
-
-def rounded_bytes(format: WeightFormat, columns: int, group_size: int) -> int:
-    count = vectors_of(format)
-    return -(-columns // (VECTOR * count)) * VECTOR * count + -(-columns // group_size // LANES) * TURN_BYTES
 
 
 def _chunk_bytes(format: WeightFormat) -> int:

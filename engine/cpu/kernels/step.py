@@ -1,4 +1,4 @@
-"""A decoder's decode step from ids to logits, as one sequence of kernels over fixed buffers."""
+"""A decode step as one sequence of kernels over fixed buffers; ../stepping.py says of what."""
 
 #     embedding → layers (norm, QKV, rotation, attention, output, sum, norm, gated feed-forward, sum) → norm → head
 #
@@ -9,40 +9,16 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from numba import types
 
-from .attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE, attending, exponential, writing
-from .pool import alone, call, compiled, inner, is_missing, run, run_beside
-from .products import ROWS_AT_ONCE, floats_at, several, words_at
-from .tiles import LANES, dot
-
-SILU, GELU, GELU_TANH = range(3)
-
-# Words of a model, and of a layer. Rows; a row's numbers, and those between the products of a feed-forward block; of a
-# head, those that are rotated, and whether pairs stand side by side; how many rotations, and the address of their
-# cosines and sines; then addresses of buffers: the sum of what layers add, what is normed of it, what one adds, gates
-# and what they gate, both in one; and of the last norm's weights.
-COUNT, DIMS, INNER, ROPE_DIMS, PAIRED, ROPES, ROPES_AT, ACTIVATION, HIDDEN, NORMED, ADDED, GATED, ACTED, LAST_NORM = (
-    range(14)
-)
-# Where the embedding's kernel and its arguments stand, and attention's kernels; how many words in all.
-EMBEDDING, WRITE, ATTEND, MODEL = 14, 16, 17, 18
-
-# Addresses: weights of the norms before attention and before feed-forward, and of those of what either adds, and the
-# biases of what either adds; weights of the heads' norms; biases of what the first products give. 0: none. Then which
-# rotation, and how many words in all.
-BEFORE, AFTER, ADDED_BIAS, QUERY_NORM, KEY_NORM, JOINED_BIAS, GATED_BIAS, ROPE, LAYER = 0, 2, 4, 6, 7, 8, 9, 10, 11
-
-RUNS = 4  # groups of products in a layer, each with rows of its own. The head's stands after those of all layers.
-# Words of products that share their rows: kernel, arguments, pieces, pieces at once; what prepares the rows, and how
-# many such.
-RUN = 6
-PREPARATION = 2  # words of what prepares rows: kernel and arguments; its pieces are rows
-
-# Numbers of a model. What embeddings, what layers add and logits are multiplied by; what bounds logits, or 0; what is
-# added to the mean of squares.
-EMBEDDED, RESIDUAL, LOGITS, SOFTCAP, EPS = range(5)
+from ..formats import LANES
+from ..words.attention import ALL as ATTENTION
+from ..words.attention import HEADS, NEW_BYTES, QUERIES, REPEATS, SIZE
+from ..words.products import ROWS_AT_ONCE
+from ..words.step import *
+from .attention import exponential
+from .pool import call, inner, run
+from .products import floats_at, words_at
+from .tiles import dot
 
 ATTENDED = 64  # how many times the pool takes heads of rows from an attention, at most
 
@@ -143,16 +119,32 @@ def _add(model: Any, bias: int, norm: int, numbers: Any) -> None:
             hidden[i] += more[i] * numbers[RESIDUAL]
 
 
-@compiled
-def run_step(  # noqa: PLR0917
-    pool: int, model: Any, layers: Any, runs: Any, attentions: Any, numbers: Any, logits: Any
+@inner
+def step(  # noqa: PLR0917
+    pool: int,
+    model_at: int,
+    layers_at: int,
+    depth: int,
+    runs_at: int,
+    count: int,
+    attentions_at: int,
+    numbers_at: int,
+    logits_at: int,
+    wide: int,
 ) -> None:
-    """Compute logits (rows, vocabulary); for a prompt piece, where ``runs`` end early, only keys and values.
+    """Compute logits (rows, wide); for a prompt piece, where runs end early, only keys and values.
 
-    model: MODEL words; layers (L, LAYER); runs (RUNS · L + 1, RUN); attentions (L, ALL of attention.py); numbers:
-    EMBEDDED … EPS.
+    model: MODEL words; layers (depth, LAYER); runs (count: RUNS · depth + 1, RUN); attentions (depth, ATTENTION);
+    numbers: EMBEDDED … EPS.
     """
-    rows, inner, eps = model[COUNT], model[INNER], numbers[EPS]
+    model, layers, runs = (
+        words_at(model_at, MODEL),
+        words_at(layers_at, (depth, LAYER)),
+        words_at(runs_at, (count, RUN)),
+    )
+    attentions, numbers = words_at(attentions_at, (depth, ATTENTION)), floats_at(numbers_at, EPS + 1)
+    logits = floats_at(logits_at, (model[COUNT], wide))
+    rows, between, eps = model[COUNT], model[INNER], numbers[EPS]
     call(model[EMBEDDING], model[EMBEDDING + 1], 0, rows)
     hidden = floats_at(model[HIDDEN], rows * model[DIMS])
     for i in range(len(hidden)):
@@ -173,9 +165,9 @@ def run_step(  # noqa: PLR0917
             _add(model, layer[ADDED_BIAS + block], layer[AFTER + block], numbers)
         elif block == 1:
             for row in range(rows):
-                gated = model[GATED] + 8 * inner * row
-                _add_bias(gated, layer[GATED_BIAS], 2 * inner)
-                _gate(gated, inner, model[ACTIVATION], model[ACTED] + 4 * inner * row)
+                gated = model[GATED] + 8 * between * row
+                _add_bias(gated, layer[GATED_BIAS], 2 * between)
+                _gate(gated, between, model[ACTIVATION], model[ACTED] + 4 * between * row)
         elif index < head:
             _rotate_heads(model, layer, attention, turns, eps)
             words: Any = np.intp(attention.ctypes.data)
@@ -195,25 +187,3 @@ def _finish(logits: Any, numbers: Any) -> None:
             logits[row, i] *= factor
             if softcap > 0:
                 logits[row, i] = softcap * (one - two / (one + exponential(two * (logits[row, i] / softcap))))
-
-
-def prepare(*, from_end: bool = False) -> None:
-    """Compile every step's functions. from_end: reversed, to share work with another process."""
-    parts = (several, writing, attending, _compile_step)
-    for part in reversed(parts) if from_end else parts:
-        part()
-
-
-def prepare_beside() -> None:
-    if is_missing(run_step.py_func):  # type: ignore[attr-defined]
-        run_beside(f"from {__name__} import prepare\nprepare(from_end=True)")
-
-
-def _compile_step() -> None:
-    words, table, numbers = types.int64[::1], types.int64[:, ::1], types.float32[::1]
-    given = (types.intp, words, table, table, table, numbers, types.float32[:, ::1])
-    with alone(run_step.py_func):  # type: ignore[attr-defined]
-        run_step.compile(given)  # type: ignore[attr-defined]
-
-
-Floats = npt.NDArray[np.float32]

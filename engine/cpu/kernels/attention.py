@@ -4,52 +4,18 @@
 # at a time, with a running softmax: no copies, no score memory, and batch-independent bits. ``CacheWords``
 # describe a row's cache, rebuilt when arrays move; a step adds only the position.
 
-from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..words.attention import *
 from . import tiles
-from .pool import call, compile_kernel, inner
+from .pool import call, inner, let_go, make_room
 from .products import bytes_at, floats_at, words_at
 
 BLOCK = 256  # tokens whose scores are held at once
 
-# Words of a cache. A side is keys or values; its words stand from KEYS or VALUES on.
-# Of its layout (a window of 0 grows); slots of its own; tokens of the prefixes that it shares, and how many those are.
-WINDOW, KEEP, SPARE, CAPACITY, PREFIX_TOKENS, PREFIXES, KEYS = range(7)
-# Addresses of its arrays and of the kernel that reads them; bits (32: plain); channels rotated together, or 0; bytes of
-# a token; its groups; sixteens in a group; whether the order is that of words of 4 bits.
-NUMBERS, SCALES, BIASES, KERNEL, BITS, ROTATED, TOKEN_BYTES, GROUPS, BLOCKS, SWAPS, SIDE = range(11)
-VALUES = KEYS + SIDE
-PARTS = VALUES + SIDE
-PART = 7  # from PARTS on, for each prefix: tokens, and three addresses of its keys and of its values
-
-# Words of one pass's attention. Key-value heads, query heads that share one, a head's numbers; rows; which layer of how
-# many; the table of (cache's words, position) by row and layer; addresses and row bytes of queries, new keys and
-# values, and of what comes out; address of scale and soft cap.
-(
-    HEADS,
-    REPEATS,
-    SIZE,
-    ROWS,
-    LAYER,
-    LAYERS,
-    TABLE,
-    QUERIES,
-    NEW_BYTES,
-    NEW_KEYS,
-    NEW_VALUES,
-    OUT,
-    OUT_BYTES,
-    TUNING,
-    ALL,
-) = range(15)
-
 KERNEL_WORDS = tiles.COUNT + 1  # of the arguments of a kernel that scores or mixes
-
-Words = npt.NDArray[np.int64]
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -147,7 +113,8 @@ def _store(x: Any, cache: Any, first: int, head: int, slot: int) -> None:
     _pack(x, side, numbers, place)
 
 
-def _write_rows(arguments: int, first: int, last: int) -> None:
+@inner
+def write_rows(arguments: int, first: int, last: int) -> None:
     given = words_at(arguments, ALL)
     size, heads = given[SIZE], given[HEADS]
     table = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2))
@@ -295,15 +262,16 @@ def _answer(  # noqa: PLR0917
             rotate(out[each], cache[VALUES + ROTATED])
 
 
-def _attend_pieces(arguments: int, first: int, last: int) -> None:
+@inner
+def attend_pieces(arguments: int, first: int, last: int) -> None:
     given = words_at(arguments, ALL)
     size, repeats = given[SIZE], given[REPEATS]
     table, most = words_at(given[TABLE], (given[ROWS], given[LAYERS], 2)), 0
     for row in range(given[ROWS]):
         most = max(most, words_at(table[row, given[LAYER], 0], PARTS)[PREFIXES])
     # One array, shared out by hand: what makes an array is compiled for each kind.
-    room = np.empty(2 * KERNEL_WORDS + 7 * (most + 3) + repeats * (BLOCK + 2 + 2 * size) + size, np.int64)
-    at = np.intp(room.ctypes.data)
+    room = make_room(2 * KERNEL_WORDS + 7 * (most + 3) + repeats * (BLOCK + 2 + 2 * size) + size, 8)
+    at = room
     work, at = words_at(at, (2, KERNEL_WORDS)), at + 16 * KERNEL_WORDS
     parts, at = words_at(at, (most + 3, 4)), at + 32 * (most + 3)
     block, at = words_at(at, (most + 3, 3)), at + 24 * (most + 3)
@@ -334,16 +302,22 @@ def _attend_pieces(arguments: int, first: int, last: int) -> None:
         segments = parts[: _see(address, cache, position, parts)]
         _read(address, segments, block, head, work, scores, states, sums, floats_at(given[TUNING], 2)[1])
         _answer(given, cache, row, head, sums, states)
-    room[0] = 0  # numba lets go of an array after it was last named, whoever still has its address
+    let_go(room)
 
 
-@cache
-def attending() -> int:
-    """Return the attention kernel's address; pieces are rows × KV heads."""
-    return compile_kernel(_attend_pieces)
+def scoring(form: int) -> Any:
+    """Return what scores tokens of a form: f(arguments, 0, tokens)."""
+
+    def kernel(arguments: int, first: int, last: int) -> None:
+        tiles.write_all_scores(form, arguments, last - first)
+
+    return inner(kernel)
 
 
-@cache
-def writing() -> int:
-    """Return the store kernel's address (overwrites its input); pieces are rows."""
-    return compile_kernel(_write_rows)
+def mixing(form: int) -> Any:
+    """Return what mixes tokens of a form: f(arguments, 0, tokens)."""
+
+    def kernel(arguments: int, first: int, last: int) -> None:
+        tiles.write_all_sums(form, arguments, last - first)
+
+    return inner(kernel)

@@ -2,8 +2,6 @@
 
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -11,8 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from . import features
-from .pool import compile_kernel
+from .. import features
+from ..formats import FORMS, FP4, FP8, LANES, PLAIN, WeightFormat
 
 # A tile is SIDE (or one) rows of W times some rows of x. Sixteen weights are unpacked exactly as
 # ``mx.dequantize`` (q · scale + bias). Each output has sixteen running sums, reduced in a fixed order: bits
@@ -22,36 +20,11 @@ from .pool import compile_kernel
 # lookup, so weights up to four bits cost a shift and a lookup; elsewhere a shift, mask, conversion and product.
 
 
-LANES = 16  # weights unpacked at once. It divides every group that MLX knows.
-
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOATS, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 # The numbers of 4 bits in mxfp4 and nvfp4.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-AFFINE, FP4, FP8 = "affine", "fp4", "fp8"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    bits: int
-    kind: str = AFFINE
-
-    @property
-    def swaps(self) -> bool:
-        """Whether x needs the order 0 8 1 9 … 7 15 in which 4-bit words unpack."""
-        return self.bits == 4
-
-    @property
-    def block_bytes(self) -> int:
-        return self.bits * LANES // 8
-
-
-FLOAT32, BFLOAT16, FLOAT16, E8M0, E4M3 = range(5)  # how scales and biases are stored
-
-FORMATS = (*(WeightFormat(bits) for bits in (2, 3, 4, 5, 6, 8)), WeightFormat(4, FP4), WeightFormat(8, FP8))
-
 
 LOOKS_UP = "avx512f" in features()
 # Whether a product and a sum are one instruction; without it LLVM would call a function for every number.
@@ -258,11 +231,6 @@ def _write_sums(write: TileWriter, outs: int, rows: int, given: dict[str, Any]) 
 # and tokens.
 
 
-PLAIN = WeightFormat(32, "plain")  # numbers as they are. Not a way of packing, so it is not among FORMATS.
-
-FORMS = (*FORMATS, PLAIN)
-PLAIN_FORM = FORMS.index(PLAIN)
-
 # Which number stands in each lane where words of 4 bits are unpacked.
 SWAPPED = [LANES // 2 * (lane % 2) + lane // 2 for lane in range(LANES)]
 
@@ -441,7 +409,7 @@ def _intrinsic(write: Writing) -> Any:
     return intrinsic(prefer_literal=True)(typed)
 
 
-_write_all_scores, _write_all_sums = _intrinsic(_write_scores), _intrinsic(_write_mixes)
+write_all_scores, write_all_sums = _intrinsic(_write_scores), _intrinsic(_write_mixes)
 
 
 @intrinsic(prefer_literal=True)
@@ -477,23 +445,3 @@ def dot(typingctx, a, b, blocks):  # type: ignore[no-untyped-def]  # noqa
         return write.total(builder.load(total))
 
     return types.float32(types.intp, types.intp, types.intp), generate
-
-
-@cache
-def scoring_of(form: int) -> int:
-    """Return the scoring kernel's address: f(arguments, 0, tokens)."""
-
-    def kernel(arguments: int, first: int, last: int) -> None:
-        _write_all_scores(form, arguments, last - first)
-
-    return compile_kernel(kernel)
-
-
-@cache
-def mixing_of(form: int) -> int:
-    """Return the mixing kernel's address: f(arguments, 0, tokens)."""
-
-    def kernel(arguments: int, first: int, last: int) -> None:
-        _write_all_sums(form, arguments, last - first)
-
-    return compile_kernel(kernel)

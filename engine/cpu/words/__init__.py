@@ -1,0 +1,1 @@
+"""Words of what kernels are told: what Python writes and machine code reads."""
