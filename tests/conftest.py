@@ -45,8 +45,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("NO_COLOR", None)
 # How long an example takes says nothing of what is tested, and on a busy machine it takes long.
-hypothesis.settings.register_profile("tokamac", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("tokamac")
+_CHECKS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("each run", max_examples=30, **_CHECKS)
+hypothesis.settings.register_profile("test-all", max_examples=100, **_CHECKS)
 os.environ.pop("HF_TOKEN", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has what it starts in the background ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, and children inherit that it is ignored
@@ -57,6 +58,11 @@ LONGEST = (
     "test_evaluation.py", "tui/test_figures.py", "test_conversion.py", "test_usage.py", "tui/test_models.py",
     "plain/test_commands.py", "test_verify.py", "test_heads.py", "test_draft_model.py", "test_cpu_step.py", "test_resume.py",
 )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``make test-all`` leaves out no exhaustive tests, and tries more examples."""
+    hypothesis.settings.load_profile("each run" if "not exhaustive" in config.option.markexpr else "test-all")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -64,6 +64,16 @@ def walked(names: Iterable[str], always: frozenset[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in always else pytest.mark.exhaustive) for name in names]
 
 
+def crossed(first: Iterable[Any], second: Iterable[Any], *always: Any) -> list[Any]:
+    """Return parameters for all pairs: each run has each of ``first`` beside ``always`` and one more of ``second`` by turns."""
+    seconds = list(second)
+    return [
+        pytest.param(one, other, marks=() if other in always or place % len(seconds) == at else pytest.mark.exhaustive)
+        for place, one in enumerate(first)
+        for at, other in enumerate(seconds)
+    ]
+
+
 def build(case: str, folder: Path) -> dict[str, Any]:
     """Make a golden case's model folder as a user would have it; return its case.json."""
     folder.mkdir(exist_ok=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -43,7 +42,10 @@ from tokamac.quant.resume import (
 
 # A conversion that was cut off goes on behind the last tensor, and ends byte for byte as if it never had been.
 
-POINTS = 50
+
+def points_of(few, many):
+    """How many points are tried in each run, and by ``make test-all``."""
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
 def contents(folder):
@@ -82,14 +84,16 @@ def old_model(folder):
     return contents(folder)
 
 
-def chosen(points, count, seed):
-    return sorted(random.Random(seed).sample(range(1, points + 1), count))
+def chosen(points, count):
+    """Return so many of them, evenly from the first to the last."""
+    return [1 + number * (points - 1) // (count - 1) for number in range(count)]
 
 
-def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, source, uninterrupted, tmp_path):
+@points_of(14, 50)
+def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, source, uninterrupted, tmp_path, count):
     expected, points = uninterrupted
     resumed = []
-    for point in chosen(points, POINTS, seed=6):
+    for point in chosen(points, count):
         out = tmp_path / str(point) / "out"
         killed = converting.convert(source, out, dies_at=point)
         assert killed.signal == signal.SIGKILL, point
@@ -104,9 +108,10 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, s
     assert max(resumed) == len(tensors(source))
 
 
+@points_of(3, 10)
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(
-    converting, source, uninterrupted, tmp_path, exchanges
+    converting, source, uninterrupted, tmp_path, exchanges, count
 ):
     if exchanges and not _can_exchange(tmp_path):
         pytest.skip("this file system can't exchange names")
@@ -116,7 +121,7 @@ def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(
     shutil.rmtree(tmp_path / "out")
     swapping = range(points - 24, points + 1)  # the last calls: the small files, the swap, the removal
     states = set()
-    for point in sorted({*chosen(points, POINTS // 5, seed=7), *swapping}):
+    for point in sorted({*chosen(points, count), *swapping}):
         out = tmp_path / str(point) / "out"
         out.parent.mkdir()
         old_model(out)
@@ -212,9 +217,10 @@ def journalled(out):
     return (partial_folder(out) / "journal").read_text().splitlines()[1:]
 
 
-def test_ctrl_c_anywhere_leaves_what_the_next_run_goes_on_with(converting, source, uninterrupted, tmp_path):
+@points_of(7, 20)
+def test_ctrl_c_anywhere_leaves_what_the_next_run_goes_on_with(converting, source, uninterrupted, tmp_path, count):
     expected, points = uninterrupted
-    for point in chosen(points, 20, seed=8):
+    for point in chosen(points, count):
         out = tmp_path / str(point) / "out"
         stopped = converting.convert(source, out, dies_at=point, by=signal.SIGINT)
         assert (stopped.signal, stopped.error) == (0, "interrupted"), point
@@ -257,12 +263,12 @@ def test_a_finished_conversion_leaves_only_the_model(converting, source, uninter
 
 
 @pytest.mark.parametrize(
-    ("options", "times"), [({"method": "round"}, 10), ({"calibration": "shipped"}, 2), ({"method": "gptq"}, 2)], ids=str
+    ("options", "times"), [({"method": "round"}, 4), ({"calibration": "shipped"}, 2), ({"method": "gptq"}, 2)], ids=str
 )
 def test_the_whole_command_is_killed_and_ends_with_the_same_bytes(converting, source, tmp_path, options, times):
     whole = converting.convert(source, tmp_path / "whole", whole=True, **options)
     assert whole.error == ""
-    for point in chosen(whole.points - 20, times, seed=9):
+    for point in chosen(whole.points - 20, times):
         out = tmp_path / str(point)
         assert converting.convert(source, out, whole=True, dies_at=point, **options).signal == signal.SIGKILL
         again = converting.convert(source, out, whole=True, **options)

@@ -15,6 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from tests.engine.helpers import write_model
 from tests.engine.kv.models import WINDOW, config_of, seeded, tokens
+from tests.families import crossed
 from tokamac.engine import Engine, KVSpec
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv.cache import forward
@@ -150,8 +151,7 @@ def contents(caches: Caches) -> list[np.ndarray]:
     return [np.array(array) for each in caches for array in each.arrays]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "spec"), crossed(MODELS, SPECS, "growing"))
 def test_steps_are_what_the_class_computes(name: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config, own = stepping_model(name)
     make = plan_caches(model, config, SPECS[spec]).make

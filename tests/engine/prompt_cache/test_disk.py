@@ -352,7 +352,14 @@ def switches(bench: Bench, store: CacheStore) -> Iterator[Callable[[], Any]]:
     yield lambda: ask(bench, store, TRUNK, [])
 
 
-@pytest.mark.parametrize(("kind", "sharing", "step"), [("full", LARGE, 1), ("full", 10, 1), ("hybrid", LARGE, 3)])
+@pytest.mark.parametrize(
+    ("kind", "sharing", "step"),
+    [
+        *(("full", LARGE, 3), ("full", 10, 3), ("hybrid", LARGE, 7)),
+        *(pytest.param("full", sharing, 1, marks=pytest.mark.exhaustive) for sharing in (LARGE, 10)),
+        pytest.param("hybrid", LARGE, 3, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_where_there_is_no_memory_to_move_caches_they_are_dropped_and_no_answer_is_wrong(
     kind: str, sharing: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

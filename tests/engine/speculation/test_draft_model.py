@@ -118,7 +118,7 @@ class Drafted:
     ("name", "kind", "sampling"),
     [
         *((name, kind, "seeded") for name in FAMILIES[:4] for kind in DRAFTS),
-        *((name, "nearly itself", "greedy") for name in FAMILIES),
+        *((name, "nearly itself", "greedy") for name in FAMILIES[4:]),
     ],
 )
 def test_any_class_drafts_for_any_and_the_text_is_the_same(name: str, kind: str, sampling: str) -> None:

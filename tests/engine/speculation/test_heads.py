@@ -146,10 +146,9 @@ def test_every_layout_and_bits_say_the_same(folders: dict[bool, Path], kv: str) 
         if kv == "rotated" and read_config(folder)["model_type"] == "glm4_moe":
             continue  # MLX's product of a mixture differs in its last bit with the rows, which few bits make a token of
         with loaded(folder, kv=KV[kv]) as engine:
-            for sampling in (GREEDY, SEEDED):
-                plain, found = both(engine, sampling)
-                assert found.ids == plain.ids
-                assert found.metrics.drafted_tokens
+            plain, found = both(engine, SEEDED)
+            assert found.ids == plain.ids
+            assert found.metrics.drafted_tokens
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +158,8 @@ def engines(folders: dict[bool, Path]) -> Iterator[tuple[Engine, ...]]:
         yield right, wrong
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+# tests/engine/speculation/test_replies.py tries each sampling on what verifies drafts, whoever makes them.
+@pytest.mark.parametrize("sampling", walked(SAMPLINGS, frozenset({"filtered", "penalties", "XTC", "scored"})))
 def test_any_sampling_chooses_the_same(engines: tuple[Engine, ...], sampling: str) -> None:
     for engine in engines:
         plain, found = both(engine, SAMPLINGS[sampling])

@@ -16,7 +16,7 @@ from tests.engine.kv.models import (
     tokens,
 )
 from tests.engine.speculation.scripted import Decoding, Knowing, always_right, always_wrong, at_random
-from tests.families import LAYOUTS, walked
+from tests.families import LAYOUTS, crossed, walked
 from tokamac.engine import OptionError
 from tokamac.engine.kv.plan import plan_caches
 
@@ -39,8 +39,7 @@ def check_goes_on(found: Decoding, make: Any) -> None:
     assert largest_difference(model(more, cache=lane.caches), model(more, cache=fresh)) < 1e-3
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "ahead"), crossed(SPECS, [True, False]))
 @pytest.mark.parametrize("name", walked(FAMILIES, LAYOUTS))
 def test_every_layout_and_bits_say_the_same_and_go_on_the_same(name: str, spec: str, ahead: bool) -> None:
     model, config = model_of(name), config_of(name)
