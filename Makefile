@@ -47,7 +47,7 @@ test-fast: $(DEV)
 house: $(DEV)  # what tests/house.toml bounds
 	$(BIN)/python -m pytest -n 0 -rP tests/test_house.py
 
-test-all: $(DEV)  # every model family, where each run walks a few of each kind
+test-all: $(DEV)  # every model family, pair and example, where each run tries some of each kind
 	$(BIN)/python -m pytest -m 'not real and not clients'
 
 floors: $(DEV)  # all tests, with each dependency at the oldest version that pyproject.toml allows

@@ -16,7 +16,7 @@ from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.utils import _get_classes
 
 from tests.engine.kv.models import kv_table, offset, trim, work_of_config
-from tests.families import build, golden
+from tests.families import build, golden, walked
 from tests.golden.weights import tensor
 from tests.quant.models import write_source
 from tokamac.engine import Engine, Finished, Message, PromptCacheSpec, Sampling, TemplateOptions, ToolCall, ToolSpec
@@ -555,7 +555,7 @@ def rows(model: Any, caches: list[Any], tokens: list[int]) -> Any:
     return np.array(log_probabilities(model, caches, tokens))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", walked(range(8), range(3)))
 def test_tokens_that_are_taken_back_and_read_again_leave_no_trace(model: Any, seed: int) -> None:
     tokens, expected = golden(CASE)
     rng, caches, held = np.random.default_rng(seed), model.make_cache(), 0

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.engine.helpers import DEADLINE_S, within, write_model, write_tokenizer
 from tests.engine.inside import runtime_of, store_of
+from tests.families import crossed
 from tokamac.engine import (
     Chat,
     ContextError,
@@ -129,9 +129,9 @@ CHANGES: dict[str, Callable[[Chat], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("ending", ["read", "close", "let go of", "never begun"])
-def test_another_thread_may_change_a_chat_once_its_reply_has_ended(talked: Chat, ending: str, change: Any) -> None:
+@pytest.mark.parametrize(("name", "ending"), crossed(CHANGES, ["read", "close", "let go of", "never begun"], "read"))
+def test_another_thread_may_change_a_chat_once_its_reply_has_ended(talked: Chat, name: str, ending: str) -> None:
+    change = CHANGES[name]
     events = talked.send("one more", GREEDY)
     if ending != "never begun":
         next(events)
@@ -147,7 +147,7 @@ def test_another_thread_may_change_a_chat_once_its_reply_has_ended(talked: Chat,
     else:
         del events
         gc.collect()
-    if change is CHANGES["continue"] and talked.messages[-1].role == "user":
+    if name == "continue" and talked.messages[-1].role == "user":
         talked.edit(1, "said")
     assert within(lambda: (change(talked), 1))[1] == 1
 

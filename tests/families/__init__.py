@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ LAYOUTS = frozenset({"llama", "gemma4", "qwen3_next", "deepseek_v3"})
 HEADS = frozenset({"medusa", "glm4_moe", "deepseek_v3", "qwen3_next"})
 
 
-def walked(names: Iterable[str], always: frozenset[str]) -> list[Any]:
-    """Return parameters for all names; what is not ``always`` walked is marked exhaustive."""
+def walked(names: Iterable[Any], always: Collection[Any]) -> list[Any]:
+    """Return parameters for all names, or other values; what is not ``always`` walked is marked exhaustive."""
     return [pytest.param(name, marks=() if name in always else pytest.mark.exhaustive) for name in names]
 
 

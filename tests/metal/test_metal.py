@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from tests.app.commands.conftest import Run, tokamac  # noqa: F401
 from tests.engine.helpers import write_model
 from tests.engine.inside import runtime_of, store_of
+from tests.families import crossed
 from tests.mac import CAPTURES, GIB, MetalDevice, RecordedMac, as_captured
 from tokamac.engine import Engine, Finished, KVSpec, LoadProgress, MemoryLimitError, MemoryPressure, Message, Sampling
 from tokamac.engine.errors import ModelDamagedError
@@ -37,7 +38,7 @@ from tokamac.quant.search import implementation
 EIGHTS = ("Meta-Llama-3.1-8B-Instruct-4bit", "Qwen3-8B-4bit")
 PAGE = 16384
 GREEDY = Sampling(temperature=0, max_tokens=4)
-PROMPT = [5 + i * i % 250 for i in range(600)]
+PROMPT = [5 + i * i % 250 for i in range(300)]
 
 
 @pytest.fixture
@@ -363,8 +364,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("kv", SPECS, ids=str)
-@pytest.mark.parametrize("heads", [4, 10])
+@pytest.mark.parametrize(("kv", "heads"), crossed(SPECS, [4, 10]), ids=str)
 def test_a_reply_is_the_same_whatever_its_prompt_was_cut_into(tmp_path, rows, kv, heads):
     model = write_model(tmp_path, num_attention_heads=heads, num_key_value_heads=2, hidden_size=heads * 32, **CONTEXT)
     how = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7, max_tokens=12)
@@ -422,8 +422,8 @@ def test_the_guide_answers_and_no_process_is_started_in_a_reply(metal, mac):
     assert metal.wired[-1] == 0
 
 
-def test_what_macos_slows_the_chip_down_for_is_in_the_diagnosis(mac):
-    with Engine.load("guide") as engine:
+def test_what_macos_slows_the_chip_down_for_is_in_the_diagnosis(mac, folder: Path):
+    with Engine.load(folder) as engine:
         assert reply(engine, "What is the ceiling?").diagnosis.throttles == ()
         mac.asked.clear()
         mac.states[hardware.THERMAL_PRESSURE] = 2
@@ -470,15 +470,15 @@ def finished(engine: Engine) -> Finished:
     return last
 
 
-def test_loading_reads_a_few_tokens_and_decodes_two_and_says_so(steps):
+def test_loading_reads_a_few_tokens_and_decodes_two_and_says_so(steps, folder: Path):
     told: list[LoadProgress] = []
-    with Engine.load("guide", progress=told.append):
+    with Engine.load(folder, progress=told.append):
         assert steps == [("prefill", 0), ("step", 32), ("step", 33)]
     assert told[-1].stage == "warm-up"
 
 
-def test_it_leaves_no_trace(steps, monkeypatch):
-    with Engine.load("guide", prompt_cache=PromptCacheSpec(disk=False)) as engine:
+def test_it_leaves_no_trace(steps, folder: Path, monkeypatch):
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         warmed = list(steps)
         store = store_of(engine)
         assert store.nbytes == 0
@@ -488,16 +488,16 @@ def test_it_leaves_no_trace(steps, monkeypatch):
         with_it = finished(engine)
         assert with_it.metrics.cached_tokens == 0
     monkeypatch.setattr("tokamac.engine.loading.warm_up", lambda *_: None)
-    with Engine.load("guide", prompt_cache=PromptCacheSpec(disk=False)) as engine:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         without = finished(engine)
     assert warmed
     assert with_it.text == without.text
     assert with_it.predicted_peak_bytes == without.predicted_peak_bytes
 
 
-def test_a_model_that_fails_in_it_is_loaded_all_the_same(monkeypatch):
+def test_a_model_that_fails_in_it_is_loaded_all_the_same(folder: Path, monkeypatch):
     monkeypatch.setattr(Sampler, "__call__", lambda *_: mx.array([NO_NUMBER], mx.uint32))
-    with Engine.load("guide") as engine, pytest.raises(ModelDamagedError, match="not numbers"):
+    with Engine.load(folder) as engine, pytest.raises(ModelDamagedError, match="not numbers"):
         finished(engine)
 
 
@@ -523,7 +523,7 @@ def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():
 
 @pytest.fixture
 def source(tmp_path):
-    return write_model(tmp_path / "source", hidden_size=128, intermediate_size=256)
+    return write_model(tmp_path / "source", hidden_size=128, intermediate_size=256, num_hidden_layers=1)
 
 
 def test_the_search_of_a_gpu_finds_what_the_cpus_finds(tmp_path, source):

@@ -111,7 +111,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, s
 @points_of(3, 10)
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(
-    converting, source, uninterrupted, tmp_path, exchanges, count
+    converting, source, uninterrupted, tmp_path, *, exchanges, count
 ):
     if exchanges and not _can_exchange(tmp_path):
         pytest.skip("this file system can't exchange names")

@@ -117,7 +117,9 @@ def together(
 
 
 @pytest.mark.parametrize(
-    "sampling", [SAMPLED, PENALISED, Sampling(temperature=0, max_tokens=24)], ids=["seeded", "dry", "greedy"]
+    "sampling",
+    [pytest.param(SAMPLED, marks=pytest.mark.exhaustive), PENALISED, Sampling(temperature=0, max_tokens=24)],
+    ids=["seeded", "dry", "greedy"],
 )
 def test_replies_made_together_say_what_each_says_alone(engine: Engine, sampling: Sampling) -> None:
     single = alone(engine, PROMPTS, sampling)
@@ -678,7 +680,9 @@ def test_what_is_computed_for_the_background_is_no_time_of_anothers_step(
         until(lambda: isinstance(next(before), TextChunk))
         reader = threading.Thread(target=lambda: [*behind], daemon=True)  # until now it waits for one
         reader.start()
-        list(before)
+        for _ in before:
+            if any(lane.cached_ids[: len(PROMPTS[1])] == PROMPTS[1] for lane in interrupted):
+                before.cancel()
         behind.cancel()
         within(reader.join)
     assert any(lane.cached_ids[: len(PROMPTS[1])] == PROMPTS[1] for lane in interrupted)
@@ -696,9 +700,12 @@ def test_what_is_computed_ahead_goes_on_beside_a_reply(folder: Path) -> None:
         reply = engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=1900))
         until(lambda: isinstance(next(reply), TextChunk))
         engine.warm_ahead(AHEAD, then=prices.append)
-        *_, end = reply
+        end: Any = None
+        for end in reply:  # noqa: B007  # the last is what it ended with
+            if prices:
+                reply.cancel()
         assert isinstance(end, Finished)
-        assert (end.reason, end.metrics.generated_tokens) == ("length", 1900)
+        assert end.reason == "cancelled"  # that is, it was computed before the reply had come to its end
         assert [price.tokens < cold.tokens // 4 for price in prices if price] == [True]
 
 
