@@ -22,6 +22,7 @@ from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
 from tests.app.conftest import PATIENCE_S, Chat, text_on
+from tests.families import walked
 from tokamac.app.backend.protocol import AskPrice, Request
 from tokamac.app.chat.actions import Keymap
 from tokamac.app.chat.conversation import Reply, Tree
@@ -517,7 +518,7 @@ async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monke
         assert any(isinstance(request, AskPrice) for request in asked)
 
 
-@pytest.mark.parametrize("size", [(20, 5), (40, 12), (250, 80)])
+@pytest.mark.parametrize("size", walked([(20, 5), (40, 12), (250, 80)], [(20, 5), (250, 80)]))
 async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
     async with chat("fast", size=size) as c:
         await c.phase(EnginePhase.IDLE)

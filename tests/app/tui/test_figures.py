@@ -93,24 +93,25 @@ async def explain(chat: Any) -> None:
     await chat.until(lambda: text_of(chat), "its text")
 
 
-@pytest.mark.parametrize("size", [(120, 36), (60, 20), (40, 12)])
-async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("steady", size=size) as c:
+async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start) -> None:
+    async with chat("steady", size=(120, 36)) as c:
         await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
-        await explain(c)
-        text = text_of(c)
-        for title in ("WHERE THE TIME WENT", "WHAT WOULD HELP", "DECODE", "PREFILL", "THE NUMBERS: DECODE"):
-            assert title in text
-        assert "800 GB/s ÷" in " ".join(text.split())
-        assert "█" in text
-        box = c.app.screen.query_one("#explain")
-        assert box.max_scroll_y > 0
-        assert box.max_scroll_x == 0  # nothing is wider than the window
-        await c.pilot.press("pagedown")
-        await c.until(lambda: box.scroll_y > 0, "scrolling")
-        await c.pilot.press("escape")
-        assert not isinstance(c.app.screen, ExplainScreen)
+        for size in ((120, 36), (60, 20), (40, 12)):
+            await c.pilot.resize_terminal(*size)
+            await explain(c)
+            text = text_of(c)
+            for title in ("WHERE THE TIME WENT", "WHAT WOULD HELP", "DECODE", "PREFILL", "THE NUMBERS: DECODE"):
+                assert title in text
+            assert "800 GB/s ÷" in " ".join(text.split())
+            assert "█" in text
+            box = c.app.screen.query_one("#explain")
+            assert box.max_scroll_y > 0
+            assert box.max_scroll_x == 0  # nothing is wider than the window
+            await c.pilot.press("pagedown")
+            await c.until(lambda box=box: box.scroll_y > 0, "scrolling")
+            await c.pilot.press("escape")
+            assert not isinstance(c.app.screen, ExplainScreen)
 
 
 async def test_earlier_replies_are_explained_too(chat: Start) -> None:
@@ -980,21 +981,19 @@ async def test_what_holds_for_all_rows_is_said_until_one_is_pointed_at_that_has_
         assert "two thirds" in note(c)
 
 
-@pytest.mark.parametrize("size", [(40, 12), (60, 14)])
-async def test_in_a_small_window_the_table_shows_several_cases_and_the_form_every_field(
-    chat: Start, size: tuple[int, int]
-) -> None:
-    async with chat("fast", size=size) as c:
+async def test_in_a_small_window_the_table_shows_several_cases_and_the_form_every_field(chat: Start) -> None:
+    async with chat("fast", size=(40, 12)) as c:
         await open_screen(c)
         cases = c.app.screen.query_one("#case-table", DataTable)
         await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
-        await c.pilot.pause()
-        assert cases.scrollable_content_region.height - cases.header_height >= 3
         form = c.app.screen.query_one("#form")
-        for field in ("model", "prompt"):
-            box = c.app.screen.query_one(f"#{field}", Input)
-            box.focus()
-            await c.until(lambda box=box: form.region.contains_region(box.region), f"{field} in sight")
+        for size in ((40, 12), (60, 14)):
+            await c.pilot.resize_terminal(*size)
+            assert cases.scrollable_content_region.height - cases.header_height >= 3
+            for field in ("model", "prompt"):
+                box = c.app.screen.query_one(f"#{field}", Input)
+                box.focus()
+                await c.until(lambda box=box: form.region.contains_region(box.region), f"{field} in sight")
 
 
 async def see_every_tab(c: Any) -> None:

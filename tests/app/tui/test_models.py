@@ -170,17 +170,15 @@ async def test_a_home_that_nobody_has_can_be_typed(chat: Start) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("part", ["#head", "Input", "ModelList"])
-async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_still_there(
-    chat: Start, part: str
-) -> None:
+async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_still_there(chat: Start) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        screen = await c.opened("ctrl+o", ModelScreen)
-        await screen.query_one(part).remove()
-        screen.refresh_rows()
-        await c.app.pop_screen()
-        assert c.app.screen is c.app.view
+        for part in ("#head", "Input", "ModelList"):
+            screen = await c.opened("ctrl+o", ModelScreen)
+            await screen.query_one(part).remove()
+            screen.refresh_rows()
+            await c.app.pop_screen()
+            assert c.app.screen is c.app.view
 
 
 @pytest.mark.usefixtures("cache")
@@ -194,12 +192,13 @@ async def test_names_from_the_disk_are_made_safe_and_hold_no_markup(chat: Start,
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("size", [(40, 12), (80, 24), (250, 80)])
-async def test_it_fits_every_terminal(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("fast", size=size) as c:
+async def test_it_fits_every_terminal(chat: Start) -> None:
+    async with chat("fast", size=(40, 12)) as c:
         p = await picker(c)
-        await p.until(lambda: "mine" in p.text and "guide" in p.text, "the disk")
-        assert p.list.size.height >= 3
+        for size in ((40, 12), (80, 24), (250, 80)):
+            await c.pilot.resize_terminal(*size)
+            await p.until(lambda: "mine" in p.text and "guide" in p.text, "the disk")
+            assert p.list.size.height >= 3
 
 
 # Downloads ----------------------------------------------------------------------------------------------------------------
