@@ -15,22 +15,19 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 GOLDEN_CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
 KINDS = frozenset({
-    # A golden case of each kind of layers, and of each architecture that is ours alone.
+    # A golden case of each kind of layers, and of each architecture that is ours alone; capped scores, multipliers, partial
+    # rotary positions and state space alone are among TOYS.
     "llama",  # grouped queries, a head of its own, scaled rotary positions; chats
     "gemma3_window",  # layers that slide beside layers that don't, each with a rotary base of its own
-    "gemma2_window",  # capped scores and logits
     "gemma4_window",  # layers that attend to the keys of others; embeddings for each layer
     "gpt_oss_window",  # sinks; experts with biases
     "qwen3_moe",  # experts; YaRN
-    "granite",  # multipliers; a tied head
-    "gpt_neox",  # partial rotary positions; fused projections
     "gpt2",  # a table of learned positions
     "phi3",  # LongRoPE
     "deepseek_v3",  # latent attention; grouped experts
     "glm_moe_dsa_shared",  # indexed attention, an indexer for several layers
     "qwen3_next",  # linear attention; gates
     "falcon_h1",  # attention and state space side by side
-    "mamba2",  # state space alone
     "recurrent_gemma",  # a linear recurrence
     "lfm2",  # convolutions
     "nemotron_h",  # a layer is one of: state space, attention, experts
@@ -39,9 +36,10 @@ KINDS = frozenset({
 })  # fmt: skip
 
 TOYS = frozenset({
-    # The same of mlx-lm's classes, as tiny as they go (tests/engine/kv/models.py), with what only these have.
-    "llama", "gemma2", "gemma3_text", "gemma4", "gpt_oss", "qwen3_moe", "granite", "gpt_neox", "gpt2", "deepseek_v3",
-    "glm_moe_dsa", "qwen3_next", "falcon_h1", "mamba2", "recurrent_gemma", "lfm2", "nemotron_h",
+    # The same of mlx-lm's classes, as tiny as they go (tests/engine/kv/models.py), with what only these have. Layers that
+    # slide beside others, and attention beside state space, are among KINDS.
+    "llama", "gemma2", "gemma4", "gpt_oss", "qwen3_moe", "granite", "gpt_neox", "gpt2", "deepseek_v3", "glm_moe_dsa",
+    "qwen3_next", "mamba2", "recurrent_gemma", "lfm2", "nemotron_h",
     "afm7",  # layers that reuse keys, and can't be bounded
     "gemma3n",  # caches that other layers read too
     "llama4",  # attention in chunks

@@ -276,7 +276,6 @@ def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
 
 
 @pytest.mark.usefixtures("weighed_once")
-@pytest.mark.usefixtures("weighed_once")
 def test_a_model_whose_draft_model_is_known_is_suggested_with_its_memory_and_gain(tokamac: Run) -> None:
     done = tokamac("models", "suggest", *M4_MAX, "--context", "2048", "--json")
     found = {each["id"]: each for each in json.loads(done.out)["suggestions"]}
