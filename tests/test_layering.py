@@ -28,6 +28,11 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def named(node: ast.AST, file: Path) -> set[str]:
     """What an import statement of ``file`` names, in full: modules, and what is taken from them."""
     if isinstance(node, ast.Import):
@@ -42,7 +47,7 @@ def named(node: ast.AST, file: Path) -> set[str]:
 
 @cache
 def imports(file: Path) -> set[str]:
-    return {name for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for name in named(node, file)}
+    return {name for node in ast.walk(tree_of(file)) for name in named(node, file)}
 
 
 def test_relative_imports_are_told_in_full() -> None:
@@ -55,7 +60,7 @@ def test_relative_imports_are_told_in_full() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_are_relative_inside_a_package_and_absolute_across(package: str) -> None:
     for file in sources(package):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.ImportFrom):
                 inside = f"tokamac.{package}" in {".".join(name.split(".")[:2]) for name in named(node, file)}
                 assert inside == (node.level > 0), f"{file.relative_to(ROOT)}:{node.lineno}"
@@ -74,7 +79,7 @@ def test_homes_are_looked_up_in_one_place() -> None:
         str(file.relative_to(ROOT))
         for package in PACKAGES
         for file in sources(package)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Attribute) and node.attr == "expanduser"
     }
     assert users == {"engine/files.py"}
@@ -95,7 +100,7 @@ def test_libraries_neither_print_nor_parse_nor_draw(package: str) -> None:
     for file in sources(package):
         used = {name.split(".")[0] for name in imports(file)}
         assert not used & {"textual", "rich", "argparse", "click"}, file
-        calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)]
         assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), file
 
 
@@ -130,7 +135,7 @@ def module_of(file: Path) -> str:
 
 def imported_at_runtime(file: Path) -> set[str]:
     """What a file imports, at its top or inside a function; not what only a type checker reads."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     typed = {
         id(inner)
         for node in ast.walk(tree)
@@ -185,7 +190,7 @@ def test_a_folder_shows_its_subject_at_a_glance(package: str) -> None:
 def test_a_name_is_one_class() -> None:
     seen: dict[str, list[str]] = {}
     for file in (file for package in PACKAGES for file in sources(package)):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.ClassDef):
                 seen.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
     assert {name for name, files in seen.items() if len(files) > 1} == SHARED_NAMES
