@@ -72,7 +72,7 @@ HOSTILE = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(HOSTILE, st.lists(st.integers(0, 400), max_size=8))
 def test_any_cutting_gives_the_same_text_and_nothing_forbidden(text: str, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
@@ -112,7 +112,7 @@ def test_a_sequence_without_end_does_not_swallow_the_reply() -> None:
     assert sanitise("\x1b]0;" + "x" * (LONGEST_SEQUENCE + 100)).endswith("x" * 50)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(HOSTILE)
 def test_what_is_to_be_allowed_hides_nothing_in_a_sequence(text: str) -> None:
     shown = reveal(text)
@@ -127,7 +127,7 @@ def test_a_line_stays_a_line() -> None:
     assert sanitise_line("a\n\x1b[2Jb\tc") == f"a {REPLACEMENT}b c"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(HOSTILE)
 def test_the_last_gate_takes_away_and_keeps_the_cells(text: str) -> None:
     row = bare(text)

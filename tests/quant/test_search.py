@@ -119,7 +119,6 @@ def rounded(weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
     return mx.quantize(weight, packing.group_size, packing.bits)
 
 
-@settings(max_examples=60, deadline=None)
 @given(packing=packings, data=st.data())
 def test_shapes_and_types_are_those_of_mx_quantize_and_no_group_is_worse(packing, data) -> None:
     weight = data.draw(weights(packing.group_size))
@@ -133,7 +132,6 @@ def test_shapes_and_types_are_those_of_mx_quantize_and_no_group_is_worse(packing
         assert (group_errors(weight, found, packing) <= before).all(), each.name
 
 
-@settings(max_examples=40, deadline=None)
 @given(packing=packings, data=st.data())
 def test_no_group_is_worse_where_inputs_matter_differently(packing, data) -> None:
     weight = data.draw(weights(packing.group_size))

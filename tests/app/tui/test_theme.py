@@ -186,18 +186,20 @@ async def test_what_stands_beside_the_chat_can_be_read_on_light_themes(chat: Sta
             assert await faint(c, c.app.view.query_one("#panel").region) == [], theme
 
 
-@pytest.mark.parametrize("key", ["ctrl+l", "f1", "ctrl+s"])
-async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start, key: str) -> None:
+async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start) -> None:
     async with chat("fast", size=(120, 40)) as c:
         await c.ready()
         await c.ask("what is a ring?")
-        await c.pilot.press(key)
-        await c.until(lambda: c.app.screen is not c.app.view and c.app.screen.query(".box"))
-        for theme in LIGHTS:
-            c.app.theme = theme
-            inside = c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))
-            await c.pilot.pause()
-            assert await faint(c, inside) == [], theme
+        for key in ("ctrl+l", "f1", "ctrl+s"):
+            await c.pilot.press(key)
+            await c.until(lambda: c.app.screen is not c.app.view and c.app.screen.query(".box"), key)
+            for theme in LIGHTS:
+                c.app.theme = theme
+                inside = c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))
+                await c.pilot.pause()
+                assert await faint(c, inside) == [], theme
+            await c.pilot.press("escape")
+            await c.until(lambda: c.app.screen is c.app.view, "the chat")
 
 
 @pytest.mark.parametrize("theme", ["tokamac-dark", "tokamac-light"])
