@@ -494,8 +494,9 @@ def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[
     """
     if not loaded.by_kernels:
         return None, ""
+    from .cpu import PIECE
     from .cpu.layers import is_packed
-    from .cpu.stepping import PIECE, take_steps
+    from .cpu.stepping import take_steps
 
     if not is_packed(loaded.module):
         return None, ""

@@ -16,7 +16,6 @@ from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import CONFIG_BYTES, TooLargeError, open_regular, read_bytes
 from tokamac.engine.hub.names import id_of
-from tokamac.engine.lab.scoring import differences, exponential, mean_with_error
 from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.safetensors import find_shards
 from tokamac.engine.perf.cost import PARTS, PartName, Tensor, part_of
@@ -237,6 +236,8 @@ class TokenComparison:
         """
         import mlx.core as mx
 
+        from tokamac.engine.lab.scoring import differences
+
         if reference.shape != other.shape:
             raise OptionError(
                 f"their vocabularies differ: {reference.shape[-1]:,} and {other.shape[-1]:,} tokens",
@@ -255,6 +256,8 @@ class TokenComparison:
                 found.extend((-mx.take_along_axis(rows[begin - 1 : -1], coming, axis=-1)[:, 0]).tolist())  # type: ignore[arg-type]
 
     def quality(self) -> Quality:
+        from tokamac.engine.lab.scoring import exponential, mean_with_error
+
         differences = [b - a for a, b in zip(self.reference_surprises, self.surprises, strict=True)]
         return Quality(
             *mean_with_error(self.kl),

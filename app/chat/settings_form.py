@@ -12,7 +12,6 @@ from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import ModelSpec
 from tokamac.engine.files import exists, expanded, is_dir
 from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, STAGES, THINKING, KVSpec, Sampling, TemplateOptions
-from tokamac.engine.text.template import KNOWN
 
 from ..settings import DEFAULT, TITLES, Profile, Settings, defaults_of
 from ..text.sanitise import sanitise_line
@@ -236,6 +235,8 @@ OPTION = "option:"  # begins the name of a field that stands for one option of t
 
 def _option_fields(info: ModelSpec | None) -> tuple[Field, ...]:
     """Return fields for the chat template's own options, without thinking and those the app sets."""
+    from tokamac.engine.text.template import KNOWN  # loads Jinja, which the first screen needs nothing of
+
     names = () if info is None else info.template_names
     listed = sorted(
         name for name in names if OPTION_NAME.fullmatch(name) and name not in (*KNOWN, "tools", "documents")

@@ -31,7 +31,6 @@ from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOp
 
 from .. import INTERRUPTED, settings
 from ..backend.keep_awake import awake
-from ..backend.protocol import LookedAt
 from ..chat.attachments import Draft
 from ..guide import offer
 from ..options import (
@@ -63,7 +62,6 @@ from ..store.values import ToolResult
 from ..text.sanitise import Sanitiser
 from ..text.terminal import ModelText, Progress, dim, is_terminal, json_line, note, quote
 from ..tools.calls import DENIED, CallAsks, CallRuns, ToolLoop, call_line, call_lines, decision_of
-from ..tools.toolbox import Toolbox
 from . import loading
 from .prompts import (
     STDIN,
@@ -83,11 +81,14 @@ from .prompts import (
 if TYPE_CHECKING:
     from tokamac.engine import Engine
 
+    from ..tools.toolbox import Toolbox
     from .kept_chat import KeptChat
 
 
 class AskTools:
-    def __init__(self, box: Toolbox | None, names: Sequence[str], known: settings.ToolSettings, *, allow: bool) -> None:
+    def __init__(
+        self, box: "Toolbox | None", names: Sequence[str], known: settings.ToolSettings, *, allow: bool
+    ) -> None:
         self._box = box
         self._loop = ToolLoop()
         self._loop.most = known.calls
@@ -158,6 +159,8 @@ def open_tools(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         yield AskTools(None, (), known.tools, allow=False)
         return
     from platformdirs import user_log_path
+
+    from ..tools.toolbox import Toolbox
 
     box = Toolbox(known, Path.cwd(), user_log_path("tokamac") / "mcp.log")
     try:
@@ -478,6 +481,7 @@ def write_steps(
     engine: "Engine", messages: Sequence[Message], end: Finished, name: str, template: TemplateOptions
 ) -> None:
     """Write one JSON line per step to file ``name`` or stderr. Raises InputError."""
+    from ..backend.protocol import LookedAt
     from ..chat.conversation import Reply
     from ..chat.reply_steps import ReplySteps
 

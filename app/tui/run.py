@@ -2,7 +2,6 @@
 
 import gc
 import os
-import plistlib
 import re
 import select
 import sys
@@ -157,6 +156,8 @@ def guess(environment: Mapping[str, str], *, platform: str = sys.platform, home:
         return int(ground) < 7 or int(ground) == 8
     if platform != "darwin":
         return True
+    import plistlib
+
     try:
         with ((home or Path.home()) / "Library/Preferences/.GlobalPreferences.plist").open("rb") as file:
             return bool(plistlib.load(file).get("AppleInterfaceStyle") == "Dark")

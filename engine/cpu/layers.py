@@ -16,20 +16,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..events import RoundingCost
 from ..model.head import are_asked_for, asking_for_logits
 from ..perf.memory import machine_total
-from .formats import (
-    AFFINE,
-    BFLOAT16,
-    E4M3,
-    E8M0,
-    FLOAT16,
-    FLOAT32,
-    FORMATS,
-    FP4,
-    FP8,
-    LANES,
-    WeightFormat,
-    can_round,
-)  # fmt: skip
+from . import stays_lazy
+from .formats import *  # fmt: skip
 from .machine_code import address_of, prepare_step_beside
 from .products import Floats, PackedMatrix, Words, prepare
 
@@ -42,17 +30,8 @@ from .products import Floats, PackedMatrix, Words, prepare
 
 MEMORY_SHARE = 0.25  # the share of the machine's memory that unpacked weights may take
 
-# Weights up to which a decode step is multiplied by MLX. Measured on two x86 cores, for one row: MLX 0.34 ns a weight,
-# NumPy 0.1 ms + 0.08 ns. For rows of several sequences as well: eight replies of the guide at once made 105 tok/s
-# together so, and 52 with NumPy, whose threads spin against MLX's.
-LAZY_WEIGHTS = 1 << 20
-
-PLAIN = (nn.Linear, nn.Embedding)
-ALL = (*PLAIN, nn.QuantizedLinear, nn.QuantizedEmbedding)
-
-
-def stays_lazy(weights: int) -> bool:
-    return weights <= LAZY_WEIGHTS
+UNPACKED = (nn.Linear, nn.Embedding)
+ALL = (*UNPACKED, nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 class DenseLinear(nn.Linear):
@@ -121,7 +100,7 @@ def replace_plain(model: nn.Module, is_head: Callable[[nn.Module], bool]) -> boo
 
     Returns whether decode now waits for the device between layers (so computing ahead gains nothing).
     """
-    for path, module in list(_replaceable(model, PLAIN)):
+    for path, module in list(_replaceable(model, UNPACKED)):
         model.update_modules(tree_unflatten([(path, _replacement(module, head=is_head(module)))]))
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
 

@@ -17,6 +17,7 @@ from ..kv.layout import Affine, Codec, Plain, Ring
 from ..kv.plan import CachePlan
 from ..model.corrected_layers import FeedForward, LongRoPE, ScaledRoPE
 from ..model.head import are_asked_for, keep_hidden_states
+from . import PIECE
 from .formats import FORMS, LANES, PLAIN_FORM, WeightFormat
 from .layers import NOTICEABLE_S, PackedEmbedding, PackedHead, PackedLinear, round_rows, rounds_rows
 from .machine_code import address_of, function_of, prepare_step
@@ -290,8 +291,6 @@ Caching = Callable[[], list[Any]]
 
 # Tokens of one sequence that a step takes at most: the last one and the longest draft. More are a piece of a prompt.
 MOST_ROWS = 32
-
-PIECE = 64  # tokens of a prompt that are read at once: weights come from memory once for each piece
 
 TOLERANCE = 1e-3  # how far logits may lie from the class's own, over the largest of them: the order of sums differs
 

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from ..architectures import MODEL_MODULES
 from ..device import device_kind
 from .costs import NUMPY_SCORES, NUMPY_SCORES_PACKED, AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
 from .layout import Codec, Encoded, Mask
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 NAME = "scaled_dot_product_attention"
 
@@ -311,6 +313,8 @@ def attend_in_numpy(
 
     mask: "causal", None, or bool or additive, broadcast to (B, H·R, N, T). Evaluates its arguments.
     """
+    import numpy as np
+
     q, k, v = (np.asarray(array) for array in (queries, keys, values))
     (batch, heads, count, _), total = q.shape, k.shape[2]
     repeats = heads // k.shape[1]
@@ -334,8 +338,10 @@ def attend_in_numpy(
     return mx.array(out)
 
 
-def _softmax(scores: npt.NDArray[np.float32], sink: float | None) -> npt.NDArray[np.float32]:
+def _softmax(scores: "npt.NDArray[np.float32]", sink: float | None) -> "npt.NDArray[np.float32]":
     """Softmax over the last axis, in place; a sink takes part and is dropped."""
+    import numpy as np
+
     largest = scores.max(axis=-1, keepdims=True)
     if sink is not None:
         largest = np.maximum(largest, np.float32(sink))

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from ..device import device_kind
 from ..errors import OptionError
 from .costs import STEP, grown, token_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # Each token and head is encoded alone, so its slot doesn't matter and it can be dropped. Shapes: B sequences,
 # H KV heads, R query heads per KV head, N new tokens, T stored tokens, D head dimension. An orthonormal
@@ -299,6 +301,8 @@ Layout = Growing | Ring
 
 @lru_cache(maxsize=ROWS)
 def _last_row(count: int, reach: int | None) -> mx.array:
+    import numpy as np
+
     row = np.ones((1, count), dtype=np.bool_)
     row[:, : max(0, count - (reach or count))] = False
     return mx.array(row)
@@ -306,6 +310,8 @@ def _last_row(count: int, reach: int | None) -> mx.array:
 
 @lru_cache(maxsize=ROWS)
 def _ring_row(ring: Ring, start: int) -> mx.array:
+    import numpy as np
+
     # Made on the host: comparing positions on the device takes eight kernels per step.
     head = start - ring.keep
     if head < 0:
@@ -317,10 +323,12 @@ def _ring_row(ring: Ring, start: int) -> mx.array:
 
 
 @lru_cache(maxsize=ROWS)
-def _distances(ring: Ring) -> npt.NDArray[np.bool_]:
+def _distances(ring: Ring) -> "npt.NDArray[np.bool_]":
     """Return visibility by slot distance size − 1 … −(size − 1) behind the newest token: (2·size − 1,)."""
     # A slot d behind holds the token d before the newest, a slot d ahead the one size − d before: each row is a
     # slice.
+    import numpy as np
+
     size = ring.window + ring.spare - ring.keep
     behind = np.arange(size - 1, -size, -1) % size
     return behind < ring.window - ring.keep
@@ -400,6 +408,8 @@ class Slots:
         if used > self.capacity:
             self.grow(self.held, used)
         if not self.addresses:
+            import numpy as np
+
             arrays = self.claim(used, slot)
             mx.eval(arrays)
             self.addresses = tuple(np.asarray(array).ctypes.data for array in arrays)

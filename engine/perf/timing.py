@@ -202,7 +202,7 @@ class MeasuredLatency:
 def waits(kind: Product, *, by_kernels: bool) -> bool:
     if not by_kernels:
         return False
-    from ..cpu.layers import stays_lazy
+    from ..cpu import stays_lazy
 
     return kind.bits is not None or (kind.stack == 1 and not stays_lazy(kind.rows * kind.columns))
 
@@ -579,7 +579,7 @@ class TimedModel:
         return StepLatency(tuple((depth, each - twice_s) for depth, each in sums), self._limit)
 
     def _pieces(self, part_s: PartTimer) -> PieceLatency:
-        from ..cpu.stepping import PIECE
+        from ..cpu import PIECE
 
         count = len(self.plan.layers)
         sums, one_s = self._halves(part_s, PIECE)

@@ -4,13 +4,28 @@
 # their templates and tokenizers publish.
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import regex
 
 from ..events import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A pattern of ``regex``, compiled where it is first used: a model writes one dialect of thirty."""
+
+    written: str
+
+    def match(self, text: str, at: int = 0, *, partial: bool = False) -> Any:
+        """Return the match at a place, or None."""
+        return regex.compile(self.written).match(text, at, partial=partial)
+
+    def finditer(self, text: str) -> Iterator[Any]:
+        """Yield all matches."""
+        yield from regex.compile(self.written).finditer(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +40,7 @@ class ValueSyntax:
 
     def __post_init__(self) -> None:
         escape = r"\\" if self.escapes else ""
-        plain = {each: regex.compile(rf"[^{each[0]}{escape}\x00-\x1f]*") for each in self.quotes}
+        plain = {each: Pattern(rf"[^{each[0]}{escape}\x00-\x1f]*") for each in self.quotes}
         object.__setattr__(self, "plain", plain)
 
 
@@ -92,10 +107,10 @@ def _tagged(
 ) -> Dialect:
     """Return a dialect with arguments in tags. call, value: the pattern of what opens one, and what closes it."""
     closings = "|".join(regex.escape(each) for each in (call[1], *marks[1:]) if each)
-    opening, follow = regex.compile(rf"\s*{value[0]}"), regex.compile(rf"\s*(?:{value[0]}|{closings})")
+    opening, follow = Pattern(rf"\s*{value[0]}"), Pattern(rf"\s*(?:{value[0]}|{closings})")
     tags = Tags(opening, value[1], follow, call[1], pad, block)
     bare = (bare,) if isinstance(bare, str) else bare
-    return Dialect(name, marks[0], marks[1:], bare, regex.compile(rf"\s*{call[0]}"), tags=tags)
+    return Dialect(name, marks[0], marks[1:], bare, Pattern(rf"\s*{call[0]}"), tags=tags)
 
 
 def _keyed(name: str, prefix: str = "", suffix: str = "", *, section: bool = False) -> Dialect:
@@ -135,8 +150,8 @@ def _headed(
     named = (
         rf"(?P<id>(?:functions\.)?{NAME.replace('+', '+?')}:\d+)|(?:functions\.)?(?P<name>[\w.-]+)" if id_form else NAME
     )
-    head = regex.compile(rf"\s*{regex.escape(call[0])}\s*{between[0]}(?:{named}){between[1]}{FENCED}")
-    tail = regex.compile(rf"[\s}}]*(?:```)?\s*{regex.escape(call[1])}")
+    head = Pattern(rf"\s*{regex.escape(call[0])}\s*{between[0]}(?:{named}){between[1]}{FENCED}")
+    tail = Pattern(rf"[\s}}]*(?:```)?\s*{regex.escape(call[1])}")
     return Dialect(name, marks[0], marks[1:], (call[0],), head, tail, id_form=id_form)
 
 
@@ -148,8 +163,8 @@ _DSML = _bars("|DSML|")
 _DSML_VALUE = r'(?:\s+string="(?P<kind>true|false)")?\s*'
 _SEPARATOR = regex.escape(_bars("<|tool_sep|>"))
 _XTML_BLOCK = (
-    regex.compile(r"\s*<\|open\|>json[^<]*<\|sep\|>\s*(?=\{)"),
-    regex.compile(r"\s*<\|close\|>json<\|sep\|>"),
+    Pattern(r"\s*<\|open\|>json[^<]*<\|sep\|>\s*(?=\{)"),
+    Pattern(r"\s*<\|close\|>json<\|sep\|>"),
 )
 
 BARE = Dialect("bare", "<|python_tag|>", bare=("{",), is_alone=True)
@@ -182,20 +197,20 @@ TABLE = (
         bare="<function name=",
     ),
     Dialect("mistral", MISTRAL_START, late_id=True,
-            head=regex.compile(rf"\s*{NAME}\s*(?:\[CALL_ID\]\s*(?P<id>[\w-]+)\s*)?(?:\[ARGS\])?\s*(?=\{{)")),
+            head=Pattern(rf"\s*{NAME}\s*(?:\[CALL_ID\]\s*(?P<id>[\w-]+)\s*)?(?:\[ARGS\])?\s*(?=\{{)")),
     _headed("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             ("<|tool_call_begin|>", "<|tool_call_end|>"), ("", r"\s*<\|tool_call_argument_begin\|>"), "functions.{}:{}"),
     _headed("deepseek_v3", (_bars("<|tool_calls_begin|>"), _bars("<|tool_calls_end|>")),
             (_bars("<|tool_call_begin|>"), _bars("<|tool_call_end|>")), (f"(?:function{_SEPARATOR})?", f"(?:{_SEPARATOR})?")),
     _headed("hunyuan", ("<tool_calls>", "</tool_calls>"), ("<tool_call>", "</tool_call>"), ("", "")),
-    Dialect("functionary", "", bare=("<function=",), head=regex.compile(rf"\s*<function={NAME}>\s*(?=\{{)"),
-            tail=regex.compile(r"[\s}]*</function>")),
-    Dialect("functionary_v32", ">>>", head=regex.compile(rf"\s*{NAME}\n\s*(?=\{{)"), answer=regex.compile(r"\s*all\n")),
-    Dialect("pythonic", "<|tool_call_start|>", ("<|tool_call_end|>",), head=regex.compile(rf"\s*{NAME}\("), values=PYTHON_VALUES),
-    Dialect("olmo3", "<function_calls>", ("</function_calls>",), head=regex.compile(rf"\s*{NAME}\("), values=PYTHON_VALUES),
-    Dialect("gemma4", "<|tool_call>", ("<tool_call|>",), head=regex.compile(rf"\s*call:{NAME}(?=\{{)"),
+    Dialect("functionary", "", bare=("<function=",), head=Pattern(rf"\s*<function={NAME}>\s*(?=\{{)"),
+            tail=Pattern(r"[\s}]*</function>")),
+    Dialect("functionary_v32", ">>>", head=Pattern(rf"\s*{NAME}\n\s*(?=\{{)"), answer=Pattern(r"\s*all\n")),
+    Dialect("pythonic", "<|tool_call_start|>", ("<|tool_call_end|>",), head=Pattern(rf"\s*{NAME}\("), values=PYTHON_VALUES),
+    Dialect("olmo3", "<function_calls>", ("</function_calls>",), head=Pattern(rf"\s*{NAME}\("), values=PYTHON_VALUES),
+    Dialect("gemma4", "<|tool_call>", ("<tool_call|>",), head=Pattern(rf"\s*call:{NAME}(?=\{{)"),
             values=ValueSyntax(('<|"|>', '"'), escapes=False, bare_keys=True)),
-    Dialect("function_gemma", "<start_function_call>", ("<end_function_call>",), head=regex.compile(rf"\s*call:{NAME}(?=\{{)"),
+    Dialect("function_gemma", "<start_function_call>", ("<end_function_call>",), head=Pattern(rf"\s*call:{NAME}(?=\{{)"),
             values=ValueSyntax(("<escape>", '"'), escapes=False, bare_keys=True)),
 )  # fmt: skip
 # Of models whose templates write definitions of tools, but no calls.

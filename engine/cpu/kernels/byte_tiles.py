@@ -22,21 +22,7 @@ from numba.extending import intrinsic
 from .. import adds_products
 from ..formats import BFLOAT16, EXACT, FLOAT16, FLOAT32, FORMATS, LANES, TURN_BYTES, VECTOR, WeightFormat, vectors_of
 from .pool import inner
-from .tiles import (
-    ARGUMENTS,
-    AWAITING,
-    F32,
-    FLOATS,
-    I8,
-    I16,
-    I32,
-    I64,
-    SIDE,
-    WORDS,
-    TileWriter,
-    each_tile,
-    write_tiles,
-)  # fmt: skip
+from .tiles import *  # fmt: skip
 
 ADDS_PRODUCTS = adds_products()
 

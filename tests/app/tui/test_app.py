@@ -697,7 +697,7 @@ print(UPDATE_PERIOD == 1 / FRAMES_PER_S)
 BEFORE_THE_FIRST_FRAME = """
 import sys
 import tokamac.app.tui.app
-later = "markdown_it", "tokamac.app.text.latex", "tokamac.engine.model.config", "tokamac.engine.text.tokenizer", "tomlkit", "mcp"
+later = "markdown_it", "jinja2", "numpy", "tokamac.app.text.latex", "tokamac.engine.model.config", "tomlkit", "mcp"
 print(*(name for name in later if name in sys.modules))
 """
 GARBAGE = """

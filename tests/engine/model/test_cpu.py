@@ -22,9 +22,8 @@ from tokamac.engine.model.head import asking_for_logits
 if sys.platform != "linux":
     pytest.skip("these kernels are a plain CPU's", allow_module_level=True)
 
-from tokamac.engine.cpu import products
+from tokamac.engine.cpu import LAZY_WEIGHTS, products
 from tokamac.engine.cpu.layers import (
-    LAZY_WEIGHTS,
     DenseEmbedding,
     DenseLinear,
     PackedEmbedding,
@@ -104,10 +103,9 @@ KERNEL = """
 import sys
 import numpy as np
 from tokamac.engine.cpu import machine_code
-from tokamac.engine.cpu.machine_code import function_of
 x, y = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
 words = np.array([x.ctypes.data, 64, 16, y.ctypes.data, 64, 16])
-function_of("swap", 3)(words.ctypes.data, 0, 1)
+machine_code.function_of("swap", 3)(words.ctypes.data, 0, 1)
 assert list(y[:4]) == [0, 8, 1, 9]
 print("numba" in sys.modules)
 """
@@ -128,32 +126,28 @@ print(len(others), "numba" in sys.modules)
 """
 
 
-def begin(code: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """Begin a process that keeps machine code, as it keeps bytecode, in a folder."""
-    environment = {
-        **os.environ,
-        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
-        "XDG_CACHE_HOME": str(folder / "user"),
-    }
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=environment, text=True, stdout=pipe, stderr=pipe
-    )
+def begin(code: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    command, pipe = [sys.executable, "-c", code, *arguments], subprocess.PIPE
+    return subprocess.Popen(command, env=os.environ | environment, text=True, stdout=pipe, stderr=pipe)
 
 
 def said(process: "subprocess.Popen[str]") -> str:
     out, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, errors
+    assert (process.returncode, errors) == (0, "")
     return out.strip()
+
+
+def keeping(folder: Path) -> dict[str, str]:
+    """Where a process keeps machine code: where it keeps bytecode, or the user's files."""
+    return {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "XDG_CACHE_HOME": str(folder / "user")}
 
 
 def test_machine_code_is_compiled_once(tmp_path: Path) -> None:
     """Of several processes that begin at once one compiles; what is damaged, another's, or not theirs alone is not loaded."""
-    several = [begin(KERNEL, tmp_path) for _ in range(3)]
-    assert sorted(map(said, several)) == ["False", "False", "True"]
+    assert sorted(map(said, [begin(KERNEL, **keeping(tmp_path)) for _ in range(3)])) == ["False", "False", "True"]
     (kept,) = tmp_path.rglob("swap-*.o")
     whole = kept.read_bytes()
-    said(begin(KERNEL + "machine_code.address_of('end')", tmp_path))
+    said(begin(KERNEL + "machine_code.address_of('end')", **keeping(tmp_path)))
     (other,) = tmp_path.rglob("end-*.o")
     for spoil in (
         lambda: kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])),
@@ -163,21 +157,21 @@ def test_machine_code_is_compiled_once(tmp_path: Path) -> None:
         lambda: kept.write_bytes(other.read_bytes()),
     ):
         spoil()
-        assert said(begin(KERNEL, tmp_path)) == "True"
+        assert said(begin(KERNEL, **keeping(tmp_path))) == "True"
         assert kept.read_bytes() == whole
 
 
 def test_machine_code_that_can_be_kept_nowhere_is_compiled(tmp_path: Path) -> None:
     for folder in ("bytecode", "user"):
         (tmp_path / folder).write_text("no folder", encoding="utf-8")
-    assert said(begin(KERNEL, tmp_path)) == "True"
-    assert said(begin(BESIDE, tmp_path, "nothing")) == "0 False"
+    assert said(begin(KERNEL, **keeping(tmp_path))) == "True"
+    assert said(begin(BESIDE, "nothing", **keeping(tmp_path))) == "0 False"
 
 
 def test_two_processes_compile_what_a_step_runs(tmp_path: Path) -> None:
     """What the other one made is taken from where it is kept, and nothing is compiled where all is."""
     for wait, expected in (("wait", "1 False"), ("go on", "0 False")):
-        assert said(begin(BESIDE, tmp_path, wait)) == expected
+        assert said(begin(BESIDE, wait, **keeping(tmp_path))) == expected
 
 
 def test_nothing_is_read_that_was_let_go_of() -> None:
@@ -193,11 +187,7 @@ scales, biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32
 exact = x @ np.asarray(mx.dequantize(layer.weight, scales, biases)).T
 print(np.abs(matrix_of(layer).multiply(x) - exact).max() < 1e-5)
 """
-    environment = {**os.environ, "MALLOC_PERTURB_": "165"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=DEADLINE_S, check=False
-    )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "True", "")
+    assert said(begin(code, MALLOC_PERTURB_="165")) == "True"
 
 
 @pytest.fixture
@@ -315,8 +305,7 @@ POOL.threads = 3
 matrix = matrix_of(nn.QuantizedLinear(512, 2048, bias=False))
 print(matrix.multiply(np.ones((1, 512), np.float32)).shape)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "(1, 2048)", "")
+    assert said(begin(code)) == "(1, 2048)"
 
 
 class Toy(nn.Module):

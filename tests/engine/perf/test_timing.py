@@ -19,8 +19,8 @@ from tests.engine.perf.test_config_cost import FAMILIES, built
 from tests.engine.perf.test_roofline import EIGHT_B
 from tests.tiny import make_tiny
 from tests.waiting import PATIENCE_S, until
-from tokamac.engine import Engine, Finished, Sampling, runtime
-from tokamac.engine.cpu import layers as dense
+from tokamac.engine import Engine, Finished, Sampling, cpu, runtime
+from tokamac.engine.cpu.layers import DenseLinear
 from tokamac.engine.cpu.stepping import steps_of, take_steps
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv.plan import plan_caches
@@ -419,7 +419,7 @@ def test_more_context_is_never_faster_where_handing_over_falls_with_depth(steps,
 @pytest.fixture
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy multiplies a row with the tiny model's MLP and head, as with a larger model's; its attention's products are MLX's."""
-    monkeypatch.setattr(dense, "LAZY_WEIGHTS", 20_000)
+    monkeypatch.setattr(cpu, "LAZY_WEIGHTS", 20_000)
 
 
 def subject_by_kernels(loaded: Any, kv: KVSpec | None = None) -> TimedModel:
@@ -495,10 +495,10 @@ def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded, tmp_pat
 def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded, by_numpy, monkeypatch):
     subject, seen = subject_by_kernels(loaded), []
 
-    def note(_: Any, layer: dense.DenseLinear, x: Any) -> None:
+    def note(_: Any, layer: DenseLinear, x: Any) -> None:
         seen.append((x.shape[-1], layer.weight.shape[0], id(layer)))
 
-    called(monkeypatch, dense.DenseLinear, "_multiply", note)
+    called(monkeypatch, DenseLinear, "_multiply", note)
     layers, depth = subject.plan.layers, 64
     assert timing.time_layer(subject, layers[0], depth, len(layers)) > 0
     of_a_layer = [(128, 256), (128, 256), (256, 128)]  # gate and up, which share an input; down
