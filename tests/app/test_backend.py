@@ -23,10 +23,10 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.helpers import until, within
+from tests.engine.helpers import within
 from tests.scripted_engine import SCRIPTED
 from tests.tiny import make_tiny
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.app.backend import client, processes, protocol
 from tokamac.app.backend.child import Child, Loader, load_engine
 from tokamac.app.backend.client import CHILD_COMMAND, GRACE_S, BackendEvent, Died, EngineProcess, Garbled, Outbox

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from tests.app.serve.serving import serving, user
 from tests.engine.distributed.test_nodes import children, is_there
-from tests.engine.helpers import until
 from tests.tiny import make_tiny
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess
 from tokamac.app.backend.protocol import Generate, Load, Loaded, ReplyEvent, RequestFailed
 from tokamac.engine.events import Finished, Message, TextChunk

@@ -16,9 +16,8 @@ from typing import TypeVar
 import pytest
 
 from tests.app.serve.serving import serving
-from tests.engine.helpers import until
 from tests.scripted_engine import SCRIPTED
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.app.backend.client import BackendEvent, Died, EngineLink, EngineProcess
 from tokamac.app.backend.protocol import (
     AskCount,

@@ -1,8 +1,7 @@
-"""Seeded models and adapters as files, and waiting that can't hold up the suite."""
+"""Seeded models and adapters as files, and work that can't hold up the suite."""
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ from tokamac.engine.reply import ReplyTask
 from tokamac.engine.runner import Runner
 from tokamac.engine.schedule.decoding import Lane
 
-# Waiting that can't hold up the suite.
+# Work that can't hold up the suite.
 
 T = TypeVar("T")
 
@@ -46,13 +45,6 @@ def within(work: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     return found[0]
-
-
-def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < ends, "it never came true"
-        time.sleep(0.002)
 
 
 def made(runner: Runner, reply: ReplyTask, read: Callable[[Event], object] = lambda _: None) -> Iterator[Event]:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from mlx import nn
 from mlx.utils import tree_map
 
-from tests.engine.helpers import ALPHA, RANK, as_mlx, shapes_of, until, write_fused, write_model, write_peft
+from tests.engine.helpers import ALPHA, RANK, as_mlx, shapes_of, write_fused, write_model, write_peft
 from tests.engine.inside import replies_of, runner_of, runtime_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.engine import (
     ContextError,
     DeviceError,

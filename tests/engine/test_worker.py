@@ -15,8 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.engine.helpers import DEADLINE_S, until, within
+from tests.engine.helpers import DEADLINE_S, within
 from tests.engine.inside import batches_of, replies_of, runtime_of, worker_of
+from tests.waiting import until
 from tokamac.engine import (
     DeviceError,
     Engine,

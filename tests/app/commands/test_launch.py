@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from tests.app.serve.serving import HOST, Served, serving
-from tests.engine.helpers import until
 from tests.scripted_engine import SCRIPTED
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.app import cli
 from tokamac.app.serve.clients import AGENTS, Endpoint
 from tokamac.app.serve.launched import fixed_part

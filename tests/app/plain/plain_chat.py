@@ -11,7 +11,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,6 @@ def sleeps(process: int) -> bool:
     """Whether a process waits for something."""
     state = subprocess.run(["ps", "-o", "state=", "-p", str(process)], capture_output=True, text=True, check=True)
     return state.stdout.startswith("S")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "never"
-        time.sleep(0.1)
 
 
 class Terminal:

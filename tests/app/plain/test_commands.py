@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.app.commands.conftest import Run
-from tests.app.plain.plain_chat import OBEYED, Terminal, children, last_path, piped, spawn, until
-from tests.waiting import PATIENCE_S
+from tests.app.plain.plain_chat import OBEYED, Terminal, children, last_path, piped, spawn
+from tests.waiting import PATIENCE_S, until
 from tokamac.app import INTERRUPTED
 from tokamac.app.backend import protocol
 from tokamac.app.backend.processes import LineProcess

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, sleeps, spawn, until
+from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, sleeps, spawn
 from tests.scripted_engine import LONG_CALL
 from tests.tiny import make_tiny
+from tests.waiting import until
 from tokamac.app.chat.actions import ACTIONS, parse
 from tokamac.app.chat.recording import LEFT
 from tokamac.app.plain.commands import DONE, MODEL_FIRST

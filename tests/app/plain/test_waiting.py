@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from platformdirs import user_log_path
 
-from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
+from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn
 from tests.scripted_engine import model_spec
+from tests.waiting import until
 from tokamac.app import INTERRUPTED
 from tokamac.app.backend.processes import Ended, LineProcess
 from tokamac.app.backend.protocol import AskCount, Counted, Loaded

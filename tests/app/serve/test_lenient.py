@@ -11,8 +11,8 @@ import pytest
 
 from tests.app.serve.serving import Served, events, serving, user
 from tests.clients.shapes import recorded, with_words
-from tests.engine.helpers import until
 from tests.scripted_engine import ANSWER, SCRIPTED, model_spec
+from tests.waiting import until
 from tokamac.app.serve.anthropic_messages import MessageExchange
 from tokamac.app.serve.openai import ChatExchange
 from tokamac.app.serve.request import ServedModel

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from tests.app.serve.serving import HOST, Served, serving, user
-from tests.engine.helpers import until
 from tests.scripted_engine import SCRIPTED, model_spec
 from tests.tiny import make_tiny
+from tests.waiting import until
 from tokamac.app.backend.protocol import Load, MemoryUse, ModelLine
 from tokamac.app.serve import answering, model_pool
 from tokamac.app.serve.engine import ServedEngine

@@ -25,10 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.app.serve.serving import HOST, Served, events, serving, user
-from tests.engine.helpers import until
 from tests.scripted_engine import model_spec
 from tests.tiny import make_tiny
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.app.backend import client
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Cancel, Generate, Load, Loaded, Loading, ReplyEvent, RequestFailed

@@ -16,9 +16,9 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from tests.engine.helpers import until, write_tokenizer
+from tests.engine.helpers import write_tokenizer
 from tests.engine.kv.models import config_of, seeded
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tokamac.engine.distributed.team import allowed_by
 from tokamac.engine.model.loader import skeleton_model
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn, until
+from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn
 from tests.engine.hub.hub_server import CLIENT, NEWER, Hub, safetensors
+from tests.waiting import until
 from tokamac.app.backend.processes import Pulled, PullProgress, Refused, Removed, decode_pull
 from tokamac.assets import asset_path
 from tokamac.engine.errors import ModelNotFoundError

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 
-from tests.engine.helpers import DEADLINE_S, until, within
+from tests.engine.helpers import DEADLINE_S, within
+from tests.waiting import until
 from tokamac.engine.device import device_kind
 from tokamac.engine.model.head import asking_for_logits
 

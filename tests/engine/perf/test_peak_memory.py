@@ -19,10 +19,11 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from tests.engine.helpers import CONFIG, until, within, write_model
+from tests.engine.helpers import CONFIG, within, write_model
 from tests.engine.inside import replies_of, runner_of, runtime_of, store_of
 from tests.engine.kv.models import work_of_config
 from tests.families import walked
+from tests.waiting import until
 from tokamac.app.cli import main
 from tokamac.engine import Engine, Event, MemoryPressure, Message, PrefillProgress, Sampling, TextChunk
 from tokamac.engine.chunking import DEEP, DENSE_S, LARGEST, LEAST, MIXTURE_S, Chunking, prompt_peak, whole_chunks

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.helpers import until, within, write_model
+from tests.engine.helpers import within, write_model
 from tests.engine.inside import replies_of, runner_of, runtime_of, store_of, worker_of
+from tests.waiting import until
 from tokamac.engine import (
     Engine,
     Failed,
