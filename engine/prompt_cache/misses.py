@@ -1,6 +1,7 @@
 """Why prompt tokens were read again: the first token that differs from what was read before, and what changed there."""
 
-# Looked into once a reply has ended. What was read is remembered as ids, whatever became of its keys and values.
+# Looked into once a reply has ended, on the thread that makes tokens: hence the bounds. What was read is remembered as ids,
+# whatever became of its keys and values.
 
 import re
 from collections import deque
@@ -24,6 +25,10 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 MOST_PROMPTS, MOST_TOKENS = 16, 1 << 20  # remembered: 4 MB of ids at most
 RUN = 16  # tokens in a row that were read before are the same text again, and no phrase that any two prompts share
 NEAREST = 4  # prompts compared in full
+MOST_COMPARED = (
+    1 << 14
+)  # tokens of each, between what both begin and what both end with: fewer count as read again beyond
+MOST_DECODED = 1 << 14  # tokens before the difference in which its part of the conversation is looked for
 DISK_TOKENS = 256  # of new text from which on it is worth looking for it on the disk
 CONTEXT, WINDOW = 64, 24  # tokens before the difference, and from it on, that are looked at
 SHOWN_BEFORE, SHOWN = 40, 60  # characters of them that are told
@@ -97,8 +102,9 @@ def _told(use: CacheUse, request: "Request", nearest: _Nearest, tokenizer: "Toke
     windows = read.ids[begin : at + WINDOW].tolist(), request.ids[begin : at + WINDOW]
     held, now = (tokenizer.decode(ids, marks=True)[len(before) :] for ids in windows)
     if use.reason == "changed":
-        whole = tokenizer.decode(request.ids[:at], marks=True)
-        part = _part(whole, now, request.messages, request.tools)
+        cut = max(0, at - MOST_DECODED)
+        text = tokenizer.decode(request.ids[cut:at], marks=True)
+        part = _part(text, now, request.messages, request.tools, is_cut=cut > 0)
         tools = tuple(each.name for each in request.tools)
         churn = _churn(Difference(before, held, now), nearest, part, tools, tokenizer.thinking)
         use = replace(use, part=part, churn=churn)
@@ -109,7 +115,7 @@ def _nearest(ids: Ids, earlier: Sequence[ReadPrompt]) -> _Nearest | None:
     """Return the prompt that begins most like ``ids``; of several, the one that most of them repeats."""
     found = [(_common(each.ids, ids), each) for each in reversed(earlier)]
     most = max((common for common, _ in found), default=0)
-    near = [each for each in found if each[0] >= most - RUN][:NEAREST]
+    near = sorted((each for each in found if each[0] >= most - RUN), key=lambda each: -each[0])[:NEAREST]
     best: _Nearest | None = None
     for common, read in near:
         compared = _Nearest(_repeated(ids[common:], read.ids[common:]), common, read)
@@ -127,16 +133,19 @@ def _common(a: Ids, b: Ids) -> int:
 
 
 def _repeated(new: Ids, old: Ids) -> int:
-    """Return how many of the tokens of ``new`` are in a run that ``old`` has."""
+    """Return how many of the tokens of ``new`` are in a run that ``old`` has, as far as it is looked."""
+    end = _common(new[::-1], old[::-1])  # all that follows a small change, most often
+    end = end if end >= RUN else 0
+    new, old = new[: len(new) - end][:MOST_COMPARED], old[:MOST_COMPARED]
     if min(len(new), len(old)) < RUN:
-        return 0
+        return end
     runs, held = _runs(new), np.sort(_runs(old))  # np.isin hashes: five times as long
     starts = held[np.minimum(np.searchsorted(held, runs), len(held) - 1)] == runs
     # Each start covers RUN tokens: +1 where it begins, −1 after its end.
     edges = np.zeros(len(new) + 1, np.int32)
     edges[: len(starts)] += starts
     edges[RUN : RUN + len(starts)] -= starts
-    return int(np.count_nonzero(np.cumsum(edges)[:-1]))
+    return end + int(np.count_nonzero(np.cumsum(edges)[:-1]))
 
 
 def _runs(ids: Ids) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -148,16 +157,22 @@ def _runs(ids: Ids) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return hashes
 
 
-def _part(before: str, now: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """Return the part of a conversation in which its rendered text ``before`` ends, and ``now`` goes on."""
+def _part(before: str, now: str, messages: Sequence[Message], tools: Sequence[ToolSpec], *, is_cut: bool) -> str:
+    """Return the part of a conversation in which its rendered text ``before`` ends, and ``now`` goes on.
+
+    is_cut: what the conversation begins with is not there.
+    """
     at = 0
     for number, message in enumerate(messages):
         text = message.content.strip()
         if (found := before.find(text, at)) >= 0:
             at = found + len(text)
+            is_cut = is_cut and len(text) < SHOWN
             continue
         begun = text[:SHOWN] in before[at:] or any(before.endswith(text[:n]) for n in range(1, SHOWN))
         begun = begun or (len(text) > 0 and text[:MARK] in now)
+        if is_cut and not begun and before[-SHOWN:] not in text:
+            continue  # it ends before the text begins
         if not begun and tools and number < 2:
             return "tools"
         if not begun and not number:

@@ -2,14 +2,19 @@
 
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.helpers import write_model
 from tokamac.engine import Engine, Finished, KVSpec, Message, PromptCacheSpec, Sampling, ToolSpec
 from tokamac.engine.events import CacheUse
+from tokamac.engine.prompt_cache.memory import CacheStore, common_prefix
+from tokamac.engine.prompt_cache.misses import MOST_DECODED, ReadPrompt, explain
+from tokamac.engine.reply import Request
 
 GREEDY = Sampling(temperature=0, max_tokens=4)
 RULES = "\n".join(f"Rule {number}: answer question number {number} in a few plain words." for number in range(12))
@@ -84,6 +89,24 @@ def test_a_reply_that_comes_back_changed_is_named(guide: Engine) -> None:
     assert asked(guide, system, "What is decode?", reply, last)[1].again_tokens == 0
     use = asked(guide, system, "What is decode?", f"Well, {reply}", last)[1]
     assert (use.reason, use.part, use.churn) == ("changed", "message 3 (assistant)", "reply")
+
+
+def test_a_change_far_into_a_long_conversation_is_named(guide: Engine) -> None:
+    def read(word: str) -> tuple[list[Message], list[int]]:
+        texts = [f"{word if number == 141 else 'Turn'} {number}. {RULES}" for number in range(160)]
+        said = [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
+        return said, guide.tokenizer.encode(guide.tokenizer.render(said))
+
+    (_, was), (said, now) = read("Turn"), read("Next")
+    common = common_prefix(was, now)
+    assert common > MOST_DECODED
+    metrics = replace(asked(guide, "Hi")[0].metrics, cached_tokens=common, prefill_tokens=len(now) - common)
+    earlier = [ReadPrompt(np.array(was, np.int32), len(was), None)]
+    use = explain(
+        Request(now, GREEDY, None, messages=said), metrics, earlier, CacheStore(lambda _: []), guide.tokenizer
+    )
+    assert (use.reason, use.part, use.churn) == ("changed", "message 142 (assistant)", "reply")
+    assert 0 < metrics.prefill_tokens - use.again_tokens < 8
 
 
 def test_what_was_stored_before_a_restart_is_compared(tmp_path: Path) -> None:
