@@ -5,9 +5,12 @@ import asyncio
 import json
 import math
 import os
+import signal
 import socket
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,6 +119,9 @@ def parser() -> Parser:
     made.add_argument(
         "--engine", metavar="SOCKET", help="use a running chat's engine over this socket (what /serve does)"
     )
+    made.add_argument(
+        "--until-eof", action="store_true", help="stop when standard input ends, too: for programs that start a server"
+    )
     made.add_argument("--json", action="store_true", help="print the address and the running replies as JSON lines")
     service = made.add_mutually_exclusive_group()
     service.add_argument(
@@ -151,7 +157,7 @@ def port_number(text: str) -> int:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
-    from ..serve.server import is_loopback
+    from ..serve.gate import is_loopback
 
     check_speculation_flags(parser, options)
     model = options.model or default_model()
@@ -274,7 +280,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _needs_token(options: argparse.Namespace) -> bool:
-    from ..serve.server import is_loopback
+    from ..serve.gate import is_loopback
 
     return bool(options.require_token) or not is_loopback(options.host)
 
@@ -294,8 +300,9 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
 
     from ..models.local import lasting
     from ..serve.engine import TEXT_EVERY_S
+    from ..serve.gate import token_of
     from ..serve.model_pool import Offer
-    from ..serve.server import ServerOptions, token_of
+    from ..serve.server import ServerOptions
 
     guesses, nodes = speculation_of(options, model), nodes_of(parser, options)
     if nodes is not None and (options.allow or options.allow_downloaded):
@@ -348,10 +355,19 @@ def token_file() -> Path:
     return user_data_path("tokamac") / "serve-token"
 
 
+def _end_with_input() -> None:
+    with suppress(OSError):
+        while os.read(sys.stdin.fileno(), 1024):  # what waits in sys.stdin.read would hold up the end of Python
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _serve(options: argparse.Namespace, listening: socket.socket, wanted: "ServerOptions") -> int:
     from ..backend.keep_awake import in_settings
     from ..serve.server import serve
 
+    if options.until_eof:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     bar = Progress("loading", plain=False)
     keeper = KeepAwake(program(), in_settings)
     url, joins = _url(options.host, listening.getsockname()[1]), options.engine is not None

@@ -94,9 +94,20 @@ class ServedReply:
         return {**asdict(self.end.metrics), **more}
 
 
+BROKEN = "\ufffd"  # in a token that is a part of a character
+
+
 def last_logprobs(end: Finished) -> tuple[TokenLogprob, ...]:
     """Return logprobs of tokens after the last text, without the end mark or stop text that ended the reply."""
     return end.logprobs if end.reason in ("length", "loop") else ()
+
+
+def score(each: TokenLogprob) -> dict[str, Any]:
+    def one(text: str, logprob: float) -> dict[str, Any]:
+        read = None if BROKEN in text else list(text.encode("utf-8", "surrogatepass"))
+        return {"token": text, "logprob": logprob, "bytes": read}
+
+    return {**one(each.text, each.logprob), "top_logprobs": [one(other.text, other.logprob) for other in each.top]}
 
 
 class Exchange(Protocol):

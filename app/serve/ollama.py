@@ -23,11 +23,12 @@ from tokamac.engine.model.config import context_length, embeds
 from tokamac.engine.model.weights import text_config
 from tokamac.engine.options import Sampling, Thinking
 
-from .answering import Exchange, ServedReply, as_json, last_logprobs
+from .answering import Exchange, ServedReply, as_json, last_logprobs, score
 from .client_tools import read_tools
-from .openai import ANY_OBJECT, MOST_TOP, score
 from .request import (
+    ANY_OBJECT,
     EFFORTS,
+    MOST_TOP,
     Fields,
     Prompt,
     RequestError,
@@ -59,6 +60,14 @@ OPTIONS = {
 }  # fmt: skip
 LEAST_TOP_P = 1e-9  # the likeliest token alone
 PENALISED = 64  # tokens that repeat_penalty looks back on
+# What is asked of Ollama over HTTP, and is a command here.
+ELSEWHERE = {
+    "/api/create": "A folder or a GGUF file is a model as it is: tokamac serve FILE.gguf.",
+    "/api/copy": "A model may have other names: tokamac serve --alias NAME.",
+    "/api/delete": "tokamac models remove NAME does it.",
+    "/api/pull": "tokamac models pull NAME downloads it, tokamac serve --allow NAME offers it.",
+    "/api/push": "Models are only downloaded: tokamac models pull NAME.",
+}
 DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 
@@ -71,6 +80,14 @@ def timestamp(seconds: float) -> str:
     """Return RFC 3339 with nine digits, as Go writes it: some clients read no other number of them."""
     whole, part = divmod(round(seconds * 1e9), 10**9)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{part:09d}Z"
+
+
+def named(body: Mapping[str, Any]) -> str:
+    """Return the model that a request is about. Raises RequestError."""
+    given = Fields(body)
+    if not (name := given.text("model") or given.text("name")):
+        raise RequestError("model is required", param="model")
+    return name
 
 
 def keep_alive_s(given: Mapping[str, Any]) -> float | None:

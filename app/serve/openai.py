@@ -16,9 +16,11 @@ from tokamac.engine.events import (
     ToolCallDelta,
 )
 
-from .answering import Exchange, ServedReply, last_logprobs, sse
+from .answering import Exchange, ServedReply, last_logprobs, score, sse
 from .client_tools import free_text, read_call, read_tools, tool_choice
 from .request import (
+    ANY_OBJECT,
+    MOST_TOP,
     Fields,
     Prompt,
     RequestError,
@@ -55,8 +57,6 @@ BOOKKEEPING = (
     *("user", "metadata", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
-MOST_TOP = 20  # alternatives to a token that may be asked for
-ANY_OBJECT = '{"type": "object"}'
 
 
 class OpenAIExchange(Exchange):
@@ -218,13 +218,6 @@ class ChatExchange(ChoicesExchange):
         if self.request.sampling.logprobs is None:
             return None
         return {"content": [score(each) for each in logprobs], "refusal": None}
-
-
-def score(each: TokenLogprob) -> dict[str, Any]:
-    def one(text: str, logprob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": logprob, "bytes": token_bytes_of(text)}
-
-    return {**one(each.text, each.logprob), "top_logprobs": [one(other.text, other.logprob) for other in each.top]}
 
 
 def _stream_options(given: Fields, *, stream: bool) -> bool:
@@ -396,13 +389,6 @@ def _prompts(given: Fields) -> tuple[Prompt, ...]:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-BROKEN = "\ufffd"
-
-
-def token_bytes_of(text: str) -> list[int] | None:
-    return None if BROKEN in text else list(text.encode("utf-8", "surrogatepass"))
 
 
 def openai_usage(replies: Sequence[ServedReply], n: int) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class EngineDownError(RequestError):
 # ``null`` counts as absent, as in the emulated APIs.
 
 
+ANY_OBJECT = '{"type": "object"}'
+MOST_TOP = 20  # alternatives to a token that may be asked for
 MOST_IGNORED = 32  # fields that an answer names
 LONGEST_NAME = 80  # characters of such a name
 POSITION = re.compile(r"\[\d+\]")

@@ -10,10 +10,11 @@ from uuid import uuid4
 
 from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, ToolCall, ToolCallDelta
 
-from .answering import ServedReply, as_json, sse
+from .answering import ServedReply, as_json, score, sse
 from .client_tools import free_text, full_name, read_tools, text_input, tool_choice
-from .openai import BOOKKEEPING, MOST_TOP, OpenAIExchange, openai_error, read_format, score
+from .openai import BOOKKEEPING, OpenAIExchange, openai_error, read_format
 from .request import (
+    MOST_TOP,
     Fields,
     RequestError,
     ServedModel,

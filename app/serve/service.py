@@ -83,7 +83,6 @@ class Launchd:
         self._run, self._domain = run, f"gui/{os.getuid()}"
 
     def text(self, command: ServiceCommand) -> bytes:
-        """See ``ServiceManager``."""
         return plistlib.dumps(
             {
                 "Label": LABEL,
@@ -101,7 +100,6 @@ class Launchd:
         )
 
     def start(self) -> None:
-        """See ``ServiceManager``."""
         self.stop()
         until_s = time.monotonic() + STOP_S
         while self.state().running is not None and time.monotonic() < until_s:  # it refuses one that still ends
@@ -109,11 +107,9 @@ class Launchd:
         _done(self._run, "launchctl", "bootstrap", self._domain, str(self.file))
 
     def stop(self) -> None:
-        """See ``ServiceManager``."""
         self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))
 
     def state(self) -> ServiceState:
-        """See ``ServiceManager``."""
         status, told = self._run(("launchctl", "print", f"{self._domain}/{LABEL}"))
         if status:
             return ServiceState(None)
@@ -121,7 +117,6 @@ class Launchd:
         return ServiceState(found.get("state") == "running", ", ".join(f"{name} {found[name]}" for name in found))
 
     def logs(self, log: Path) -> Sequence[str]:
-        """See ``ServiceManager``."""
         return "tail", "-n", str(LINES), str(log)
 
 
@@ -133,7 +128,6 @@ class Systemd:
         self.file, self._run = settings / "systemd" / "user" / UNIT, run
 
     def text(self, command: ServiceCommand) -> bytes:
-        """See ``ServiceManager``."""
         lines = [
             "[Unit]",
             "Description=Tokamac, a local model server",
@@ -150,17 +144,14 @@ class Systemd:
         return ("\n".join(lines) + "\n").encode()
 
     def start(self) -> None:
-        """See ``ServiceManager``."""
         _done(self._run, "systemctl", "--user", "daemon-reload")
         _done(self._run, "systemctl", "--user", "enable", UNIT)
         _done(self._run, "systemctl", "--user", "restart", UNIT)
 
     def stop(self) -> None:
-        """See ``ServiceManager``."""
         self._run(("systemctl", "--user", "disable", "--now", UNIT))
 
     def state(self) -> ServiceState:
-        """See ``ServiceManager``."""
         status, told = self._run(
             ("systemctl", "--user", "show", UNIT, "--property=LoadState,ActiveState,SubState,MainPID")
         )
@@ -171,7 +162,6 @@ class Systemd:
         return ServiceState(active == "active", f"{active} ({found.get('SubState')}), pid {found.get('MainPID')}")
 
     def logs(self, log: Path) -> Sequence[str]:  # noqa: ARG002
-        """See ``ServiceManager``."""
         return "journalctl", "--user", "--unit", UNIT, "--lines", str(LINES), "--no-pager"
 
 

@@ -91,6 +91,8 @@ class ServeProcess:
         self._process.terminate()
         self._process.wait(20)
         self._log.shutdown()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
 
 def asked(prompt: str, new: int, *, then: str = "close") -> bytes:

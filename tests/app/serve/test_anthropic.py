@@ -170,12 +170,6 @@ def test_what_can_not_be_honoured_is_a_400_that_names_it(guide: Served, field: s
     assert field in told["error"]["message"]
 
 
-def test_what_changes_no_reply_is_taken(guide: Served) -> None:
-    idle = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}, "tools": [],
-            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}  # fmt: skip
-    assert guide.ask("/v1/messages?beta=true", {"max_tokens": 1, "messages": user("Hi"), **idle})[0] == 200
-
-
 def read(**body: object) -> ServedRequest:
     model = ServedModel("m", model_spec("m", takes_tools=True))
     return MessageExchange({"model": "m", "max_tokens": 9, **body}, model).request

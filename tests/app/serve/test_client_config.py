@@ -39,8 +39,6 @@ def test_where_a_token_is_needed_each_has_it() -> None:
     told = client_config("127.0.0.1", 8080, "org/model", "SECRET")
     for each in told[2:].split("\n\n# "):
         assert "SECRET" in each, each
-    assert (
-        tomllib.loads(sections("127.0.0.1", "SECRET")["Codex"])["model_providers"]["tokamac"]["env_key"]
-        == "TOKAMAC_API_KEY"
-    )
+    codex = tomllib.loads(sections("127.0.0.1", "SECRET")["Codex"])
+    assert codex["model_providers"]["tokamac"]["env_key"] == "TOKAMAC_API_KEY"
     assert "SECRET" not in client_config("127.0.0.1", 8080, "org/model")

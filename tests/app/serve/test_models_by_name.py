@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import anthropic
-import openai
 import pytest
 
 from tests.app.serve.serving import HOST, Served, serving, user
@@ -22,8 +21,9 @@ from tests.waiting import until
 from tokamac.app.backend.protocol import Load, MemoryUse, ModelLine
 from tokamac.app.serve import answering, model_pool
 from tokamac.app.serve.engine import ServedEngine
+from tokamac.app.serve.gate import Gate
 from tokamac.app.serve.model_pool import Eviction, InMemory, ModelPool, Offer, Resident, eviction, shares
-from tokamac.app.serve.server import Gate, ServerApp
+from tokamac.app.serve.routes import ServerApp
 
 CHAT = "/v1/chat/completions"
 CONTEXT = 8192
@@ -263,27 +263,14 @@ def loaded(served: Served, models: dict[str, str]) -> set[str]:
 def test_clients_of_two_models_are_each_answered_by_their_own(two: Served, models: dict[str, str]) -> None:
     own = {name: text_of(two, models[name]) for name in ("a", "b")}
     assert own["a"] != own["b"]
-    clients = (
-        openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0),
-        anthropic.Anthropic(base_url=two.url, api_key="none", max_retries=0),
-    )
 
     def one(at: int) -> tuple[str, str]:
         name = "ab"[at % 2]
         if at % 4 < 2:
-            whole = clients[0].chat.completions.create(
-                model=models[name], messages=[{"role": "user", "content": "Hi"}], max_tokens=8, temperature=0
-            )
-            return name, whole.choices[0].message.content or ""
-        message = clients[1].messages.create(
-            model=models[name],
-            messages=[{"role": "user", "content": "Hi"}],
-            max_tokens=8,
-            extra_body={"temperature": 0},
-        )
-        return name, "".join(part.text for part in message.content if part.type == "text")
+            return name, text_of(two, models[name])
+        return name, two.ask("/v1/messages", asked(models[name]))[1]["content"][0]["text"]
 
-    with clients[0], clients[1], ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool:
         assert all(text == own[name] for name, text in pool.map(one, range(24)))
     assert loaded(two, models) == {"a", "b"}
     entries = {each["id"]: each["loaded"] for each in two.ask("/v1/models")[1]["data"]}
@@ -299,10 +286,7 @@ def test_the_one_used_least_recently_leaves_and_comes_again(two: Served, models:
     assert text_of(two, models["b"]) == first
     assert loaded(two, models) == {"b", "c"}
     status, told = two.ask(CHAT, {**asked(""), "model": None})
-    assert (status, told["model"]) == (
-        200,
-        models["a"],
-    )  # who names none means the one that the server was started with
+    assert (status, told["model"]) == (200, models["a"])  # none is the one that the server was started with
 
 
 def test_a_model_in_use_never_leaves(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,15 +317,10 @@ def test_a_model_in_use_never_leaves(models: dict[str, str], tmp_path: Path, mon
 
 def test_names_that_may_not_be_asked_for_are_a_404(models: dict[str, str], two: Served, tmp_path: Path) -> None:
     for name in ("gpt-4o", str(make_tiny(tmp_path / "here")), "../a", ""):
-        with openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.NotFoundError, match="may not be asked for"):
-                client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
-            with pytest.raises(openai.NotFoundError):
-                client.models.retrieve(name or "none")
-        with anthropic.Anthropic(base_url=two.url, api_key="none", max_retries=0) as other:
-            with pytest.raises(anthropic.NotFoundError) as refused:
-                other.messages.create(model=name, messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
-            assert refused.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        for path in (CHAT, "/v1/messages"):
+            status, told = two.ask(path, asked(name))
+            assert (status, "may not be asked for" in told["error"]["message"]) == (404, True)
+        assert two.ask(f"/v1/models/{quote(name or 'none')}")[0] == 404
     near = two.ask(CHAT, asked(models["c"] + "c"))[1]["error"]["message"]
     assert f"Did you mean {models['c']}?" in near
     assert two.ask(CHAT, {**asked(""), "model": 5})[0] == 400
@@ -360,8 +339,6 @@ def test_what_can_not_be_loaded_is_told_and_leaves_the_others(models: dict[str, 
 
 
 def test_a_model_whose_size_is_unknown_is_alone_in_memory(tmp_path: Path) -> None:
-    from tests.scripted_engine import SCRIPTED
-
     with serving("fast", tmp_path / "log", command=SCRIPTED, allowed=("guide", "missing")) as served:
         assert served.ask(CHAT, {**asked("missing")})[0] == 400
         assert served.ask(CHAT, asked("guide"))[0] == 200
@@ -389,18 +366,3 @@ def test_an_unused_model_leaves_memory_and_the_next_request_loads_it_again(tmp_p
             status, told = served.ask(CHAT, {"messages": user("Hi")})
             assert (status, told["choices"][0]["tokamac"]["load_s"] > 0) == (200, True)
         assert any("the next request loads it again" in line for line in served.lines)
-
-
-def test_keep_alive_decides_for_one_model(tmp_path: Path) -> None:
-    with serving("guide", tmp_path / "log", command=SCRIPTED) as served:
-        asked = {"model": "guide", "messages": user("Hi"), "stream": False}
-
-        def until_when(keep_alive: object) -> str:
-            assert served.ask("/api/chat", {**asked, "keep_alive": keep_alive})[0] == 200
-            until(lambda: not served.health()["replies"])
-            return str(served.ask("/api/ps")[1]["models"][0]["expires_at"])
-
-        assert until_when("5m") < until_when(-1)
-        assert "load_s" not in served.ask(CHAT, {"messages": user("Hi")})[1]["choices"][0]["tokamac"]
-        served.ask("/api/chat", {**asked, "keep_alive": 0})
-        until(lambda: served.health()["loaded"] == [])

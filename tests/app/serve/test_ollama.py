@@ -296,7 +296,8 @@ def test_a_model_leaves_when_its_keep_alive_is_over(scripted: Scripted) -> None:
         ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "raw mode"),
         ("/api/generate", {"prompt": 5}, 400, "prompt"),
         ("/api/generate", {"prompt": "long " * 9000}, 400, "tokens"),
-        ("/api/pull", {"model": "other"}, 404, "/api/pull"),
+        ("/api/pull", {"model": "other"}, 404, "tokamac models pull"),
+        ("/api/create", {"model": "other"}, 404, "GGUF"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(guide: Served, path: str, body: Any, status: int, says: str) -> None:

@@ -133,16 +133,6 @@ def test_thirty_two_streams_at_once_are_each_as_alone(client: openai.OpenAI) -> 
     assert together[::8] == [said(number) for number in range(0, 32, 8)]
 
 
-def test_a_system_message_of_either_name_is_read(client: openai.OpenAI) -> None:
-    def tokens(role: str) -> int:
-        asked: Any = [{"role": role, "content": "Be brief."}, *user("Hi")]
-        usage = client.chat.completions.create(model="guide", messages=asked, max_tokens=1).usage
-        assert usage is not None
-        return usage.prompt_tokens
-
-    assert tokens("system") == tokens("developer") > 5
-
-
 def test_parts_of_text_are_read_and_others_refused(client: openai.OpenAI) -> None:
     def said(part: dict[str, Any]) -> str:
         asked: Any = [{"role": "user", "content": [part]}]
@@ -172,21 +162,10 @@ def test_what_can_not_be_honoured_is_a_400_that_names_it(guide: Served, field: s
     assert (told["error"]["param"] or field).startswith(field)
 
 
-def test_what_changes_no_reply_is_taken(guide: Served) -> None:
-    idle = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "response_format": {"type": "text"},
-            "parallel_tool_calls": True, "stop": None, "tools": [], "reasoning_effort": "none"}  # fmt: skip
-    assert guide.ask("/v1/chat/completions", {"messages": user("Hi"), "max_tokens": 1, **idle})[0] == 200
-
-
 def test_sampling_beyond_openais_is_honoured(guide: Served, alone: Finished) -> None:
     asked = {"messages": user(QUESTION), "temperature": 9, "top_k": 1}
     told = guide.ask("/v1/chat/completions", asked)[1]
     assert told["choices"][0]["message"]["content"] == alone.text
-
-
-def test_another_model_is_a_404_that_names_the_one_that_is_here(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="This server has guide"):
-        client.chat.completions.create(model="gpt-9", messages=user("Hi"))  # type: ignore[call-overload]
 
 
 def test_a_prompt_that_is_too_long_is_a_400_also_of_a_stream(client: openai.OpenAI) -> None:
@@ -199,7 +178,7 @@ def test_a_prompt_that_is_too_long_is_a_400_also_of_a_stream(client: openai.Open
 def test_the_models_are_the_one_that_is_loaded(client: openai.OpenAI) -> None:
     assert [each.id for each in client.models.list()] == ["guide"]
     assert client.models.retrieve("guide").owned_by == "tokamac"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="This server has guide"):
         client.models.retrieve("another/one")
 
 

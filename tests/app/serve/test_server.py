@@ -35,17 +35,10 @@ from tokamac.app.backend.sharing import SharingError
 from tokamac.app.serve import answering, server
 from tokamac.app.serve import engine as serve_engine
 from tokamac.app.serve.engine import ServedEngine
+from tokamac.app.serve.gate import Gate, TokenFileError, is_loopback, token_of
 from tokamac.app.serve.request import RequestError, ServedRequest
-from tokamac.app.serve.server import (
-    CROWDED,
-    Gate,
-    ListenError,
-    ServerApp,
-    TokenFileError,
-    is_loopback,
-    listen,
-    token_of,
-)
+from tokamac.app.serve.routes import CROWDED, ServerApp
+from tokamac.app.serve.server import ListenError, listen
 from tokamac.engine import PrefillProgress, Sampling, TextChunk
 from tokamac.engine.events import Message, ModelSpec
 
@@ -160,16 +153,14 @@ def test_the_tokens_file_is_the_users_alone(tmp_path: Path) -> None:
 
 
 def test_what_is_no_request_is_refused(guide: Served) -> None:
-    assert guide.ask(CHAT, b"{")[0] == 400
-    assert guide.ask(CHAT, b"[1]")[0] == 400
-    assert guide.ask(CHAT, b'{"messages": NaN}')[0] == 400
-    assert guide.ask(CHAT, b"\xff\xfe")[0] == 400
-    assert guide.ask(CHAT, b"[" * 100_000)[0] == 400
-    assert guide.ask(CHAT, b'{"a": ' * 150 + b"1" + b"}" * 150)[0] == 400
+    deep = b'{"a": ' * 150 + b"1" + b"}" * 150
+    for body in (b"{", b"[1]", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000, deep):
+        assert guide.ask(CHAT, body)[0] == 400
     for number in ("1e999", "-1e999", "1" + "0" * 400):
         status, told = guide.ask(CHAT, b'{"messages": [], "metadata": {"a": %s}}' % number.encode())
         assert (status, told["error"]["code"]) == (400, "invalid_json")
-    assert guide.ask("/v1/nothing", {})[0] == 404
+    status, told = guide.ask("/v1/nothing", {})
+    assert (status, "/v1/embeddings, " in told["error"]["message"]) == (404, True)
     assert guide.ask("/v1/messages/nothing", {})[1]["type"] == "error"  # in Anthropic's words
     assert guide.ask(CHAT)[0] == 405
 
@@ -247,14 +238,8 @@ async def test_a_connection_too_many_is_told_so_in_json() -> None:
         return {"type": "http.disconnect"}
 
     pool: Any = None  # it is refused before anybody looks for a model
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/messages",
-        "query_string": b"",
-        "headers": [],
-        "state": {CROWDED: True},
-    }
+    scope = {"type": "http", "method": "POST", "path": "/v1/messages", "query_string": b"", "headers": []}
+    scope["state"] = {CROWDED: True}
     await ServerApp(pool, Gate(None), lambda _: None)(scope, receive, send)
     heads = dict(sent[0]["headers"])
     assert (sent[0]["status"], heads[b"connection"], int(heads[b"retry-after"])) == (503, b"close", 5)

@@ -1,13 +1,16 @@
 """The server as a service of the user. launchctl is played: nothing here ran on a Mac."""
 
+import os
 import plistlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.app.serve.serving import HOST, Served
 from tokamac.app.serve.service import (
     LABEL,
     UNIT,
@@ -35,6 +38,37 @@ class Tool:
         self.run_words.append(words)
         word = words[2] if words[1] == "--user" else words[1]
         return self.told.get(word, (0, ""))
+
+
+def test_the_command_installs_tells_and_removes(tmp_path: Path, guide: Served) -> None:
+    """With a systemctl that knows a unit while its file is there, and the log of another time."""
+    unit = tmp_path / "systemd" / "user" / UNIT
+    shown = SHOWN.replace("\n", "\\n")
+    for name, script in (
+        ("systemctl", f'[ "$2" != show ] || [ ! -e {unit} ] || printf "{shown}"'),
+        ("journalctl", 'printf "served\\033[2J\\n"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    homes = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"), str(tmp_path))
+    environment = {**os.environ, **homes, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def said(*flags: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "tokamac.app.cli", "serve", "guide", "--port", str(guide.port), *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert said("--status") == (1, "the service is not installed: tokamac serve --install\n")
+    assert said("--install", "--top-p", "9")[0] == 2
+    assert not unit.exists()
+    assert said("--install", "--idle", "5")[0] == 0
+    assert f'"serve" "guide" "--port" "{guide.port}" "--idle" "5"\n' in unit.read_text()
+    told = f"service: active (running), pid 12\n{HOST}:{guide.port}: ok; guide; 0 replies\n"
+    assert said("--status") == (0, told)
+    status, log = said("--logs")
+    assert (status, log.startswith("served"), "\033" in log) == (0, True, False)
+    assert [said("--uninstall") for _ in range(2)] == [(0, "removed\n"), (0, "there is no such service\n")]
+    assert not unit.exists()
 
 
 def test_an_agent_is_written_for_its_user_alone_and_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
