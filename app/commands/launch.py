@@ -186,25 +186,25 @@ def _own_server(options: argparse.Namespace, at: Endpoint) -> Iterator[None]:
     fetch(model, download.resolve)
     log = platformdirs.user_log_path("tokamac", ensure_exists=True) / "launch-server.log"
     note(f"loading {model}; the server's log is {log}")
-    with log.open("wb") as written:
-        command = [*serve_command(), model, "--port", str(options.port)]
-        # A session of its own: Ctrl-C is the agent's.
-        server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=written, stderr=written, start_new_session=True
-        )
-    try:
-        while not _is_ready(at):
-            if server.poll() is not None:
-                said = log.read_text("utf-8", "replace").strip().splitlines()
-                raise TokamacError(f"the server ended: {said[-1] if said else server.returncode}")
-            time.sleep(LOOK_S)
-        yield
-    finally:
-        server.terminate()
+    command = [*serve_command(), model, "--port", str(options.port), "--until-eof"]
+    # A session of its own: Ctrl-C is the agent's. The pipe ends with this process, however that ends.
+    with (
+        log.open("wb") as written,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=written, stderr=written, start_new_session=True) as server,
+    ):  # fmt: skip
         try:
-            server.wait(END_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
+            while not _is_ready(at):
+                if server.poll() is not None:
+                    said = log.read_text("utf-8", "replace").strip().splitlines()
+                    raise TokamacError(f"the server ended: {said[-1] if said else server.returncode}")
+                time.sleep(LOOK_S)
+            yield
+        finally:
+            server.terminate()
+            try:
+                server.wait(END_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 def _is_ready(at: Endpoint) -> bool:
@@ -251,14 +251,19 @@ def _read_ahead(agent: Agent, at: Endpoint, folder: Path) -> None:
 def _run_child(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run the agent; return its status. Signals are its own."""
     child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # heard before there was a child to tell
 
     def pass_on(number: int, _: object) -> None:
-        if child is not None and number != signal.SIGINT:
+        if child is None:
+            early.append(number)
+        elif number != signal.SIGINT:
             child.send_signal(number)  # Ctrl-C reaches it from the terminal itself
 
     try:
         with _hearing((signal.SIGINT, *ENDS), pass_on):
             child = subprocess.Popen(command, env=environment)
+            for number in early:
+                pass_on(number, None)
             status = child.wait()
     except OSError as error:
         raise TokamacError(

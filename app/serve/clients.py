@@ -11,6 +11,9 @@ from tokamac.engine.files import atomic_write
 KEY = "none"  # what a client that insists on a key is given where none is needed
 CLIENT_HEADER = "x-tokamac-client"  # by which the server knows an agent that ``launch`` started
 LONGEST_REPLY = 8192  # tokens, and never more than a quarter of the context
+LONGEST_WAIT_MS = (
+    3_600_000  # for a token: agents leave after five minutes, and their first prompt may take longer to read
+)
 LEAST_WINDOW = 100_000  # tokens: Claude Code takes no smaller context, but compacts at any share of it
 
 
@@ -93,6 +96,7 @@ def claude_environment(at: Endpoint) -> dict[str, str]:
         **dict.fromkeys((*every, "CLAUDE_CODE_SUBAGENT_MODEL"), at.model),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every request, before all that could be reused
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        **dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), str(LONGEST_WAIT_MS)),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(at.reply),
     }
     if at.context is not None and at.compact_at is not None:
@@ -106,7 +110,8 @@ def claude_environment(at: Endpoint) -> dict[str, str]:
 
 def codex_settings(at: Endpoint) -> dict[str, Any]:
     """https://developers.openai.com/codex/config-reference."""
-    provider = {"name": "Tokamac", "base_url": at.openai, "wire_api": "responses", "http_headers": at.headers}
+    provider: dict[str, Any] = {"name": "Tokamac", "base_url": at.openai, "wire_api": "responses"}
+    provider |= {"http_headers": at.headers, "stream_idle_timeout_ms": LONGEST_WAIT_MS}
     if at.key != KEY:
         provider["env_key"] = "TOKAMAC_API_KEY"
     made = {"model": at.model, "model_provider": "tokamac", "model_providers": {"tokamac": provider}}
@@ -117,7 +122,8 @@ def codex_settings(at: Endpoint) -> dict[str, Any]:
 def opencode_config(at: Endpoint) -> dict[str, Any]:
     """https://opencode.ai/docs/providers."""
     limit = {} if at.context is None else {"limit": {"context": at.context, "output": at.reply}}
-    options = {"baseURL": at.openai, "apiKey": at.key} | ({"headers": at.headers} if at.headers else {})
+    options: dict[str, Any] = {"baseURL": at.openai, "apiKey": at.key} | ({"headers": at.headers} if at.headers else {})
+    options |= dict.fromkeys(("timeout", "headerTimeout", "chunkTimeout"), False)
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "Tokamac", "options": options, "models": {at.model: limit}}
     named = f"tokamac/{at.model}"
     return {"provider": {"tokamac": provider}, "model": named, "small_model": named}

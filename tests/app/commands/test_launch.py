@@ -112,16 +112,40 @@ def test_what_can_not_work_is_refused_in_a_line(
         assert "is no server of Tokamac's" in said("claude", "--port", str(other.getsockname()[1]))
 
 
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex((HOST, port)) == 0
+
+
 def test_a_server_of_its_own_ends_with_it(
     program: Callable[[str, str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     program("codex", "")
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     assert cli.main(["launch", "codex", "-m", "guide", "--port", str(port)]) == 1
     assert "guide holds 4,096 tokens" in capfd.readouterr().err
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((HOST, port))
+    assert not listens(port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_server_of_its_own_does_not_outlive_it(
+    program: Callable[[str, str], Path], tmp_path: Path, number: int
+) -> None:
+    begun, port = tmp_path / "begun", free_port()
+    program("pi", f"#!/bin/sh\ntouch {begun}\nwhile [ -e {begun} ]; do sleep 0.05; done\n")
+    launch = [sys.executable, "-m", "tokamac.app.cli", "launch", "pi", "-m", "guide", "--port", str(port)]
+    process = subprocess.Popen(launch)
+    until(begun.exists)
+    assert listens(port)
+    process.send_signal(number)
+    until(lambda: not listens(port))
+    begun.unlink()
+    process.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("end", [(signal.SIGINT, os.killpg, 3), (signal.SIGTERM, os.kill, 4)])
