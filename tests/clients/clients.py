@@ -21,7 +21,7 @@ def folder() -> Path:
 class Client:
     """A client. packages: of the registry. module: a file or folder that shows it is there. requests: that a turn takes at least.
 
-    model: the script that it is answered by.
+    model: the script that it is answered by. is_plain: it has no tools.
     """
 
     name: str
@@ -29,6 +29,10 @@ class Client:
     module: str
     requests: int = 2
     model: str = "calls"
+    is_plain: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def is_js(self) -> bool:
@@ -49,9 +53,12 @@ class Client:
                 given = ["model_provider=tokamac", f"model_providers.tokamac={provider}"]
                 options = [part for each in given for part in ("-c", each)]
                 return [str(bin / "codex"), "exec", "--skip-git-repo-check", "-m", self.model, *options, PROMPT]
-        if self.is_js:
-            return ["node", str(HERE / "drive.mjs"), self.name, url, self.model]
-        return [str(folder() / "py/bin/python"), str(HERE / "drive.py"), self.name, url, self.model]
+        driver = (
+            ["node", str(HERE / "drive.mjs")]
+            if self.is_js
+            else [str(folder() / "py/bin/python"), str(HERE / "drive.py")]
+        )
+        return [*driver, self.name, url, self.model, *(["plain"] if self.is_plain else [])]
 
     def environment(self, url: str, home: Path) -> Mapping[str, str]:
         """Return what it sees: nothing of the user's, and no way out of this machine but ``url``."""
@@ -69,7 +76,8 @@ class Client:
         }
 
 
-JS = ("openai_js", "anthropic_js", "ai_openai", "ai_compatible", "ai_anthropic", "claude_code", "codex")
+AGENTS, CALLING = ("claude_code", "codex"), ("instructor", "smolagents")  # those whose every turn is a call
+JS = ("openai_js", "anthropic_js", "ai_openai", "ai_compatible", "ai_anthropic", *AGENTS)
 CLIENTS = (
     Client("openai_chat", ("openai",), "openai"),
     Client("openai_responses", ("openai",), "openai"),

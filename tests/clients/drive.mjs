@@ -1,8 +1,8 @@
-// One turn of a JavaScript client, tool calls with it: `node drive.mjs NAME URL MODEL`. Prints what drive.py prints.
+// One turn of a JavaScript client, tool calls with it: `node drive.mjs NAME URL MODEL [plain]`. Prints what drive.py prints.
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
-const [name, url, model] = process.argv.slice(2);
+const [name, url, model, plain] = process.argv.slice(2);
 const require = createRequire(`${process.env.CLIENTS}/js/`);
 const load = (each) => import(pathToFileURL(require.resolve(each)).href);
 const PROMPT = "Read notes.md, and say what 6 * 7 is.";
@@ -10,7 +10,7 @@ const called = [];
 const FIELDS = { read_file: "path", calculate: "expression" };
 const run = (tool) => (called.push(tool), "42");
 const schema = (field) => ({ type: "object", properties: { [field]: { type: "string" } }, required: [field], additionalProperties: false });
-const tools = Object.entries(FIELDS).map(([tool, field]) => ({ name: tool, description: "A tool.", parameters: schema(field), strict: true }));
+const tools = Object.entries(plain ? {} : FIELDS).map(([tool, field]) => ({ name: tool, description: "A tool.", parameters: schema(field), strict: true }));
 
 const CLIENTS = {
   async openai_js() {
@@ -30,6 +30,7 @@ const CLIENTS = {
       message = await client.messages.stream({ model, max_tokens: 4096, messages, tools: defined }).finalMessage();
       const results = message.content.filter((each) => each.type === "tool_use")
         .map((each) => ({ type: "tool_result", tool_use_id: each.id, content: run(each.name) }));
+      if (!results.length) break;
       messages.push({ role: "assistant", content: message.content }, { role: "user", content: results });
     }
     return message.content.at(-1).text;

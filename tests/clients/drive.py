@@ -1,4 +1,4 @@
-"""One turn of a client, tool calls with it: ``python drive.py NAME URL MODEL``, by the Python that has the client.
+"""One turn of a client, tool calls with it: ``python drive.py NAME URL MODEL [plain]``, by the Python that has the client.
 
 Prints one JSON line: the tools that were called, and the text that ended the turn. Nothing of Tokamac is imported.
 """
@@ -62,6 +62,8 @@ def openai_chat(url: str, model: str) -> str:
             "reasoning_effort": "low",
         }
         message: Any = client.chat.completions.create(**asked, verbosity="low", user="me").choices[0].message
+        if not message.tool_calls:
+            break
         messages.append(message)
         for call in message.tool_calls or ():
             result = TOOLS[call.function.name](**json.loads(call.function.arguments))
@@ -81,7 +83,8 @@ def openai_responses(url: str, model: str) -> str:
             for _ in stream:
                 pass
             response = stream.get_final_response()
-        calls = [each for each in response.output if each.type == "function_call"]
+        if not (calls := [each for each in response.output if each.type == "function_call"]):
+            break
         results = [(each.call_id, TOOLS[each.name](**json.loads(each.arguments))) for each in calls]
         said = [{"type": "function_call_output", "call_id": id, "output": result} for id, result in results]
         previous = response.id
@@ -146,6 +149,8 @@ def langchain(url: str, model: str) -> str:
     said: list[Any] = [SystemMessage("Be brief."), HumanMessage(PROMPT, name="ann")]
     for _ in range(2):
         said.append(llm.invoke(said))
+        if not said[-1].tool_calls:
+            break
         said += [
             ToolMessage(tools[each["name"]].invoke(each["args"]), tool_call_id=each["id"])
             for each in said[-1].tool_calls
@@ -171,6 +176,8 @@ def litellm(url: str, model: str) -> str:
     for _ in range(2):
         asked = {"model": f"openai/{model}", "messages": messages, "tools": FUNCTIONS}
         message = client.completion(**asked, api_base=f"{url}/v1", api_key=KEY).choices[0].message
+        if not message.tool_calls:
+            break
         messages.append(message.model_dump())
         for call in message.tool_calls or ():
             result = TOOLS[call.function.name](**json.loads(call.function.arguments))
@@ -229,6 +236,8 @@ def ollama(url: str, model: str) -> str:
     client, messages = Client(host=url), [{"role": "user", "content": PROMPT}]
     for _ in range(2):
         message: Any = client.chat(model=model, messages=messages, tools=list(TOOLS.values())).message
+        if not message.tool_calls:
+            break
         messages.append(message)
         for call in message.tool_calls or ():
             result = TOOLS[call.function.name](**call.function.arguments)
@@ -245,6 +254,9 @@ CLIENTS: dict[str, Callable[[str, str], str]] = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    name, url, model = sys.argv[1:]
+    name, url, model, *plain = sys.argv[1:]
+    if plain:
+        TOOLS.clear()
+        FUNCTIONS.clear()
     text = CLIENTS[name](url, model)
     print(json.dumps({"called": called, "text": text}))
