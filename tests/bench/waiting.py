@@ -26,7 +26,7 @@ LONGEST_PAUSE_S = 0.25
 SIZES_MB, BIASES = (1, 8, 31), 40_000
 SETTLED_S = 4.0
 MOST_LEFT_MB = 16
-MEMORY_GB = "1"  # of the engine in a soak: its prompt cache is full soon
+MEMORY_GB = "1"  # of the engine: its prompt cache takes a tenth
 CLIENTS, LOOK_S, MOST_CHANGE = 6, 5.0, 0.02
 WARM = 5_000  # requests, or half of the time: until then what has a bound fills, the prompt cache above all
 MINUTES = 120
@@ -181,7 +181,8 @@ class Clients:
         self.answers[status] += 1
 
     def _text(self, rng: random.Random) -> str:
-        return f"{PROSE[: rng.choice((20, 200, 900))]} What is decode? ({rng.randrange(12)})"
+        number = rng.choice((rng.randrange(12), rng.randrange(1 << 30)))  # half are new: the prompt cache is full soon
+        return f"({number}) {PROSE[: rng.choice((20, 200, 900))]} What is decode?"
 
     def _whole(self, rng: random.Random) -> None:
         self._ask(CHAT, chat(self._text(rng), rng.randrange(1, 48), seed=rng.randrange(4), temperature=1))
