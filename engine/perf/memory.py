@@ -204,10 +204,8 @@ def give_back_freed() -> None:
 
 
 def map_large_blocks() -> None:
-    """Have glibc map each large block apart from now on, so that it goes back to the system as soon as it is freed.
-
-    Otherwise blocks of up to 32 MB come out of threads' arenas, whose ends ``give_back_freed`` doesn't reach.
-    """
+    """Have glibc give each large block back when it is freed."""
+    # Else blocks of up to 32 MB come out of threads' arenas, whose ends malloc_trim doesn't reach.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 

@@ -158,10 +158,7 @@ def _runs(ids: Ids) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def _part(before: str, now: str, messages: Sequence[Message], tools: Sequence[ToolSpec], *, is_cut: bool) -> str:
-    """Return the part of a conversation in which its rendered text ``before`` ends, and ``now`` goes on.
-
-    is_cut: what the conversation begins with is not there.
-    """
+    """Return the part of a conversation in which its rendered text ``before`` ends; is_cut: it lacks the beginning."""
     at = 0
     for number, message in enumerate(messages):
         text = message.content.strip()

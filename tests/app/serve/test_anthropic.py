@@ -12,7 +12,6 @@ from tests.scripted_engine import model_spec
 from tokamac.app.serve.anthropic_messages import MessageExchange
 from tokamac.app.serve.request import ServedModel, ServedRequest
 from tokamac.engine import Finished
-from tokamac.engine.events import Message
 
 TOOL: Any = {"name": "read_file", "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}}}
 Scripted = Callable[..., AbstractContextManager[Served]]
@@ -173,13 +172,6 @@ def test_what_can_not_be_honoured_is_a_400_that_names_it(guide: Served, field: s
 def read(**body: object) -> ServedRequest:
     model = ServedModel("m", model_spec("m", takes_tools=True))
     return MessageExchange({"model": "m", "max_tokens": 9, **body}, model).request
-
-
-def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
-    said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"), ("user", ""), ("user", "e")]
-    (prompt,) = read(system="s", messages=[{"role": role, "content": text} for role, text in said]).prompts
-    turns = [(each.role, each.content) for each in prompt if isinstance(each, Message)]
-    assert turns == [("system", "s"), ("user", "a\n\nb"), ("assistant", "c"), ("user", "d\n\ne")]
 
 
 def test_examples_of_a_tools_input_are_told_with_it() -> None:

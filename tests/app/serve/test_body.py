@@ -11,6 +11,7 @@ from tests.app.serve.serving import Served, user
 from tokamac.app.serve.body import MOST_VALUES, UnreadableBodyError, read_apart, read_object
 
 CHAT = "/v1/chat/completions"
+LONG = json.dumps({"messages": user("Prefill reads the prompt. " * 80_000)}).encode()
 
 
 def outcome(body: bytes, *, apart: bool) -> Mapping[str, Any] | tuple[Any, ...]:
@@ -20,17 +21,10 @@ def outcome(body: bytes, *, apart: bool) -> Mapping[str, Any] | tuple[Any, ...]:
         return error.args
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"a": [1, 2.5, null, true, {"b": "\\ud800 \\u00e9 \xc3\xa9"}]}',
-        b'{"a": 1e999}',
-        b"[]",
-        b'{"a": NaN}',
-        b"{",
-        b"\xff",
-    ],
-)
+ANY = b'{"a": [1, 2.5, null, true, {"b": "\\ud800 \\u00e9 \xc3\xa9"}]}'
+
+
+@pytest.mark.parametrize("body", [ANY, b'{"a": 1e999}', b"[]", b'{"a": NaN}', b"{", b"\xff"])
 def test_a_body_is_read_alike_in_another_process(body: bytes) -> None:
     assert outcome(body, apart=True) == outcome(body, apart=False)
 
@@ -38,11 +32,7 @@ def test_a_body_is_read_alike_in_another_process(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "why"),
     [
-        (
-            json.dumps({"messages": user("Prefill reads the prompt. " * 80_000)}).encode(),
-            "context_length_exceeded",
-            "at least",
-        ),
+        (LONG, "context_length_exceeded", "at least"),
         (b'{"messages": [' + b"1," * MOST_VALUES + b"1]}", "invalid_json", f"{MOST_VALUES:,} values"),
         (b'{"messages": "' + b"a" * 2**20 + b'"', "invalid_json", "not JSON"),
     ],

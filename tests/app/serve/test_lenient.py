@@ -95,7 +95,10 @@ def test_a_system_message_anywhere_and_several_of_a_kind_are_turns_that_any_temp
     note = "System message: "
     turned = [("system", "0\n\n1"), ("user", f"2\n\n3\n\n{note}4"), ("assistant", "5\n\n6"), ("user", f"{note}7")]
     assert turns(ChatExchange, messages=said) == turned
-    assert turns(MessageExchange, system="0\n\n1", messages=[said[2], *said[2:][1:]]) == turned
+    assert (
+        turns(MessageExchange, system="0\n\n1", messages=[said[2], {"role": "user", "content": ""}, *said[3:]])
+        == turned
+    )
 
 
 def test_a_namespace_and_a_free_text_are_told_as_the_client_knows_them(scripted_calls: Served) -> None:

@@ -314,12 +314,6 @@ def test_an_engine_that_dies_ends_the_stream_with_an_error(scripted: Scripted) -
 
 
 def test_a_context_of_another_server_changes_nothing() -> None:
-    for context in (
-        [1, 2, 3],
-        [300, -1],
-        list(b'{"messages": 3}'),
-        list(b'{"messages": [{"content": 1}]}'),
-        list(b"[]"),
-    ):
+    for context in ([1, 2, 3], [300, -1], *map(list, (b'{"messages": 3}', b'{"messages": [{"content": 1}]}', b"[]"))):
         exchange = OllamaGenerate({"prompt": "Hi", "context": context}, ServedModel("m", SPEC))
         assert (list(exchange.ignored), len(exchange.request.prompts[0])) == (["context"], 1)

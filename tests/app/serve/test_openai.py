@@ -163,8 +163,7 @@ def test_what_can_not_be_honoured_is_a_400_that_names_it(guide: Served, field: s
 
 
 def test_sampling_beyond_openais_is_honoured(guide: Served, alone: Finished) -> None:
-    asked = {"messages": user(QUESTION), "temperature": 9, "top_k": 1}
-    told = guide.ask("/v1/chat/completions", asked)[1]
+    told = guide.ask("/v1/chat/completions", {"messages": user(QUESTION), "temperature": 9, "top_k": 1})[1]
     assert told["choices"][0]["message"]["content"] == alone.text
 
 

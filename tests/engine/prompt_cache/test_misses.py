@@ -102,9 +102,8 @@ def test_a_change_far_into_a_long_conversation_is_named(guide: Engine) -> None:
     assert common > MOST_DECODED
     metrics = replace(asked(guide, "Hi")[0].metrics, cached_tokens=common, prefill_tokens=len(now) - common)
     earlier = [ReadPrompt(np.array(was, np.int32), len(was), None)]
-    use = explain(
-        Request(now, GREEDY, None, messages=said), metrics, earlier, CacheStore(lambda _: []), guide.tokenizer
-    )
+    request, store = Request(now, GREEDY, None, messages=said), CacheStore(lambda _: [])
+    use = explain(request, metrics, earlier, store, guide.tokenizer)
     assert (use.reason, use.part, use.churn) == ("changed", "message 142 (assistant)", "reply")
     assert 0 < metrics.prefill_tokens - use.again_tokens < 8
 
