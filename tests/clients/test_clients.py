@@ -20,7 +20,6 @@ LARGE = [replace(each, model="smollm2") for each in CLIENTS if each.name in AGEN
 
 
 def run(client: Client, served: Served, home: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Have the client take a turn; return what came of it, and the server's lines of it."""
     if not client.is_there:
         pytest.skip(f"{client.name} is not installed: make clients")
     (home / "notes.md").write_text("# notes\n")

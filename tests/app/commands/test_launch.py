@@ -112,11 +112,6 @@ def test_what_can_not_work_is_refused_in_a_line(
         assert "is no server of Tokamac's" in said("claude", "--port", str(other.getsockname()[1]))
 
 
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     with socket.socket() as asking:
         return asking.connect_ex((HOST, port)) == 0
@@ -124,7 +119,8 @@ def listens(port: int) -> bool:
 
 @pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGHUP])
 def test_its_own_server_never_outlives_it(program: Callable[[str, str], Path], tmp_path: Path, number: int) -> None:
-    begun, port = tmp_path / "begun", free_port()
+    with socket.create_server((HOST, 0)) as free:
+        begun, port = tmp_path / "begun", free.getsockname()[1]
     program("pi", f"#!/bin/sh\ntouch {begun}\nwhile [ -e {begun} ]; do sleep 0.05; done\n")
     launch = [sys.executable, "-m", "tokamac.app.cli", "launch", "pi", "-m", "guide", "--port", str(port)]
     process = subprocess.Popen(launch)

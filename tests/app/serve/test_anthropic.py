@@ -102,10 +102,7 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
             {"role": "assistant", "content": [each.model_dump() for each in whole.content]},
             {"role": "user", "content": results},
         ]
-        more: Any = {
-            "role": "user",
-            "content": [{"type": "text", "text": "Well?", "cache_control": {"type": "ephemeral"}}],
-        }
+        more: Any = {"role": "user", "content": [{"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}}]}
         assert client.messages.create(**asked, messages=[*talked, more]).content
         assert client.messages.create(**asked, messages=talked).stop_reason == "end_turn"
         one = client.messages.create(

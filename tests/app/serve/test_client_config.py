@@ -41,4 +41,3 @@ def test_where_a_token_is_needed_each_has_it() -> None:
         assert "SECRET" in each, each
     codex = tomllib.loads(sections("127.0.0.1", "SECRET")["Codex"])
     assert codex["model_providers"]["tokamac"]["env_key"] == "TOKAMAC_API_KEY"
-    assert "SECRET" not in client_config("127.0.0.1", 8080, "org/model")

@@ -89,10 +89,6 @@ def test_a_host_is_any_bytes_and_still_one_line_of_the_log(guide: Served) -> Non
     assert guide.ask("/health/")[0] == 404
 
 
-def test_a_name_that_was_allowed_is_one_in_any_letters() -> None:
-    Gate(("Studio.Home.",)).check({"host": "STUDIO.home:80"})
-
-
 def test_a_page_that_was_allowed_may_ask_and_read(tmp_path: Path) -> None:
     page = "http://localhost:3000"
     with serving("guide", tmp_path / "log", origins=(page,), hosts=("proxy.home",)) as served:
@@ -122,6 +118,7 @@ def test_the_token_is_asked_for_by_either_name(tmp_path: Path) -> None:
 
 
 def test_outside_loopback_any_name_is_one_of_the_machine() -> None:
+    Gate(("Studio.Home.",)).check({"host": "STUDIO.home:80"})
     Gate(None, token="t" * 16).check({"host": "studio.local:11435", "authorization": f"Bearer {'t' * 16}"})
     with pytest.raises(RequestError, match="token"):
         Gate(None, token="t" * 16).check({"host": "studio.local:11435"})
@@ -207,8 +204,7 @@ def test_packed_bodies_are_read_and_bombs_are_not(guide: Served) -> None:
 
 
 def test_every_answer_has_the_id_that_the_log_has(guide: Served) -> None:
-    asked = ((CHAT, HI), (CHAT, {}), ("/v1/messages", {}), ("/nothing", None), ("/health", None))
-    for path, body in asked:
+    for path, body in ((CHAT, HI), (CHAT, {}), ("/v1/messages", {}), ("/nothing", None), ("/health", None)):
         _, heads, told = guide.told(path, body, headers={"Host": "a"} if path == "/health" else None)
         id = heads["x-request-id"]
         assert heads["request-id"] == id
