@@ -152,7 +152,8 @@ def convert(
     products of sensitivities and comparisons.
 
     Args:
-        source: A folder or a Hugging Face id.
+        source: A folder, a GGUF file or a Hugging Face id. What a GGUF file has packed is carried over, unless options say
+            otherwise.
         out: The new folder; None makes one here, named after the source and the bits.
         overwrite: Replace a model folder of that name, at the end.
         dry_run: Return the Plan and write nothing.
@@ -250,7 +251,10 @@ def _check_paths(source: object, out: object) -> None:
 def default_target(source: str | Path, options: Options) -> Path:
     known = source_id(Path(source)) if Path(source).is_dir() else str(source)
     name = Path(source).resolve().name if known is None else known.rstrip("/").rpartition("/")[2]
-    if options.dequantize:
+    name, of_gguf = name.removesuffix(".gguf").replace(":", "-"), ":" in name or name.endswith(".gguf")
+    if of_gguf and options.as_stored:
+        suffix = "mlx"
+    elif options.dequantize:
         suffix = options.dtype or "dequantized"
     elif options.target_bpw is not None:
         suffix = f"{options.target_bpw:g}bpw"

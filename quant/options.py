@@ -68,6 +68,12 @@ class Options:
         self._check_together()
 
     @property
+    def as_stored(self) -> bool:
+        """Whether nothing was said about bits, groups and methods: what a GGUF file has packed is then carried over."""
+        said = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
+        return self.mode == "affine" and not self.dequantize and all(each is None for each in said)
+
+    @property
     def packed_bits(self) -> int:
         """Bits of a weight where nothing else is chosen for it."""
         return self.bits or MICROSCALING.get(self.mode, (DEFAULT_BITS, 0))[0]

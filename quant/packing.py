@@ -52,6 +52,8 @@ def choose(source: Source, options: Options) -> Choices:
     # The model's own rules (mlx-lm's ``quant_predicate``: routers at 8 bits, say) hold unless a recipe overrides.
     if options.dequantize:
         return {path: None for path, _ in packable(source)}
+    if source.carried and options.as_stored:
+        return {path: source.carried[path][1] if path in source.carried else None for path, _ in packable(source)}
     recipe = options.recipe or "uniform"
     if recipe not in RECIPES:
         raise OptionError(f"there is no recipe {recipe}", f"Use one of {', '.join(RECIPES)}.")

@@ -270,7 +270,8 @@ class HeadsPlan:
 class Plan:
     """A whole conversion, in bytes.
 
-    peak_memory_bytes: an upper estimate of MLX's. heads: beside the model, not counted in its weights.
+    peak_memory_bytes: an upper estimate of MLX's. heads: beside the model, not counted in its weights. carried: what became of
+    a GGUF file's types.
     """
 
     source: Path
@@ -283,6 +284,7 @@ class Plan:
     peak_memory_bytes: int
     notes: tuple[str, ...]
     heads: tuple[HeadsPlan, ...] = ()
+    carried: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -327,7 +329,7 @@ class Plan:
 
 def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
     tensors = tuple(_tensor(source, options, name, array, chosen) for name, array in source.weights.items())
-    heads = tuple(_heads(each, options) for each in source.heads)
+    heads, carried = tuple(_heads(each, options) for each in source.heads), tuple(_carried(source, tensors))
     copies = sorted({file for pattern in COPIED for file in source.folder.glob(pattern) if file.is_file()})
     plan = Plan(
         source=source.folder,
@@ -338,8 +340,9 @@ def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
         copies=tuple(copies),
         source_bytes=source.source_bytes,
         peak_memory_bytes=max(_stage_bytes(source, options, chosen, tensors, heads)),
-        notes=(*_notes(source, chosen), *(_note_on(each) for each in heads)),
+        notes=(*carried, *_notes(source, chosen), *(_note_on(each) for each in heads)),
         heads=heads,
+        carried=carried,
     )
     useless = in_vain(plan)
     return replace(plan, notes=(useless, *plan.notes)) if useless else plan
@@ -365,9 +368,22 @@ def _notes(source: Source, chosen: Choices) -> Iterator[str]:
     yield from left_out(source, chosen)
     if not any(any(source.folder.glob(name)) for name in TOKENIZERS):
         yield "the source has no tokenizer files"
-    again = [path for path, packed in source.packed.items() if chosen.get(path) not in (None, packed.packing)]
+    before = {path: form for path, (_, form) in source.carried.items()}
+    before |= {path: packed.packing for path, packed in source.packed.items()}
+    again = [path for path, packing in before.items() if chosen.get(path) not in (None, packing)]
     if again:
         yield f"{len(again)} layers were packed before and are packed again, so their errors add up: convert the original instead"
+
+
+def _carried(source: Source, tensors: tuple[TensorPlan, ...]) -> Iterator[str]:
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for tensor in tensors:
+        if tensor.packing is not None and (found := source.carried.get(tensor.name.removesuffix(".weight"))):
+            kinds[tensor.kept].add(found[0])
+    if kinds[True]:
+        yield f"Carried over from the GGUF file bit for bit as it runs: {', '.join(sorted(kinds[True]))}."
+    if kinds[False]:
+        yield f"Packed anew, from the numbers that the GGUF file stands for: {', '.join(sorted(kinds[False]))}."
 
 
 def _tensor(source: Source, options: Options, name: str, array: mx.array, chosen: Choices) -> TensorPlan:
@@ -375,8 +391,9 @@ def _tensor(source: Source, options: Options, name: str, array: mx.array, chosen
     packing, shape, own = chosen.get(path) if leaf == "weight" else None, tuple(array.shape), type_name(array.dtype)
     # Some models name tensors that must keep their types (mlx-lm's ``cast_predicate``).
     allowed = getattr(source.module, "cast_predicate", None) or (lambda _: True)
-    casts = options.dtype is not None and mx.issubdtype(array.dtype, mx.floating) and allowed(name)
-    dtype = type_name(getattr(mx, options.dtype)) if casts and options.dtype else own
+    wanted = options.dtype or (source.narrow if own == "F32" else None)
+    casts = wanted is not None and mx.issubdtype(array.dtype, mx.floating) and allowed(name)
+    dtype = type_name(getattr(mx, wanted)) if casts and wanted else own
     kept = packing is not None and path in source.packed and source.packed[path].packing == packing
     if packing is None:
         outputs: tuple[Tensor, ...] = (_described(name, dtype, shape),)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import CONFIG_BYTES, TooLargeError, open_regular, read_bytes
+from tokamac.engine.gguf.places import TABLE
 from tokamac.engine.hub.names import id_of
 from tokamac.engine.model.adapters import Adapter
-from tokamac.engine.model.safetensors import find_shards
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.safetensors import find_shards, read_header
 from tokamac.engine.perf.cost import PARTS, PartName, Tensor, part_of
 
 from .options import CALIBRATED, Options
@@ -83,10 +85,12 @@ class Provenance:
 
 def provenance(source: Path, options: Options, adapter: Adapter | None = None) -> Provenance:
     """Return the provenance, from headers and small files. Raises ModelError for torn shards, OSError."""
-    found = source_id(source)
+    found, called = source_id(source), source.resolve().name
+    if (source / TABLE).is_file():
+        called = str(read_config(source).get("_name_or_path"))
     text = options.calibration
     return Provenance(
-        name=found or safe_name(source.resolve().name),
+        name=found or safe_name(called),
         id=found,
         config_sha256=_sha256(read_bytes(source / "config.json", CONFIG_BYTES)),
         shards=tuple(_mark(shard) for shard in find_shards(source)),
@@ -134,6 +138,9 @@ def front_matter(card: Path) -> dict[str, str]:
 
 
 def _mark(shard: Path) -> ShardMark:
+    if shard.suffix == ".gguf":
+        told = json.dumps(read_header(shard), sort_keys=True).encode()
+        return ShardMark(shard.name, shard.stat().st_size, _sha256(told))
     with open_regular(shard) as file:
         prefix = file.read(8)
         header = file.read(struct.unpack("<Q", prefix)[0])
@@ -417,7 +424,7 @@ def by_part(plan: "Plan") -> tuple[PartRow, ...]:
 
 
 def in_vain(plan: "Plan") -> str:
-    if not any(tensor.packing for tensor in plan.tensors):
+    if not any(tensor.packing for tensor in plan.tensors) or (plan.carried and plan.options.as_stored):
         return ""
     # What a calibrated method packs looks taken over too, and a budget's choices are made later.
     known = plan.options.how not in CALIBRATED and plan.options.target_bpw is None

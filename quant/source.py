@@ -17,11 +17,13 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.files import not_opened
+from tokamac.engine.gguf.checkpoint import carried_by
+from tokamac.engine.gguf.places import TABLE
 from tokamac.engine.model.adapters import Adapter, Change, changes_of, fused, read_adapter
 from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes, read_config
 from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.extra_heads import ModelEnds, build_heads, place_of
-from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, load_lazily, skeleton_model
+from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, gguf_arrays, load_lazily, skeleton_model
 from tokamac.engine.model.safetensors import check_places, find_shards
 from tokamac.engine.model.weights import (
     MEDUSA_FILE,
@@ -140,7 +142,8 @@ class Source:
     """A model before conversion.
 
     config: as if nothing were packed. module: unpacked and empty, for shapes and rules. weights: lazy, in module
-    order, popped when converted. packed: by module path.
+    order, popped when converted. packed: by module path. carried: of a GGUF file, each module's type and MLX's form of it;
+    those that are not in ``packed`` were unpacked. narrow: the type for its float32 norms, which other weights are in.
     """
 
     folder: Path
@@ -154,6 +157,8 @@ class Source:
     changes: Mapping[str, Change] = field(default_factory=dict)
     unchecked: bool = False
     heads: tuple[HeadSource, ...] = ()
+    carried: Mapping[str, tuple[str, Packing]] = field(default_factory=dict)
+    narrow: str | None = None
 
 
 def locate(source: str | Path) -> Path:
@@ -208,7 +213,13 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
         changes=changes,
         unchecked=unchecked,
         heads=heads,
+        narrow=_narrow(config, weights) if (folder / TABLE).is_file() else None,
+        carried={path: kind for path, kind in carried_by(folder).items() if path not in changes},
     )
+
+
+def _narrow(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> str | None:
+    return None if {array.dtype for array in weights.values()} == {mx.float32} else str(config["torch_dtype"])
 
 
 def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes: list[str]) -> Iterator[HeadSource]:
@@ -294,7 +305,9 @@ def _loaded(folder: Path, config: Mapping[str, Any], *, unchecked: bool) -> nn.M
     if not unchecked:
         check_config(own, classes[1])
     try:
-        return load_lazily(folder, without_fp8(own), classes)[0]
+        arrays = gguf_arrays(folder)
+        weights = None if arrays is None else arrays.lazy(unpacked=True)
+        return load_lazily(folder, without_fp8(own), classes, weights)[0]
     except ModelError:
         raise
     except ImportError as error:

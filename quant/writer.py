@@ -14,7 +14,7 @@ from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.errors import ConversionError
 from tokamac.engine.perf.config_cost import Packing
 
-from .options import SHIPPED, Options
+from .options import CALIBRATED, SHIPPED, Options
 from .packing import Quantizer
 from .plan import FLOATS, INDEX, HeadsPlan, Plan, ShardWriter, TensorPlan
 from .report import RECORD, Outcome, Provenance, WeightError, by_part, with_error
@@ -220,7 +220,10 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     yield f"Made with {versions}{', products of float32 in TF32 where the GPU has it' if made.tf32 else ''}."
     if made.adapter is not None:
         yield f"The adapter `{made.adapter['name']}` was added to its weights first."
-    if not options.dequantize:
+    yield from plan.carried
+    if not options.dequantize and any(each.packing and not each.kept for each in plan.tensors) | (
+        options.how in CALIBRATED
+    ):
         weighed = options.how == "search" and options.calibration is not None
         how = ", with errors weighted by each channel's inputs on a calibration text" if weighed else ""
         yield f"Weights were packed {METHODS[options.how]}{how}."

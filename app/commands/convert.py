@@ -44,6 +44,7 @@ _EXAMPLES = """\
   tokamac convert ~/models/mine -o mine-8bit --bits 8 --dry-run
   tokamac convert ~/models/mine --target-bpw 4.5
   tokamac convert ~/models/mine --method gptq --calibration=notes.txt
+  tokamac convert model-Q4_K_M.gguf -o model
   tokamac convert ~/models/mine-4bit --dequantize --dtype bfloat16"""
 
 
@@ -55,7 +56,11 @@ def parser() -> Parser:
         "architecture.",
         _EXAMPLES,
     )
-    made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face ID (downloaded first)")
+    made.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder, a Hugging Face ID (downloaded first), or a GGUF file, whose packing is kept unless bits are given",
+    )
     target = made.add_mutually_exclusive_group()
     target.add_argument(
         "-o", "--output", metavar="DIR", help="output folder (default: here, named after source and bits)"
@@ -246,7 +251,8 @@ def plan_text(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -
         ["disk", f"{needed} needed, {free} free: {'fits' if disk.fits else 'does not fit'}"],
         ["time", _time(plan, estimate)],
     ]
-    title = sanitise_line(f"{plan.source} → {target}  (nothing is written)")
+    source = plan.config.get("_name_or_path") or plan.source
+    title = sanitise_line(f"{source} → {target}  (nothing is written)")
     return "\n\n".join([title, table([head, *rows, whole], right=(2, 3, 4)), table(figures)])
 
 

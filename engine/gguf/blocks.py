@@ -172,10 +172,12 @@ def leaves_of(tensor: GgufTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
 def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], turned: int = 0) -> None:
     """Fill the arrays of ``leaves_of`` (of packed words as uint32), some rows at a time. Raises ModelDamagedError.
 
-    turned: rows of a head whose halves llama.cpp interleaves, which is undone; 0: none.
+    leaves: {"": array} of a packed type gets its numbers unpacked. turned: rows of a head whose halves llama.cpp
+    interleaves, which is undone; 0: none.
     """
     if len(tensor.shape) == 1:  # a bias: each number is a row
         tensor = replace(tensor, shape=(*tensor.shape, 1))
+    unpacked = "" in leaves and tensor.kind not in FLOATS
     flat = {name: array.reshape(tensor.rows, -1) for name, array in leaves.items()}
     step = max(1, CHUNK_WEIGHTS // tensor.shape[-1])
     step = -(-step // turned) * turned if turned else step
@@ -184,7 +186,8 @@ def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], turned: int
         rows = tensor.read(first, min(step, tensor.rows - first))
         if turned:
             rows = rows.reshape(-1, turned // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-        for name, found in _converted(rows, tensor.kind):
+        found_in_rows = [("", dequantize(rows, tensor.kind))] if unpacked else _converted(rows, tensor.kind)
+        for name, found in found_in_rows:
             flat[name][first : first + len(rows)] = found
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -12,11 +12,13 @@
 import json
 import os
 import shutil
+import struct
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +26,11 @@ import numpy as np
 import platformdirs
 import xxhash
 from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
 from ..files import INDEX_BYTES, read_text, size
+from ..perf.config_cost import Packing
 from .architectures import config_of, place_of
 from .blocks import FLOATS, PACKINGS, leaves_of, unpack_into
 from .file import GgufFile, GgufTensor, damaged, parts_of, read_gguf
@@ -36,8 +40,10 @@ from .vocabulary import write_tokenizer
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FORMAT = 1  # of the folder
+FORMAT = 2  # of the folder
 TYPES = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+NEW, IN_MLX_FORM = ".new-", "model.safetensors"
+OLD_S = 86_400  # after which what a process that was killed left is removed
 KEPT_FOLDERS = 32  # of files that are still there; of others none
 
 
@@ -59,7 +65,7 @@ def folder_of(path: Path) -> Path:
     if (root / name / TABLE).is_file():
         return root / name
     file = read_gguf(path)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as temporary:
+    with tempfile.TemporaryDirectory(dir=root, prefix=NEW) as temporary:
         made = Path(temporary) / name
         made.mkdir()
         try:
@@ -78,20 +84,24 @@ def folder_of(path: Path) -> Path:
 
 def header_of(part: Path) -> dict[str, Any]:
     """Return what a linked part holds in the form of a safetensors header. Raises ModelDamagedError."""
-    found: dict[str, Any] = {}
-    for source in Arrays(part.parent).sources:
-        if source.tensor.file == part:
-            end = 0
-            for name, (dtype, shape) in source.arrays().items():
-                nbytes = _nbytes(dtype, shape)
-                found[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
-                end += nbytes
+    return _entries(source for source in Arrays(part.parent).sources if source.tensor.file == part)
+
+
+def _entries(sources: "Iterable[StoredPart]") -> dict[str, Any]:
+    found, end = dict[str, Any](), 0
+    for source in sources:
+        for name, (dtype, shape) in source.arrays().items():
+            begin, end = end, end + _nbytes(dtype, shape)
+            found[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A stored tensor, and where it goes. turned, less_one: what is undone (``architectures.Place``)."""
+    """A stored tensor, and where it goes. turned, less_one: what is undone (``architectures.Place``).
+
+    unpacked: as float16 instead of MLX's packed form.
+    """
 
     tensor: GgufTensor
     module: str
@@ -99,12 +109,28 @@ class StoredPart:
     shape: tuple[int, ...]
     turned: int
     less_one: bool
+    unpacked: bool = False
 
     def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return safetensors' type and shape of each array of the module."""
-        if self.tensor.kind in FLOATS:
-            return {self._named(self.leaf): (FLOATS[self.tensor.kind], self.shape)}
+        if self._plain:
+            return {self._named(self.leaf): (FLOATS.get(self.tensor.kind, "F16"), self.shape)}
         return {self._named(leaf): found for leaf, found in leaves_of(self.tensor).items()}
+
+    def fill(self, arrays: "Mapping[str, NDArray[Any]]") -> None:
+        """Read the module's arrays into others of their shapes, by name; bfloat16 as uint16. Raises ModelDamagedError."""
+        leaves = {"" if self._plain else name.rpartition(".")[2]: array for name, array in arrays.items()}
+        unpack_into(self.tensor, leaves, self.turned)
+        for array in arrays.values() if self.less_one else ():
+            if array.dtype == np.uint16:
+                wide = ((array.astype(np.uint32) << 16).view(np.float32) - 1).view(np.uint32)
+                array[...] = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16  # to the nearest, halves to even
+            else:
+                array[...] -= 1
+
+    @property
+    def _plain(self) -> bool:
+        return self.unpacked or self.tensor.kind in FLOATS
 
     def read(self) -> dict[str, "mx.array"]:
         """Return the module's arrays. They are filled where they lie, so each is in memory once."""
@@ -114,16 +140,16 @@ class StoredPart:
             name: _zeros("U16" if dtype == "BF16" else dtype, shape) for name, (dtype, shape) in self.arrays().items()
         }
         mx.eval(list(made.values()))
-        leaves = {"" if self.tensor.kind in FLOATS else name.rpartition(".")[2]: name for name in made}
-        views = {leaf: np.asarray(made[name]) for leaf, name in leaves.items()}
-        unpack_into(self.tensor, views, self.turned)
-        del views
+        self.fill({name: np.asarray(array) for name, array in made.items()})
         for name, (dtype, _) in self.arrays().items():
             if dtype == "BF16":
                 made[name] = made[name].view(mx.bfloat16)
-            if self.less_one:
-                made[name] = made[name] - 1
         return made
+
+    @property
+    def exact(self) -> bool:
+        """Whether MLX's form keeps the stored numbers (but for scales that float16 rounds)."""
+        return self.tensor.kind in FLOATS or PACKINGS[self.tensor.kind].codes is not None
 
     def _named(self, leaf: str) -> str:
         return f"{self.module}.{leaf}" if leaf else self.module
@@ -145,6 +171,7 @@ class Arrays:
     """A GGUF folder's arrays by name; one tensor's at a time are kept between calls of ``read``."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
             told = json.loads(read_text(folder / TABLE, INDEX_BYTES))
             self.sources = tuple(_source(folder, each) for each in told)
@@ -158,21 +185,48 @@ class Arrays:
     def _by_name(self) -> Mapping[str, StoredPart]:
         return {name: source for source in self.sources for name in source.arrays()}
 
-    def lazy(self) -> dict[str, "mx.array"]:
+    def zeros(self) -> dict[str, "mx.array"]:
         """Return zeros in the arrays' place, which take no memory until they are computed."""
         return {
             name: _zeros(dtype, shape) for source in self.sources for name, (dtype, shape) in source.arrays().items()
         }
 
-    def whole(self) -> dict[str, "mx.array"]:
-        """Return all arrays, read. Raises ModelDamagedError."""
-        return {name: array for source in self.sources for name, array in source.read().items()}
+    def lazy(self, *, unpacked: bool = False) -> dict[str, "mx.array"]:
+        """Return all arrays, each read when it is computed, from a file that is made for it. Raises ModelDamagedError.
+
+        unpacked: those that MLX's groups can't hold, as the float16 numbers that they stand for.
+        """
+        import mlx.core as mx
+
+        found: Any = mx.load(str(Path(_in_mlx_form(self._folder, unpacked=unpacked).name) / IN_MLX_FORM))
+        return dict(found)
 
     def read(self, name: str) -> "mx.array":
         """Return an array. Raises ModelDamagedError."""
         if name not in self._last:
             self._last = self._by_name[name].read()
         return self._last.pop(name)
+
+
+@cache
+def _in_mlx_form(folder: Path, *, unpacked: bool) -> "tempfile.TemporaryDirectory[str]":
+    """Write a folder's arrays as safetensors, once a process, for what reads them again and again; gone at its end."""
+    sources = [replace(each, unpacked=unpacked and not each.exact) for each in Arrays(folder).sources]
+    header = json.dumps(_entries(sources)).encode()
+    header += b" " * (-len(header) % 8)
+    place = tempfile.TemporaryDirectory(dir=_root(), prefix=NEW)
+    try:
+        with (Path(place.name) / IN_MLX_FORM).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for source in sources:
+                arrays = [np.empty(shape, TYPES[dtype]) for dtype, shape in source.arrays().values()]
+                source.fill(dict(zip(source.arrays(), arrays, strict=True)))
+                for array in arrays:
+                    file.write(array.reshape(-1).view(np.uint8).data)
+    except OSError as error:
+        place.cleanup()
+        raise unreadable(Path(place.name), error) from error
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +278,17 @@ def _kept(kind: GGMLQuantizationType, sources: list[StoredPart]) -> Kept:
     )
 
 
+def carried_by(folder: Path) -> dict[str, tuple[str, Packing]]:
+    """Return the type of each packed module of a GGUF folder, and MLX's form of it; empty for other folders."""
+    sources = Arrays(folder).sources if (folder / TABLE).is_file() else ()
+    found = {each.module: (each.tensor.kind.name, PACKINGS.get(each.tensor.kind)) for each in sources}
+    return {
+        module: (kind, Packing(form.bits, form.group_size, form.mode))
+        for module, (kind, form) in found.items()
+        if form is not None
+    }
+
+
 def _root() -> Path:
     given = os.environ.get("TOKAMAC_CACHE_DIR")
     root = (Path(given) if given else platformdirs.user_cache_path("tokamac")) / "gguf"
@@ -241,6 +306,7 @@ def _sweep(root: Path) -> None:
     """Remove folders of files that are gone, and the oldest of too many."""
     folders = [table.parent for table in root.glob("*/" + TABLE)]
     gone = [folder for folder in folders if not all(part.exists() for part in folder.glob("*.gguf"))]
+    gone += [place for place in root.glob(f"{NEW}*") if place.stat().st_mtime < time.time() - OLD_S]
     there = sorted(set(folders) - set(gone), key=lambda folder: folder.stat().st_mtime)
     for folder in [*gone, *there[: -KEPT_FOLDERS + 1]]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -251,7 +317,7 @@ def _write(file: GgufFile, folder: Path) -> None:
     for part, link in links.items():
         (folder / link).symlink_to(os.path.realpath(part))
     sources = list(_sources(file))
-    config = config_of(file)
+    config = config_of(file) | {"_name_or_path": file.files[0].stem}  # what it is called, in cards of conversions
     if (packing := _quantization(sources)) is not None:
         config["quantization"] = packing
     table = [

@@ -127,16 +127,22 @@ def load_model(
     config = read_config(folder)
     shards = find_shards(folder)
     doubts = doubts_about(config) if unchecked else ()
-    module, config, sources = _build(folder, config, unchecked=unchecked, deferred=True)
+    arrays = gguf_arrays(folder)
+    empty = None if arrays is None else arrays.zeros()
+    module, config, sources = _build(folder, config, unchecked=unchecked, weights=empty)
+    if empty is not None and len(sources) < len(tree_flatten(module.parameters())):  # its class makes others of some
+        module, config, sources = _build(folder, read_config(folder), unchecked=unchecked)
+    del empty
     if device == "cpu":
         _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
     own: dict[str, _Own] = {}
-    arrays = _gguf_arrays(folder)
     if arrays is not None:
         own.update((name, _GgufPart(arrays, source)) for name, source in sources.items())
-        if dtype is None and device != "cpu":  # its scales are float16, its norms float32
-            dtype = str(config["torch_dtype"])
+    # A GGUF file's scales are float16 and its norms float32; converted, these may be bfloat16. MLX would compute in float32.
+    kinds = {array.dtype for _, array in tree_flatten(module.parameters())}
+    if dtype is None and device != "cpu" and (arrays is not None or {mx.float16, mx.bfloat16} <= kinds):
+        dtype = str(config["torch_dtype"])
     if divide is not None:
         dtypes = {name: array.dtype for name, array in tree_flatten(module.parameters())}
         config, parts = divide(module, config)
@@ -162,7 +168,7 @@ def load_model(
     return LoadedModel(module, config, folder, stored, eager, by_kernels, doubts)
 
 
-def _gguf_arrays(folder: Path) -> "Arrays | None":
+def gguf_arrays(folder: Path) -> "Arrays | None":
     """Return the arrays of a folder that stands for a GGUF file, else None. Raises ModelDamagedError."""
     if not (folder / TABLE).is_file():
         return None
@@ -233,7 +239,7 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
 
 
 def _build(
-    folder: Path, config: dict[str, Any], *, unchecked: bool, deferred: bool = False
+    folder: Path, config: dict[str, Any], *, unchecked: bool, weights: Mapping[str, mx.array] | None = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
     classes = model_classes(config)
     known = {**config, "use_bidirectional_attention": False} if embeds(folder) else config  # embedding.py computes it
@@ -241,7 +247,7 @@ def _build(
         if not unchecked:
             raise doubt
     try:
-        return load_lazily(folder, without_fp8(config), classes, deferred=deferred)
+        return load_lazily(folder, without_fp8(config), classes, weights)
     except ModelError:
         raise
     except BUILD_ERRORS as error:
@@ -268,11 +274,11 @@ def _refuse_gpu_words(module: nn.Module) -> None:
 
 
 def load_lazily(
-    folder: Path, config: dict[str, Any], classes: Classes, *, deferred: bool = False
+    folder: Path, config: dict[str, Any], classes: Classes, weights: Mapping[str, mx.array] | None = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
     """Return mlx-lm's lazy module, its config, and the file names of parameters ``sanitize`` left unchanged.
 
-    deferred: the arrays of a GGUF file are zeros, which the caller replaces; else they are read at once.
+    weights: instead of the folder's own.
     Raises ValueError for unexpected types, and mlx-lm's errors.
     """
     # No class changes an array in place in ``sanitize``; all make new ones.
@@ -299,7 +305,7 @@ def load_lazily(
 
         module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: (made, arguments))
     else:
-        module, loaded = _with_weights(folder, made(arguments.from_dict(config)), config, deferred=deferred), config
+        module, loaded = _with_weights(folder, made(arguments.from_dict(config)), config, weights), config
     _check_types(module, expected)
     for _, leaf in leaf_modules(module):
         scales, biases = leaf.get("scales"), leaf.get("biases")
@@ -325,18 +331,21 @@ def _packed_elsewhere(folder: Path, config: Mapping[str, Any]) -> bool:
     return named or (folder / "hf_quant_config.json").exists()
 
 
-def _with_weights(folder: Path, module: Any, config: Mapping[str, Any], *, deferred: bool) -> nn.Module:
+def _with_weights(
+    folder: Path, module: Any, config: Mapping[str, Any], given: Mapping[str, mx.array] | None
+) -> nn.Module:
     """Give a new module its folder's lazy weights. Raises ValueError for others than it has."""
-    arrays = _gguf_arrays(folder)
-    weights: dict[str, mx.array] = {} if arrays is None else arrays.lazy() if deferred else arrays.whole()
-    for shard in find_shards(folder) if arrays is None else ():
+    weights = dict[str, mx.array]() if given is None else dict(given)
+    if given is None and (arrays := gguf_arrays(folder)) is not None:
+        weights = arrays.lazy()
+    for shard in () if weights else find_shards(folder):
         stored: Any = mx.load(str(shard))
         weights.update(stored)
     weights = module.sanitize(weights)
     if (packing := config.get("quantization")) is not None:
 
         def packed(path: str, leaf: Any) -> bool | dict[str, Any]:
-            if path in packing:
+            if path in packing and (given is None or f"{path}.scales" in weights):
                 named: bool | dict[str, Any] = packing[path]
                 return named
             if "to_quantized" not in dir(leaf) or f"{path}.scales" not in weights:

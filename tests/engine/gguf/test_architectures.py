@@ -9,18 +9,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
 from mlx.utils import tree_flatten
 
 from tests.engine.gguf import written
 from tests.families import build, golden
 from tokamac.engine import ModelNotFoundError, ModelUnsupportedError
-from tokamac.engine.gguf.checkpoint import folder_of, kept_of
+from tokamac.engine.gguf.checkpoint import Arrays, folder_of, kept_of
 from tokamac.engine.gguf.places import find_gguf
 from tokamac.engine.model.config import read_config
-from tokamac.engine.model.loader import build_model, load_model
+from tokamac.engine.model.loader import load_model
 from tokamac.engine.model.safetensors import weight_files
 from tokamac.engine.perf.cost import cost_of_folder
 from tokamac.engine.prompt_cache.folder import digest
+from tokamac.quant import convert
+from tokamac.quant.conversion import default_target
+from tokamac.quant.options import Options
 
 ROWS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "architectures.toml").read_text())["row"]
 
@@ -73,13 +77,40 @@ def test_a_folder_stands_for_a_file_and_nothing_is_written_beside_it(tmp_path: P
         find_gguf(file.parent)
 
 
-def test_a_conversion_reads_the_weights_themselves(tmp_path: Path) -> None:
-    written.write(tmp_path / "model.gguf", ROWS[0])
-    folder = folder_of(tmp_path / "model.gguf")
-    lazy = build_model(folder, read_config(folder))[0]
-    loaded = load_model(folder, dtype="float32", device="gpu", progress=lambda *_: None).module
-    for name, array in tree_flatten(lazy.parameters()):
-        assert mx.array_equal(array, dict(tree_flatten(loaded.parameters()))[name]), name
+@pytest.mark.parametrize(("case", "kind"), [("llama", "Q4_1"), ("qwen3_moe", "Q8_0"), ("lfm2", "Q6_K")])
+def test_a_conversion_carries_over_what_is_exact_and_packs_the_rest_from_the_file(
+    case: str, kind: str, tmp_path: Path
+) -> None:
+    row = next(row for row in ROWS if row["case"] == case)
+    written.write(tmp_path / "model.gguf", row, GGMLQuantizationType[kind])
+    folder, made = folder_of(tmp_path / "model.gguf"), tmp_path / "made"
+    convert(folder, made, verify=False, dtype="float32")
+    own, other = (arrays_of(each) for each in (folder, made))
+    assert own.keys() == other.keys()
+    differ = {name for name in own if not mx.array_equal(own[name], other[name])}
+    card = (made / "README.md").read_text()
+    if kind != "Q6_K":
+        assert not differ
+        ids = golden(case)[0][:48]
+        np.testing.assert_array_equal(logprobs(folder, ids), logprobs(made, ids))
+        assert f"bit for bit as it runs: {kind}." in card
+        assert default_target(tmp_path / "model.gguf", Options()) == Path("model-mlx")
+        return
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in differ} == {"w2"}
+    assert f"from the numbers that the GGUF file stands for: {kind}." in card
+    stored = next(each for each in Arrays(folder).sources if each.module.endswith("layers.0.feed_forward.w2"))
+    numbers = mx.array(dequantize(stored.tensor.read(), GGMLQuantizationType[kind]))
+    errors = []
+    for arrays in (own, other):
+        words, scales, biases = (arrays[f"{stored.module}.{leaf}"] for leaf in ("weight", "scales", "biases"))
+        found = mx.dequantize(words, *(each.astype(mx.float32) for each in (scales, biases)), group_size=32, bits=8)
+        errors.append(mx.mean((found - numbers) ** 2).item())
+    assert errors[1] < errors[0]
+
+
+def arrays_of(folder: Path) -> dict[str, mx.array]:
+    loaded = load_model(folder, dtype="float32", device="gpu", progress=lambda *_: None)
+    return dict(tree_flatten(loaded.module.parameters()))
 
 
 def test_an_unknown_architecture_is_refused_by_its_name(tmp_path: Path) -> None:

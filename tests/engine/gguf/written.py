@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 
 from tests.families import GOLDEN
 from tests.golden.weights import tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
-F32 = GGMLQuantizationType.F32
+Kind = GGMLQuantizationType
+F32 = Kind.F32
+# Where a block has its float16 numbers, from its start or its end; any other bytes are valid codes.
+SCALES = {
+    **dict.fromkeys((Kind.Q4_K, Kind.Q5_K), (0, 2)),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS), (0,)),
+    **dict.fromkeys((Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S), (0,)),
+    **dict.fromkeys((Kind.Q6_K, Kind.Q3_K), (-2,)),
+    Kind.Q2_K: (-4, -2),
+}
 ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee"}  # whose rotation works on neighbours, unlike the original's
 ADDED_ONE = {"gemma", "gemma2", "gemma3"}
@@ -44,6 +53,26 @@ SCALING = {
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
+
+
+def packed(kind: Kind, values: Array) -> Array:
+    """Return what the package's quantizer makes of values (…, n); random valid blocks of types that it has none for."""
+    noise = np.random.default_rng(int(kind))
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        block, nbytes = GGML_QUANT_SIZES[kind]
+    blocks = noise.integers(0, 256, (values.size // block, nbytes), np.uint8)
+    numbers = np.abs(noise.normal(0.01, 0.004, len(blocks))).astype(np.float16)
+    for at in SCALES.get(kind, ()):
+        blocks[:, at % nbytes : at % nbytes + 2] = numbers.view(np.uint8).reshape(-1, 2)
+    if kind == Kind.NVFP4:
+        blocks[:, :4] &= 0x7F  # its scales have no sign
+    if kind == Kind.IQ1_M:  # its scale is in the upper nibbles of four words
+        words = blocks[:, -8:].copy().view(np.uint16)
+        words = words & 0x0FFF | (numbers.view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
+        blocks[:, -8:] = words.view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def config_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,12 +111,12 @@ def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, 
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         values = np.ascontiguousarray(np.atleast_1d(values.squeeze()))
-        if values.ndim == 1 or values.shape[-1] % 32 or kind == F32 or "ffn_gate_inp" in known:
+        if values.ndim == 1 or values.shape[-1] % GGML_QUANT_SIZES[kind][0] or kind == F32 or "ffn_gate_inp" in known:
             writer.add_tensor(known, values)
         elif unpacked:
-            writer.add_tensor(known, dequantize(quantize(values, kind), kind))
+            writer.add_tensor(known, dequantize(packed(kind, values), kind))
         else:
-            writer.add_tensor(known, quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(known, packed(kind, values), raw_dtype=kind)
     for name, values in _factors(config):
         writer.add_tensor(name, values)
     writer.write_header_to_file()
