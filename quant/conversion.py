@@ -152,8 +152,7 @@ def convert(
     products of sensitivities and comparisons.
 
     Args:
-        source: A folder, a GGUF file or a Hugging Face id. What a GGUF file has packed is carried over, unless options say
-            otherwise.
+        source: A folder, a GGUF file (its packing is carried over unless bits are given) or a Hugging Face id.
         out: The new folder; None makes one here, named after the source and the bits.
         overwrite: Replace a model folder of that name, at the end.
         dry_run: Return the Plan and write nothing.

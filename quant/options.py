@@ -69,7 +69,7 @@ class Options:
 
     @property
     def as_stored(self) -> bool:
-        """Whether nothing was said about bits, groups and methods: what a GGUF file has packed is then carried over."""
+        """Whether no packing was asked for: a GGUF file's is then carried over."""
         said = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
         return self.mode == "affine" and not self.dequantize and all(each is None for each in said)
 

@@ -270,8 +270,8 @@ class HeadsPlan:
 class Plan:
     """A whole conversion, in bytes.
 
-    peak_memory_bytes: an upper estimate of MLX's. heads: beside the model, not counted in its weights. carried: what became of
-    a GGUF file's types.
+    peak_memory_bytes: an upper estimate of MLX's. heads: beside the model, not counted in its weights. carried: of a
+    GGUF file.
     """
 
     source: Path

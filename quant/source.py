@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.files import not_opened
-from tokamac.engine.gguf.checkpoint import carried_by
+from tokamac.engine.gguf.checkpoint import packed_modules
 from tokamac.engine.gguf.places import TABLE
 from tokamac.engine.model.adapters import Adapter, Change, changes_of, fused, read_adapter
 from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes, read_config
@@ -142,8 +142,8 @@ class Source:
     """A model before conversion.
 
     config: as if nothing were packed. module: unpacked and empty, for shapes and rules. weights: lazy, in module
-    order, popped when converted. packed: by module path. carried: of a GGUF file, each module's type and MLX's form of it;
-    those that are not in ``packed`` were unpacked. narrow: the type for its float32 norms, which other weights are in.
+    order, popped when converted. packed: by module path. carried: a GGUF file's types by module, and MLX's forms of
+    them; what is not in ``packed`` was unpacked. narrow: for its float32 norms.
     """
 
     folder: Path
@@ -214,7 +214,11 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
         unchecked=unchecked,
         heads=heads,
         narrow=_narrow(config, weights) if (folder / TABLE).is_file() else None,
-        carried={path: kind for path, kind in carried_by(folder).items() if path not in changes},
+        carried={
+            path: (kind, Packing(form.bits, form.group_size, form.mode))
+            for path, (kind, form) in packed_modules(folder).items()
+            if path not in changes
+        },
     )
 
 

@@ -52,6 +52,7 @@ def parser() -> ActionParser:
         "  tokamac models suggest --context 16384\n"
         "  tokamac models search qwen3 coder\n"
         "  tokamac models pull mlx-community/Qwen3-4B-Instruct-2507-4bit\n"
+        "  tokamac models pull unsloth/Qwen3-4B-Instruct-2507-GGUF:Q4_K_M\n"
         "  tokamac models remove mlx-community/Qwen3-4B-Instruct-2507-4bit",
         ACTIONS,
     )
@@ -59,7 +60,7 @@ def parser() -> ActionParser:
         "words",
         nargs="*",
         metavar="ID|WORDS",
-        help="model ID (org/name or org/name@revision) or short name; search: words",
+        help="model ID (org/name, org/name@revision, org/name-GGUF:Q4_K_M) or short name; search: words",
     )
     made.add_argument("--json", action="store_true", help="JSON lines, the last one the result")
     removing = made.add_argument_group("remove")
@@ -121,6 +122,8 @@ def pull(model: str, *, json: bool) -> int:
     if model in EMBEDDED:
         note(f"note: {model} is embedded: it comes with the program")
     if not json:
+        if "gguf" in model.casefold() and ":" not in model:
+            _tell_variants(model)
         print(loading.fetch(model, download.pull))
         return 0
     lines = _Lines()
@@ -128,6 +131,18 @@ def pull(model: str, *, json: bool) -> int:
     nbytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())  # links into the cache
     json_line({"event": "pulled", "id": model, "path": str(folder), "bytes": nbytes})
     return 0
+
+
+def _tell_variants(model: str) -> None:
+    from tokamac.engine.hub.download import gguf_variants
+
+    found, chosen = gguf_variants(model)
+    if chosen is not None and len(found) > 1:
+        rows = [
+            [sanitise_line(each.name), size(each.nbytes), "suits this machine" * (each == chosen)] for each in found
+        ]
+        note(table(rows, right=(1,)))
+        note(f"note: {sanitise_line(f'{model}:{chosen.name}')} is fetched; another one by its name after the colon")
 
 
 def remove(model: str, *, unfinished: bool, json: bool) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.files import atomic_write, exists, expanded, is_dir, is_file, read_text
 from tokamac.engine.hub.cache import REFERENCE_BYTES
-from tokamac.engine.hub.names import EMBEDDED, GUIDE, folder_name, id_of
+from tokamac.engine.hub.names import EMBEDDED, GUIDE, ID, folder_name, id_of
 
 from ..reports.verdict import poor_quality
 from ..text.sanitise import sanitise_line
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
 # What a text that should be a model names: the embedded one, an id of Hugging Face, a folder.
 
-_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
-
 
 def is_id(model: str) -> bool:
-    """Whether a text may be a Hugging Face ID ``org/name[@revision]`` and isn't a folder."""
-    return _ID.fullmatch(model) is not None and ".." not in model and not is_dir(model)
+    """Whether a text may be a Hugging Face ID ``org/name[@revision][:VARIANT]`` and isn't a folder."""
+    return ID.fullmatch(model) is not None and ".." not in model and not is_dir(model)
 
 
 def is_folder(model: str) -> bool:

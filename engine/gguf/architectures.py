@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelUnsupportedError
-from .file import GgufFile, GgufTensor, damaged
+from .file import GgufFile, GgufTensor
+from .places import damaged
 
 Config = dict[str, Any]
 

@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 
 from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
 from ..files import INDEX_BYTES, read_text, size
-from ..perf.config_cost import Packing
 from .architectures import config_of, place_of
-from .blocks import FLOATS, PACKINGS, leaves_of, unpack_into
-from .file import GgufFile, GgufTensor, damaged, parts_of, read_gguf
-from .places import TABLE
+from .blocks import FLOATS, PACKINGS, BlockPacking, leaves_of, unpack_into
+from .file import GgufFile, GgufTensor, read_gguf
+from .places import TABLE, damaged, parts_of
 from .vocabulary import write_tokenizer
 
 if TYPE_CHECKING:
@@ -98,10 +97,7 @@ def _entries(sources: "Iterable[StoredPart]") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A stored tensor, and where it goes. turned, less_one: what is undone (``architectures.Place``).
-
-    unpacked: as float16 instead of MLX's packed form.
-    """
+    """A stored tensor, and where it goes (``architectures.Place``). unpacked: as float16."""
 
     tensor: GgufTensor
     module: str
@@ -118,7 +114,7 @@ class StoredPart:
         return {self._named(leaf): found for leaf, found in leaves_of(self.tensor).items()}
 
     def fill(self, arrays: "Mapping[str, NDArray[Any]]") -> None:
-        """Read the module's arrays into others of their shapes, by name; bfloat16 as uint16. Raises ModelDamagedError."""
+        """Read into arrays of ``self.arrays()``, bfloat16 as uint16. Raises ModelDamagedError."""
         leaves = {"" if self._plain else name.rpartition(".")[2]: array for name, array in arrays.items()}
         unpack_into(self.tensor, leaves, self.turned)
         for array in arrays.values() if self.less_one else ():
@@ -148,7 +144,7 @@ class StoredPart:
 
     @property
     def exact(self) -> bool:
-        """Whether MLX's form keeps the stored numbers (but for scales that float16 rounds)."""
+        """Whether MLX's form keeps the stored codes."""
         return self.tensor.kind in FLOATS or PACKINGS[self.tensor.kind].codes is not None
 
     def _named(self, leaf: str) -> str:
@@ -192,10 +188,7 @@ class Arrays:
         }
 
     def lazy(self, *, unpacked: bool = False) -> dict[str, "mx.array"]:
-        """Return all arrays, each read when it is computed, from a file that is made for it. Raises ModelDamagedError.
-
-        unpacked: those that MLX's groups can't hold, as the float16 numbers that they stand for.
-        """
+        """Return all arrays, lazy, of a file made for them. unpacked: what MLX's groups can't hold, in float16."""
         import mlx.core as mx
 
         found: Any = mx.load(str(Path(_in_mlx_form(self._folder, unpacked=unpacked).name) / IN_MLX_FORM))
@@ -210,7 +203,7 @@ class Arrays:
 
 @cache
 def _in_mlx_form(folder: Path, *, unpacked: bool) -> "tempfile.TemporaryDirectory[str]":
-    """Write a folder's arrays as safetensors, once a process, for what reads them again and again; gone at its end."""
+    """Write a folder's arrays as safetensors, once a process; removed at its end."""
     sources = [replace(each, unpacked=unpacked and not each.exact) for each in Arrays(folder).sources]
     header = json.dumps(_entries(sources)).encode()
     header += b" " * (-len(header) % 8)
@@ -278,15 +271,11 @@ def _kept(kind: GGMLQuantizationType, sources: list[StoredPart]) -> Kept:
     )
 
 
-def carried_by(folder: Path) -> dict[str, tuple[str, Packing]]:
-    """Return the type of each packed module of a GGUF folder, and MLX's form of it; empty for other folders."""
+def packed_modules(folder: Path) -> dict[str, tuple[str, BlockPacking]]:
+    """Return type and MLX's form of a GGUF folder's packed modules; none of other folders."""
     sources = Arrays(folder).sources if (folder / TABLE).is_file() else ()
-    found = {each.module: (each.tensor.kind.name, PACKINGS.get(each.tensor.kind)) for each in sources}
-    return {
-        module: (kind, Packing(form.bits, form.group_size, form.mode))
-        for module, (kind, form) in found.items()
-        if form is not None
-    }
+    kinds = {source.module: source.tensor.kind for source in sources}
+    return {module: (kind.name, PACKINGS[kind]) for module, kind in kinds.items() if kind in PACKINGS}
 
 
 def _root() -> Path:

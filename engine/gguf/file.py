@@ -6,7 +6,6 @@
 import math
 import mmap
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSIO
 
 from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
 from ..files import open_regular, sizes
-from .places import MAGIC
+from .places import MAGIC, damaged, parts_of
 
 OLDEST_VERSION = 2  # version 1 counted in 32 bits
 # Metadata and tensor table at most. The largest published (262k words with merges) take about 20 MB.
@@ -30,7 +29,6 @@ SCALARS = {
     GGUFValueType.UINT32: "<I", GGUFValueType.INT32: "<i", GGUFValueType.UINT64: "<Q", GGUFValueType.INT64: "<q",
     GGUFValueType.FLOAT32: "<f", GGUFValueType.FLOAT64: "<d", GGUFValueType.BOOL: "<?",
 }  # fmt: skip
-SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +88,6 @@ class GgufFile:
         return name
 
 
-def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return the files of a split model, of which ``path`` is one. Raises ModelDamagedError for a missing one."""
-    found = SPLIT.fullmatch(path.name)
-    if found is None:
-        return (path,)
-    stem, _, count = found.groups()
-    if not 0 < int(count) <= 9999:
-        raise damaged(path, f"it is one of {int(count)} parts")
-    parts = tuple(path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1))
-    missing = [part.name for part in parts if not part.is_file()]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelDamagedError(
-            f"{missing[0]}{more} of the {int(count)} parts of this model is not beside {path}",
-            "Download all of its parts into one folder.",
-        )
-    return parts
-
-
 def read_gguf(path: Path) -> GgufFile:
     """Read a file's metadata and tensor table, with all parts of a split model.
 
@@ -127,10 +106,6 @@ def read_gguf(path: Path) -> GgufFile:
     if metadata.get("split.count", len(files)) not in (0, len(files)) or told != len(tensors):
         raise damaged(path, f"it is a part of {metadata.get('split.count')} with {told} tensors, and they are not here")
     return GgufFile(files, metadata, tensors)
-
-
-def damaged(file: Path, what: str) -> ModelDamagedError:
-    return ModelDamagedError(f"{file} is damaged: {what}", "Download that file again.")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import ModelDamagedError
 from ..files import expanded, read_text
-from .places import PROJECTOR, is_gguf
+from .places import is_gguf, variants
 
 OLLAMA, LM_STUDIO, HUB = "Ollama", "LM Studio", "the Hugging Face cache"
 OLLAMA_FOLDERS = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")  # the second is its Linux service's
@@ -22,7 +22,6 @@ MODEL_LAYER = "application/vnd.ollama.image.model"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MANIFEST_BYTES = 1 << 20
 MOST_MODELS = 1_000  # of a program that are looked at
-PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +87,10 @@ def _model_of(manifest: Path, root: Path) -> Path | None:
 
 
 def _in_folder(folder: Path, owner: str) -> Iterator[KeptGguf]:
-    for file in sorted(_glob(folder, "*.gguf")):
-        part = PART.search(file.name)
-        if PROJECTOR in file.name.lower() or (part is not None and part[1] != "00001"):
-            continue
-        files = [file] if part is None else _glob(folder, f"{_escaped(file.name[: part.start()])}-*.gguf")
+    sizes = dict[str, int]()
+    for file in _glob(folder, "**/*.gguf"):
         with suppress(OSError):
-            yield KeptGguf(str(file), owner, file, sum(each.stat().st_size for each in files))
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", text)
+            sizes[str(file.relative_to(folder))] = file.stat().st_size
+    for each in sorted(variants(sizes), key=lambda variant: variant.files):
+        file = folder / each.files[0]
+        yield KeptGguf(str(file), owner, file, each.nbytes)

@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DownloadError, ModelError, ModelNotFoundError
 from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, TOKENIZER_FILES, expanded, is_dir, is_file, read_text
+from ..gguf.places import parts_of, variants
 from ..model.safetensors import find_shards, read_header
 from .names import EMBEDDED, ID, folder_name, id_of, nearest
 
@@ -58,8 +59,11 @@ _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 @dataclass(frozen=True, slots=True)
 class Repo:
+    """A repository of the hub. variant: which of its GGUF models."""
+
     id: str
     revision: str = "main"
+    variant: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -73,7 +77,8 @@ class Repo:
         return self.folder / "snapshots" / commit
 
     def __str__(self) -> str:
-        return self.id if self.revision == "main" else f"{self.id}@{self.revision}"
+        variant = f":{self.variant}" if self.variant else ""
+        return f"{self.id if self.revision == 'main' else f'{self.id}@{self.revision}'}{variant}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,20 @@ def cache_folder() -> Path:
 
 def whole_snapshot(repo: Repo) -> Path | None:
     folder = _recorded(repo)
-    return folder if folder is not None and is_whole(folder) else None
+    return folder if folder is not None and repo.variant is None and is_whole(folder) else None
+
+
+def gguf_here(repo: Repo) -> Path | None:
+    """Return a whole GGUF model's first file; None without one, or if several are meant."""
+    folder = _recorded(repo)
+    if folder is None:
+        return None
+    found = variants({str(file.relative_to(folder)): 0 for file in folder.rglob("*.gguf") if file.exists()})
+    named = [each for each in found if repo.variant is None or each.is_called(repo.variant)]
+    try:
+        return parts_of(folder / named[0].files[0])[0] if len(named) == 1 else None
+    except ModelError:  # a part has not arrived
+        return None
 
 
 def whole_adapter(repo: Repo) -> Path | None:
@@ -144,17 +162,32 @@ def list_models() -> tuple[ModelOnDisk, ...]:
 
 
 def remove_model(model: str) -> int:
-    """Delete all revisions; return the bytes freed. Raises ModelNotFoundError, DownloadError."""
-
+    """Delete all revisions, or one GGUF model; return the bytes freed. Raises ModelNotFoundError, DownloadError."""
     repo = repo_of(model)
-    if not repo.folder.is_dir():
-        raise ModelNotFoundError(f"{repo.id} is not on this disk", "`tokamac models list` shows what is.")
+    file = None if repo.variant is None else gguf_here(repo)
+    if not repo.folder.is_dir() or (repo.variant is not None and file is None):
+        raise ModelNotFoundError(f"{repo} is not on this disk", "`tokamac models list` shows what is.")
+    if file is not None:
+        return _remove_files(parts_of(file))
     freed = sum(path.lstat().st_size for path in repo.folder.rglob("*") if path.is_file() and not path.is_symlink())
     try:
         shutil.rmtree(repo.folder)
     except OSError as error:
         raise _undeletable(error) from error
     shutil.rmtree(cache_folder() / ".locks" / repo.folder.name, ignore_errors=True)  # empty files of the hub's client
+    return freed
+
+
+def _remove_files(links: Iterable[Path]) -> int:
+    freed = 0
+    try:
+        for link in links:
+            blob = link.resolve()
+            freed += blob.stat().st_size
+            blob.unlink()
+            link.unlink(missing_ok=True)  # where the cache has no links, it was the file itself
+    except OSError as error:
+        raise _undeletable(error) from error
     return freed
 
 
@@ -211,11 +244,11 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def repo_of(model: str) -> Repo:
-    """Return the named repository. Raises ModelNotFoundError unless ``org/name[@revision]``."""
+    """Return the named repository. Raises ModelNotFoundError unless ``org/name[@revision][:VARIANT]``."""
     match = ID.fullmatch(model)
     if match is None or ".." in model or match["id"].endswith((".", "-")):
         raise _no_repository(model)
-    return Repo(match["id"], match["revision"] or "main")
+    return Repo(match["id"], match["revision"] or "main", match["variant"])
 
 
 def _no_repository(model: str) -> ModelNotFoundError:

@@ -22,7 +22,7 @@ from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, T
 from ..events import LoadProgress
 from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, exists, expanded, is_dir, to_disk
 from ..gguf.library import ollama_file
-from ..gguf.places import find_gguf
+from ..gguf.places import GgufVariant, find_gguf, suitable, variants
 from ..model.safetensors import find_shards
 from ..model.weights import MEDUSA_FILE, MTP_FILE
 from ..perf import hardware
@@ -30,6 +30,7 @@ from .cache import (
     ModelOnDisk,
     Repo,
     cache_folder,
+    gguf_here,
     list_models,
     meant,
     remove_model,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
     from huggingface_hub import ModelInfo
-    from huggingface_hub.hf_api import ExpandModelProperty_T
+    from huggingface_hub.hf_api import ExpandModelProperty_T, RepoSibling
 
 # resolve("guide")                          assets/guide/model; "guide-draft" is assets/guide/draft
 # resolve("~/models/mine")                  that folder
@@ -96,7 +97,7 @@ def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: C
     Raises:
         TokamacError: ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
     """
-    return find(model) or download(repo_of(str(model)), progress, cancelled)
+    return find(model) or pull(str(model), progress=progress, cancelled=cancelled)
 
 
 def resolve_adapter(
@@ -119,14 +120,45 @@ def resolve_adapter(
 
 def find(model: str | Path) -> Path | None:
     """Return the folder of a model that is whole on disk, else None. Raises ModelNotFoundError for no valid name."""
-    return _local(model) or whole_snapshot(repo_of(str(model)))
+    if (found := _local(model)) is not None:
+        return found
+    repo = repo_of(str(model))
+    if (folder := whole_snapshot(repo)) is not None:
+        return folder
+    gguf = gguf_here(repo)
+    return None if gguf is None else _folder_of(gguf)
 
 
 def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
     """Update a model from the hub, even if it is on disk. Raises like ``resolve``."""
     if model in EMBEDDED:
         return _embedded(model)
-    return download(repo_of(model), progress, cancelled)
+    found = download(repo_of(model), progress, cancelled)
+    return _folder_of(found) if found.suffix == ".gguf" else found
+
+
+def gguf_variants(model: str) -> tuple[tuple[GgufVariant, ...], GgufVariant | None]:
+    """Return a repository's GGUF models, and the one that ``pull`` takes here, if any. Raises like ``resolve``."""
+    repo = repo_of(model)
+    with quiet_client():
+        try:
+            _, siblings = _siblings(repo)
+        except Exception as error:
+            raise translate(error, repo) from error
+    found = variants({item.rfilename: item.size or 0 for item in siblings})
+    return found, _suitable(found) if found and not _has_weights(siblings) else None
+
+
+def _suitable(found: Sequence[GgufVariant]) -> GgufVariant:
+    from ..perf.memory import array_budget
+
+    return suitable(found, array_budget())
+
+
+def _folder_of(gguf: Path) -> Path:
+    from ..gguf.checkpoint import folder_of
+
+    return folder_of(gguf)
 
 
 def _local(model: str | Path) -> Path | None:
@@ -136,9 +168,7 @@ def _local(model: str | Path) -> Path | None:
         return None
     path = expanded(model)
     if (gguf := find_gguf(path)) is not None:
-        from ..gguf.checkpoint import folder_of
-
-        return folder_of(gguf)
+        return _folder_of(gguf)
     if is_dir(path):
         return path
     if exists(path):
@@ -146,9 +176,7 @@ def _local(model: str | Path) -> Path | None:
             f"{path} is a file, and no GGUF model", "Name a GGUF file, or the folder that holds config.json."
         )
     if isinstance(model, str) and (kept := ollama_file(model)) is not None:
-        from ..gguf.checkpoint import folder_of
-
-        return folder_of(kept)
+        return _folder_of(kept)
     if isinstance(model, Path) or _is_path(model):
         hint = "Check the path, or name a Hugging Face id such as org/name."
         if str(path) in EMBEDDED:
@@ -344,7 +372,7 @@ class Meter:
 def download(
     repo: Repo, progress: Progress | None = None, cancelled: Cancelled | None = None, *, adapter: bool = False
 ) -> Path:
-    """Download a repository, or its adapter files alone; return its folder.
+    """Download a repository, or its adapter files alone; return its folder, or a GGUF model's first file.
 
     Raises DownloadError, ModelNotFoundError, ModelDamagedError or ModelUnsupportedError.
     """
@@ -362,29 +390,55 @@ def download(
                     _fetch(repo, commit, file, meter)
             finally:
                 meter.keep_speed()
-            if not adapter:
+            gguf = next((snapshot / file.name for file in files if file.name.endswith(".gguf")), None)
+            if not adapter and gguf is None:
                 find_shards(snapshot)
             _record(repo, commit)
         except Exception as error:
             raise translate(error, repo) from error
-    return snapshot
+    return gguf or snapshot
 
 
-def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]]:
+def _siblings(repo: Repo) -> tuple[str, "Sequence[RepoSibling]"]:
     from huggingface_hub import HfApi, constants
 
     timeout = constants.HF_HUB_ETAG_TIMEOUT
     info = HfApi().model_info(repo.id, revision=repo.revision, files_metadata=True, timeout=timeout)
-    siblings = info.siblings or []
+    return info.sha or "", info.siblings or []
+
+
+def _has_weights(siblings: "Iterable[RepoSibling]") -> bool:
+    names = [item.rfilename for item in siblings]
+    return any(fnmatch(name, WANTED[0]) and "/" not in name for name in names)
+
+
+def _gguf_of(repo: Repo, siblings: "Sequence[RepoSibling]") -> tuple[str, ...]:
+    """Return the files of the GGUF model that is meant."""
+    found = variants({item.rfilename: item.size or 0 for item in siblings})
+    if not found or (repo.variant is None and _has_weights(siblings)):
+        if repo.variant is not None:
+            raise ModelNotFoundError(f"{repo.id} has no GGUF files", f"Leave :{repo.variant} out.")
+        return ()
+    if repo.variant is None:
+        return _suitable(found).files
+    named = [each for each in found if each.is_called(repo.variant)]
+    if len(named) != 1:
+        names = ", ".join(each.name for each in found)
+        raise ModelNotFoundError(f"{repo.id} has no one GGUF file {repo.variant}", f"It has {names:.400}.")
+    return named[0].files
+
+
+def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]]:
+    commit, siblings = _siblings(repo)
+    gguf = _gguf_of(repo, siblings) if wanted is WANTED else ()
     files = [
         RemoteFile(item.rfilename, item.lfs.size, item.lfs.sha256, large=True)
         if item.lfs
         else RemoteFile(item.rfilename, item.size or 0, item.blob_id or "", large=False)
         for item in siblings
-        if POOLED.fullmatch(item.rfilename)
-        or ("/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in (*wanted, *BESIDE)))
+        if (item.rfilename in gguf if gguf else _is_wanted(item.rfilename, wanted))
     ]
-    if not any(
+    if not gguf and not any(
         file.name.endswith(".safetensors") and file.name not in BESIDE and "/" not in file.name for file in files
     ):
         kinds = {Path(item.rfilename).suffix for item in siblings} & OTHER_WEIGHTS
@@ -393,13 +447,18 @@ def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]
             f"{repo} has no {' or '.join(each for each in wanted if each.endswith('.safetensors'))} weights{has}",
             "Choose a safetensors version, for example from mlx-community.",
         )
-    for name, value in (("commit", info.sha or ""), *((file.name, file.etag) for file in files)):
+    for name, value in (("commit", commit), *((file.name, file.etag) for file in files)):
         if not _HASH.fullmatch(value):  # it becomes a part of a path
             raise DownloadError(
                 f"the hub gives no valid hash for {name} of {repo} ({value!r:.60})",
                 "Try again later, or check HF_ENDPOINT.",
             )
-    return str(info.sha), files
+    return commit, files
+
+
+def _is_wanted(name: str, wanted: tuple[str, ...]) -> bool:
+    plain = "/" not in name and any(fnmatch(name, pattern) for pattern in (*wanted, *BESIDE))
+    return plain or POOLED.fullmatch(name) is not None
 
 
 def _is_there(path: Path, file: RemoteFile) -> bool:

@@ -7,8 +7,8 @@ GUIDE = "guide"  # the embedded model
 GUIDE_DRAFT = "guide-draft"  # what drafts for it, embedded too
 EMBEDDED = {GUIDE: "model", GUIDE_DRAFT: "draft"}  # their folders in assets/guide
 _PREFIX = "models--"
-# A Hugging Face id, and maybe a revision.
-ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+# A Hugging Face id, and maybe a revision, and which of its GGUF files.
+ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?(:(?P<variant>[\w][\w.-]*))?", re.ASCII)
 
 
 def folder_name(model: str) -> str:

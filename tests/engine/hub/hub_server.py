@@ -66,7 +66,7 @@ def safetensors(nbytes: int, seed: int = 1) -> bytes:
 
 
 def is_large(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", "tokenizer.json"))
+    return name.endswith((".safetensors", ".bin", ".gguf", "tokenizer.json"))
 
 
 def etag(name: str, content: bytes) -> str:

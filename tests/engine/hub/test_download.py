@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn
+from tests.engine.gguf.written import write as write_gguf
 from tests.engine.hub.hub_server import CLIENT, NEWER, Hub, safetensors
 from tests.waiting import until
 from tokamac.app.backend.processes import Pulled, PullProgress, Refused, Removed, decode_pull
@@ -236,6 +238,34 @@ def test_only_pickles_is_an_error_before_any_download(hub: Hub, client: Client) 
     assert outcome["error"] == "ModelUnsupportedError"
     assert ".bin" in outcome["message"]
     assert hub.fetched() == set()
+
+
+def test_one_gguf_model_of_several_is_fetched_with_all_its_parts(
+    hub: Hub, client: Client, environment: dict[str, str], tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", {"architecture": "llama", "case": "llama"})
+    whole, no_tensors = (tmp_path / "model.gguf").read_bytes(), b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
+    parts = {"big/tiny-Q4_K_M-00001-of-00002.gguf": whole, "big/tiny-Q4_K_M-00002-of-00002.gguf": no_tensors}
+    others = {
+        "tiny-Q8_0.gguf": whole + bytes(32),
+        "mmproj-tiny.gguf": whole,
+        "../../tiny-Q2_K.gguf": whole,
+        "config.json": b"{}",
+    }
+    hub.repo, hub.files = "org/tiny-GGUF", parts | others
+    got = client("resolve", "org/tiny-GGUF:q8_0")["result"]
+    assert hub.fetched() == {"tiny-Q8_0.gguf"}
+    for name in ("org/tiny-GGUF:Q8_0", "org/tiny-GGUF"):
+        assert client("resolve", name, HF_HUB_OFFLINE="1")["result"] == got
+    hub.requests.clear()
+    status, out, err = models(environment, "pull", "org/tiny-GGUF")
+    assert (status, hub.fetched()) == (0, {*parts})
+    assert "org/tiny-GGUF:Q4_K_M is fetched" in err
+    assert [line.split()[0] for line in err.splitlines() if "suits this machine" in line] == ["Q4_K_M"]
+    assert client("resolve", "org/tiny-GGUF:Q4_K_M", HF_HUB_OFFLINE="1")["result"] == out.strip() != got
+    assert client("remove", "org/tiny-GGUF:Q8_0")["result"] == len(whole) + 32
+    refused = client("pull", "org/tiny-GGUF:Q2_K")
+    assert (refused["error"], refused["hint"]) == ("ModelNotFoundError", "It has Q4_K_M, Q8_0.")
 
 
 @pytest.mark.parametrize(
