@@ -345,9 +345,11 @@ class _Loading:
             if self._request.prompt_cache:
                 yield ModelNote("computed prompts are kept in memory alone: several nodes hold them")
         if (read.loaded.folder / TABLE).is_file():
-            from .gguf.checkpoint import kept_of
+            from .gguf.checkpoint import kept_of, projector_of
 
             yield ModelNote(f"a GGUF file, run as it is: {' · '.join(map(str, kept_of(read.loaded.folder)))}")
+            if (projector := projector_of(read.loaded.folder)) is not None:
+                yield ModelNote(f"{projector.name} beside it is a vision projector, and is not read: text only")
         if leaves_out_senses(config):
             yield ModelNote("text only: what this model could see or hear is left out")
         if found.added is not None:

@@ -263,7 +263,8 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCas
 
 def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
     """Return the public JSON object; --table and --chips add rows."""
-    everything = {**found.to_json(), "quality": _quality(subject)}
+    gguf = _gguf_json(subject.folder)
+    everything = {**found.to_json(), "quality": _quality(subject), **gguf}
     if options.nodes is not None:
         told = _on_nodes(options, subject, found)
         at = {"reason": told} if isinstance(told, str) else {**asdict(told), "expected_tps": told.expected_tps}
@@ -271,7 +272,7 @@ def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection")
     if not (
         options.table or options.chips or options.no_cache or options.parallel or options.acceptance or options.nodes
     ):
-        return {key: everything[key] for key in _FIELDS}
+        return {key: everything[key] for key in (*_FIELDS, *gguf)}
     if options.table:
         everything["table"] = [_row(each) for each in _table(subject, found)]
     if options.chips:
@@ -285,6 +286,19 @@ def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection")
         several = _capacity(options, subject, found)
         everything["parallel"] = {"reason": several} if isinstance(several, str) else at_once_json(several)
     return everything
+
+
+def _gguf_json(folder: "Path | None") -> dict[str, Any]:
+    if folder is None or not (folder / TABLE).is_file():
+        return {}
+    from tokamac.engine.gguf.checkpoint import kept_of, projector_of
+
+    types = [
+        {**asdict(each), "bits_on_disk": each.bits(each.file_bytes), "bits_in_memory": each.bits(each.nbytes)}
+        for each in kept_of(folder)
+    ]
+    projector = projector_of(folder)
+    return {"gguf": {"types": types, "projector": None if projector is None else str(projector)}}
 
 
 def _quality(subject: "ModelRef") -> dict[str, Any] | None:
@@ -313,9 +327,11 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
     as_it_is = subject.folder if found.case.bits is None else None
     print(report(found, quality(as_it_is)))
     if as_it_is is not None and (as_it_is / TABLE).is_file():
-        from tokamac.engine.gguf.checkpoint import kept_of
+        from tokamac.engine.gguf.checkpoint import kept_of, projector_of
 
         print("\n" + "\n".join(map(str, kept_of(as_it_is))))
+        if (projector := projector_of(as_it_is)) is not None:
+            print(f"{sanitise_line(projector.name)} beside it is a vision projector, and is not read")
     planned = found.kv_table
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
         print(f"\n{kv_report(planned, found.context)}")

@@ -33,7 +33,7 @@ from ..files import INDEX_BYTES, read_text, size
 from .architectures import config_of, place_of
 from .blocks import FLOATS, PACKINGS, BlockPacking, leaves_of, unpack_into
 from .file import GgufFile, GgufTensor, read_gguf
-from .places import TABLE, damaged, parts_of
+from .places import TABLE, damaged, parts_of, projector_beside
 from .vocabulary import write_tokenizer
 
 if TYPE_CHECKING:
@@ -250,6 +250,11 @@ def kept_of(folder: Path) -> tuple[Kept, ...]:
     for source in sources:
         kinds[source.tensor.kind] += source.tensor.nbytes
     return tuple(_kept(kind, [each for each in sources if each.tensor.kind == kind]) for kind, _ in kinds.most_common())
+
+
+def projector_of(folder: Path) -> Path | None:
+    """Return the vision projector that lies beside a GGUF folder's files."""
+    return projector_beside(part.resolve() for part in folder.glob("*.gguf"))
 
 
 def _kept(kind: GGMLQuantizationType, sources: list[StoredPart]) -> Kept:

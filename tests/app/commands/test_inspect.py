@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from tests.app.commands.conftest import Run
+from tests.engine.gguf.written import write as write_gguf
 from tests.engine.helpers import write_model
 from tests.engine.speculation.checkpoints import write_mtp
 from tests.tiny import make_tiny
@@ -35,6 +37,16 @@ def test_elsewhere_every_figure_of_the_contract_is_known(tokamac: Run) -> None:
     assert 0 < plain["expected_tps"] <= plain["ceiling_tps"]
     assert plain["ttft_s"] == pytest.approx(256 / plain["prefill_tps"])
     assert plain["memory"]["fits"] is True
+
+
+def test_a_gguf_file_tells_what_became_of_its_types_and_of_a_projector(tokamac: Run, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", {"architecture": "llama", "case": "llama"}, GGMLQuantizationType.Q8_0)
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"GGUF")
+    told = found(tokamac, tmp_path / "a.gguf")["gguf"]
+    (kept,) = (each for each in told["types"] if each["kind"] == "Q8_0")
+    assert (kept["error"], kept["bits_on_disk"], kept["bits_in_memory"]) == (0, 8.5, 9)
+    assert Path(told["projector"]).name == "mmproj-a.gguf"
+    assert "mmproj-a.gguf beside it is a vision projector" in tokamac("inspect", tmp_path / "a.gguf").out
 
 
 def test_elsewhere_the_speed_of_a_model_below_all_that_was_published_is_unknown(tokamac: Run, tiny: Path) -> None:
