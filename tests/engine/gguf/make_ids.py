@@ -16,6 +16,7 @@ from llama_cpp import Llama
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tests.engine.gguf.texts import FOLDER, cases, digests, odd_texts, small_texts
+from tests.engine.gguf.written import add_key
 from tests.real.models import MODELS
 from tests.real.test_gguf_vocabulary import GOLDEN, texts_of
 
@@ -45,8 +46,7 @@ def _ids_of_keys(keys: Mapping[str, Any], texts: Iterable[str]) -> Sequence[Sequ
         path = Path(folder) / "small.gguf"
         writer = GGUFWriter(path, "llama")
         for key, value in keys.items():
-            add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
-            add[type(value)](key, value)
+            add_key(writer, key, value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()

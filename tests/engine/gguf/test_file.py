@@ -1,13 +1,13 @@
 """Reading: what the `gguf` package writes and reads, parts of a model, and files that lie."""
 
 import struct
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
+from tests.engine.gguf.written import add_key
 from tokamac.engine import TokamacError
 from tokamac.engine.gguf.file import read_gguf
 
@@ -23,10 +23,7 @@ VALUES = {
 def write(path: Path, tensors: int = 2, **more: int) -> None:
     writer = GGUFWriter(path, "llama")
     for key, value in {**VALUES, **more}.items():
-        add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array, bool: writer.add_bool}[
-            type(value)
-        ]
-        add(key, value)  # type: ignore[operator]
+        add_key(writer, key, value)
     for index in range(tensors):
         writer.add_tensor(f"{path.stem}.{index}.weight", np.arange(96, dtype=np.float32).reshape(3, 32) + index)
     writer.write_header_to_file()
@@ -87,7 +84,7 @@ def test_a_file_that_lies_is_refused_in_one_line(data: bytes, said: str, tmp_pat
 
 def test_damage_anywhere_is_an_error_or_no_harm(tmp_path: Path) -> None:
     write(tmp_path / "whole.gguf")
-    whole, noise, began = (tmp_path / "whole.gguf").read_bytes(), np.random.default_rng(0), time.process_time()
+    whole, noise = (tmp_path / "whole.gguf").read_bytes(), np.random.default_rng(0)
     for _ in range(500):
         data = bytearray(whole[: noise.integers(1, len(whole) + 1)] if noise.random() < 0.3 else whole)
         for at in noise.integers(0, min(len(data), 700), noise.integers(1, 6)):
@@ -98,4 +95,3 @@ def test_damage_anywhere_is_an_error_or_no_harm(tmp_path: Path) -> None:
                 tensor.read()
         except TokamacError:
             pass
-    assert time.process_time() - began < 60

@@ -95,11 +95,13 @@ def test_templates_are_the_files_own() -> None:
             tokenizer.render([Message("user", "Hi")])
 
 
+PIECES = CASES["kind llama"]["tokenizer.ggml.tokens"]
+
+
 def test_phi_3_takes_the_space_after_its_marks() -> None:
-    tokens = CASES["kind llama"]["tokenizer.ggml.tokens"]
     plain, strips = (load(_keys("kind llama") | {"general.name": name}, name) for name in ("a", "Phi-3-mini"))
     assert plain.encode("<|im_end|>\nthe") != strips.encode("<|im_end|>\nthe") == strips.encode("<|im_end|>the")
-    assert tokens.index("<|im_end|>") in strips.encode("<|im_end|>\nthe")
+    assert PIECES.index("<|im_end|>") in strips.encode("<|im_end|>\nthe")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +126,7 @@ def test_phi_3_takes_the_space_after_its_marks() -> None:
         ("smollm", {"add_bos_token": "yes"}, "neither true nor false"),
         ("kind llama", {"scores": [0.0]}, "scores has 1 entries"),
         ("kind llama", {"scores": MISSING}, "no tokenizer.ggml.scores"),
-        (
-            "kind llama",
-            {"scores": [float("nan")] * len(CASES["kind llama"]["tokenizer.ggml.tokens"])},
-            "not all numbers",
-        ),
+        ("kind llama", {"scores": [float("nan")] * len(PIECES)}, "not all numbers"),
     ],
 )
 def test_nonsense_is_one_clear_line(case: str, changes: dict[str, Any], said: str) -> None:

@@ -86,6 +86,11 @@ def config_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add.get(type(value), writer.add_array)(key, value)
+
+
 def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, *, unpacked: bool = False) -> None:
     """Write the case with the keys of ``row``, its matrices packed; ``unpacked``: as the float32 that these stand for."""
     stored = json.loads((GOLDEN / row["case"] / "case.json").read_text())
@@ -93,15 +98,7 @@ def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, 
     weights = {name: tensor(stored["seed"], name, tuple(shape), config) for name, shape in stored["shapes"].items()}
     writer = GGUFWriter(path, row["architecture"])
     for key, value in {**_keys(config), **row.get("keys", {})}.items():
-        full = f"{row['architecture']}.{key}"
-        if isinstance(value, list):
-            writer.add_array(full, value)
-        elif isinstance(value, str):
-            writer.add_string(full, value)
-        elif isinstance(value, bool):
-            writer.add_bool(full, value)
-        else:
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full, value)
+        add_key(writer, f"{row['architecture']}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(["a", "b", "ab", *(f"t{index}" for index in range(3, config["vocab_size"]))])
