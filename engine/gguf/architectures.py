@@ -81,7 +81,7 @@ class HyperParameters:
     file: GgufFile
 
     def find(self, key: str) -> Any:
-        """Return a value or None; a float as the shortest decimal that its 32 bits stand for."""
+        """Return a value or None; floats as shortest decimals."""
         value = self.file.metadata.get(f"{self.file.architecture}.{key}")
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -176,14 +176,14 @@ def family_of(file: GgufFile) -> Architecture:
 
 
 def dtype_of(file: GgufFile) -> str:
-    """Return the type that a GPU computes it in: float16, as scales are stored, where its values fit."""
+    """Return the type that a GPU computes in: float16 where it fits."""
     stored = {tensor.kind.name for tensor in file.tensors.values()}
     return "bfloat16" if "BF16" in stored or family_of(file).wide else "float16"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor goes: its name without the array's (``weight``), or whole if ``leaf`` is empty."""
+    """Where a tensor goes; ``module`` is its whole name if ``leaf`` is empty."""
 
     module: str
     leaf: str

@@ -31,10 +31,7 @@ NOT_A_SCALE = 0x7F  # of nvfp4: llama.cpp reads it as 0, MLX as NaN
 
 @dataclass(frozen=True, slots=True)
 class BlockPacking:
-    """How MLX holds a type. codes: None if its numbers are rounded anew.
-
-    error: relative RMS of what MLX multiplies with, against what the file stands for (normally distributed weights).
-    """
+    """How MLX holds a type. codes: None if its numbers are rounded anew. error: relative RMS against the file."""
 
     bits: int
     group_size: int
@@ -158,7 +155,7 @@ WORDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def leaves_of(tensor: GgufTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the arrays that stand for a tensor of a type in ``FLOATS`` or ``PACKINGS``: safetensors' type and shape."""
+    """Return safetensors' type and shape of the arrays that stand for a tensor."""
     if tensor.kind in FLOATS:
         return {"": (FLOATS[tensor.kind], tensor.shape)}
     packing, (*rows, width) = PACKINGS[tensor.kind], tensor.shape
@@ -170,7 +167,7 @@ def leaves_of(tensor: GgufTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], turned: int = 0) -> None:
-    """Fill the arrays of ``leaves_of`` (of packed words as uint32), some rows at a time. Raises ModelDamagedError.
+    """Fill the arrays of ``leaves_of``, some rows at a time. Raises ModelDamagedError.
 
     leaves: {"": array} of a packed type gets its numbers unpacked. turned: rows of a head whose halves llama.cpp
     interleaves, which is undone; 0: none.

@@ -129,7 +129,7 @@ class StoredPart:
         return self.unpacked or self.tensor.kind in FLOATS
 
     def read(self) -> dict[str, "mx.array"]:
-        """Return the module's arrays. They are filled where they lie, so each is in memory once."""
+        """Return the module's arrays, each in memory once."""
         import mlx.core as mx
 
         made = {  # NumPy, which fills them, has no bfloat16
@@ -164,7 +164,7 @@ def _zeros(dtype: str, shape: tuple[int, ...]) -> "mx.array":
 
 
 class Arrays:
-    """A GGUF folder's arrays by name; one tensor's at a time are kept between calls of ``read``."""
+    """A GGUF folder's arrays by name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -182,7 +182,7 @@ class Arrays:
         return {name: source for source in self.sources for name in source.arrays()}
 
     def zeros(self) -> dict[str, "mx.array"]:
-        """Return zeros in the arrays' place, which take no memory until they are computed."""
+        """Return lazy zeros in the arrays' place."""
         return {
             name: _zeros(dtype, shape) for source in self.sources for name, (dtype, shape) in source.arrays().items()
         }
@@ -224,7 +224,7 @@ def _in_mlx_form(folder: Path, *, unpacked: bool) -> "tempfile.TemporaryDirector
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What became of a file's tensors of one type. error: relative RMS; nbytes: in memory, as stored in the file."""
+    """What became of a type's tensors. error: relative RMS; nbytes: in memory."""
 
     kind: str
     tensors: int
@@ -244,7 +244,7 @@ class Kept:
 
 
 def kept_of(folder: Path) -> tuple[Kept, ...]:
-    """Return what was done with each type of a GGUF folder, the largest first."""
+    """Return what became of each type, the largest first."""
     sources = Arrays(folder).sources
     kinds = Counter({source.tensor.kind: 0 for source in sources})
     for source in sources:

@@ -33,7 +33,7 @@ SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A stored tensor. shape: rows last but one, as NumPy has it, not as the file does; begin: byte in the file."""
+    """A stored tensor. shape: NumPy's, not the file's order."""
 
     name: str
     kind: GGMLQuantizationType
@@ -55,7 +55,7 @@ class GgufTensor:
         return self.rows * self.row_bytes
 
     def read(self, first: int = 0, count: int | None = None) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """Return rows as bytes (count, row_bytes). Raises ModelDamagedError."""
+        """Return rows (count, row_bytes). Raises ModelDamagedError."""
         wanted = self.rows - first if count is None else count
         found = np.empty((wanted, self.row_bytes), np.uint8)
         memory, done = found.reshape(-1).data, 0
@@ -73,7 +73,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The files of a model (several if split), the first one's metadata, and all tensors by name."""
+    """A model's files, the first one's metadata, and all tensors."""
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
@@ -137,7 +137,7 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 class _Header:
-    """Reads one file's header from its start; every count is checked against the bytes that are left."""
+    """Reads a header; every count is checked against the bytes left."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self._path, self._data, self._size, self._at = path, data, size, len(MAGIC) + 4
@@ -175,7 +175,7 @@ class _Header:
         return value
 
     def _count(self, each: int, count: int) -> int:
-        """Return ``count`` if so many entries of ``each`` bytes at least can follow."""
+        """Return ``count`` if so many entries of ``each`` bytes can follow."""
         left = len(self._data) - self._at
         if count > MOST_ENTRIES or count * each > left:
             raise damaged(

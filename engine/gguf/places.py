@@ -69,7 +69,7 @@ def projector_beside(files: Iterable[Path]) -> Path | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does, whatever its name: Ollama's have none."""
+    """Whether a file begins as GGUF does, whatever its name."""
     try:
         with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -95,7 +95,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return the files of a split model, of which ``path`` is one. Raises ModelDamagedError for a missing one."""
+    """Return the files of a model, of which ``path`` is one. Raises ModelDamagedError for a missing one."""
     found = SPLIT.fullmatch(path.name)
     if found is None:
         return (path,)

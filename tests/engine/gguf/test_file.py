@@ -11,13 +11,7 @@ from tests.engine.gguf.written import add_key
 from tokamac.engine import TokamacError
 from tokamac.engine.gguf.file import read_gguf
 
-VALUES = {
-    "general.name": "tiny",
-    "llama.block_count": 3,
-    "general.odd": [1.5, -2.0],
-    "tokens": ["a", "é", ""],
-    "on": True,
-}
+VALUES = {"general.name": "tiny", "llama.block_count": 3, "odd": [1.5, -2.0], "tokens": ["a", "é", ""], "on": True}
 
 
 def write(path: Path, tensors: int = 2, **more: int) -> None:
