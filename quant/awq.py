@@ -23,7 +23,7 @@ from .packing import (
     Silent,
     attention_bytes,
     check_plain,
-    packed_layer,
+    packed_arrays,
     running,
     uniform,
     with_packed,
@@ -143,7 +143,9 @@ class _Blocks:
         weights = self._source.weights
         packed = {f"{path}.{name}": leaf for name, leaf in leaves(block) if "scales" in leaf}
         for whole, leaf in packed.items():
-            self.packed[whole] = packed_layer(leaf, whole, self._packing, weights[f"{whole}.weight"].dtype)
+            dtype = weights[f"{whole}.weight"].dtype
+            arrays = (leaf.weight, leaf.scales.astype(dtype), leaf.biases.astype(dtype))
+            self.packed[whole] = packed_arrays(arrays, whole, self._packing)
         for leaf_name, array in tree_flatten(block.parameters()):
             name = f"{path}.{leaf_name}"
             # AWQ leaves the inputs it saw with a layer that it did not pack.

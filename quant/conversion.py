@@ -25,8 +25,8 @@ from tokamac.engine.text.tokenizer import load_tokenizer
 
 from . import streaming
 from .evaluation import sample, verify
-from .options import BITS, Method, Options, Shipped
-from .packing import Choices, Quantizer, Round, Search, choose
+from .options import BITS, CALIBRATED, NO_TEXT, SHIPPED, Method, NoText, Options, Shipped
+from .packing import Choices, Quantizer, Round, Search, choose, worthwhile_embed_bits
 from .plan import CALIBRATED_METHODS, SEQUENCES, Plan, make_plan
 from .report import (
     CARD,
@@ -58,6 +58,8 @@ from .source import Source, locate, open_adapter, open_source
 from .streaming import Streamed, activation_statistics, streamable_folder, streamable_source
 from .writer import TensorDone, card, write
 
+UNWEIGHED = "no text weighs the errors: there is no tokenizer that can read one for this model"
+
 FINISHED = "this conversion is already complete: there was nothing to do"
 
 # The most bytes of freed buffers that a GPU keeps for reuse, and the part of its memory that they may take.
@@ -73,7 +75,7 @@ class ConversionRequest(TypedDict, total=False):
     method: Method | None
     recipe: str | None
     target_bpw: float | None
-    calibration: Path | Shipped | None
+    calibration: Path | Shipped | NoText | None
     dtype: str | None
     embed_bits: int | None
     dequantize: bool
@@ -146,10 +148,8 @@ def convert(
 ) -> Conversion | Plan:
     """Convert ``source`` to a quantized MLX folder.
 
-    Runs MLX on this thread, with a small buffer pool (none on a CPU) for the whole process until the end; peaks
-    include other engines' use. Set MLX_ENABLE_TF32=0 before start, as ``tokamac convert`` does, or TF32 rounds
-    the
-    products of sensitivities and comparisons.
+    Runs MLX on this thread, with a small buffer pool; peaks include other engines' use. Set MLX_ENABLE_TF32=0 first, or
+    TF32 rounds what is compared.
 
     Args:
         source: A folder, a GGUF file (its packing is carried over unless bits are given) or a Hugging Face id.
@@ -204,11 +204,14 @@ def _convert(
         check_target(target, folder, overwrite=overwrite)
     opened = open_source(folder, adapter=adapter, unchecked=options.unchecked)
     _check_method(opened, options)
+    key = conversion_key(folder, options, adapter)
+    options, unread = settled(opened, options)
+    opened = replace(opened, notes=(*opened.notes, *unread))
     plan = foreseen(opened, options)
     if dry_run:
         return plan
     check_space(target, plan.needed_bytes)
-    with _bounded_memory() as peak, open_work_dir(target, conversion_key(folder, options, adapter)) as work:
+    with _bounded_memory() as peak, open_work_dir(target, key) as work:
         packed, quantizer, plan = _prepare(opened, options, work, tell)
         errors = write(plan, packed, quantizer, work, tell)
         outcome = _compared(opened, plan, errors, work.folder, tell) if options.verify else None
@@ -295,6 +298,21 @@ def _check_method(source: Source, options: Options) -> None:
         CALIBRATED_METHODS[options.how].check(source.config, source.module, options)
 
 
+def settled(source: Source, options: Options) -> tuple[Options, tuple[str, ...]]:
+    """Fill in what options leave to the model; with notes."""
+    planned = options.recipe is not None or options.target_bpw is not None
+    notes: tuple[str, ...] = ()
+    if source.carried and options.as_stored:  # what is packed anew has 8 bits: no text would show
+        return replace(options, calibration=options.calibration or NO_TEXT), notes
+    if options.embed_bits is None and not (planned or options.dequantize or options.how == "round"):
+        options = replace(options, embed_bits=worthwhile_embed_bits(source, options))
+    if options.calibration is None and options.text is not None and options.how not in CALIBRATED:
+        found = sample(source.folder, source.config, source.folder.name, streaming.calibration_text(None))
+        notes = () if found.unable is None else (UNWEIGHED,)
+        options = replace(options, calibration=SHIPPED if found.unable is None else NO_TEXT)
+    return options, notes
+
+
 def foreseen(source: Source, options: Options) -> Plan:
     """Return the plan before any measurement; a budget's is the most uniform bits that fit."""
     if options.target_bpw is None:
@@ -331,7 +349,7 @@ def _prepare(source: Source, options: Options, work: WorkDir, tell: StageProgres
 def _quantizer(source: Source, options: Options, work: WorkDir, tell: StageProgress) -> Quantizer:
     if options.how == "round":
         return Round()
-    if options.how != "search" or options.calibration is None:
+    if options.how != "search" or options.text is None:
         return Search()
     from safetensors.numpy import load, save
 

@@ -20,6 +20,8 @@ CALIBRATED: tuple[Method, ...] = ("gptq", "awq")
 
 Shipped = Literal["shipped"]  # the calibration text that comes with Tokamac
 SHIPPED: Shipped = "shipped"
+NoText = Literal["none"]
+NO_TEXT: NoText = "none"
 
 # Modes whose bits and group size are part of the format: (bits, group size).
 MICROSCALING = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
@@ -38,8 +40,9 @@ class Options:
 
     bits, group_size: of affine groups along the last axis; None: 4 and 64, or the mode's. method: None: search, where
     the mode has it. recipe: a rule of quant/packing.py. target_bpw: bits per weight of the whole model, scales
-    included. calibration: a text, or "shipped". dtype: of unpacked tensors, scales and biases; None keeps each.
-    embed_bits: of embedding and output head; 16 leaves them unpacked. verify: compare with the source at the end.
+    included. calibration: a text, "shipped" or "none"; None: shipped, where the method looks at a text. dtype: of unpacked
+    tensors, scales and biases; None keeps each. embed_bits: of embedding and output head; 16 leaves them unpacked; None:
+    up to 8, as far as quant/packing.py finds them worth their bytes. verify: compare with the source at the end.
     adapter: low-rank changes, merged before packing. unchecked: convert despite config doubts.
     """
 
@@ -49,7 +52,7 @@ class Options:
     method: Method | None = None
     recipe: str | None = None
     target_bpw: float | None = None
-    calibration: Path | Shipped | None = None
+    calibration: Path | Shipped | NoText | None = None
     dtype: str | None = None
     embed_bits: int | None = None
     dequantize: bool = False
@@ -84,6 +87,13 @@ class Options:
         return self.group_size or MICROSCALING.get(self.mode, (0, DEFAULT_GROUP_SIZE))[1]
 
     @property
+    def text(self) -> Path | Shipped | None:
+        """The text that weights are packed by, the default put in; None: by none."""
+        if self.how == "round" or self.dequantize or self.calibration == NO_TEXT:
+            return None
+        return self.calibration or SHIPPED
+
+    @property
     def how(self) -> Method:
         """The method, the default put in."""
         return self.method or ("search" if self.mode in SEARCHED else "round")
@@ -102,8 +112,10 @@ class Options:
             if value is not None and value not in allowed:
                 raise OptionError(f"{what} not supported", f"Use one of {', '.join(str(each) for each in allowed)}.")
         text: object = self.calibration
-        if not (text is None or isinstance(text, Path) or text == SHIPPED):
-            raise OptionError(f"{self.calibration!r} is no calibration text", f'Give a Path, or "{SHIPPED}".')
+        if not (text is None or isinstance(text, Path) or text in (SHIPPED, NO_TEXT)):
+            raise OptionError(
+                f"{self.calibration!r} is no calibration text", f'Give a Path, "{SHIPPED}" or "{NO_TEXT}".'
+            )
         if self.target_bpw is not None and not 2 < self.target_bpw <= UNQUANTIZED:
             raise OptionError(f"{self.target_bpw:g} bits per weight is out of range", "Use more than 2 and at most 16.")
 
@@ -136,5 +148,7 @@ class Options:
                 "--dequantize (dequantize=True) unpacks everything, so options about packing have no effect",
                 "Leave one of them.",
             )
-        if self.calibration is not None and (self.how == "round" or self.dequantize):
+        if self.calibration not in (None, NO_TEXT) and (self.how == "round" or self.dequantize):
             raise OptionError("rounding looks at no text", "Use method search, gptq or awq with a calibration text.")
+        if self.calibration == NO_TEXT and self.how in CALIBRATED:
+            raise OptionError(f"{self.how} packs by a text", "Leave out calibration none, or use method search.")

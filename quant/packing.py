@@ -43,6 +43,11 @@ RECIPES: Mapping[str, tuple[int, int] | None] = {
 # attention's "kv_a_proj_with_mqa".
 SPREAD = ("v_proj", "v_a_proj", "v_b_proj", "down_proj")
 
+# Of embedding and output head where nothing was asked: an error there is in every token, and 8 bits are as good as none.
+EMBED_BITS = (8, 6, 5)
+EMBED_SHARE = 0.2  # of the packed model's bytes, that they may add
+SCALE_BITS = 32  # of a group's scale and bias, in half precision
+
 # A module whose path tells where in a path the layer's number stands. A model without it can't use a mixed recipe.
 LANDMARK = "down_proj"
 
@@ -63,6 +68,19 @@ def choose(source: Source, options: Options) -> Choices:
     if not any(chosen.values()) and (reasons := out_of_groups(source, chosen, (options.group,))):
         raise OptionError(f"nothing can be packed: {'; '.join(reasons)}", "Use another --group-size, or --dequantize.")
     return chosen
+
+
+def worthwhile_embed_bits(source: Source, options: Options) -> int | None:
+    """Return the most bits that cost EMBED_SHARE of the model; None: as many as the rest."""
+    chosen = choose(source, options)
+    bits = {path: (each.bits or 0) + SCALE_BITS / each.group_size for path, each in chosen.items() if each is not None}
+    size = {path: source.weights[f"{path}.weight"].size for path in bits}
+    ends = [path for path in bits if part(source, path) in ("embedding", "head")]
+    if not ends or any(path in source.packed for path in ends):
+        return None
+    total, of_ends = sum(bits[path] * size[path] for path in bits), sum(size[path] for path in ends)
+    own = max(chosen[path].bits or 0 for path in ends)  # type: ignore[union-attr]
+    return next((each for each in EMBED_BITS if each > own and (each - own) * of_ends <= EMBED_SHARE * total), None)
 
 
 def choose_for_heads(heads: HeadSource, options: Options) -> Choices:
@@ -278,9 +296,8 @@ def working(name: str, weight: mx.array) -> mx.array:
     return cast
 
 
-def packed_layer(layer: Any, path: str, packing: Packing, dtype: mx.Dtype) -> Packed:
-    """Return a packed layer's arrays, scales and biases in ``dtype``. Raises ConversionError."""
-    arrays = (layer.weight, layer.scales.astype(dtype), layer.biases.astype(dtype))
+def packed_arrays(arrays: tuple[mx.array, ...], path: str, packing: Packing) -> Packed:
+    """Return a packed layer. Raises ConversionError if not finite."""
     check_finite(f"{path}.weight", *arrays[1:], hint=OTHERWISE)
     mx.eval(*arrays)
     return Packed(packing, arrays)

@@ -443,7 +443,7 @@ def _stage_bytes(
         yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)
     if options.target_bpw is not None and sensitivity.fits(source, sensitivity.TOKENS):
         yield sensitivity.peak_bytes(source, sensitivity.TOKENS)
-    if options.target_bpw is not None or (options.how == "search" and options.calibration is not None):
+    if options.target_bpw is not None or (options.how == "search" and options.text is not None):
         yield _run_bytes(source, tensors, SEQUENCES, LENGTH, logits=False)
     if options.verify:
         yield _run_bytes(source, tensors, 1, CHECKED_TOKENS, logits=True)

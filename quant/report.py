@@ -310,10 +310,10 @@ def concerns(quality: Quality, bits_per_weight: float) -> tuple[str, ...]:
             f"Its distribution is {quality.kl:.3g} nats (KL) from the source's, where {bits} usually cost {typical:.2g}:"
             " expect clearly worse answers."
         )
-    error = (quality.perplexity_ratio_se or 0.0) / quality.perplexity_ratio
-    if math.log(quality.perplexity_ratio) - SURE * error > limit:
+    ratio = quality.perplexity_ratio  # 0 where the source takes the text for impossible
+    if ratio and math.log(ratio) - SURE * (quality.perplexity_ratio_se or 0.0) / ratio > limit:
         found.append(
-            f"Its perplexity is {quality.perplexity_ratio:.3g} times the source's, where {bits} usually make it"
+            f"Its perplexity is {ratio:.3g} times the source's, where {bits} usually make it"
             f" {math.exp(typical):.3g} times: expect clearly worse answers."
         )
     return tuple(found)
@@ -474,7 +474,7 @@ def _tensor(tensor: "TensorPlan", error: WeightError | None, *, kept: bool) -> d
 
 def _options(options: "Options", made: "Provenance") -> dict[str, Any]:
     plain = asdict(options)
-    if options.calibration is not None and options.calibration != "shipped":
+    if isinstance(options.calibration, Path):
         plain["calibration"] = {"sha256": made.calibration_sha256}
     return {**plain, "adapter": made.adapter, "method": options.how}
 

@@ -14,7 +14,7 @@ from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.errors import ConversionError
 from tokamac.engine.perf.config_cost import Packing
 
-from .options import CALIBRATED, SHIPPED, Options
+from .options import CALIBRATED, NO_TEXT, SHIPPED, Options
 from .packing import Quantizer
 from .plan import FLOATS, INDEX, HeadsPlan, Plan, ShardWriter, TensorPlan
 from .report import RECORD, Outcome, Provenance, WeightError, by_part, with_error
@@ -168,7 +168,7 @@ HERE = "path/to/this/folder"  # stands for the model in commands: where it lies 
 METHODS = {
     "round": "by rounding to the nearest step between a group's two ends (`mx.quantize`)",
     "search": "by searching, for every group, the scale and bias of least squared error",
-    "gptq": "by GPTQ (mlx-lm's), which uses a calibration text",
+    "gptq": "by GPTQ with searched scales, which uses a calibration text",
     "awq": "by AWQ (mlx-lm's), which uses a calibration text",
 }
 
@@ -224,7 +224,7 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     if not options.dequantize and any(each.packing and not each.kept for each in plan.tensors) | (
         options.how in CALIBRATED
     ):
-        weighed = options.how == "search" and options.calibration is not None
+        weighed = options.how == "search" and options.text is not None
         how = ", with errors weighted by each channel's inputs on a calibration text" if weighed else ""
         yield f"Weights were packed {METHODS[options.how]}{how}."
     yield ""
@@ -292,7 +292,8 @@ def _flags(options: Options) -> Iterator[str]:
     plain = {
         ("--dequantize",): options.dequantize,
         ("--calibration",): options.calibration == SHIPPED,
-        ("--calibration", "FILE"): options.calibration not in (None, SHIPPED),
+        ("--calibration", NO_TEXT): options.calibration == NO_TEXT,
+        ("--calibration", "FILE"): isinstance(options.calibration, Path),
         ("--adapter", "ADAPTER"): options.adapter is not None,
         ("--unchecked",): options.unchecked,
         ("--no-verify",): not options.verify,

@@ -16,7 +16,7 @@ from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.files import expanded, sizes
 from tokamac.engine.perf.memory import check_address_space
-from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
+from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, NO_TEXT, SHIPPED, UNQUANTIZED, Options
 
 from ..backend.keep_awake import awake
 from ..parser import Parser
@@ -100,7 +100,7 @@ def _add_packing(made: Parser) -> None:
         "--embed-bits",
         type=int,
         choices=(*BITS, UNQUANTIZED),
-        help="bits of the embedding and the head; 16 is not quantized",
+        help="bits of the embedding and the head; 16 is not quantized (default: up to 8, while they add a fifth at most)",
     )
     group.add_argument("--dtype", choices=DTYPES, help="type of scales and unquantized weights (default: the source's)")
     group.add_argument("--dequantize", action="store_true", help="write a quantized model as floats")
@@ -111,15 +111,15 @@ def _add_finding(made: Parser) -> None:
     group.add_argument(
         "--method",
         choices=METHODS,
-        help="search: least squared error; round: MLX's own; gptq, awq: mlx-lm's, with a calibration text (default: search; round "
-        "for mxfp8)",
+        help="search: least squared error; gptq: that, and later weights make good for earlier ones; awq: mlx-lm's; round: "
+        "MLX's own (default: search; round for mxfp8)",
     )
     group.add_argument(
         "--calibration",
         nargs="?",
         const=True,
-        metavar="FILE",
-        help="calibration text for search, gptq or awq; without FILE the built-in one (put it last, or write --calibration=FILE)",
+        metavar="none|FILE",
+        help="text that weighs errors, for search, gptq or awq (default: the built-in one); none: weigh all alike",
     )
 
 
@@ -151,7 +151,7 @@ def requested(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
     """Return keyword arguments for Options; exits with status 2 at contradictory flags."""
     request = {field.name: getattr(options, field.name) for field in fields(Options)}
     if (text := request["calibration"]) is not None:
-        request["calibration"] = SHIPPED if text is True else expanded(text)
+        request["calibration"] = SHIPPED if text is True else text if text == NO_TEXT else expanded(text)
     try:
         Options(**request)
     except OptionError as error:
@@ -260,7 +260,7 @@ def _time(plan: "Plan", estimate: Estimate) -> str:
     options = plan.options
     if estimate.converting_s is not None:
         said = f"about {seconds(estimate.converting_s)}"
-        if options.calibration is not None:
+        if options.text is not None:
             said += ", plus reading the calibration text"
         if options.verify:
             about = "" if estimate.checking_s is None else f"about {seconds(estimate.checking_s)} for "

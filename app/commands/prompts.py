@@ -530,14 +530,7 @@ def has_prompts_left(name: str, earlier: Earlier, options: EachOptions) -> bool:
 class EachRun:
     """Answers prompts on threads and returns results in order.
 
-    Args:
-        lines: prompts, None for skipped ones; read lazily by one thread at a time.
-        threads: prompts in parallel.
-
-    Attributes:
-        left_out, taken: prompts so far. done: ended ones of those taken. ended: end of input.
-        answered, failed: results returned. tokens: generated.
-        memory_pressure: the first event, or None.
+    lines: None for skipped ones; read lazily by one thread at a time. done: ended prompts of those taken.
     """
 
     def __init__(

@@ -79,11 +79,7 @@ class Speed:
 class Trial:
     """One KV setting on one model.
 
-    Attributes:
-        bytes_per_token: While no window is full.
-        context_bytes: At the model's full context.
-        refused: Why the model can't use it; all else is None or empty then.
-        notes: Where the plan differs from the request.
+    context_bytes: at its full context. refused: why it can't; all else is empty then. notes: what differs.
     """
 
     key_bits: int

@@ -76,11 +76,9 @@ def search_groups(  # noqa: PLR0917
     scales: Array,
     biases: Array,
 ) -> None:
-    """Find the codes, scale and bias of every group.
+    """Fill words (groups, size · bits / 32), scales and biases (groups,) from weights (groups, size).
 
-    weights (groups, size) float32, stored as ``kind``. importance (groups in a row, size) or None. drawn
-    (candidates, 2): how far the ends move in, in code steps. Outputs: words (groups, size · bits / 32) uint32;
-    scales, biases (groups,) float32, exact in the weights' type.
+    importance: (groups in a row, size) or None. drawn: (candidates, 2), steps that the ends move in.
     """
     top = np.float32(2**bits - 1)
     x = np.empty((weights.shape[1], LANES), np.float32)

@@ -166,7 +166,8 @@ def _importance_of_groups(importance: mx.array, size: int, rows: int) -> mx.arra
     return mx.broadcast_to(h, (rows, *h.shape)).reshape(-1, size)
 
 
-def _pack_codes(codes: mx.array, bits: int) -> mx.array:
+def pack_codes(codes: mx.array, bits: int) -> mx.array:
+    """Return codes (groups, size) as words (groups, size · bits ÷ 32)."""
     single = codes.astype(mx.uint32)[..., None] >> mx.arange(bits, dtype=mx.uint32) & 1
     words = single.reshape(codes.shape[0], -1, 32) << mx.arange(32, dtype=mx.uint32)
     return words.sum(axis=-1).astype(mx.uint32)
@@ -234,7 +235,7 @@ def _search(weight: mx.array, packing: Packing, importance: mx.array | None) -> 
         best = BestFit(*fit(best.bias, best.scale, best, top))
     answer = _settle(groups, best, _mlx_answer(groups, weight, packing, top), top, weight.dtype)
     start, step = _aim(groups, answer.scale, answer.bias)
-    words = _pack_codes(_codes(groups.values.x, start, step, top), bits)
+    words = pack_codes(_codes(groups.values.x, start, step, top), bits)
     rows = weight.shape[0]
     scales, biases = (each.astype(weight.dtype).reshape(rows, -1) for each in (answer.scale, answer.bias))
     return words.reshape(rows, -1), scales, biases
@@ -334,7 +335,7 @@ def _search_scales(weight: mx.array, packing: Packing, importance: mx.array | No
         error = _float_error(x, h, table[tried], unit)
         better = error < least * NO_WORSE
         best, least = mx.where(better, tried, best), mx.where(better, error, least)
-    words = _pack_codes(_float_codes(x, table[best]), 4)
+    words = pack_codes(_float_codes(x, table[best]), 4)
     return words.reshape(rows, -1), best.astype(mx.uint8).reshape(rows, -1)
 
 

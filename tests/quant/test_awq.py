@@ -139,18 +139,15 @@ def test_what_is_to_be_packed_otherwise_is_scaled_and_left(tmp_path: Path) -> No
     assert relative(logits_calibrated_models(source, IDS, found.weights), logits_calibrated_models(source, IDS)) < 0.05
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    source, options = source_of(tmp_path, "llama"), Options(bits=4, method="awq")
-    assert same_bytes(packed(source, options), packed(source, options))
-
-
-def test_progress_is_told_block_by_block_and_nothing_is_printed(tmp_path: Path) -> None:
-    source, options = source_of(tmp_path, "llama"), Options(bits=4, method="awq")
+@pytest.mark.parametrize("method", [awq, gptq])
+def test_progress_is_told_layer_by_layer_nothing_is_printed_and_bytes_are_the_same(tmp_path: Path, method: Any) -> None:
+    source, options = source_of(tmp_path, "llama"), Options(bits=4)
     steps: list[StageDone] = []
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        awq.pack(source, options, choose(source, options), IDS, steps.append)
-    assert steps == [StageDone(awq.STAGE, 1, 2), StageDone(awq.STAGE, 2, 2)]
+        made = [method.pack(source, options, choose(source, options), IDS, steps.append) for _ in range(2)]
+    assert steps == [StageDone(method.STAGE, 1, 2), StageDone(method.STAGE, 2, 2)] * 2
     assert (out.getvalue(), err.getvalue()) == ("", "")
+    assert same_bytes(*made)
 
 
 def test_an_architecture_without_rules_is_refused_with_those_that_have_them(tmp_path: Path) -> None:
@@ -192,14 +189,17 @@ def test_what_fails_inside_mlx_lm_is_one_of_our_errors_and_its_bars_come_back(tm
     assert theirs.tqdm is bars
 
 
-def test_memory_is_predicted_from_above(tmp_path: Path, settled_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awq, "SEQUENCES", 2)
-    source, options = source_of(tmp_path, "llama"), Options(bits=4, method="awq")
+@pytest.mark.parametrize(("method", "sequences"), [(awq, 2), (gptq, 8)])
+def test_memory_is_predicted_from_above(
+    tmp_path: Path, settled_memory: None, monkeypatch: pytest.MonkeyPatch, method: Any, sequences: int
+) -> None:
+    monkeypatch.setattr(method, "SEQUENCES", sequences)
+    source, options = source_of(tmp_path, "llama"), Options(bits=4)
     chosen = choose(source, options)
-    predicted = awq.peak_bytes(source, options, chosen)
+    predicted = method.peak_bytes(source, options, chosen)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    awq.pack(source, options, chosen, seeded_ids(2, streaming.LENGTH), lambda _: None)
+    method.pack(source, options, chosen, seeded_ids(sequences, streaming.LENGTH), lambda _: None)
     taken = mx.get_peak_memory() - before
     assert taken < predicted < 4 * taken
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_overloads, get_type_hints
 
@@ -22,13 +23,19 @@ from tokamac.engine import Engine
 from tokamac.engine.errors import ConversionError, ModelNotFoundError, ModelUnsupportedError, OptionError
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.loader import load_model as engine_load
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder
-from tokamac.quant import Conversion, Plan, convert
+from tokamac.engine.text.tokenizer import load_tokenizer
+from tokamac.quant import Conversion, Plan, convert, streaming
 from tokamac.quant import plan as plan_module
-from tokamac.quant.conversion import FINISHED, conversion_key, default_target
+from tokamac.quant.conversion import FINISHED, UNWEIGHED, conversion_key, default_target, settled
 from tokamac.quant.options import Options
-from tokamac.quant.plan import lay_out
+from tokamac.quant.packing import choose
+from tokamac.quant.plan import lay_out, make_plan
+from tokamac.quant.report import RECORD
+from tokamac.quant.search import search
 from tokamac.quant.source import fresh, open_adapter, open_source
+from tokamac.quant.streaming import Streamed, activation_statistics, calibration_text, streamable_source
 
 # Conversion: what comes out, and that it is what MLX's own quantizer gives, in a folder that mlx-lm and the engine
 # load.
@@ -102,7 +109,7 @@ def test_what_the_groups_do_not_divide_stays_whole_and_says_so(tmp_path):
 )
 def test_formula_and_counted_bits_agree(tmp_path, dtype, scale_bytes, mlx_type):
     source = make_source(tmp_path, "tied")
-    report = convert(source, tmp_path / "out", dtype=dtype)
+    report = convert(source, tmp_path / "out", dtype=dtype, embed_bits=4)
     config = read_config(tmp_path / "out")
     parts = cost_of_folder(tmp_path / "out", config).parts
     for name in ("embedding", "attention", "mlp"):
@@ -129,7 +136,7 @@ def test_a_dry_run_tells_the_exact_size_and_writes_nothing(tmp_path):
 def test_shards_are_split_indexed_and_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_module, "lay_out", lambda groups: lay_out(groups, limit=50_000))
     source = make_source(tmp_path, "llama")
-    plan = convert(source, tmp_path / "out", dry_run=True)
+    plan = convert(source, tmp_path / "out", dry_run=True, method="round")
     convert(source, tmp_path / "out", method="round")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == len(plan.shards) > 2
@@ -171,7 +178,49 @@ def test_tokenizer_files_come_along_and_nothing_that_could_run(tmp_path):
 
 def test_a_source_without_a_tokenizer_is_told(tmp_path):
     source = make_source(tmp_path, "llama", tokenizer=False)
-    assert convert(source, tmp_path / "out").notes == ("the source has no tokenizer files",)
+    told = convert(source, tmp_path / "out").notes
+    assert told == (UNWEIGHED, "the source has no tokenizer files")
+
+
+def test_by_default_a_text_weighs_errors_and_a_tied_head_counts_as_a_head(tmp_path):
+    source = make_source(tmp_path, "tied")
+    model = Streamed(streamable_source(open_source(source)))
+    ids = streaming.calibration_sequences(load_tokenizer(source, read_config(source), ""), calibration_text(None), 8)
+    importance = activation_statistics(model, ids)
+    weights = mx.load(str(source / "model.safetensors"))
+    convert(source, tmp_path / "out", embed_bits=4)
+    found = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    for path in ("model.embed_tokens", "model.layers.1.mlp.down_proj"):
+        expected = search(weights[f"{path}.weight"], Packing(4, 64, "affine"), importance[path])
+        for part, array in zip(("weight", "scales", "biases"), expected, strict=True):
+            assert mx.array_equal(found[f"{path}.{part}"], array)
+    recorded = json.loads((tmp_path / "out" / RECORD).read_text())["options"]
+    assert (recorded["calibration"], recorded["embed_bits"]) == ("shipped", 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "bits"),
+    [
+        ("tied", {"vocab_size": 512}, {}, 8),  # 66k of 393k weights
+        ("tied", {"vocab_size": 1024}, {}, 6),
+        ("tied", {"vocab_size": 4096}, {}, 5),
+        ("llama", {"vocab_size": 65536}, {}, None),  # nearly all of it
+        ("tied", {"vocab_size": 1024}, {"bits": 8}, None),
+        ("tied", {"vocab_size": 1024}, {"mode": "mxfp4"}, 6),
+        ("tied", {"vocab_size": 1024}, {"method": "round"}, None),
+        ("tied", {"vocab_size": 1024}, {"embed_bits": 3}, 3),
+    ],
+)
+def test_embedding_and_head_get_more_bits_while_they_cost_a_fifth_at_most(tmp_path, kind, changes, options, bits):
+    source = open_source(make_source(tmp_path, kind, **changes))
+    given = Options(**options)
+    assert settled(source, given)[0].embed_bits == bits
+    if bits is not None and given.embed_bits is None:
+        sizes = [
+            make_plan(source, each, choose(source, each)).weight_bytes
+            for each in (replace(given, embed_bits=each) for each in (given.packed_bits, bits))
+        ]
+        assert sizes[0] < sizes[1] <= 1.2 * sizes[0]
 
 
 def test_the_source_is_never_written(tmp_path):
@@ -227,7 +276,7 @@ def test_memory_stays_within_the_plan_and_that_of_a_few_tensors(tmp_path, layers
 
 def test_progress_names_every_tensor_in_order(tmp_path):
     source, seen = make_source(tmp_path, "llama"), []
-    report = convert(source, tmp_path / "out", progress=seen.append, verify=False)
+    report = convert(source, tmp_path / "out", progress=seen.append, verify=False, calibration="none")
     names = [name for name, _ in tree_flatten(build("llama")[0].parameters())]
     assert [step.name for step in seen] == names
     assert [step.done for step in seen] == list(range(1, len(names) + 1))

@@ -230,7 +230,7 @@ def test_stopping_after_any_tensor_leaves_the_old_folder_and_what_is_needed_to_g
                 raise error
 
         with pytest.raises(error):
-            convert(source, tmp_path / "out", overwrite=True, progress=stopping)
+            convert(source, tmp_path / "out", overwrite=True, progress=stopping, calibration="none")
         assert names_in(tmp_path) == {"source", "out", ".out.partial"}
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
@@ -303,7 +303,7 @@ def test_ctrl_c_in_the_middle(tmp_path, stop):
                 print("half way", flush=True)
                 time.sleep(600)
         try:
-            convert({str(source)!r}, {str(tmp_path / "out")!r}, progress=step)
+            convert({str(source)!r}, {str(tmp_path / "out")!r}, progress=step, calibration="none")
         except KeyboardInterrupt:
             sys.exit(130)
         """

@@ -584,13 +584,14 @@ def whole_moments(kind, ids):
 
     paths = {id(module): path for path, module in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
-        for kind_ in (nn.Linear, SwitchLinear):
+        for kind_, name in ((nn.Linear, "__call__"), (SwitchLinear, "__call__"), (nn.Embedding, "as_linear")):
+            own = getattr(kind_, name)
 
-            def call(self, x, *args, own=kind_.__call__, **kwargs):
+            def call(self, x, *args, own=own, **kwargs):
                 kept(paths[id(self)], x, *args)
                 return own(self, x, *args, **kwargs)
 
-            patch.setattr(kind_, "__call__", call)
+            patch.setattr(kind_, name, call)
         mx.eval(model(mx.array([ids])))
     modules = dict(model.named_modules())
     return {path: by_expert(modules[path], *seen) for path, seen in rows.items()}

@@ -88,7 +88,7 @@ def check_memory(*, held: int, wanted: int, budget: int | None) -> None:
 
 
 class PeerProcess:
-    """A running mlx-lm with ``folder`` loaded; a context manager that ends it. Raises PeerError.
+    """mlx-lm with ``folder`` loaded; ends with its context. Raises PeerError.
 
     It has its own session, so Ctrl-C reaches only this program. ``command`` replaces it in tests.
     """

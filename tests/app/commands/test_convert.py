@@ -86,6 +86,7 @@ def test_every_flag_of_the_contract_is_an_option_of_a_conversion() -> None:
 def test_calibration_is_the_shipped_text_or_a_file() -> None:
     assert asked("--calibration")["calibration"] == "shipped"
     assert asked("--calibration=shipped")["calibration"] == Path("shipped")
+    assert asked("--calibration", "none")["calibration"] == "none"
     assert asked("--calibration", "~/notes.txt")["calibration"] == Path("~/notes.txt").expanduser()
 
 
