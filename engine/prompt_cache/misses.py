@@ -25,9 +25,8 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 MOST_PROMPTS, MOST_TOKENS = 16, 1 << 20  # remembered: 4 MB of ids at most
 RUN = 16  # tokens in a row that were read before are the same text again, and no phrase that any two prompts share
 NEAREST = 4  # prompts compared in full
-MOST_COMPARED = (
-    1 << 14
-)  # tokens of each, between what both begin and what both end with: fewer count as read again beyond
+# Tokens of each, between what both begin and what both end with; what lies beyond does not count as read before.
+MOST_COMPARED = 1 << 14
 MOST_DECODED = 1 << 14  # tokens before the difference in which its part of the conversation is looked for
 DISK_TOKENS = 256  # of new text from which on it is worth looking for it on the disk
 CONTEXT, WINDOW = 64, 24  # tokens before the difference, and from it on, that are looked at

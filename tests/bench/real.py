@@ -151,19 +151,17 @@ class ChatLab:
 # Section: what conversions lose, on text that people write.
 
 TOKENS = 4096
-CALIBRATION_CHARACTERS = 200_000
 CONVERSIONS: dict[str, dict[str, Any]] = {
     "rounded, as mlx_lm.convert": {"method": "round"},
     "default": {},
-    "default, embedding at 8 bits": {"embed_bits": 8},
-    "default, calibrated": {"calibration": True},
+    "default, embedding at 4 bits": {"embed_bits": 4},
+    "the same, errors weighed by no text": {"embed_bits": 4, "calibration": "none"},
     "groups of 32": {"group_size": 32},
-    "groups of 32, embedding at 8 bits": {"group_size": 32, "embed_bits": 8},
-    "GPTQ, calibrated": {"method": "gptq", "calibration": True},
+    "GPTQ": {"method": "gptq"},
 }
 SLOW: dict[str, dict[str, Any]] = {
-    "AWQ, calibrated": {"method": "awq", "calibration": True},
-    "5 bits in the mean, by layer": {"target_bpw": 5.0, "calibration": True},
+    "AWQ": {"method": "awq"},
+    "5 bits in the mean, by layer": {"target_bpw": 5.0},
 }
 
 
@@ -180,7 +178,7 @@ def measure_real_conversions(plan: Plan) -> Section:
         f"`tokamac.quant.convert` to 4 bits unless it says otherwise, then `quality` over {tokens:,} tokens: half of them "
         "English about Python (`pydoc_data.topics`), half Python (the standard library's `textwrap`). KL in nats a token; "
         "top word: how often both models' likeliest next token is the same; perplexity against the unpacked model's. "
-        f"Calibrated: on {CALIBRATION_CHARACTERS // 1000} kB of other topics. Time is that of the conversion alone, its own "
+        "Calibration is the text that ships. Time is that of the conversion alone, its own "
         "comparison left out. SmolLM2's and Gemma's own weights were packed once before they were published, so what is "
         "measured is the loss against the unpacked file. `--patient` adds the ways that take most of an hour."
     )
@@ -193,17 +191,13 @@ class ConversionLab:
     def __init__(self, source: str) -> None:
         self._source = source
         self._folder = Path(tempfile.mkdtemp(prefix="tokamac-bench-"))
-        judged, calibration = texts()
-        self._text = judged
-        self._calibration = self._folder / "calibration.txt"
-        self._calibration.write_text(calibration, encoding="utf-8")
+        self._text = judged_text()
 
     def measure(self, options: Mapping[str, Any], tokens: int) -> dict[str, float | None]:
         """Return bits per weight, seconds, and the figures of the comparison."""
         from tokamac.quant import convert, quality
 
-        given = {**options, **({"calibration": self._calibration} if options.get("calibration") else {})}
-        made = convert(self._source, self._folder / "made", overwrite=True, verify=False, **given)
+        made = convert(self._source, self._folder / "made", overwrite=True, verify=False, **options)
         found = quality(made.path, self._source, self._text, tokens=tokens, window=1024)
         figures = {name: getattr(found, name) for name in ("kl", "top1", "perplexity_ratio", "reference_perplexity")}
         return figures | {"bits": made.bits_per_weight, "seconds": made.seconds}
@@ -213,15 +207,12 @@ class ConversionLab:
         shutil.rmtree(self._folder)
 
 
-def texts() -> tuple[str, str]:
-    """Return the text that models are compared on, and another one for calibration; both come with every Python."""
+def judged_text() -> str:
+    """Return the text that models are compared on, which comes with every Python."""
     from pydoc_data.topics import topics
 
-    prose = [text for _, text in sorted(topics.items())]
-    code = inspect.getsource(textwrap)
-    judged, rest = "\n".join(prose[::4]), "\n".join(prose[1::4])
     half = TOKENS * 2  # characters, some four a token
-    return judged[:half] + code[:half], rest[:CALIBRATION_CHARACTERS]
+    return "\n".join(text for _, text in sorted(topics.items())[::4])[:half] + inspect.getsource(textwrap)[:half]
 
 
 def _conversion_row(model: RealModel, name: str, found: Mapping[str, float]) -> Row:
