@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from .errors import DeviceError
-from .requirements import unmet_here
+from .requirements import pip_install, unmet_here
 
 DeviceKind = Literal["metal", "cuda", "cpu"]
 
@@ -68,7 +68,7 @@ def check_backends(installed: tuple[str, ...], *, platform: str = sys.platform) 
         unwanted = " ".join(installed)
         raise DeviceError(
             f"several MLX backends are installed together ({', '.join(installed)})",
-            f"Keep one: pip uninstall -y {unwanted}, then pip install --force-reinstall 'mlx[cpu]' or 'mlx[cuda13]'.",
+            f"Keep one: pip uninstall -y {unwanted}, then {pip_install('--force-reinstall', 'mlx[cpu]')} or 'mlx[cuda13]'.",
         )
 
 
@@ -81,10 +81,17 @@ def cannot_import(error: ImportError, *, platform: str = sys.platform, unmet: st
     return DeviceError(f"MLX can't be loaded: {reason}", lacks or _reinstall(platform))
 
 
+def broken_library(error: ImportError) -> tuple[str, str]:
+    """Return which library can't be imported and why, and what helps."""
+    library = (error.name or "a library").partition(".")[0]
+    again = pip_install("--force-reinstall", library.replace("_", "-"))
+    return f"{library} can't be imported: {' '.join(str(error).split())[:240]}", f"Install it again: {again}."
+
+
 def _reinstall(platform: str) -> str:
     if platform == "darwin":
-        return "Install it again: pip install --force-reinstall mlx."
-    return "Install one backend: pip install --force-reinstall 'mlx[cpu]' or 'mlx[cuda13]'."
+        return f"Install it again: {pip_install('--force-reinstall', 'mlx')}."
+    return f"Install one backend: {pip_install('--force-reinstall', 'mlx[cpu]')} or 'mlx[cuda13]'."
 
 
 def device_kind() -> DeviceKind:

@@ -6,6 +6,7 @@
 # Hence the old syntax. The calls that ask macOS are tested on recorded answers only.
 
 import platform
+import shlex
 import subprocess
 import sys
 
@@ -47,6 +48,11 @@ def newer_python(python: "tuple[int, ...]") -> str:
     if tuple(python[:2]) <= NEWEST_PYTHON:
         return ""
     return f"Python {python[0]}.{python[1]} is newer than 3.14: some packages may have no wheel for it yet, and pip builds them."
+
+
+def pip_install(*what: str) -> str:
+    """Return the command that installs into this Python: ``pip`` on the PATH is often another one's."""
+    return " ".join(map(shlex.quote, (sys.executable, "-m", "pip", "install", *what)))
 
 
 def unmet_here() -> str:

@@ -14,7 +14,7 @@ import yaml
 
 from tests.waiting import PATIENCE_S
 from tokamac.engine import requirements
-from tokamac.engine.device import cannot_import, check_backends
+from tokamac.engine.device import broken_library, cannot_import, check_backends
 from tokamac.engine.errors import DeviceError
 from tokamac.engine.requirements import newer_python, unmet
 
@@ -198,13 +198,20 @@ def test_a_backend_has_a_name_of_its_own_on_linux_alone() -> None:
         check_backends((), platform="linux")
 
 
+def test_a_library_that_cannot_be_imported_is_named_with_its_reason() -> None:
+    failure = ImportError("incompatible architecture (have 'x86_64', need 'arm64')", name="mlx_lm.models.llama")
+    what, hint = broken_library(failure)
+    assert what == "mlx_lm can't be imported: incompatible architecture (have 'x86_64', need 'arm64')"
+    assert hint.endswith("-m pip install --force-reinstall mlx-lm.")
+
+
 def test_mlx_that_cannot_be_imported_is_explained() -> None:
     failure = ImportError(
         "dlopen(core.cpython-312-darwin.so): Library not loaded: @rpath/libmlx.dylib", name="mlx.core"
     )
     on_mac = cannot_import(failure, platform="darwin", unmet="")
     assert on_mac is not None
-    assert on_mac.hint == "Install it again: pip install --force-reinstall mlx."
+    assert on_mac.hint == f"Install it again: {sys.executable} -m pip install --force-reinstall mlx."
     on_linux = cannot_import(ImportError("libmlx.so: cannot open shared object file"), platform="linux", unmet="")
     assert on_linux is not None
     assert "mlx[cpu]" in on_linux.hint

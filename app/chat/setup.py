@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.events import ToolCall
 from tokamac.engine.hub.names import nearest
+from tokamac.engine.requirements import pip_install
 
 from ..backend import processes
 from ..backend.sharing import chat_socket
@@ -86,7 +87,7 @@ def serve(chat: ChatController, written: str) -> None:
         raise RefusedError("Write /serve and a port, 1 to 65535, or /serve stop.")
     if any(find_spec(name) is None for name in processes.NEEDS):
         raise RefusedError(
-            "The server needs starlette, uvicorn and prometheus-client. Install them: pip install 'tokamac[serve]'."
+            f"The server needs starlette, uvicorn and prometheus-client. Install them: {pip_install('tokamac[serve]')}."
         )
     if chat.session.engine.phase is EnginePhase.UNLOADED:  # there is no process to serve
         chat.perform(chat.session.start())

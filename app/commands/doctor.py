@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.requirements import pip_install
 
 from .. import settings
 from ..parser import Parser
@@ -114,7 +115,7 @@ def _program() -> Iterator[Finding]:
     )
     for name in PACKAGES:
         known = _version(name)
-        fix = "" if known else f"Install Tokamac again: pip install --force-reinstall {name}"
+        fix = "" if known else f"Install Tokamac again: {pip_install('--force-reinstall', name)}"
         yield Finding(name, known or "missing", "ok" if known else "broken", fix)
     from tokamac.engine.device import check_backends, installed_backends
     from tokamac.engine.requirements import unmet_here
@@ -267,7 +268,10 @@ def _steps() -> Iterator[Finding]:
     yield Finding("ceiling", rate(metrics.ceiling_tps))
     if not last.text.strip():
         yield Finding(
-            "answer", "empty", "broken", "MLX gives wrong results here. Reinstall it: pip install --force-reinstall mlx"
+            "answer",
+            "empty",
+            "broken",
+            f"MLX gives wrong results here. Reinstall it: {pip_install('--force-reinstall', 'mlx')}",
         )
 
 

@@ -26,6 +26,7 @@ from urllib.parse import quote
 import platformdirs
 
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.requirements import pip_install
 
 from ..backend.processes import NEEDS, PORT, serve_command
 from ..options import MODEL, default_model, model_name
@@ -179,7 +180,7 @@ def _model_of(at: Endpoint, wanted: str | None) -> Endpoint:
 @contextmanager
 def _own_server(options: argparse.Namespace, at: Endpoint) -> Iterator[None]:
     if any(find_spec(name) is None for name in NEEDS):
-        raise TokamacError("the server needs starlette and uvicorn", "Install them: pip install 'tokamac[serve]'.")
+        raise TokamacError("the server needs starlette and uvicorn", f"Install them: {pip_install('tokamac[serve]')}.")
     from tokamac.engine.hub import download
 
     model = options.model or default_model()

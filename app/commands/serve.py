@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.requirements import pip_install
 
 from .. import INTERRUPTED
 from ..backend.keep_awake import KeepAwake, program
@@ -170,7 +171,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         return _service(options)
     if any(find_spec(name) is None for name in NEEDS):
         raise TokamacError(
-            "the server needs starlette, uvicorn and prometheus-client", "Install them: pip install 'tokamac[serve]'."
+            "the server needs starlette, uvicorn and prometheus-client",
+            f"Install them: {pip_install('tokamac[serve]')}.",
         )
     from tokamac.engine.hub import download
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.options import TOOL_NAME, ToolSpec
+from tokamac.engine.requirements import pip_install
 
 from ..settings import McpServer, Settings
 from ..store.values import ToolResult
@@ -25,7 +26,7 @@ from .calls import Tool, ToolError, result_of
 # slow, only the waiting call fails; the next call restarts it.
 
 
-MISSING = "MCP servers need the package mcp: pip install 'tokamac[mcp]'"
+MISSING = f"MCP servers need the package mcp: {pip_install('tokamac[mcp]')}"
 MOST_TOOLS = 64  # of one server
 LONGEST_DESCRIPTION = 2_000
 LONGEST_REASON = 200

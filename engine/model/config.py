@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import find_classes
+from ..device import broken_library, cannot_import
 from ..errors import ModelDamagedError, ModelUnsupportedError, access_hint
 from ..files import CONFIG_BYTES, is_file, read_bytes, read_text
 from ..perf.cost import first_of
@@ -499,7 +500,12 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
         raise ModelUnsupportedError("this is OLMo 1 in Ai2's own form", "Use the model's -hf version.")
     try:
         model, arguments = find_classes(config)
-    except (ValueError, AttributeError, ImportError) as error:
+    except ImportError as error:
+        broken = cannot_import(error)
+        raise ModelUnsupportedError(
+            *(broken_library(error) if broken is None else (broken.message, broken.hint))
+        ) from error
+    except (ValueError, AttributeError) as error:
         brought = " The code that came with it is not run." if config.get("auto_map") else ""
         raise ModelUnsupportedError(
             f"Tokamac and mlx-lm have no language model of the kind {kind!r}", other + brought

@@ -346,9 +346,10 @@ def check_fits(
 ) -> tuple[str, ...]:
     """Raise MemoryLimitError if weights and a few tokens don't fit; OptionError. Returns user notes."""
     # A model that can't be weighed passes: loading reports the reason.
-    budget = memory.array_budget() if asked is None else asked
-    if budget is None:
+    limit = memory.system_limit() if asked is None else memory.Limit(asked, "asked")
+    if limit is None:
         return ()
+    budget = limit.bytes
     weighed = weigh(read_config(folder), device, folder=folder)
     if isinstance(weighed, str):
         return ()
@@ -357,7 +358,7 @@ def check_fits(
     least = predict_peak(shape, held=0, new=LEAST_CHUNK, chunk=LEAST_CHUNK)
     if least.total > budget:
         refused = refusal(f"this model, with {LEAST_CHUNK} tokens,", least, budget, [])
-        raise _with_smaller(refused, weighed.stored, budget, override(least.total, memory.device_total()))
+        raise _with_smaller(refused, weighed.stored, limit, override(least.total, memory.device_total()))
     left = memory.available()
     given = memory.taken_from_others(least.total, None if left is None else left - memory.held())
     return (f"to make room for this model, {memory.giving_way(given)}",) if given else ()
@@ -405,12 +406,12 @@ def _fitting(shape: ModelShape, capacity: int, chunking: Chunking, budget: int) 
     return low * STEP
 
 
-def _with_smaller(error: MemoryLimitError, stored: Cost, budget: int, beyond: str) -> MemoryLimitError:
+def _with_smaller(error: MemoryLimitError, stored: Cost, limit: memory.Limit, beyond: str) -> MemoryLimitError:
     packed = round(stored.parameters * bits_per_weight(SMALL_BITS, 64) / 8)
-    if packed < min(stored.weight_bytes, budget):
+    if packed < min(stored.weight_bytes, limit.bytes):
         hint = f"At {SMALL_BITS} bits its weights would take about {files.size(packed)}: tokamac convert --bits {SMALL_BITS}."
     else:
-        hint = "Take a smaller model, or close other programs."
+        hint = f"Take a smaller model, or {memory.REMEDIES.get(limit.source, memory.CLOSE)}."
     return MemoryLimitError(error.message, hint + beyond)
 
 

@@ -23,6 +23,7 @@ from ..device import DeviceKind, usable_cores
 from ..files import atomic_write, read_text
 from ..kv.costs import AttentionDevice
 from ..metrics import Throttle
+from ..requirements import pip_install
 
 # What macOS says of the machine: a seam to the running system, what is read from its answers, and whether it slows the
 # chip down.
@@ -363,7 +364,7 @@ DISTRIBUTION = "mlx-metal"
 
 FROM = (26, 2)  # the macOS from which there are accelerators to use
 
-REINSTALL = "SYSTEM_VERSION_COMPAT=0 pip install --force-reinstall mlx mlx-metal"
+REINSTALL = f"SYSTEM_VERSION_COMPAT=0 {pip_install('--force-reinstall', 'mlx', 'mlx-metal')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,14 @@ SOURCES: dict[Source, str] = {
     "address space": "the address space that this process may take (ulimit -v) less what it holds of it otherwise",
 }
 
+CLOSE = "close other programs"
+# What gives this process more. Closing programs moves nothing of what macOS recommends.
+REMEDIES: dict[Source, str] = {
+    "asked": "allow more with --memory",
+    "recommended": "let the GPU have more until the next restart (sudo sysctl iogpu.wired_limit_mb=MB) and start again",
+    "address space": "allow more (ulimit -v)",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import GrammarError, panics_as_errors
 from ..options import EMPTY_SCHEMA, ToolSpec
+from ..requirements import pip_install
 from .calls import CallReader
 from .dialects import HARMONY, Dialect
 from .tools import CALLED, PROBES
@@ -381,6 +382,6 @@ def _library() -> Any:
     except ImportError:
         raise GrammarError(
             "holding a reply to a form (a JSON schema, a call of a tool) needs llguidance",
-            "Install it: pip install 'tokamac[schema]'.",
+            f"Install it: {pip_install('tokamac[schema]')}.",
         ) from None
     return llguidance

@@ -815,7 +815,7 @@ def test_an_adapter_that_does_not_fit_beside_the_model_is_refused_before_a_weigh
     more = 4 * read_adapter(large, "x").parameters
     room = 4 * 200_000 + (8 << 20)
     monkeypatch.setattr(memory, "held", lambda: 0)  # by tests before this one
-    monkeypatch.setattr(memory, "array_budget", lambda: room)
+    monkeypatch.setattr(memory, "system_limit", lambda: memory.Limit(room, "machine"))
     check_fits(tiny, Spec(), device_kind())
     assert more > room
     with pytest.raises(MemoryLimitError):

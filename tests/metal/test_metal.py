@@ -109,6 +109,15 @@ def test_no_8b_model_is_refused_on_a_mac_in_use(
 
 
 @pytest.mark.usefixtures("held")
+def test_a_refusal_names_what_moves_the_limit(mac: RecordedMac, metal: MetalDevice, tmp_path: Path) -> None:
+    as_captured(mac, metal, 8)
+    with pytest.raises(MemoryLimitError) as refused:
+        check_fits(write_headers(tmp_path, "Qwen3-14B-4bit"), KVSpec(), "metal")
+    assert "sudo sysctl iogpu.wired_limit_mb=MB" in refused.value.hint
+    assert "close other programs" not in refused.value.hint
+
+
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(("gib", "said"), [(8, 3.6), (16, 2.5), (24, 3.8), (48, 0)])
 def test_what_other_programs_give_way_for_is_told_before_loading(
     mac: RecordedMac, metal: MetalDevice, tmp_path: Path, gib: int, said: float
