@@ -121,6 +121,13 @@ def bandwidth_file() -> Path:
     return bandwidth.store_file()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_settings() -> Generator[None]:
+    """What a chat chose in one file, its model above all, is not what another file's commands begin with."""
+    yield
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+
+
 @pytest.fixture
 def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no standard input, as where a program is begun by a window."""

@@ -225,7 +225,9 @@ def test_other_imports_that_fail_are_not_taken_for_mlx() -> None:
     assert cannot_import(ModuleNotFoundError("No module named 'mlx_lm'", name="mlx_lm"), unmet="") is None
 
 
-@pytest.mark.parametrize(("command", "first"), [(["inspect", "guide"], "inspect"), (["ask", "guide"], "ask")])
+@pytest.mark.parametrize(
+    ("command", "first"), [(["inspect", "guide"], "inspect"), (["ask", "-m", "guide", "hi"], "ask")]
+)
 def test_a_command_says_so_in_one_line(command: list[str], first: str, tmp_path: Path) -> None:
     """As an MLX without its library does: the package is there, and its first import fails."""
     broken = tmp_path / "mlx"
