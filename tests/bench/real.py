@@ -49,7 +49,7 @@ def measure_real(plan: Plan) -> Section:
             plain(f"the same, all but {NEW} tokens cached: {name}", series([each.ttft_s for each in warm]), "s"),
         ]
     how = (
-        "SmolLM2-135M-Instruct, converted by default to 4 bits (`make models`), and the embedded guide, in turn. Decode: "
+        "SmolLM2-135M-Instruct, converted to 4 bits throughout (`make models`), and the embedded guide, in turn. Decode: "
         f"{new} tokens at temperature 0 after a prompt of {PROMPT}; nothing cached, nothing guessed. First token: prompts of "
         f"{PREFIX + NEW:,} tokens, each new in its round, then again with another ending; the cache is in memory."
     )

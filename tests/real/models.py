@@ -38,7 +38,7 @@ class RealModel:
 
     @property
     def converted(self) -> Path:
-        """``hf`` converted by tokamac.quant, by its defaults."""
+        """``hf`` converted by tokamac.quant to four bits throughout."""
         return folder() / f"{self.name}-4bit"
 
 
