@@ -82,7 +82,7 @@ def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:
         for layer in layer_paths(source.module)
     ]
     of_layer = max(sum(math.prod(shape) + shape[-1] ** 2 for shape in layer) for layer in layers)
-    of_weight = max((4 * math.prod(shape) + 5 * shape[-1] ** 2 for shape in shapes.values()), default=0)
+    of_weight = max((4 * math.prod(shape) + 8 * shape[-1] ** 2 for shape in shapes.values()), default=0)
     activations = 5 * SEQUENCES * LENGTH * max((max(shape[-2:]) for layer in layers for shape in layer), default=0)
     return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes(source.config, SEQUENCES)
 

@@ -71,7 +71,7 @@ def choose(source: Source, options: Options) -> Choices:
 
 
 def worthwhile_embed_bits(source: Source, options: Options) -> int | None:
-    """Return the most bits that cost EMBED_SHARE of the model; None: as many as the rest."""
+    """Return the most bits that add at most EMBED_SHARE to the model; None: as many as the rest."""
     chosen = choose(source, options)
     bits = {path: (each.bits or 0) + SCALE_BITS / each.group_size for path, each in chosen.items() if each is not None}
     size = {path: source.weights[f"{path}.weight"].size for path in bits}
