@@ -346,7 +346,7 @@ def check_fits(
 ) -> tuple[str, ...]:
     """Raise MemoryLimitError if weights and a few tokens don't fit; OptionError. Returns user notes."""
     # A model that can't be weighed passes: loading reports the reason.
-    limit = memory.system_limit() if asked is None else memory.Limit(asked, "asked")
+    limit = memory.allowed(asked)
     if limit is None:
         return ()
     budget = limit.bytes

@@ -237,7 +237,8 @@ def test_standard_input_files_and_a_system_prompt(tokamac: Run, tiny: Path, note
     assert (len(first["tokens"]), len(first["tokens"][0]["top"])) == (4, 1)
     alone = lines(tokamac("ask", "two", *flags, "--json").out)[-1]
     assert (second["text"], second["metrics"]["prompt_tokens"]) == (alone["text"], alone["metrics"]["prompt_tokens"])
-    assert second["metrics"]["cached_tokens"] > 30  # what all have in common
+    # What all have in common is computed once, by whichever came first.
+    assert max(line["metrics"]["cached_tokens"] for line in (first, second)) > 30
 
 
 def test_what_a_line_lost_of_its_prompt_is_in_its_result(tokamac: Run, tiny: Path, tmp_path: Path) -> None:

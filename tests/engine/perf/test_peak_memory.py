@@ -523,7 +523,9 @@ def others(settled_memory: None) -> int:
 @pytest.fixture
 def allow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Set what MLX's arrays may take."""
-    return lambda budget: monkeypatch.setattr(memory, "array_budget", lambda: budget)
+    return lambda budget: monkeypatch.setattr(
+        memory, "system_limit", lambda: None if budget is None else memory.Limit(budget, "physical")
+    )
 
 
 @pytest.fixture
