@@ -18,7 +18,6 @@ from tests.engine.helpers import write_model
 from tests.engine.text.test_tools import QWEN, SUM, tokenizer
 from tests.scripted_engine import SCENARIOS, ScriptedEngine, model_spec
 from tests.waiting import PATIENCE_S
-from tokamac.app import settings
 from tokamac.app.backend.child import Child
 from tokamac.app.backend.client import Outbox
 from tokamac.app.backend.engine_client import counter, pricer
@@ -59,11 +58,10 @@ from tokamac.app.chat.conversation import MessageNode, Tree, Turn
 from tokamac.app.chat.conversation import Reply as ConversationReply
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, EnginePhase, Step, Titled, TurnBegun
-from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
 from tokamac.engine import Engine
-from tokamac.engine.errors import ContextError, EngineClosedError, OptionError
+from tokamac.engine.errors import ContextError, EngineClosedError
 from tokamac.engine.events import Finished, Live, Message, Price, TextChunk
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling, TemplateOptions
@@ -733,11 +731,6 @@ def age(c: Chat) -> None:
     c.session.engine.phase_since -= IDLE_S
 
 
-def asking_for_title(c: Chat) -> tuple[str, int]:
-    """Return the state of what asks for a chat's title, and the id that it asks under."""
-    return c.session.titles._state.name, c.session.titles._id
-
-
 async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start, kept: Any) -> None:
     async with chat("entitles") as c:
         await c.until(lambda: c.app.chat.recording is not None)
@@ -754,46 +747,6 @@ async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start,
         assert not c.session.titles.wanted
 
 
-async def test_a_prompt_does_not_wait_for_a_slow_title_nor_end_it(chat: Start, kept: Any) -> None:
-    async with chat("entitles-slowly") as c:
-        await c.until(lambda: c.app.chat.recording is not None)
-        await c.ask("one")
-        await rested(c)
-        await c.until(lambda: asking_for_title(c)[1], "the title is being written")
-        await c.send("two")
-        await c.until(lambda: len(c.session.turns) == 2)
-        assert asking_for_title(c)[0] == "WRITING"  # beside the reply
-        await c.until(lambda: kept()[:2] == (TITLE, "model"))
-        await c.phase(EnginePhase.IDLE)
-        assert [turn.prompt for turn in c.session.turns] == ["one", "two"]
-        assert c.session.turns[1].reply.text == c.session.turns[0].reply.text
-
-
-async def test_a_title_by_a_person_stays(chat: Start, kept: Any) -> None:
-    async with chat("entitles") as c:
-        await c.until(lambda: c.app.chat.recording is not None)
-        await c.ask("one")
-        c.app.view.do("title", "Mine")
-        await rested(c)
-        assert c.session.titles.wanted  # nothing was asked
-        c.app.view.do("new_chat")
-        await c.ask("two")
-        await rested(c)
-        c.app.view.do("title", "Mine too")  # while it is asked
-        await c.until(lambda: not c.session.titles.wanted and asking_for_title(c)[0] == "NONE")
-        assert kept()[:2] == ("Mine too", "user")
-
-
-async def test_a_bad_one_leaves_the_first_words(chat: Start, kept: Any) -> None:
-    async with chat("fast") as c:  # goes on and on
-        await c.until(lambda: c.app.chat.recording is not None)
-        await c.ask("what is slow here?")
-        await rested(c)
-        await c.until(lambda: asking_for_title(c)[0] == "NONE")
-        assert asking_for_title(c)[1] == -1  # it was asked
-        assert kept()[:2] == ("what is slow here?", "words")
-
-
 async def test_who_types_is_not_idle(chat: Start) -> None:
     async with chat("entitles") as c:
         await c.until(lambda: c.app.chat.recording is not None)
@@ -803,35 +756,3 @@ async def test_who_types_is_not_idle(chat: Start) -> None:
         await c.pilot.press("a")
         c.app.view._rest()
         assert c.session.titles.wanted
-
-
-async def test_the_first_words_stay_where_the_settings_say_so(chat: Start, tmp_path: Path) -> None:
-    (tmp_path / "settings.toml").write_text('titles = "words"\n')
-    async with chat("entitles") as c:
-        await c.until(lambda: c.app.chat.recording is not None)
-        await c.ask("one")
-        await rested(c)
-        assert c.session.titles.wanted
-
-
-# The setting ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_setting_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "settings.toml"
-    settings.save(path, Settings(titles="words"))
-    assert settings.load(path).settings.titles == "words"
-
-
-@pytest.mark.parametrize("value", ['"nobody"', '""', "true", "1"])
-def test_a_setting_that_is_none_is_named(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "settings.toml"
-    path.write_text(f"titles = {value}\n")
-    read = settings.load(path)
-    assert "titles" in read.warnings[0]
-    assert read.settings == Settings()
-
-
-def test_no_settings_are_made_of_it() -> None:
-    with pytest.raises(OptionError, match="nobody"):
-        Settings(titles="nobody")

@@ -532,7 +532,6 @@ def test_of_two_replies_in_a_row_each_is_itself() -> None:
 
 NO_PROMPT = "There is no prompt to answer again."
 GREETED = "## Assistant\n\nhello, ask me\n"
-TWICE = "## User\n\nhi\n\n## Assistant\n\nhello\n\n## Assistant\n\nand good day\n"
 UNANSWERED = "## User\n\nhi\n\n## Assistant\n\nhello\n\n## User\n\nwhy so slow?\n"
 
 
@@ -586,20 +585,6 @@ async def imported_unpaired(c: Chat, tmp_path: Path, text: str) -> None:
     await c.until(lambda: c.session.turns)
 
 
-@pytest.mark.parametrize("text", [GREETED, TWICE], ids=["first", "two in a row"])
-async def test_no_key_makes_a_reply_without_a_prompt_again(chat: Start, tmp_path: Path, text: str) -> None:
-    async with chat("fast") as c:
-        await imported_unpaired(c, tmp_path, text)
-        shown = len(c.transcript.messages)
-        for action in ("regenerate", "again", "continue", "edit"):
-            c.app.clear_notifications()
-            c.app.view.do(action)
-            await c.until(lambda: "There is no prompt" in c.notices, action)
-        assert len(c.transcript.messages) == shown
-        await c.ask("and now?")
-        assert c.session.turns[-1].prompt == "and now?"
-
-
 async def test_a_reply_without_a_prompt_stands_alone(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await imported_unpaired(c, tmp_path, GREETED)
@@ -615,16 +600,6 @@ async def test_a_prompt_without_a_reply_stays_on_the_screen_when_it_is_answered(
         await c.until(lambda: c.session.turns[-1].reply)
         assert [type(message) for message in c.transcript.messages] == [*kinds, ReplyMessage]
         assert "why so slow?" in c.screen_text()
-
-
-async def test_it_stays_too_where_it_is_all_there_is_and_the_window_changes(chat: Start, tmp_path: Path) -> None:
-    async with chat("fast") as c:
-        await imported_unpaired(c, tmp_path, "## User\n\nhi\n\n## User\n\nwhy so slow?\n")
-        await c.pilot.resize_terminal(80, 24)
-        await c.until(lambda: "why so slow?" in c.screen_text())
-        await c.pilot.press("ctrl+x", "r")
-        await c.until(lambda: c.session.turns[-1].reply)
-        assert [type(message) for message in c.transcript.messages] == [UserMessage, UserMessage, ReplyMessage]
 
 
 # /thinking: what a chat's template is told, kept with the chat, shown, and cut to what the loaded model knows.

@@ -13,7 +13,6 @@ from tests.app.chat.test_session import DIED, LOADED, Clock, asked, done
 from tests.app.conftest import Chat
 from tests.app.tui.test_app import Start as ChatStart
 from tests.scripted_engine import model_spec
-from tokamac.app import settings
 from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
@@ -58,7 +57,6 @@ from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.chats import BranchesScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.widgets.prompt_input import Chips
-from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Finished, MemoryPressure, Price, TextChunk
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, OnFull, Sampling, ToolSpec
@@ -703,26 +701,6 @@ def test_memory_that_was_short_is_told(resting: Session) -> None:
     resting.submit("a question")
     assert resting.on_event(ReplyEvent(1, SQUEEZED)) == [Notice(pressure_sentence(SQUEEZED), "warning")]
     assert resting.on_event(ReplyEvent(7, SQUEEZED)) == []  # of a reply that is over
-
-
-def test_the_setting_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "settings.toml"
-    settings.save(path, Settings(unload_after_min=20))
-    assert settings.load(path).settings.unload_after_min == 20
-
-
-@pytest.mark.parametrize("value", ["-1", '"soon"', "1.5", "true"])
-def test_a_setting_that_is_no_number_of_minutes_is_named(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "settings.toml"
-    path.write_text(f"unload_after_min = {value}\n")
-    read = settings.load(path)
-    assert "unload_after_min" in read.warnings[0]
-    assert read.settings == Settings()
-
-
-def test_negative_minutes_make_no_settings() -> None:
-    with pytest.raises(OptionError):
-        Settings(unload_after_min=-1)
 
 
 async def test_the_whole_way(chat: ChatStart, tmp_path: Path) -> None:

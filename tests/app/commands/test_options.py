@@ -23,7 +23,7 @@ from tokamac.app.commands import ask
 from tokamac.app.commands.bench.runs import message_ids
 from tokamac.app.commands.loading import COMPILING, MEASURING, tell_loading
 from tokamac.app.commands.prompts import compose
-from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_bits, kv_spec, sampling
+from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_spec, sampling
 from tokamac.app.settings import Settings
 from tokamac.app.text import terminal
 from tokamac.engine import Engine, Message, OptionError, TemplateOptions
@@ -91,11 +91,6 @@ def test_flags_change_a_base_one_by_one() -> None:
     options = parser.parse_args(["hi", "--temp", "0", "--kv-keep", "9"])
     assert sampling(parser, options, Sampling(top_k=5)) == Sampling(temperature=0, top_k=5)
     assert kv_spec(parser, options, KVSpec(window=100)) == KVSpec(window=100, keep=9)
-
-
-@pytest.mark.parametrize(("text", "bits"), [("16", (16, 16)), ("4", (4, 4)), ("8,4", (8, 4)), ("16,8", (16, 8))])
-def test_kv_bits(text: str, bits: tuple[int, int]) -> None:
-    assert kv_bits(text) == bits
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, data: bytes | None, stdin: TextIO | None = None) -> None:
@@ -254,12 +249,6 @@ def test_gaps_that_stand_out_are_told_with_their_causes(capsys: pytest.CaptureFi
     ]
 
 
-def test_models_without_a_cache(tokamac: Run) -> None:
-    listed = tokamac("models")
-    assert listed.status == 0
-    assert "models pull" in listed.out
-
-
 NAME = "x" * 10_000
 
 
@@ -332,16 +321,6 @@ def test_nor_by_a_command_that_is_told_its_model(tokamac: Run, path: Path, argum
     path.write_text(DAMAGED)
     done = tokamac(*arguments)
     assert " ".join(f"{done.err} {done.out}".split()).count("it is now settings.damaged.toml") == 1
-
-
-def test_nor_by_a_chat_with_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    file = tmp_path / "settings.toml"
-    file.write_text(DAMAGED)
-    status, _, err = plain_chat_piped("", "fast", "--temp", "0.5", env={**os.environ, "TEST_SETTINGS": str(file)})
-    assert status == 0
-    assert err.count("it is now settings.damaged.toml") == err.count("\n") == 1
-    assert not OBEYED.search(err)
 
 
 @pytest.mark.parametrize(("flags", "status", "why"), [
@@ -486,19 +465,6 @@ def test_what_can_not_be_had_is_an_error(
     assert why in refused.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--thinking", "off"), "has no switch for thinking: the model does not mark thinking"),
-        (("--thinking-budget", "5"), "does not mark its thinking, so a thinking budget has nothing to end"),
-    ],
-)
-def test_a_model_that_does_not_think_says_so(tokamac: Run, tiny: Path, flags: tuple[str, ...], why: str) -> None:
-    refused = tokamac("ask", "Hello", "-m", tiny, *flags)
-    assert refused.status == 1
-    assert why in refused.err
-
-
 def test_bench_reads_prompts_as_the_template_writes_them(tokamac: Run, thinks: Path) -> None:
     run = tokamac("bench", thinks, "--prompt", "40", "--max-tokens", "4", "--runs", "1", "--json", "--thinking", "off")
     assert run.status == 0, run.err
@@ -535,25 +501,6 @@ def test_token_ids_that_open_thinking_begin_with_thinking(thinks: Path) -> None:
         assert finished.thinking_ended_at == 0  # type: ignore[union-attr]
 
 
-@pytest.mark.usefixtures("data")
-def test_the_plain_chat_is_told_by_flag_command_and_setting() -> None:
-    _, out, err = plain_chat_piped(
-        "/thinking\n/thinking off\none\n/thinking low\n/thinking 3\ntwo\n/thinking\n", "thinking"
-    )
-    assert "Thinking: the chat template's default. Budget: none. thinking supports: on, off." in out
-    assert "Thinking: off. Budget: none. This applies to this chat, from the next message on." in err
-    assert "the chat template of thinking only supports on, off. Choose one of these." in err
-    assert "Budget: 3 tokens." in out
-    _, out, err = plain_chat_piped("/thinking\n", "thinking", "--continue")
-    assert "Budget: 3 tokens." in out  # kept with the chat
-    _, out, err = plain_chat_piped("hello\n", "fast", "--thinking", "off")
-    assert "Thinking off is not available: the chat template of fast has no switch for it." in err
-    _, out, err = plain_chat_piped("/set everywhere thinking off\n/thinking\n", "thinking")
-    assert "Thinking: off." in out
-    _, out, _ = plain_chat_piped("/thinking\n", "thinking")
-    assert "Thinking: off." in out
-
-
 # `--adapter` and `--unchecked` on the command line, and an adapter that the settings have for a model.
 
 ASK = ("--max-tokens", "16", "--temp", "0")
@@ -581,17 +528,6 @@ def test_the_settings_give_a_model_its_adapter_and_a_flag_takes_it_away(
     settings.save(settings.default_path(), Settings(adapters={str(tiny): str(adapter)}))
     assert tokamac("ask", "Hello", "-m", tiny, *ASK).out != bare.out
     assert tokamac("ask", "Hello", "-m", tiny, *ASK, "--adapter", "none") == bare
-
-
-def test_an_adapter_that_does_not_fit_is_one_line(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
-    other = write_peft(tmp_path / "other", write_model(tmp_path / "wide", hidden_size=96))
-    done = tokamac("ask", "Hello", "-m", tiny, "--adapter", other)
-    assert done.status == 1
-    assert len(done.err.splitlines()) == 1
-    assert "does not fit" in done.err
-    missing = tokamac("ask", "Hello", "-m", tiny, "--adapter", "./nothing")
-    assert missing.status == 1
-    assert "no folder" in missing.err
 
 
 def test_bench_records_the_adapter_and_what_is_doubted(tokamac: Run, tmp_path: Path) -> None:
@@ -699,15 +635,6 @@ def test_inspect_counts_the_memory_of_both(tokamac: Run, tiny: Path) -> None:
     assert "with the draft model" in tokamac("inspect", tiny, "--draft", tiny).err
 
 
-def test_the_plain_chat_takes_a_draft_model_and_says_which_it_has(home: Path) -> None:
-    status, out, err = plain_chat_piped("/draft\n/draft org/small\n/draft\nhi\n", "fast")
-    assert status == 0
-    assert "This model has no draft model." in out
-    assert "org/small" in out
-    assert "The model is reloading with it." in err
-    assert settings.load(home / "settings.toml").settings.drafts == {"fast": "org/small"}
-
-
 # `--memory` and the setting `memory_gb`: the limit that a person sets, in every command that loads a model or
 # judges one.
 
@@ -794,17 +721,6 @@ def test_the_chat_has_it_by_flag_or_setting_and_its_engine_gets_it(tiny: Path, t
     engine, _ = load_engine(Load(str(tiny), prompt_cache=False, parallel=3), lambda _: None)
     with engine:
         assert replies_of(engine).schedule.width == 3
-
-
-def test_a_number_of_replies_at_once_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "settings.toml"
-    path.write_text("parallel = 0\n")
-    read = settings.load(path)
-    assert read.settings.parallel == Settings().parallel
-    assert "not a number of replies at once" in read.warnings[0]
-    with pytest.raises(OptionError) as refused:
-        Settings(parallel=300)
-    assert refused.value.one_line() == "parallel is 300, which is not a number of replies at once. Use 1 to 256."
 
 
 def test_ask_takes_a_profile_and_flags_beside_it_win(tokamac: Run) -> None:

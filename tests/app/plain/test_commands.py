@@ -4,9 +4,7 @@ import os
 import re
 import signal
 import stat
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,13 +27,12 @@ from tokamac.app.chat.figures import LISTED_FIGURES
 from tokamac.app.chat.recording import LEFT
 from tokamac.app.plain import commands as plain_commands
 from tokamac.app.plain import view as plain_view
-from tokamac.app.plain.commands import MODEL_FIRST, run_aside, words_of
+from tokamac.app.plain.commands import MODEL_FIRST, run_aside
 from tokamac.app.plain.console import LineBox
 from tokamac.app.plain.view import outline
 from tokamac.app.store import messages
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
-from tokamac.engine.errors import OptionError
 
 # `tokamac chat --plain`: what the full screen has a panel or a dialog for, as lines.
 
@@ -98,16 +95,6 @@ def test_the_chats_own_engine_is_heard_however_much_the_guide_says(monkeypatch: 
     assert [round(each - 100, 1) for each in heard_s] == [1.2, 2.4, 3.6]
 
 
-@pytest.mark.e2e
-def test_the_embedded_guide_answers_a_slash_command() -> None:
-    program = [sys.executable, "-m", "tokamac.app.cli", "chat", "guide"]
-    done = subprocess.run(
-        program, input="/guide What is prefill?\n", capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "prompt" in done.stdout
-
-
 # Figures ----------------------------------------------------------------------------------------------------------------
 
 
@@ -138,11 +125,6 @@ def test_the_reply_of_a_turn_is_explained_and_its_line_is_shown_again() -> None:
         "There is no turn 2. This chat has 1.",
         "There is no turn last. This chat has 1.",
     ]
-
-
-def test_without_a_reply_a_figure_says_why_it_is_unknown() -> None:
-    _, out, _ = piped("/gauges\n", "fast")
-    assert "decode rate: unknown (there is no reply yet)\n" in out
 
 
 def test_steps_are_listed_and_each_is_explained_with_its_likely_tokens() -> None:
@@ -182,13 +164,6 @@ def test_models_are_listed_and_searched_for(home: Path, monkeypatch: pytest.Monk
     assert "guide: " in out
     assert "no connection to http://127.0.0.1:9" in err
     assert "/models search WORDS searches Hugging Face" in err
-
-
-def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) -> None:
-    _, out, err = piped("/settings unload_after_min 7\n/settings unload_after_min soon\n/settings\n", "fast")
-    assert "unload_after_min: 7 (minutes;" in out
-    assert "'soon' is not valid" in err
-    assert "unload_after_min = 7" in (home / "settings.toml").read_text()
 
 
 def test_profiles_are_saved_listed_applied_and_deleted(home: Path) -> None:
@@ -355,14 +330,6 @@ def test_ctrl_c_asks_a_command_to_stop_and_it_ends_by_itself() -> None:
     assert (end.status, said, asked) == (INTERRUPTED, ["begun", "heard"], ["stop"])
 
 
-def test_the_model_is_what_is_written_first_or_the_chats() -> None:
-    assert words_of("", "org/m") == ("org/m", [])
-    assert words_of("--bits 4", "org/m") == ("org/m", ["--bits", "4"])
-    assert words_of("'my model' --bits 4", "org/m") == ("my model", ["--bits", "4"])
-    with pytest.raises(OptionError, match="quotation"):
-        words_of("'my model", "org/m")
-
-
 def test_nothing_is_kept_of_what_was_asked_of_others(data: Path) -> None:
     piped("/guide hi\n/gauges\n/panel\n", "fast")
     with Store.open(data) as store:
@@ -421,8 +388,6 @@ def test_the_engine_is_heard_while_an_editor_has_the_terminal(tmp_path: Path) ->
 
 # `tokamac chat --plain`: versions of a chat as an outline, an edit that keeps what is for the next prompt, chats
 # deleted and brought back.
-
-KILL_LINE = "\x15"
 
 
 def prompts(data: Path) -> list[tuple[str, list[str]]]:
@@ -520,31 +485,6 @@ def test_an_edit_that_is_not_written_takes_nothing(data: Path, notes: Path) -> N
     _, _, err = piped(f"one\n/attach {notes}\n/edit\nand these?\n", "fast")
     assert "Write the new prompt after the command" in err
     assert prompts(data) == [("one", []), ("and these?", ["keys and values"])]
-
-
-def test_an_edit_that_is_given_up_gives_back_what_was_attached(
-    terminal: Callable[..., Terminal], data: Path, notes: Path
-) -> None:
-    chat = terminal("fast", "--plain")
-    for text in ("one\n", f"/attach {notes}\n", "/edit\n", "\x03", "and these?\n", "\x04"):
-        chat.until("you> ")
-        chat.type(text)
-    assert chat.left() == 0
-    assert prompts(data) == [("one", []), ("and these?", ["keys and values"])]
-
-
-def test_what_is_attached_is_kept_with_the_chat_that_is_left_in_an_edit(
-    terminal: Callable[..., Terminal], data: Path, notes: Path
-) -> None:
-    chat = terminal("fast", "--plain")
-    for text in ("one\n", f"/attach {notes}\n", "/edit\n", "\x04"):
-        chat.until("you> ")
-        chat.type(KILL_LINE + text if text == "\x04" else text)
-    assert chat.left() == 0
-    with Store.open(data) as store:
-        (kept,) = store.chats()
-    assert "keys and values" in kept.draft
-    assert "one" not in kept.draft
 
 
 def test_what_is_attached_during_an_edit_goes_with_the_edit() -> None:
@@ -676,14 +616,6 @@ def test_there_is_nothing_to_delete_in_a_chat_in_which_nothing_was_said(data: Pa
     assert titles(data) == []
 
 
-def test_what_was_deleted_too_long_ago_is_not_there_to_come_back(data: Path) -> None:
-    piped("apples\n/delete\n", "fast")
-    with Store.open(data, clock=lambda: time.time() + 40 * 86400) as store:
-        assert store.purge() == 1
-    _, _, err = piped("/restore\n", "fast")
-    assert err == "No chat is deleted.\n"
-
-
 # `tokamac chat --plain`: copying by a tool of the system's, or into a private file; the terminal is asked for
 # nothing.
 
@@ -760,20 +692,6 @@ def test_where_no_tool_takes_the_text_it_is_said_why(
     assert file.read_text() == "naïve"
 
 
-@pytest.mark.usefixtures("far")
-def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(tmp_path: Path, home: Path) -> None:
-    precious = tmp_path / "precious.txt"
-    precious.write_text("mine")
-    home.mkdir()
-    (home / FILE).symlink_to(precious)
-    assert copy_text("x", home).endswith(f"The text, 1 character, is in {home / FILE}.")
-    assert (precious.read_text(), (home / FILE).read_text()) == ("mine", "x")
-    (home / FILE).unlink()
-    (home / FILE).mkdir()
-    assert "can't be written" in copy_text("x", home)
-
-
-@pytest.mark.usefixtures("data")
 def test_keys_are_listed_set_and_reset_in_lines(tmp_path: Path) -> None:
     lines = "/keys\n/keys explain f18, leader y\n/keys explain f3\n/keys explian f3\n/keys explain default\n"
     status, out, err = piped(lines, "fast")
@@ -785,7 +703,6 @@ def test_keys_are_listed_set_and_reset_in_lines(tmp_path: Path) -> None:
     assert err.rstrip().endswith("explain (Explain): F2, Ctrl+X E.")
 
 
-@pytest.mark.usefixtures("data")
 def test_a_reply_is_revised_in_lines_and_the_old_one_is_kept(data: Path) -> None:
     status, out, _ = piped("hi\n/revise My own words.\nmore\n/branches\n", "fast")
     assert status == 0

@@ -17,21 +17,21 @@ import pytest
 
 from tests.app.plain.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, piped, sleeps, spawn
 from tests.scripted_engine import LONG_CALL
-from tests.tiny import make_tiny
 from tests.waiting import until
 from tokamac.app.chat.actions import ACTIONS, parse
 from tokamac.app.chat.recording import LEFT
-from tokamac.app.plain.commands import DONE, MODEL_FIRST
+from tokamac.app.plain.commands import DONE
 from tokamac.app.plain.console import Console, is_libedit
 from tokamac.app.plain.repl import ENDED, NoKeys, completed
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import StoredMessage
 from tokamac.app.tools.calls import STOPPED, STOPPED_RUNNING
 
+pytestmark = pytest.mark.usefixtures("data")
+
 # `tokamac chat` without a screen, through pipes.
 
 
-@pytest.mark.usefixtures("data")
 def test_each_line_is_answered_on_stdout_and_kept(data: Path) -> None:
     status, out, err = piped("one\ntwo\n", "fast")
     assert (status, err) == (0, "")
@@ -40,7 +40,6 @@ def test_each_line_is_answered_on_stdout_and_kept(data: Path) -> None:
     assert all(message.state == "complete" for message in last_path(data))
 
 
-@pytest.mark.usefixtures("data")
 def test_what_was_deleted_long_ago_is_removed_at_the_end(data: Path) -> None:
     with Store.open(data, clock=lambda: time.time() - UNDO_S - 60) as store:
         old = store.new_chat().id
@@ -52,13 +51,11 @@ def test_what_was_deleted_long_ago_is_removed_at_the_end(data: Path) -> None:
         assert store.known(kept) is not None
 
 
-@pytest.mark.usefixtures("data")
 def test_lines_belong_together_after_a_backslash_and_in_a_block(data: Path) -> None:
     piped('a\\\nb\n"""\nc\n\n/quit\n"""\nd\\', "fast")
     assert [m.text for m in last_path(data) if m.role == "user"] == ["a\nb", "c\n\n/quit", "d"]
 
 
-@pytest.mark.usefixtures("data")
 def test_nothing_that_a_terminal_obeys_reaches_stdout_or_stderr() -> None:
     _, out, err = piped("hi\x1b[2J\n/chats\n/title x\x1b]0;y\x07z\n/chats\n/open 1\n/nosuch\x1b[2J\n", "hostile")
     assert "before" in out
@@ -69,14 +66,12 @@ def test_nothing_that_a_terminal_obeys_reaches_stdout_or_stderr() -> None:
     assert "[bold]not markup[/]" in out
 
 
-@pytest.mark.usefixtures("data")
 def test_no_input_is_no_error() -> None:
     assert piped("", "fast") == (0, "", "")
     with spawn("fast", stdin=subprocess.DEVNULL) as process:
         assert process.wait(PATIENCE_S) == 0
 
 
-@pytest.mark.usefixtures("data")
 def test_a_reader_that_leaves_ends_it_and_what_was_said_is_kept(data: Path) -> None:
     process = spawn("steady")
     assert process.stdin is not None
@@ -95,7 +90,6 @@ def test_a_reader_that_leaves_ends_it_and_what_was_said_is_kept(data: Path) -> N
     assert reply.text.startswith("Deco")
 
 
-@pytest.mark.usefixtures("data")
 def test_a_killed_chat_is_gone_on_with(data: Path) -> None:
     process = spawn("slow")
     with process:
@@ -121,7 +115,6 @@ def _reply_of(data: Path) -> str:
         return "" if chat is None else "".join(m.text for m in store.path(chat.id) if m.role == "assistant")
 
 
-@pytest.mark.usefixtures("data")
 def test_ctrl_c_in_a_pipe_stops_the_reply_and_leaves(data: Path) -> None:
     process = spawn("steady")
     assert process.stdin is not None
@@ -137,7 +130,6 @@ def test_ctrl_c_in_a_pipe_stops_the_reply_and_leaves(data: Path) -> None:
     assert last_path(data)[1].state == "stopped"
 
 
-@pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("scenario", ["missing", "dies-sending", "tiny-context"])
 def test_what_fails_is_said_and_the_status_is_1(scenario: str) -> None:
     status, out, err = piped("what is the reason for this?\n", scenario)
@@ -145,14 +137,12 @@ def test_what_fails_is_said_and_the_status_is_1(scenario: str) -> None:
     assert err.strip()
 
 
-@pytest.mark.usefixtures("data")
 def test_a_chat_that_is_not_there_is_one_line_and_status_1() -> None:
     for name in ("zzzzzzzz", "no id", ""):
         status, out, err = piped("hi\n", "fast", "--chat", name)
         assert (status, out, err.count("\n")) == (1, "", 1)
 
 
-@pytest.mark.usefixtures("data")
 def test_a_deleted_chat_is_not_gone_on_with(data: Path) -> None:
     piped("hi\n", "fast")
     with Store.open(data) as store:
@@ -163,7 +153,6 @@ def test_a_deleted_chat_is_not_gone_on_with(data: Path) -> None:
     assert "was deleted" in err
 
 
-@pytest.mark.usefixtures("data")
 def test_a_chat_is_opened_by_the_beginning_of_its_id_or_its_place_in_the_list(data: Path) -> None:
     piped("about apples\n/new\nabout pears\n", "fast")
     with Store.open(data) as store:
@@ -175,12 +164,10 @@ def test_a_chat_is_opened_by_the_beginning_of_its_id_or_its_place_in_the_list(da
         assert [m.text for m in store.path(pears) if m.role == "user"] == ["about pears", "and figs"]
 
 
-@pytest.mark.usefixtures("data")
 def test_continue_and_chat_exclude_each_other() -> None:
     assert piped("", "--continue", "--chat", "abc")[0] == 2
 
 
-@pytest.mark.usefixtures("data")
 def test_without_a_store_it_goes_on_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "file"))
@@ -190,7 +177,6 @@ def test_without_a_store_it_goes_on_and_says_why(tmp_path: Path, monkeypatch: py
     assert "Chats are not saved" in err
 
 
-@pytest.mark.usefixtures("data")
 def test_versions_forks_and_titles_are_as_in_the_full_chat(data: Path) -> None:
     _, out, _ = piped("one\n/again\n/older\n/edit uno\n/older\n/fork\n/title Copy\nmore\n", "fast")
     assert "you: one\nfast (version 1 of 2): " in out
@@ -202,7 +188,6 @@ def test_versions_forks_and_titles_are_as_in_the_full_chat(data: Path) -> None:
         assert [branch.preview for branch in store.tree(original.id) if branch.role == "user"] == ["one", "uno"]
 
 
-@pytest.mark.usefixtures("data")
 def test_a_reply_that_was_cut_is_gone_on_with_beside_it(data: Path) -> None:
     status, _, err = piped("one\n/continue\n", "fast", "--max-tokens", "5")
     assert (status, err) == (0, "")
@@ -211,22 +196,11 @@ def test_a_reply_that_was_cut_is_gone_on_with_beside_it(data: Path) -> None:
     assert len(longer.text) > len(cut.text)
 
 
-@pytest.mark.usefixtures("data")
-def test_a_prompt_without_a_reply_is_answered_by_going_on(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "chat.md").write_text("## User\n\none\n\n## Assistant\n\nuno\n\n## User\n\ntwo\n")
-    status, out, err = piped(f"/import {tmp_path / 'chat.md'}\n/continue\n", "fast")
-    assert (status, err) == (0, "")
-    assert out.count("every weight once per token") == 1
-    assert [message.text for message in last_path(data)[:3]] == ["one", "uno", "two"]
-    assert last_path(data)[3].role == "assistant"
-
-
 def _siblings(data: Path) -> list[StoredMessage]:
     with Store.open(data) as store:
         return store.siblings(store.path(store.chats()[0].id)[-1].id)
 
 
-@pytest.mark.usefixtures("data")
 def test_a_file_is_attached_and_stored_beside_the_words(data: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("# Notes\x1b[2J")
     piped(f"/attach {tmp_path}/notes.md\nwhat is it?\n/attach {tmp_path}/none.md\nand now?\n", "fast")
@@ -236,7 +210,6 @@ def test_a_file_is_attached_and_stored_beside_the_words(data: Path, tmp_path: Pa
     assert second.attachments == ()
 
 
-@pytest.mark.usefixtures("data")
 def test_the_list_names_the_model_that_replied_last(data: Path) -> None:
     assert piped("one\n/model steady\ntwo\n/model fast\n", "fast")[0] == 0
     with Store.open(data) as store:
@@ -244,7 +217,6 @@ def test_the_list_names_the_model_that_replied_last(data: Path) -> None:
     assert chat.model == "steady"
 
 
-@pytest.mark.usefixtures("data")
 def test_settings_are_changed_and_a_bad_one_is_refused() -> None:
     _, out, err = piped("/settings temperature 0.25\n/settings key_bits 7\n/settings top_k many\n/settings\n", "fast")
     assert "temperature: 0.25 " in out
@@ -282,7 +254,6 @@ def test_a_setting_is_changed_by_other_programs_words_in_this_chat_or_everywhere
     assert "top_p = 0.9" in (home / "settings.toml").read_text()
 
 
-@pytest.mark.usefixtures("data")
 def test_a_turn_is_taken_back_and_nothing_is_deleted() -> None:
     _, out, err = piped("/undo\none\ntwo\n/undo\n/end\nthree\n/undo\n/undo\n/undo\n/branches\n/stats\n", "fast")
     assert err.count("Took the last turn back. /branches shows it.") == 3
@@ -301,7 +272,6 @@ def test_the_prompt_of_an_earlier_turn_is_edited(data: Path) -> None:
     assert [each.text for each in last_path(data) if each.role == "user"] == ["uno"]
 
 
-@pytest.mark.usefixtures("data")
 def test_a_system_prompt_holds_in_its_chat_alone() -> None:
     _, out, _ = piped(
         "hi\n/system Be brief.\n/system\n/new\n/system\n/chats\n/open 1\n/system\n/system none\n/system\n", "fast"
@@ -310,7 +280,6 @@ def test_a_system_prompt_holds_in_its_chat_alone() -> None:
     assert told == ["Be brief.", "No system prompt.", "Be brief.", "No system prompt."]
 
 
-@pytest.mark.usefixtures("data")
 def test_every_command_of_the_registry_is_done_or_says_what_it_needs(tmp_path: Path) -> None:
     slashes = [action for action in ACTIONS if action.slash and action.id != "leave"]
     status, out, err = piped(
@@ -323,26 +292,6 @@ def test_every_command_of_the_registry_is_done_or_says_what_it_needs(tmp_path: P
         assert (action.id in DONE) is (f"/{action.slash}" in out)  # the help lists it
 
 
-@pytest.mark.usefixtures("data")
-def test_a_plan_that_was_asked_for_as_such_is_carried_out_all_the_same(tmp_path: Path) -> None:
-    model, target = make_tiny(tmp_path / "tiny"), tmp_path / "tiny 8"
-    asked = f"/convert {model} --dry-run --json --bits 8 -o '{target}' --no-verify\n/convert\n"
-    status, _, err = piped(asked, "fast")
-    assert status == 0
-    assert err.splitlines()[-1] == f"/model {target} loads it."
-    assert (target / "config.json").exists()
-
-
-@pytest.mark.usefixtures("data")
-def test_where_the_model_belongs_is_said_where_it_stands_behind_the_flags() -> None:
-    _, _, err = piped("/convert --bits 4 org/m\n/convert org/m --nosuch\n", "fast")
-    behind, first, unknown = err.splitlines()
-    assert behind.startswith("tokamac convert: unrecognized arguments: fast")
-    assert first == MODEL_FIRST.format("convert")
-    assert "--nosuch" in unknown
-
-
-@pytest.mark.usefixtures("data")
 @pytest.mark.e2e
 def test_the_embedded_guide_answers_without_a_screen(data: Path) -> None:
     program = [sys.executable, "-m", "tokamac.app.cli", "chat", "guide", "--temp", "0"]
@@ -358,7 +307,6 @@ def test_the_embedded_guide_answers_without_a_screen(data: Path) -> None:
     assert done.stdout.strip() == reply.text.strip()
 
 
-@pytest.mark.usefixtures("data")
 def test_what_is_piped_in_is_utf_8_where_the_locale_knows_no_more_than_ascii(data: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     process = spawn("fast", text=False, env=environment)
@@ -367,7 +315,6 @@ def test_what_is_piped_in_is_utf_8_where_the_locale_knows_no_more_than_ascii(dat
     assert [message.text for message in last_path(data) if message.role == "user"] == ["Größe — 日本"]
 
 
-@pytest.mark.usefixtures("data")
 def test_where_the_log_can_not_be_written_the_chat_goes_on_without_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     status, out, err = piped("hello\n", "fast", env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "file")})
@@ -379,7 +326,6 @@ def test_where_the_log_can_not_be_written_the_chat_goes_on_without_it(tmp_path: 
 # `tokamac chat --plain` on a terminal of lines.
 
 
-@pytest.mark.usefixtures("data")
 def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain", TERM="dumb", NO_COLOR="1")
     chat.until("you> ")
@@ -391,7 +337,6 @@ def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal:
     assert re.search(r"tokamac chat --chat \w{8}", chat.shown.decode())
 
 
-@pytest.mark.usefixtures("data")
 def test_a_hostile_reply_brings_no_sequence_of_its_own_to_a_terminal(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("hostile", "--plain", TERM="dumb", NO_COLOR="1")
     chat.type("hi\n/quit\n")
@@ -400,7 +345,6 @@ def test_a_hostile_reply_brings_no_sequence_of_its_own_to_a_terminal(terminal: C
     assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
 
 
-@pytest.mark.usefixtures("data")
 def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("steady", "--plain")
     chat.until("you> ")
@@ -417,7 +361,6 @@ def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callabl
     assert [m.state for m in last_path(data)] == ["complete", "stopped"]
 
 
-@pytest.mark.usefixtures("data")
 def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain")
     for text in ("\x03", "/stop\n", "\x03"):
@@ -427,7 +370,6 @@ def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> N
     assert chat.leave() == 0
 
 
-@pytest.mark.usefixtures("data")
 def test_the_last_prompt_is_edited_on_the_line(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("fast", "--plain")
     for text in ("one\n", "/edit\n", " and a half\n", "\x04"):
@@ -437,7 +379,6 @@ def test_the_last_prompt_is_edited_on_the_line(terminal: Callable[..., Terminal]
     assert [m.text for m in last_path(data) if m.role == "user"] == ["one and a half"]
 
 
-@pytest.mark.usefixtures("data")
 def test_an_unknown_chat_is_refused_before_a_screen_opens(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--chat", "zzzzzzzz")
     assert chat.left() == 1
@@ -445,7 +386,6 @@ def test_an_unknown_chat_is_refused_before_a_screen_opens(terminal: Callable[...
     assert chat.shown.count(b"\n") == 1
 
 
-@pytest.mark.usefixtures("data")
 def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) -> None:
     leader, follower = pty.openpty()
     process = spawn("fast", stdout=follower, stderr=follower, env={**os.environ, "TERM": "dumb"})
@@ -465,7 +405,6 @@ def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) ->
     assert b"\x1b" not in shown
 
 
-@pytest.mark.usefixtures("data")
 def test_a_terminal_that_only_prints_gets_plain_lines_and_one_that_says_so(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", TERM="dumb")
     chat.until("Plain chat, since TERM is dumb.")
@@ -476,7 +415,6 @@ def test_a_terminal_that_only_prints_gets_plain_lines_and_one_that_says_so(termi
     assert b"\x1b" not in chat.shown
 
 
-@pytest.mark.usefixtures("data")
 def test_where_the_screen_would_be_drawn_into_a_file_it_is_plain(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     with (tmp_path / "errors").open("w") as errors:
@@ -493,7 +431,6 @@ def test_where_the_screen_would_be_drawn_into_a_file_it_is_plain(tmp_path: Path)
     assert b"Plain chat, since stderr is not a terminal" in shown
 
 
-@pytest.mark.usefixtures("data")
 @pytest.mark.parametrize(("program", "asked"), [("Apple_Terminal", False), ("ghostty", True)])
 def test_terminal_app_is_asked_nothing_whose_end_it_would_print(
     terminal: Callable[..., Terminal], program: str, asked: bool
@@ -505,7 +442,6 @@ def test_terminal_app_is_asked_nothing_whose_end_it_would_print(
     assert (b"$p" in chat.shown) is asked
 
 
-@pytest.mark.usefixtures("data")
 @pytest.mark.parametrize(
     ("doc", "printed"), [("Importing this module enables libedit readline.", True), ("GNU", False)]
 )
@@ -528,7 +464,6 @@ def test_where_libedit_may_leave_the_line_empty_the_draft_is_printed(
 # `tokamac chat --plain`: what is a command and what a prompt, and how texts name what is done.
 
 
-@pytest.mark.usefixtures("data")
 @pytest.mark.parametrize(
     "text",
     ["explain this", "/", "/ new", "/usr/bin", "/7", " /new", "/new\nmore", "/explain this:\nx = 1", "/no\nsuch"],
@@ -537,7 +472,6 @@ def test_what_is_no_command_is_a_prompt(text: str) -> None:
     assert parse(text, multiline=True) is None
 
 
-@pytest.mark.usefixtures("data")
 @pytest.mark.parametrize(
     ("text", "word", "argument", "action"),
     [
@@ -553,12 +487,10 @@ def test_a_command_is_taken_apart(text: str, word: str, argument: str, action: s
     assert (found.word, found.argument, found.action and found.action.id) == (word, argument, action)
 
 
-@pytest.mark.usefixtures("data")
 def test_several_lines_follow_only_the_commands_that_take_them() -> None:
     assert parse("/edit one\ntwo") is None
 
 
-@pytest.mark.usefixtures("data")
 def test_a_block_that_begins_like_a_command_is_a_prompt(data: Path) -> None:
     _, out, err = piped(
         '"""\n/explain this:\nx = 1\n"""\n/system Be\\\nbrief.\n/system\n"""\n/edit one\ntwo\n"""\n', "fast"
@@ -572,7 +504,6 @@ def test_a_block_that_begins_like_a_command_is_a_prompt(data: Path) -> None:
     assert [m.text for m in last_path(data) if m.role == "user"] == ["/explain this:\nx = 1", "more"]
 
 
-@pytest.mark.usefixtures("data")
 def test_the_help_says_what_must_follow_and_what_may() -> None:
     _, out, _ = piped("/help\n", "fast")
     lines = out.splitlines()
@@ -580,7 +511,6 @@ def test_the_help_says_what_must_follow_and_what_may() -> None:
         assert sum(line.startswith(begin) for line in lines) == 1
 
 
-@pytest.mark.usefixtures("data")
 def test_where_there_are_no_keys_none_is_named() -> None:
     named = NoKeys()
     keys = [named.key(each) for each in ("choose_model", "settings", "explain", "stop")]
@@ -590,7 +520,6 @@ def test_where_there_are_no_keys_none_is_named() -> None:
     assert "Ctrl+" not in out
 
 
-@pytest.mark.usefixtures("data")
 def test_a_model_whose_loading_is_stopped_is_chosen_by_a_command(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("slow-load", "--plain", TERM="dumb", NO_COLOR="1")
     chat.until("you> ")
@@ -605,7 +534,6 @@ def test_a_model_whose_loading_is_stopped_is_chosen_by_a_command(terminal: Calla
 # `tokamac chat --plain`: Tab completes commands, and a misspelt one is told the nearest.
 
 
-@pytest.mark.usefixtures("data")
 def test_a_command_is_completed_where_a_line_begins_and_a_setting_after_its_command() -> None:
     assert completed("", "/ti") == ["/title "]
     assert completed("", "/NEW") == ["/new", "/newer"]
@@ -630,7 +558,6 @@ def test_pasted_lines_are_one_message(data: Path, terminal: Callable[..., Termin
     assert prompts == ["first\nsecond\nthird line"]
 
 
-@pytest.mark.usefixtures("data")
 def test_tab_completes_on_a_terminal(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain")
     chat.until("you> ")
@@ -642,7 +569,6 @@ def test_tab_completes_on_a_terminal(terminal: Callable[..., Terminal]) -> None:
     assert chat.leave() == 0
 
 
-@pytest.mark.usefixtures("data")
 def test_a_misspelt_command_is_told_the_nearest() -> None:
     _, _, err = piped("/titel Keys\n/nosuch\n", "fast")
     assert err.splitlines() == [
@@ -676,7 +602,6 @@ def prompts(data: Path) -> list[tuple[str, int]]:
     return [(m.text, len(m.attachments)) for m in last_path(data) if m.role == "user"]
 
 
-@pytest.mark.usefixtures("data")
 def test_in_a_pipe_what_was_refused_does_not_go_with_the_next_line(data: Path, long_notes: Path) -> None:
     status, out, err = piped(f"/attach {long_notes}\nWhat is it?\nyes\n", "tiny-context")
     assert status == 1
@@ -686,7 +611,6 @@ def test_in_a_pipe_what_was_refused_does_not_go_with_the_next_line(data: Path, l
     assert prompts(data) == [("yes", 0)]
 
 
-@pytest.mark.usefixtures("data")
 def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
     data: Path, long_notes: Path, tiny_terminal: Terminal
 ) -> None:
@@ -709,8 +633,6 @@ def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
 
 # `tokamac chat --plain`: what is written and not sent when another chat is begun or opened.
 
-KILL_LINE = "\x15"
-
 
 def drafts(data: Path) -> dict[str, str]:
     """The drafts of all chats, by title."""
@@ -718,7 +640,6 @@ def drafts(data: Path) -> dict[str, str]:
         return {chat.title: chat.draft for chat in store.chats()}
 
 
-@pytest.mark.usefixtures("data")
 def test_what_is_attached_stays_with_the_chat_that_is_left_and_it_is_said(data: Path, notes: Path) -> None:
     status, _, err = piped(f"about keys\n/attach {notes}\n/new\nabout pears\n", "fast")
     assert (status, err.count(LEFT)) == (0, 1)
@@ -729,17 +650,6 @@ def test_what_is_attached_stays_with_the_chat_that_is_left_and_it_is_said(data: 
     }
 
 
-@pytest.mark.usefixtures("data")
-def test_it_comes_back_with_its_chat(data: Path, notes: Path) -> None:
-    piped("about keys\n/new\nabout pears\n", "fast")
-    _, _, err = piped(f"/chats\n/open 2\n/attach {notes}\n/open 1\n/open 2\nand these?\n", "fast")
-    assert err.count(LEFT) == 1
-    (*_, prompt) = (m for m in last_path(data) if m.role == "user")
-    assert [each.name for each in prompt.attachments] == [str(notes)]
-    assert set(drafts(data).values()) == {""}
-
-
-@pytest.mark.usefixtures("data")
 def test_it_is_not_lost_where_the_same_chat_is_opened_again(data: Path, notes: Path) -> None:
     _, _, err = piped(f"about keys\n/attach {notes}\n/chats\n/open 1\nand these?\n", "fast")
     assert LEFT not in err
@@ -747,23 +657,12 @@ def test_it_is_not_lost_where_the_same_chat_is_opened_again(data: Path, notes: P
     assert [each.name for each in prompt.attachments] == [str(notes)]
 
 
-@pytest.mark.usefixtures("data")
 def test_where_nothing_is_kept_it_goes_along(tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "blocked").write_text("no folder")
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "blocked"))
     _, _, err = piped(f"/attach {notes}\n/new\n/detach {notes}\n", "fast")
     assert LEFT not in err
     assert f"Detached: {notes}." in err
-
-
-@pytest.mark.usefixtures("data")
-def test_a_new_chat_ends_an_edit(terminal: Callable[..., Terminal], data: Path) -> None:
-    chat = terminal("fast", "--plain")
-    for text in ("one\n", "/edit\n", f"{KILL_LINE}/new\n", "two\n", "\x04"):
-        chat.until("you> ")
-        chat.type(text)
-    assert chat.left() == 0
-    assert [m.text for m in last_path(data) if m.role == "user"] == ["two"]
 
 
 # The plain chat in a script whose model does not load: commands are done, a prompt ends it, and the status tells.
@@ -819,7 +718,7 @@ def test_where_nobody_types_no_restart_is_promised_that_does_not_come(model: str
 # A shell command, and a call of the model's: both are asked for.
 
 
-@pytest.mark.usefixtures("data", "home")
+@pytest.mark.usefixtures("home")
 def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
     data: Path, tmp_path: Path, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -906,7 +805,7 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     assert "Stopped: the model's calls could not be read, twice in a row." in err
 
 
-@pytest.mark.usefixtures("data", "home")
+@pytest.mark.usefixtures("home")
 def test_what_is_to_be_allowed_is_shown_whole(terminal: Callable[..., Terminal]) -> None:
     shown = terminal("calls-at-length", "--plain", SHELL="/bin/sh")
     shown.until("you> ")
@@ -1003,7 +902,6 @@ def test_ctrl_c_while_a_call_runs_says_that_it_ran(
 # Several versions of a reply ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("data")
 def test_versions_are_printed_whole_in_their_order(data: Path) -> None:
     status, out, err = piped("hi\n/compare temperature 0 0.7 1.5\n/newer\n/quit\n", "fast")
     assert status == 0
@@ -1021,7 +919,6 @@ def test_versions_are_printed_whole_in_their_order(data: Path) -> None:
     assert replies == ["complete"] * 4
 
 
-@pytest.mark.usefixtures("data")
 def test_a_version_that_fails_is_said_in_its_place() -> None:
     status, out, err = piped("hi\n/compare kv-bits 8 16\n", "unpackable")
     assert status == 1
@@ -1030,7 +927,6 @@ def test_a_version_that_fails_is_said_in_its_place() -> None:
     assert "more than one version" not in err
 
 
-@pytest.mark.usefixtures("data")
 def test_what_versions_say_is_made_safe_and_refusals_are_said() -> None:
     _, out, err = piped(
         "hi\n/again 2\n/again nine\n/again 9\n/compare order \x1b[2J a b\n/compare seed 1 2\n", "hostile"
@@ -1068,46 +964,7 @@ def test_ctrl_c_stops_all_versions(terminal: Callable[..., Terminal], data: Path
 # A reply that repeats itself, a context that is full, a prompt that fails.
 
 
-@pytest.mark.usefixtures("data")
 def test_a_loop_ends_a_reply_in_lines_at_once() -> None:
     status, out, err = piped("one\n", "loops")
     assert (status, len(out.strip())) == (0, 20)
     assert "stopped: it repeats itself" in err
-
-
-@pytest.mark.usefixtures("data")
-def test_in_lines_too_what_helps_at_a_full_context_is_said_and_works(data: Path) -> None:
-    shown = Terminal("fills", "--plain")
-    try:
-        shown.until("you> ")
-        shown.type("one\n")
-        shown.until("stopped: the context is full · /undo drops it · /shorter rewrites it")
-        shown.type("/shorter 10\n")
-        shown.until("stopped: the token limit")
-        shown.type("/undo\n")
-        shown.until("you> one")
-        shown.type("\n")
-        shown.until("the context is full")
-        assert shown.leave() == 0
-    finally:
-        shown.end()
-    assert prompts(data) == [("one", 0)]
-
-
-@pytest.mark.usefixtures("data")
-def test_in_lines_too_a_failed_prompt_is_replaced_when_it_is_sent_again(data: Path) -> None:
-    shown = Terminal("fails", "--plain")
-    try:
-        shown.until("you> ")
-        shown.type("one\n")
-        shown.until("There is no memory for the prompt")
-        shown.until("you> one")
-        shown.type(" and more\n")
-        shown.until("There is no memory for the prompt")
-        shown.until("you> one and more")
-        shown.type("\n")
-        shown.until("Decode reads")
-        assert shown.leave() == 0
-    finally:
-        shown.end()
-    assert prompts(data) == [("one and more", 0)]

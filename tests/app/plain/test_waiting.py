@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from platformdirs import user_log_path
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn
 from tests.scripted_engine import model_spec
@@ -63,17 +62,6 @@ def test_an_unused_model_is_unloaded_while_a_line_is_waited_for(hasty: Callable[
     assert [message.text for message in last_path(data) if message.role == "user"] == ["ho"]
 
 
-def test_never_unless_the_user_says_when(hasty: Callable[..., Terminal]) -> None:
-    chat = hasty("fast", "")
-    chat.until("you> ")
-    until(lambda: children(chat.process.pid))
-    time.sleep(1)  # ten minutes, in which it was looked ten times
-    assert children(chat.process.pid)
-    chat.type("\x04")
-    assert chat.left() == 0
-    assert TOLD.encode() not in chat.shown
-
-
 def test_a_server_that_could_not_start_keeps_no_model_in_memory(hasty: Callable[..., Terminal]) -> None:
     chat = hasty("fast", "unload_after_min = 1\n")
     chat.until("you> ")
@@ -114,28 +102,6 @@ def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
     chat.until("entitles: Title:")
     assert chat.leave() == 0
     assert chat.shown.count(TITLE.encode()) == 2  # both replies; that there is a title interrupts nobody
-
-
-def test_a_title_goes_on_beside_the_reply_to_the_next_prompt(hasty: Callable[..., Terminal], data: Path) -> None:
-    log = user_log_path("tokamac") / "engine.log"
-    begin = log.stat().st_size if log.exists() else 0
-    chat = hasty("entitles-slowly", "")
-    chat.until("you> ")
-    chat.type("hi\n")
-    chat.until("you> ")
-    until(lambda: "background=True" in log.read_text()[begin:])  # it is being written
-    chat.type("and on\n")
-    chat.until("time.**")
-    chat.until("you> ")
-    until(lambda: entitled(chat, data))
-    chat.type("\x04")
-    assert chat.left() == 0
-    assert [(m.text[:6], m.state) for m in last_path(data)] == [
-        ("hi", "complete"),
-        ("Title:", "complete"),
-        ("and on", "complete"),
-        ("Title:", "complete"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from textual._xterm_parser import XTermParser
 from textual.events import Key
 from textual.geometry import Offset
 from textual.selection import Selection
-from textual.widgets import Input, OptionList, TextArea
+from textual.widgets import Input, OptionList
 
 from tests.app.chat.test_session import METRICS
 from tests.app.conftest import Chat
@@ -78,18 +78,6 @@ async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
         second = await c.ask("And then?")
         assert second.count("first token") == 1
         assert len(c.replies) == 2
-
-
-async def test_markdown_is_shown_as_the_whole_text_would_be(chat: Start) -> None:
-    async with chat("guide") as c:
-        text = await c.ask("hi")
-        for piece in ("1. Prefill", "ceiling_tps = bandwidth_gbs", "bound by   │", "▎ The first question"):
-            assert piece in text
-
-
-async def test_a_prompt_sent_before_the_model_is_loaded_is_answered(chat: Start) -> None:
-    async with chat("slow-load") as c:
-        assert "every weight" in await c.ask("early")
 
 
 async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
@@ -240,15 +228,6 @@ async def test_scrolling_back_to_the_end_follows_again(chat: Start) -> None:
         await c.until(lambda: c.transcript.following, "following")
 
 
-async def test_foreign_text_can_do_nothing(chat: Start) -> None:
-    async with chat("hostile") as c:
-        text = await c.ask("hi \x1b[31m [red]x[/red]")
-        assert "[bold]not markup[/]" in text
-        assert "<b>html</b>" in text
-        assert "\x1b" not in c.screen_text()
-        assert "[red]x[/red]" in c.screen_text()
-
-
 async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
     async with chat("dies-decoding") as c:
         await c.send("hi")
@@ -321,25 +300,6 @@ async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> Non
         written = (tmp_path / "settings.toml").read_text()
         assert "temperature = 0.5" in written
         assert "key_bits = 8" in written
-
-
-async def test_the_system_prompt_is_sent(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.pilot.press("ctrl+s")
-        await c.pilot.pause()
-        c.app.screen.query_one(TextArea).text = "Be brief."
-        await c.pilot.press("ctrl+s")
-        await c.pilot.pause()
-        assert c.session.system == "Be brief."
-
-
-async def test_help_names_every_action(chat: Start) -> None:
-    async with chat("fast", size=(100, 60)) as c:
-        await c.opened("f1", HelpScreen)
-        await c.pilot.press(*"regenerate")
-        await c.until(lambda: "Ctrl+X R" in c.screen_text(), "the key")
-        await c.pilot.press("escape", "escape")  # the first gives the search up
-        assert c.app.screen is c.app.view
 
 
 async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None:
@@ -490,18 +450,6 @@ async def test_a_log_that_can_not_be_written_is_said_and_the_engine_runs(chat: S
         assert c.notices.count("The engine's log is not kept") == 1
 
 
-async def test_new_chat_forgets_the_conversation(chat: Start) -> None:
-    async with chat("steady") as c:
-        await c.send("hi")
-        await c.phase(EnginePhase.DECODING)
-        await c.pilot.press("ctrl+n")
-        await c.pilot.pause()
-        assert "Nothing leaves it" in c.screen_text()
-        assert not c.replies
-        assert "every weight" in await c.ask("again")
-        assert len(c.replies) == 1
-
-
 async def test_the_panel_hides_and_the_status_line_takes_over(chat: Start) -> None:
     async with chat("guide", size=(100, 30)) as c:
         await c.ask("hi")
@@ -522,15 +470,6 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
             await c.until(lambda: c.app.screen is not c.app.view, key)
             await c.pilot.press("escape")
             await c.until(lambda: c.app.screen is c.app.view, "the chat")
-
-
-async def test_a_rolling_context_shows_what_rolled_out(chat: Start) -> None:
-    async with chat("rolling", size=(120, 40)) as c:
-        await c.ask("hi")
-        gone = c.session.progress.metrics.prompt_tokens + c.session.progress.metrics.generated_tokens - 64
-        await c.until(lambda: f"{gone} tokens" in c.screen_text(), "the gauge")
-        assert "forgotten" in c.screen_text()
-        assert "64 / 64" in c.screen_text() or "64 of 64" in c.screen_text()
 
 
 @pytest.mark.parametrize("size", [(60, 16), (80, 24), (140, 40)])
@@ -563,30 +502,12 @@ async def test_resizing_while_a_reply_streams(chat: Start) -> None:
         assert "first question" in c.shown(c.replies[-1])
 
 
-async def test_other_themes(chat: Start, tmp_path: Path) -> None:
-    async with chat("guide") as c:
-        for theme in ("tokamac-light", "ansi-dark", "nord"):
-            c.app.theme = theme
-            assert "every weight" in await c.ask("hi")
-            assert f'theme = "{theme}"' in (tmp_path / "settings.toml").read_text()
-
-
 async def test_quit_ends_the_child(chat: Start) -> None:
     async with chat("steady") as c:
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         await c.pilot.press("ctrl+q")
         assert c.app.return_code == 0
-
-
-@pytest.mark.e2e
-async def test_the_real_engine_and_the_embedded_model(chat: Start) -> None:
-    async with chat("guide", scripted=False) as c:
-        await c.phase(EnginePhase.IDLE)
-        assert await c.ask("Which key stops a reply?")
-        reply = c.session.turns[-1].reply
-        assert reply.text
-        assert reply.metrics.decode_tps
 
 
 async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) -> None:

@@ -22,12 +22,10 @@ from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
 from tests.app.conftest import PATIENCE_S, Chat, text_on
-from tests.families import walked
 from tokamac.app.backend.protocol import AskPrice, Request
 from tokamac.app.chat.actions import Keymap
 from tokamac.app.chat.conversation import Reply, Tree
 from tokamac.app.chat.listing import ChatMatches, ChatSearch, date_of, group_of, plain_hit, without_marks
-from tokamac.app.chat.recording import LEFT
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Hit, StoredChat
@@ -383,12 +381,6 @@ def talk(*said: str) -> Tree:
     return tree
 
 
-def test_one_path_is_one_column() -> None:
-    view: TreeView[int] = TreeView("")
-    fill(view.root, talk("a", "b", "c", "d"))
-    assert outline(view.root) == ["● you  a", "● m  b", "● you  c", "● m  d"]
-
-
 def test_versions_stand_below_each_other_with_what_follows_inside() -> None:
     tree = talk("a", "b", "c", "d")
     edited = tree.ask("c, but better", 2)
@@ -518,18 +510,6 @@ async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monke
         assert any(isinstance(request, AskPrice) for request in asked)
 
 
-@pytest.mark.parametrize("size", walked([(20, 5), (40, 12), (250, 80)], [(20, 5), (250, 80)]))
-async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("fast", size=size) as c:
-        await c.phase(EnginePhase.IDLE)
-        c.app.chat.perform(c.session.submit("hi"))
-        await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
-        await c.pilot.press("f6")
-        await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
-        await c.pilot.press("escape")
-        await c.until(lambda: c.app.screen is c.app.view)
-
-
 def screen_text(app: App[None]) -> str:
     return text_on(app.screen)
 
@@ -581,66 +561,6 @@ def deleted(c: Chat) -> list[str]:
 def kept(c: Chat) -> list[str]:
     with Store.open(c.recording.store.file) as store:
         return sorted(chat.title for chat in store.chats())
-
-
-async def test_the_open_chat_is_deleted_for_a_new_one_and_comes_back_whole(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.ask("about apples")
-        first = c.held
-        await c.send("/delete")
-        await c.until(lambda: c.prompts == [])
-        assert "Deleted: about apples. This is a new chat. /restore restores the old one." in c.notices
-        assert (deleted(c), kept(c), c.held) == (["about apples"], [], None)
-        await c.ask("about pears")
-        assert (deleted(c), kept(c)) == (["about apples"], ["about pears"])  # it is not back by what is said now
-        await c.send("/restore")
-        await c.until(lambda: c.prompts == ["about apples"])
-        assert "Restored: about apples." in c.notices
-        assert (deleted(c), kept(c), c.held) == ([], ["about apples", "about pears"], first)
-        await c.ask("and more")
-        assert c.prompts == ["about apples", "and more"]
-
-
-async def test_what_was_not_sent_goes_with_the_chat_and_comes_back_with_it(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.ask("about apples")
-        await c.type("a thought about")
-        c.app.view.do("delete_chat")  # as the palette has it done
-        assert (c.prompt.text, deleted(c)) == ("", ["about apples"])
-        await c.until(
-            lambda: (
-                "about apples. This is a new chat. /restore restores the old one with your unsent prompt." in c.notices
-            )
-        )
-        assert LEFT not in c.notices
-        c.app.view.do("restore_chat")
-        assert (c.prompt.text, c.prompts) == ("a thought about", ["about apples"])
-
-
-async def test_another_chat_is_deleted_and_brought_back_by_its_id(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.ask("about apples")
-        first = c.held
-        await c.pilot.press("ctrl+n")
-        await c.ask("about pears")
-        second = c.held
-        await c.send(f"/delete {first}")
-        await c.until(lambda: deleted(c) == ["about apples"])
-        assert "Deleted: about apples. /restore restores it." in c.notices
-        assert c.prompts == ["about pears"]
-        await c.send(f"/delete {first}")
-        await c.until(lambda: f"This chat is already deleted. /restore {first} restores it." in c.notices)
-        await c.send(f"/restore {second}")
-        await c.until(lambda: f"This chat is not deleted. /open {second} opens it." in c.notices)
-        await c.send(f"/delete {second}")  # the open one by its id
-        await c.until(lambda: deleted(c) == ["about apples", "about pears"])
-        assert c.prompts == []
-        await c.send(f"/restore {first}")
-        await c.until(lambda: c.prompts == ["about apples"])
-        assert deleted(c) == ["about pears"]
 
 
 async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_last_one_first(chat: Start) -> None:
@@ -701,33 +621,6 @@ async def test_while_a_prompt_is_queued_its_chat_is_not_deleted(chat: Start) -> 
         assert (deleted(c), kept(c), c.prompts) == (["about apples"], [], [])
 
 
-async def test_there_may_be_nothing_to_delete_and_no_chat_of_that_id(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.send("/delete")
-        await c.until(lambda: "There is nothing to delete yet." in c.notices)
-        for command in ("/delete zzzz", "/restore zzzz"):
-            c.app.clear_notifications()
-            await c.send(command)
-            await c.until(lambda: "No chat has an id that begins with zzzz. The list of chats" in c.notices)
-
-
-async def test_a_chat_of_which_not_all_is_saved_is_not_deleted(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.ask("about apples")
-        c.refuse_writes()
-        await c.ask("about pears")
-        await c.send("/delete")
-        await c.until(lambda: "that part is lost" in c.notices)
-        assert (deleted(c), c.prompts) == ([], ["about apples", "about pears"])
-        c.refuse_writes(refused=False)
-        await c.send("/delete")
-        await c.until(lambda: c.prompts == [])
-        await c.send("/restore")
-        await c.until(lambda: c.prompts == ["about apples", "about pears"])
-
-
 async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat: Start, tmp_path: Any) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
@@ -737,20 +630,6 @@ async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat:
             c.app.clear_notifications()
             c.app.view.do(action)
             await c.until(lambda: "Chats are not saved in this session" in c.notices)
-
-
-def test_the_chat_deleted_last_is_not_the_one_used_last(tmp_path: Any) -> None:
-    moments = iter(range(100))
-    with Store.open(tmp_path / "chats.db", clock=lambda: float(next(moments))) as store:
-        assert store.last_deleted() is None
-        made = [store.new_chat().id for _ in range(3)]
-        for chat in made:
-            store.add_message(chat, None, "user", "hi")
-        store.delete(made[2])
-        store.delete(made[0])
-        assert store.last_deleted().id == made[0]
-        store.undelete(made[0])
-        assert store.last_deleted().id == made[2]
 
 
 def shown(c: Chat) -> int:
@@ -819,20 +698,6 @@ async def test_what_was_not_sent_stays_with_it_and_restore_brings_both_back(chat
         assert c.prompt.text == "a thought about"
 
 
-async def test_asked_twice_before_it_is_done_only_one_is_deleted(chat: Start) -> None:
-    async with chat("fast", size=(100, 30)) as c:
-        await listed(c, "apples", "pears")
-        screen = c.app.screen
-        assert isinstance(screen, ChatsScreen)
-        screen.action_delete()
-        screen.action_delete()
-        await c.until(lambda: len(rows_delete_listed(c)) == 1 and not screen.workers)
-        assert (deleted(c), kept(c)) == (["pears"], ["apples"])
-        await c.pilot.press("ctrl+d")
-        await c.until(lambda: rows_delete_listed(c) == [])
-        assert deleted(c) == ["apples", "pears"]
-
-
 async def test_one_that_is_found_by_what_was_said_is_deleted_too(chat: Start) -> None:
     async with chat("fast", size=(100, 30)) as c:
         await listed(c, "pears", "apples and quinces")
@@ -842,19 +707,6 @@ async def test_one_that_is_found_by_what_was_said_is_deleted_too(chat: Start) ->
         await c.pilot.press("ctrl+d")
         await c.until(lambda: rows_delete_listed(c) == [] and not c.app.screen.workers)
         assert (deleted(c), kept(c), c.held) == (["apples and quinces"], ["pears"], None)
-
-
-async def test_while_a_reply_is_written_to_it_it_stays_and_it_is_told_why(chat: Start) -> None:
-    async with chat("slow", size=(100, 30)) as c:
-        await c.ready()
-        await c.send("about pears")
-        await c.phase(EnginePhase.DECODING)
-        c.app.view.do("chats")
-        await c.until(lambda: len(rows_delete_listed(c)) == 1)
-        c.app.screen.action_delete()
-        await c.until(lambda: "A reply is running: wait, or stop it with Esc, then delete." in c.notices)
-        assert (deleted(c), c.prompts, len(rows_delete_listed(c))) == ([], ["about pears"], 1)
-        c.app.view.do("stop")
 
 
 async def test_where_not_all_of_it_could_be_saved_it_stays(chat: Start) -> None:

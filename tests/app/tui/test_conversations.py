@@ -25,9 +25,8 @@ from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMess
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import ChatsScreen
 from tokamac.app.tui.screens.dialog import Tick
-from tokamac.app.tui.screens.settings import NOT_USED, SettingsScreen, SystemScreen
+from tokamac.app.tui.screens.settings import NOT_USED, SystemScreen
 from tokamac.app.tui.widgets.prompt_input import Prompt
-from tokamac.app.tui.widgets.transcript import Welcome
 
 # Conversations that are kept: stored as they go on, opened again, searched, edited, forked, deleted and brought
 # back.
@@ -84,33 +83,6 @@ async def test_a_chat_is_opened_again_with_its_figures_and_goes_on(chat: Start, 
     assert [m.text for m in messages if m.role == "user"] == ["first question", "second question"]
     with sqlite3.connect(c.app.chat.recording.store.file) as database:
         assert database.execute("SELECT count(*) FROM chats").fetchone() == (1,)
-
-
-async def test_the_list_names_the_model_that_replied_last(chat: Start, kept: Any) -> None:
-    async with chat("fast", size=(100, 40)) as c:
-        await ready(c)
-        await c.ask("one")
-        assert kept()[0].model == "fast"
-        c.app.view.library.choose("steady")
-        await c.until(lambda: c.session.engine.info and c.session.engine.info.name == "steady")
-        assert kept()[0].model == "fast"  # nothing was asked of the other yet
-        await c.ask("two")
-        stored, messages = kept()
-        assert stored.model == "steady"
-        assert [m.model for m in messages if m.role == "assistant"] == ["fast", "steady"]
-        await c.pilot.press("ctrl+l")
-        await c.until(lambda: isinstance(c.app.screen, ChatsScreen))
-        await c.until(lambda: "· steady ·" in c.screen_text())
-
-
-async def test_a_draft_survives_a_restart(chat: Start) -> None:
-    async with chat("fast") as c:
-        await ready(c)
-        await c.ask("hi")
-        await c.type("half a thought")
-    async with chat("fast", resume=True) as c:
-        await ready(c)
-        await c.until(lambda: c.prompt.text == "half a thought")
 
 
 async def test_an_edit_stands_beside_and_the_versions_are_walked_by_keys(chat: Start, kept: Any) -> None:
@@ -269,14 +241,6 @@ async def test_a_fork_goes_on_alone(chat: Start, kept: Any) -> None:
             assert [m.text for m in store.path(first) if m.role == "user"] == ["one", "two"]
 
 
-async def test_without_a_store_the_chat_goes_on_and_says_why(chat: Start, tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("no folder")
-    async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not saved" in c.notices)
-        assert await c.ask("hi")
-
-
 # Which chat is open: its title in the first row, and as the terminal's own while the app runs.
 
 
@@ -296,18 +260,6 @@ async def test_the_first_row_has_the_title_and_keeps_up_with_it(chat: Start) -> 
         await c.until(lambda: first_row(c) == "Keys and [b]values[/b] (fork)", "the copy's")
         await c.send("/new")
         await c.until(lambda: first_row(c) == "", "none")
-
-
-async def test_a_chat_that_is_opened_again_has_its_title(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.ask("one")
-        assert not first_row(c)  # it would repeat the prompt below it
-        await c.send("/title another")
-        await c.until(lambda: first_row(c) == "another", "the new title")
-    async with chat("fast", resume=True) as c:
-        await c.ready()
-        await c.until(lambda: first_row(c) == "another", "the title")
 
 
 async def test_a_title_that_was_given_in_the_list_is_shown_once_that_closes(chat: Start) -> None:
@@ -420,19 +372,6 @@ async def test_an_edit_does_not_reach_the_chat_that_is_opened(chat: Start) -> No
         assert c.prompts == ["one", "three"]
         await open_chat(c, second)
         assert (c.prompts, c.prompt.text) == (["two"], "two, but better")
-
-
-async def test_a_fork_ends_an_edit(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        await c.ask("one")
-        first = c.held
-        await edit(c, "one")
-        c.app.view.do("fork")
-        await c.until(lambda: c.held != first)
-        assert c.prompt.text == ""
-        await c.ask("two")
-        assert c.prompts == ["one", "two"]
 
 
 async def test_a_draft_stays_with_its_chat_however_often_one_goes_to_and_fro(chat: Start) -> None:
@@ -691,17 +630,6 @@ async def test_a_draft_can_be_discarded_for_what_holds(chat: Start) -> None:
         assert (text(screen), len(screen.query("#draft"))) == ("Shout.", 0)
 
 
-async def test_without_a_store_it_stays_too(chat: Start, tmp_path: Any) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("no folder")
-    async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not saved" in c.notices)
-        await c.opened("ctrl+s", SystemScreen)
-        await c.pilot.press(*"terse")
-        await left(c)
-        assert await seen(c) == "terse"
-
-
 def test_what_was_written_in_a_new_chat_goes_with_it_once_it_is_kept() -> None:
     drafts, one, other = SystemDrafts(), Written("one", own=True), Written("other", own=False)
     drafts.keep("a", one)
@@ -711,20 +639,6 @@ def test_what_was_written_in_a_new_chat_goes_with_it_once_it_is_kept() -> None:
     drafts.begun("c")
     drafts.keep("a", None)
     assert (drafts.get("a"), drafts.get("b"), drafts.get("c")) == (None, other, None)
-
-
-async def test_a_change_of_settings_is_taken_back_before_it_is_saved(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ready()
-        before = c.session.sampling
-        await c.opened("ctrl+t", SettingsScreen)
-        await c.write_setting("temperature", "0.25")
-        await c.write_setting("top_k", "9")
-        await c.find_setting("temperature")
-        await c.pilot.press("ctrl+z", "ctrl+z")
-        await c.close_settings()
-        assert c.session.sampling == before
-        assert "Saved" not in c.notices
 
 
 # System messages of a chat on the screen: they stay there, and can be gone to.
@@ -755,16 +669,6 @@ async def test_one_at_the_beginning_stays_when_the_first_turn_is_made_anew(
         await c.phase(EnginePhase.IDLE)
         await c.pilot.pause()
         assert shown(c) == [SystemMessage, UserMessage, ReplyMessage]
-        assert "shout" in c.screen_text()
-
-
-async def test_one_alone_stays_when_the_window_is_resized(chat: Start, tmp_path: Path) -> None:
-    async with chat("fast", size=(100, 40)) as c:
-        assert shown(c) == [Welcome]
-        await imported(c, tmp_path, ALONE)
-        await c.pilot.resize_terminal(60, 30)
-        await c.pilot.pause()
-        assert shown(c) == [SystemMessage]
         assert "shout" in c.screen_text()
 
 

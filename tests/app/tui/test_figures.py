@@ -62,7 +62,6 @@ from tokamac.app.tui.screens.whatif import (
 from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.status import POINTER, Gauges
 from tokamac.app.tui.widgets.transcript import Transcript
-from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.metrics import Outlier
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.perf import hardware
@@ -232,16 +231,6 @@ async def test_steps_of_an_engine_that_died_end_and_are_computed_again(chat: Sta
         await c.until(lambda: "likely" in shown_steps(c), "the likely tokens")
 
 
-async def test_the_step_in_sight_is_marked_without_colour(chat: Start) -> None:
-    async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
-        await c.ask("Why?")
-        screen = await walk(c)
-        drawn = screen.query_one(StepStrip).render()
-        assert "▲" in drawn.plain
-        assert any("reverse" in str(span.style) for span in drawn.spans)
-
-
 async def test_a_reply_goes_on_from_a_step_with_another_token(chat: Start) -> None:
     async with chat("guide") as c:
         await c.phase(EnginePhase.IDLE)
@@ -315,15 +304,6 @@ async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why
         assert reply.ending == "lost"
         assert reply.metrics.generated_tokens
         assert ReplySteps(reply).missing == NOT_REPORTED
-
-
-async def test_explain_leads_on_to_the_steps(chat: Start) -> None:
-    async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
-        await c.ask("Why?")
-        await explain(c)
-        await c.pilot.press("s")
-        await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
 
 
 async def test_without_a_reply_there_are_no_steps(chat: Start) -> None:
@@ -496,28 +476,6 @@ async def test_all_figures_are_shown_on_a_key_a_command_and_a_click_and_that_is_
         assert "all_figures = true" in (tmp_path / "settings.toml").read_text("utf-8")
 
 
-async def test_a_chat_of_an_earlier_day_has_its_figures(chat: Start) -> None:
-    async with chat("fast", size=(120, 36)) as c:
-        await c.ready()
-        await c.ask("one")
-        held = c.held
-        await c.pilot.press("ctrl+n")
-        await c.until(lambda: "Nothing measured yet." in c.screen_text())
-        c.app.chat.open_chat(held)
-        await c.until(lambda: "LAST REPLY" in c.screen_text())
-        assert "· first token" in c.screen_text()
-
-
-async def test_labels_are_dimmer_than_values_in_the_terminals_own_colours(chat: Start, tmp_path: Path) -> None:
-    (tmp_path / "settings.toml").write_text('theme = "terminal"\n', encoding="utf-8")
-    async with chat("fast", size=(120, 36)) as c:
-        await c.ask("one")
-        y = next(y for y, row in enumerate(gauges(c)._rows) if row.figure == "mean")
-        styles = {segment.text.strip(): segment.style for segment in gauges(c).render_line(y) if segment.text.strip()}
-        (label, dim), (_, strong) = styles.items()
-        assert (label, dim.dim, strong.dim, strong.bold) == ("speed", True, None, True)
-
-
 async def test_what_the_figures_mean_is_told_below_the_first_reply_and_goes_with_the_next_prompt(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,16 +566,6 @@ def test_the_first_case_is_the_one_asked_and_the_others_change_one_thing(qwen: A
     assert {line.change for line in others} == {"weights", "keys and values", "context"}
 
 
-def test_fewer_bits_are_faster_and_a_longer_context_is_slower(qwen: Answer) -> None:
-    by_bits = {line.bits: line.figures.expected_tps or 0 for line in qwen.cases if line.change == "weights"}
-    assert by_bits[3] > by_bits[8] > by_bits[16]
-    speeds = [line.figures.expected_tps for line in qwen.cases if line.change == "context"]
-    assert speeds == sorted(speeds, key=lambda tps: -(tps or 0))
-    ceilings = [at.ceiling_tps or 0 for at in qwen.curve]
-    assert ceilings == sorted(ceilings, reverse=True)
-    assert all((at.expected_tps or 0) <= (at.ceiling_tps or 0) for at in qwen.curve)
-
-
 def test_prefill_is_on_the_other_side_of_the_ridge_than_decode(qwen: Answer) -> None:
     roof = qwen.roof
     assert roof is not None
@@ -627,21 +575,6 @@ def test_prefill_is_on_the_other_side_of_the_ridge_than_decode(qwen: Answer) -> 
     assert (decode.bound, prefill.bound) == ("memory", "compute")
     for spot in roof.spots:
         assert (spot.expected_tflops or 0) <= (spot.ceiling_tflops or 0) <= roof.peak_tflops * 1.001
-
-
-def test_every_chip_answers_and_twice_the_bandwidth_is_no_slower() -> None:
-    found = answer_to(replace(QWEN, wanted="chips"))
-    speeds = {line.chip: line.figures.ceiling_tps or 0 for line in found.chips}
-    assert speeds["Apple M2 Ultra, 76-core GPU"] == pytest.approx(2 * speeds["Apple M2 Max, 38-core GPU"])
-
-
-def test_what_is_not_known_or_can_not_be_raises_in_words() -> None:
-    with pytest.raises(ModelNotFoundError):
-        answer_to(replace(QWEN, model="nobody"))
-    with pytest.raises(OptionError, match="no chip"):
-        answer_to(replace(QWEN, where=Where("Apple M99")))
-    with pytest.raises(OptionError, match="bandwidths"):
-        answer_to(replace(QWEN, where=Where("Apple M4 Max")))
 
 
 # The way there and back ---------------------------------------------------------------------------------------------------
@@ -834,10 +767,6 @@ def test_rows_that_are_unknown_are_explained(tmp_path: Path, monkeypatch: pytest
     assert sum(why in note for note in found.notes) == unknown
 
 
-def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:
-    assert qwen.notes == ()
-
-
 def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
     place = elsewhere("NVIDIA GeForce RTX 3090")
     config, case = model_ref("Qwen3-8B-4bit").config, WhatIfCase(context=512, prompt=512)
@@ -895,18 +824,6 @@ async def test_a_tab_tells_how_many_replies_fit_at_once_at_every_size(chat: Star
         assert screen.query_one("#width-table").scrollable_content_region.height >= 6
         screen.query_one("#context", Input).value = "8192"
         await c.until(lambda: "replies of 8,192 tokens" in note(c), "another context")
-
-
-async def test_without_the_memory_how_many_fit_is_unknown_and_the_form_is_pointed_at(chat: Start) -> None:
-    async with chat("fast", size=(120, 36)) as c:
-        await open_screen(c)
-        c.app.screen.query_one("#memory", Input).value = ""
-        c.app.screen.query_one("#tabs", TabbedContent).active = "widths"
-        answer = c.app.screen.query_one("#widths-text", Static)
-        await c.until(lambda: "is unknown without the machine's memory. 8 give" in str(answer.render()), "it")
-        assert "fill in the machine's memory" in note(c)
-        shown = c.app.screen.query_one("#width-table", DataTable)
-        assert "fits" not in [str(column.label) for column in shown.ordered_columns], "nothing is known of it"
 
 
 def width(replies: int, *, expected_tps: float | None, ceiling_tps: float | None = 100.0) -> WidthOutcome:

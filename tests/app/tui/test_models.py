@@ -38,13 +38,11 @@ from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.steps import EnginePhase as ChatPhase
 from tokamac.app.models.jobs import (
-    BITS,
     ConversionForm,
     ConversionJob,
     ConversionPhase,
     Conversions,
     Download,
-    DownloadStage,
     plan_text,
     result_text,
 )
@@ -182,16 +180,6 @@ async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_
 
 
 @pytest.mark.usefixtures("cache")
-async def test_names_from_the_disk_are_made_safe_and_hold_no_markup(chat: Start, tmp_path: Path) -> None:
-    evil = make_tiny(tmp_path / "[red]x\x1b]52;c;AAAA\x07")
-    async with chat("fast", size=(120, 40)) as c:
-        c.app.view.library._folders.remember(str(evil))
-        p = await picker(c)
-        await p.until(lambda: "[red]x" in p.text, "the folder")
-        assert "\x1b" not in p.text
-
-
-@pytest.mark.usefixtures("cache")
 async def test_it_fits_every_terminal(chat: Start) -> None:
     async with chat("fast", size=(40, 12)) as c:
         p = await picker(c)
@@ -314,23 +302,6 @@ async def test_enter_on_what_is_not_here_downloads_it_then_loads_it_and_keeps_th
 
 
 @pytest.mark.usefixtures("cache")
-async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
-    chat: Start, hub: Hub, cache: Path
-) -> None:
-    async with chat("fast") as c:
-        hub.stall_at = 200_000
-        await c.phase(EnginePhase.IDLE)
-        c.app.view.library.choose("org/tiny")
-        await c.until(lambda: partial(cache).exists(), "some bytes")
-        c.app.view.library.choose("steady")
-        await c.phase(EnginePhase.IDLE)
-        hub.stall_at = None
-        hub.resume.set()
-        await c.until(lambda: "tiny is downloaded" in c.notices, "the model")
-        assert c.session.engine.load.model == "steady"
-
-
-@pytest.mark.usefixtures("cache")
 async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(chat: Start) -> None:
     async with chat("slow") as c:
         await c.phase(EnginePhase.IDLE)
@@ -341,20 +312,6 @@ async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(cha
         await c.until(lambda: "tiny is downloaded" in c.notices, "a notice")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.model == "steady"
-
-
-@pytest.mark.usefixtures("cache")
-async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: Hub) -> None:
-    hub.gated = True
-    async with chat("fast") as c:
-        p = await picker(c)
-        await p.type("org/tiny")
-        await p.press("ctrl+g")
-        await p.until(
-            lambda: [each.stage for each in c.app.view.library.downloads.all] == [DownloadStage.FAILED], "its end"
-        )
-        assert "HF_TOKEN" in p.detail
-        assert p.keys.startswith("Enter retries · Ctrl+K cancels")
 
 
 # Removing, unloading ------------------------------------------------------------------------------------------------------
@@ -591,12 +548,6 @@ def test_the_command_line_understands_every_wish() -> None:
     assert (options.target_bpw, options.dry_run, options.json) == (4.5, True, True)
 
 
-def test_the_bits_offered_are_those_that_convert_takes() -> None:
-    from tokamac.quant.options import BITS as TAKEN
-
-    assert tuple(map(int, BITS)) == TAKEN
-
-
 def test_lines_are_read_strictly() -> None:
     assert isinstance(decode_conversion(json.dumps(PLAN).encode()), Planned)
     assert isinstance(decode_conversion(json.dumps(DONE).encode()), ConvertedLine)
@@ -802,13 +753,6 @@ async def test_a_line_that_is_not_understood_does_not_end_it(dialog: Open) -> No
         d.press("#convert")
         await d.phase(ConversionPhase.DONE)
         assert "not understood" in d.text("#problem")
-
-
-async def test_without_a_model_nothing_is_begun(dialog: Open) -> None:
-    async with dialog(" ") as (d, pilot):
-        d.press("#plan")
-        await pilot.pause()
-        assert d.screen.job.phase is ConversionPhase.FORM
 
 
 async def test_leaving_the_app_leaves_no_process(dialog: Open) -> None:

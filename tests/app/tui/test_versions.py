@@ -12,7 +12,6 @@ from tests.app.terminals import foreign, recorder
 from tokamac.app.backend.protocol import ReplyEvent, RequestFailed
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.versions import Versions
-from tokamac.app.store.store import Store
 from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import ChatsScreen
@@ -150,30 +149,6 @@ async def test_escape_stops_all_and_then_closes(chat: Start) -> None:
         assert not c.app._exit
 
 
-async def test_one_that_fails_says_why_and_the_others_go_on(chat: Start) -> None:
-    async with chat("unpackable", size=(120, 36)) as c:
-        await asked(c)
-        screen = await opened(c, "/compare kv-bits 8 16")
-        await c.phase(EnginePhase.IDLE)
-        assert [each.so_far.ending for each in screen.versions.all] == ["failed", "stop"]
-        text = c.screen_text()
-        assert "KV 8 bits  ✗ failed" in text
-        assert "failed · " in text
-        assert "the chat goes on from KV 16 bits · written together: their speeds can't be compared" in text
-
-
-async def test_a_dead_engine_leaves_what_was_said(chat: Start) -> None:
-    async with chat("slow", size=(120, 36)) as c:
-        await asked(c)
-        screen = await opened(c)
-        c.end_engine()
-        await c.until(lambda: not screen.versions.running)
-        await c.until(lambda: c.screen_text().count("✗ lost") == 3)
-        await c.pilot.press("escape")
-        await c.on(ChatScreen)
-        await c.phase(EnginePhase.IDLE)
-
-
 async def test_the_reader_scrolls_one_while_all_grow_and_follows_again(chat: Start) -> None:
     async with chat("prose", size=(120, 20)) as c:
         await asked(c)
@@ -283,18 +258,6 @@ async def test_another_reply_begun_from_the_palette_closes_them(chat: Start) -> 
         c.app.view.do("regenerate")
         await c.on(ChatScreen)
         await c.until(lambda: c.session.turns[-1].reply_place == (7, 7))
-
-
-async def test_quitting_while_they_are_written_keeps_what_they_said(chat: Start, tmp_path: Any) -> None:
-    async with chat("slow", size=(120, 36)) as c:
-        await asked(c)
-        await opened(c)
-        held = c.held
-        await c.pilot.press("ctrl+q")
-    with Store.open(tmp_path / "chats" / "chats.db") as store:
-        replies = [each for each in store.archive(held).messages if each.role == "assistant"]
-    assert [each.state for each in replies] == ["stopped"] * 4
-    assert all(each.text for each in replies)
 
 
 async def test_the_screen_without_colours_says_what_is_chosen(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:

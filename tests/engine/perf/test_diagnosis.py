@@ -381,19 +381,6 @@ def gain(name: str, prompt: int, generated: int) -> float:
     return next((remedy.gain_s for remedy in found if remedy.name == name), 0.0)
 
 
-@pytest.mark.parametrize("name", ["packed keys and values", "packed weights", "prompt cache", "shorter context"])
-def test_a_longer_reply_gains_no_less(name: str):
-    gains = [gain(name, 8192, generated) for generated in (64, 256, 1024)]
-    assert gains == sorted(gains)
-
-
-def test_a_longer_context_gains_more_by_packed_keys_and_values_and_by_the_prompt_cache():
-    for name in ("packed keys and values", "prompt cache"):
-        gains = [gain(name, prompt, 512) for prompt in (2048, 8192, 32768)]
-        assert gains == sorted(gains)
-        assert gains[-1] > gains[0]
-
-
 # From a real reply --------------------------------------------------------------------------------------------------------
 
 
