@@ -5,7 +5,7 @@ import { pathToFileURL } from "node:url";
 const [name, url, model, plain] = process.argv.slice(2);
 const require = createRequire(`${process.env.CLIENTS}/js/`);
 const load = (each) => import(pathToFileURL(require.resolve(each)).href);
-const PROMPT = "Read notes.md, and say what 6 * 7 is.";
+const PROMPT = plain ? "What is the capital of France?" : "Read notes.md, and say what 6 * 7 is.";
 const called = [];
 const FIELDS = { read_file: "path", calculate: "expression" };
 const run = (tool) => (called.push(tool), "42");

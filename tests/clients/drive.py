@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 PROMPT = "Read notes.md, and say what 6 * 7 is."
+PLAIN = "What is the capital of France?"  # a small model ends its answer
 KEY = "none"
 called: list[str] = []
 
@@ -256,6 +257,7 @@ CLIENTS: dict[str, Callable[[str, str], str]] = {
 if __name__ == "__main__":
     name, url, model, *plain = sys.argv[1:]
     if plain:
+        PROMPT = PLAIN
         TOOLS.clear()
         FUNCTIONS.clear()
     text = CLIENTS[name](url, model)
