@@ -165,7 +165,6 @@ class Chat:
         self._warming = self._engine.warm_ahead(prompt, template=self.template)
 
     def _reread(self) -> None:
-        """Prefill the finished answer alone in idle time."""
         # Templates drop earlier thinking, so the cached tokens differ from the next prompt: without this the
         # next turn pays for the prefill.
         with contextlib.suppress(EngineClosedError):
@@ -215,7 +214,6 @@ class Chat:
             yield
 
     def _begun(self, reply: ReplyStream) -> ReplyStream:
-        """Mark this thread's turn until the reply ends, is closed or garbage-collected."""
         self._asker, self._reply = threading.get_ident(), weakref.ref(reply)
         return reply
 
@@ -227,7 +225,6 @@ class Chat:
         return ReplyStream(self._recorded(asked, events), events)
 
     def _recorded(self, asked: _Asked, reply: ReplyStream) -> Generator[Event, None, None]:
-        """Yield a reply's events and record it, unless the messages were edited meanwhile."""
         begun = asked.begun
         said = Message("assistant", "") if begun is None else begun
         whole = False

@@ -709,7 +709,6 @@ def _load(
 def _check_load(  # noqa: PLR0917
     model: object, kv: object, prompt_cache: object, adapter: object, speculation: object, nodes: object
 ) -> None:
-    """Raise OptionError for arguments of wrong types, before anything is read."""
     if not isinstance(model, str | Path):
         raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
     if not isinstance(adapter, str | Path | None):

@@ -75,6 +75,7 @@ class ConversionRequest(TypedDict, total=False):
     method: Method | None
     recipe: str | None
     target_bpw: float | None
+    target_kl: float | None
     calibration: Path | Shipped | NoText | None
     dtype: str | None
     embed_bits: int | None
@@ -260,6 +261,8 @@ def default_target(source: str | Path, options: Options) -> Path:
         suffix = options.dtype or "dequantized"
     elif options.target_bpw is not None:
         suffix = f"{options.target_bpw:g}bpw"
+    elif options.target_kl is not None:
+        suffix = f"{options.target_kl:g}kl"
     elif options.mode != "affine":
         suffix = options.mode
     else:
@@ -300,7 +303,7 @@ def _check_method(source: Source, options: Options) -> None:
 
 def settled(source: Source, options: Options) -> tuple[Options, tuple[str, ...]]:
     """Fill in what options leave to the model; with notes."""
-    planned = options.recipe is not None or options.target_bpw is not None
+    planned = options.recipe is not None or options.measures
     notes: tuple[str, ...] = ()
     if source.carried and options.as_stored:  # what is packed anew has 8 bits: no text would show
         return replace(options, calibration=options.calibration or NO_TEXT), notes
@@ -314,12 +317,15 @@ def settled(source: Source, options: Options) -> tuple[Options, tuple[str, ...]]
 
 
 def foreseen(source: Source, options: Options) -> Plan:
-    """Return the plan before any measurement; a budget's is the most uniform bits that fit."""
-    if options.target_bpw is None:
+    """Return the plan before any measurement; with a target, the most uniform bits that may be."""
+    if not options.measures:
         return make_plan(source, options, choose(source, options))
     for bits in sorted(BITS, reverse=True):
-        alike = replace(options, target_bpw=None, bits=bits)
+        alike = replace(options, target_bpw=None, target_kl=None, bits=bits)
         plan = make_plan(source, options, choose(source, alike))
+        if options.target_bpw is None:
+            note = f"the conversion measures which tensors need fewer bits for {options.target_kl:g} nats a token"
+            return replace(plan, notes=(*plan.notes, note))
         if plan.bits_per_weight <= options.target_bpw:
             more = f"the conversion measures which tensors get more than {bits} bits"
             return replace(plan, notes=(*plan.notes, f"{more}; the whole model gets {options.target_bpw:g} at most"))
@@ -332,7 +338,7 @@ def foreseen(source: Source, options: Options) -> Plan:
 def _prepare(source: Source, options: Options, work: WorkDir, tell: StageProgress) -> tuple[Source, Quantizer, Plan]:
     quantizer = _quantizer(source, options, work, tell)
     notes: tuple[str, ...] = ()
-    if options.target_bpw is None:
+    if not options.measures:
         chosen = choose(source, options)
     else:
         chosen, notes = _budgeted(source, options, quantizer, work, tell)
@@ -408,10 +414,10 @@ def _compared(
     try:
         sides = (streamable_source(source), streamable_folder(folder, unchecked=source.unchecked))
         reference, other = (Streamed(side, progress=shown(number)) for number, side in enumerate(sides))
-        compared = verify(reference, other, found.ids)
+        compared = verify(reference, other, found.ids, found.tokenizer)
     except (ModelError, OptionError) as error:  # what was written stays: it may be as good as its figures are unknown
         return replace(outcome, unable=error.message)
-    return replace(outcome, quality=compared.quality, layers=compared.layers)
+    return replace(outcome, quality=compared.quality, layers=compared.layers, changed=compared.changed)
 
 
 def pool_bytes(kind: DeviceKind, memory_bytes: int | None) -> int:

@@ -13,7 +13,7 @@ from tokamac.engine.model.config import context_length, read_config
 from tokamac.engine.model.weights import text_config
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer, opening
 
-from .report import TOKENS, Quality, TokenComparison, compare
+from .report import CHANGED_LENGTH, CHANGED_LIMIT, TOKENS, Quality, TokenComparison, compare
 from .source import layer_paths, locate, open_source
 from .streaming import Streamed, calibration_text, first_ids, streamable_folder, streamable_source, verification_ids
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Tokens of a text that are compared, at most. The log-probabilities of 150,000 words then take 150 MB a model.
 CHECKED_TOKENS = 256
+
+SHOWN_TOKENS = 24  # of the text before a word that changed; the next one shown is as far away at least
 
 Progress = Callable[[int, int], None]
 
@@ -39,17 +41,20 @@ class ComparedModels:
 class Comparison:
     """Two models' comparison on a text.
 
-    layers: ‖y − ŷ‖ ÷ ‖y‖ of every layer's output, with errors of earlier layers; None if not finite.
+    layers: ‖y − ŷ‖ ÷ ‖y‖ of every layer's output, with errors of earlier layers; None if not finite. changed: sentences
+    after which the models' likeliest words differ.
     """
 
     quality: Quality
     layers: tuple[float | None, ...]
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTokens:
     ids: tuple[int, ...]
     unable: str | None = None
+    tokenizer: Tokenizer | None = None
 
 
 def quality(
@@ -142,16 +147,19 @@ def sample(
     folder: Path, config: dict[str, Any], name: str, text: str, *, tokens: int = CHECKED_TOKENS
 ) -> ComparisonTokens:
     try:
-        ids = tuple(verification_ids(load_tokenizer(folder, config, name), text, tokens))
+        tokenizer = load_tokenizer(folder, config, name)
+        ids = tuple(verification_ids(tokenizer, text, tokens))
     except ModelError as error:
         return ComparisonTokens((), error.message)
     known = text_config(config).get("vocab_size")
     if isinstance(known, int) and any(token >= known for token in ids):
         return ComparisonTokens((), f"the tokenizer of {name} has tokens that the model does not know")
-    return ComparisonTokens(ids) if len(ids) > 1 else ComparisonTokens((), "the text has fewer than two tokens")
+    if len(ids) < 2:
+        return ComparisonTokens((), "the text has fewer than two tokens")
+    return ComparisonTokens(ids, tokenizer=tokenizer)
 
 
-def verify(reference: Streamed, other: Streamed, ids: Sequence[int]) -> Comparison:
+def verify(reference: Streamed, other: Streamed, ids: Sequence[int], tokenizer: Tokenizer | None = None) -> Comparison:
     """Run ``ids`` through both models, layer by layer, and compare. Raises OptionError, ModelError."""
     # Holds both log-probabilities and the reference's layer outputs (float32, host): for 256 tokens about one
     # layer's 16-bit weights.
@@ -166,7 +174,38 @@ def verify(reference: Streamed, other: Streamed, ids: Sequence[int]) -> Comparis
 
     found = other.run(ids, watch=measure)
     matching = reference.layers == other.layers == len(outputs) == len(errors)
-    return Comparison(compare(expected, found, ids), tuple(errors) if matching else ())
+    changed = () if tokenizer is None else changed_words(expected, found, ids, tokenizer)
+    return Comparison(compare(expected, found, ids), tuple(errors) if matching else (), changed)
+
+
+def changed_words(
+    reference: "mx.array", other: "mx.array", ids: Sequence[int], tokenizer: Tokenizer
+) -> tuple[str, ...]:
+    """Return sentences after which (n, vocabulary) log-probabilities have another likeliest word, the surest first.
+
+    Words that begin after a space come before pieces of words.
+    """
+    import numpy as np
+
+    before, after = _on_host(reference), _on_host(other)
+    first, second = before.argmax(-1), after.argmax(-1)
+    rows = np.arange(len(ids))
+    p, q = np.exp(before[rows, first]), np.exp(after[rows, second])
+    sure = np.where(first == second, 0, p - np.exp(before[rows, second]))
+    whole, pieces = list[tuple[int, str]](), list[tuple[int, str]]()
+    for at in (int(each) for each in np.argsort(-sure, kind="stable") if sure[each] > 0):
+        read = list(ids[max(0, at + 1 - SHOWN_TOKENS) : at + 1])
+        text = tokenizer.decode(read)
+        was, now = (tokenizer.decode([*read, int(each[at])])[len(text) :] for each in (first, second))
+        shown = text.lstrip("\ufffd").rpartition("\n")[2].strip()
+        said = f"… {shown} → {was.strip()} ({p[at]:.0%}), now {now.strip()} ({q[at]:.0%})"
+        if shown and was.strip() and now.strip() and "\ufffd" not in said and len(said) <= CHANGED_LENGTH:
+            (whole if was[0] == now[0] == " " else pieces).append((at, said))
+    found: dict[int, str] = {}
+    for at, said in (*whole, *pieces):
+        if len(found) < CHANGED_LIMIT and all(abs(at - each) >= SHOWN_TOKENS for each in found):
+            found[at] = said
+    return tuple(found.values())
 
 
 SLOW_LAYER_S = 1.0  # a layer that takes longer is timed alone: what comes once, before the first, is then little of it

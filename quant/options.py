@@ -40,10 +40,11 @@ class Options:
 
     bits, group_size: of affine groups along the last axis; None: 4 and 64, or the mode's. method: None: search, where
     the mode has it. recipe: a rule of quant/packing.py. target_bpw: bits per weight of the whole model, scales
-    included. calibration: a text, "shipped" or "none"; None: shipped, where the method looks at a text. dtype: of unpacked
-    tensors, scales and biases; None keeps each. embed_bits: of embedding and output head; 16 leaves them unpacked; None:
-    up to 8, as far as quant/packing.py finds them worth their bytes. verify: compare with the source at the end.
-    adapter: low-rank changes, merged before packing. unchecked: convert despite config doubts.
+    included. target_kl: nats a token that packing may cost, as measured tensor by tensor. calibration: a text, "shipped"
+    or "none"; None: shipped, where the method looks at a text. dtype: of unpacked tensors, scales and biases; None keeps
+    each. embed_bits: of embedding and output head; 16 leaves them unpacked; None: up to 8, as far as quant/packing.py
+    finds them worth their bytes. verify: compare with the source at the end. adapter: low-rank changes, merged before
+    packing. unchecked: convert despite config doubts.
     """
 
     bits: int | None = None
@@ -52,6 +53,7 @@ class Options:
     method: Method | None = None
     recipe: str | None = None
     target_bpw: float | None = None
+    target_kl: float | None = None
     calibration: Path | Shipped | NoText | None = None
     dtype: str | None = None
     embed_bits: int | None = None
@@ -64,8 +66,9 @@ class Options:
         for name in ("bits", "group_size", "embed_bits"):  # numbers of other libraries become Python's
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(value, name))
-        if self.target_bpw is not None:
-            object.__setattr__(self, "target_bpw", real(self.target_bpw, "target_bpw"))
+        for name in ("target_bpw", "target_kl"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, real(value, name))
         self._check_values()
         self._check_mode()
         self._check_together()
@@ -73,8 +76,17 @@ class Options:
     @property
     def as_stored(self) -> bool:
         """Whether no packing was asked for: a GGUF file's is then carried over."""
-        said = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
-        return self.mode == "affine" and not self.dequantize and all(each is None for each in said)
+        return self.mode == "affine" and not self.dequantize and all(each is None for each in self._packing)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the bits of each tensor are chosen by what they cost."""
+        return self.target_bpw is not None or self.target_kl is not None
+
+    @property
+    def _packing(self) -> tuple[object, ...]:
+        targets = (self.target_bpw, self.target_kl)
+        return (self.bits, self.group_size, self.method, self.recipe, *targets, self.embed_bits)
 
     @property
     def packed_bits(self) -> int:
@@ -118,6 +130,10 @@ class Options:
             )
         if self.target_bpw is not None and not 2 < self.target_bpw <= UNQUANTIZED:
             raise OptionError(f"{self.target_bpw:g} bits per weight is out of range", "Use more than 2 and at most 16.")
+        if self.target_kl is not None and not self.target_kl > 0:
+            raise OptionError(
+                f"a KL divergence of {self.target_kl:g} is out of range", "Use more than 0, such as 0.05."
+            )
 
     def _check_mode(self) -> None:
         if self.mode not in MICROSCALING:
@@ -132,18 +148,22 @@ class Options:
             raise OptionError(f"{self.method} does not pack {self.mode}", "Use method round, or mode affine.")
 
     def _check_together(self) -> None:
-        if self.recipe is not None and self.target_bpw is not None:
-            raise OptionError("a recipe and a target for bits per weight contradict each other", "Give one of them.")
-        if self.recipe or self.target_bpw:
-            planned = "a recipe" if self.recipe else "a target for bits per weight"
+        planners = {
+            "a recipe": self.recipe,
+            "a target for bits per weight": self.target_bpw,
+            "a target for the KL divergence": self.target_kl,
+        }
+        given = [name for name, value in planners.items() if value is not None]
+        if len(given) > 1:
+            raise OptionError(f"{given[0]} and {given[1]} contradict each other", "Give one of them.")
+        for planned in given:
             if self.mode != "affine":
                 raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use mode affine.")
             if self.how in CALIBRATED:
                 raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use method search.")
-        if self.target_bpw is not None and self.bits is not None:
-            raise OptionError("bits and a target for bits per weight contradict each other", "Give one of them.")
-        packing = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
-        if self.dequantize and (self.mode != "affine" or any(value is not None for value in packing)):
+        if self.measures and self.bits is not None:
+            raise OptionError(f"bits and {given[0]} contradict each other", "Give one of them.")
+        if self.dequantize and (self.mode != "affine" or any(value is not None for value in self._packing)):
             raise OptionError(
                 "--dequantize (dequantize=True) unpacks everything, so options about packing have no effect",
                 "Leave one of them.",

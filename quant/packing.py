@@ -275,8 +275,8 @@ def dequantized(arrays: Sequence[mx.array], packing: Packing) -> mx.array:
 def check_plain(method: str, options: Options) -> None:
     if options.mode != "affine":
         raise OptionError(f"{method} packs affine groups, not {options.mode}", "Use --method round, or --mode affine.")
-    if options.recipe is not None or options.target_bpw is not None:
-        planned = "a recipe" if options.recipe is not None else "a target for bits per weight"
+    if options.recipe is not None or options.measures:
+        planned = "a recipe" if options.recipe is not None else "a target"
         raise OptionError(f"{method} packs everything alike, and {planned} does not", OTHERWISE)
 
 

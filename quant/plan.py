@@ -441,9 +441,9 @@ def _stage_bytes(
         yield max(_tensor_bytes(tensor, each.source, options) for tensor in plan.tensors)
     if options.how in CALIBRATED_METHODS:
         yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)
-    if options.target_bpw is not None and sensitivity.fits(source, sensitivity.TOKENS):
+    if options.measures and sensitivity.fits(source, sensitivity.TOKENS):
         yield sensitivity.peak_bytes(source, sensitivity.TOKENS)
-    if options.target_bpw is not None or (options.how == "search" and options.text is not None):
+    if options.measures or (options.how == "search" and options.text is not None):
         yield _run_bytes(source, tensors, SEQUENCES, LENGTH, logits=False)
     if options.verify:
         yield _run_bytes(source, tensors, 1, CHECKED_TOKENS, logits=True)
@@ -497,7 +497,7 @@ def conversion_s(plan: Plan) -> float | None:
         "round": Round,
         "search": Search,
     }  # the others run the model
-    if plan.options.how not in quantizers or plan.options.target_bpw is not None:
+    if plan.options.how not in quantizers or plan.options.measures:
         return None
     packed = [tensor for tensor in plan.tensors if tensor.packing is not None and not tensor.kept]
     tensor = _sample(packed or plan.tensors)
@@ -619,13 +619,20 @@ Sized = TypeVar("Sized", Candidate, _Partial)
 def plan_budget(
     source: Source, options: Options, quantizer: Quantizer, ids: Sequence[int] | None, progress: StageProgress
 ) -> tuple[Choices, tuple[str, ...]]:
-    """Return packings of at most ``options.target_bpw`` bits per weight in all, and notes.
+    """Return packings within ``options.target_bpw``, or the smallest within ``target_kl``, and notes.
 
     Scales, biases and unpacked tensors count. ids: some hundred tokens of a text, or None.
-    Raises OptionError if even the smallest packing is too large, ConversionError for non-finite weights.
+    Raises OptionError for a target out of reach, ConversionError for non-finite weights.
     """
     trial = ErrorTrial(source, options, quantizer, ids or (), progress)
     basis = alpha_basis(source, trial.ids)
+    if options.target_kl is not None and basis != "measured":
+        why = (
+            "there is no text that its tokenizer reads"
+            if basis == "by kind"
+            else "it is too large to be run whole here"
+        )
+        raise OptionError(f"what packing costs this model can't be measured: {why}", "Use --target-bpw.")
     among, cost = _affordable(source, options, basis)
     errors = _errors(trial, among)
     alphas = find_alphas(basis, trial, errors)
@@ -638,9 +645,16 @@ def plan_budget(
         ]
         for path in among
     }
-    chosen = {path: each.packing for path, each in spend(candidates, _budget_bytes(options, cost)).items()}
+    most = options.target_kl
+    spent = spend(candidates, _budget_bytes(options, cost)) if most is None else spare(candidates, most)
+    chosen = {path: each.packing for path, each in spent.items()}
     groups = GROUP_SIZES if options.group_size is None else (options.group_size,)
-    return chosen, (NOTES[basis], *out_of_groups(source, chosen, groups))
+    expected = f"expected KL divergence: {_error(spent):.2g} nats a token" if basis == "measured" else ""
+    return chosen, tuple(filter(None, (NOTES[basis], expected, *out_of_groups(source, chosen, groups))))
+
+
+def _error(chosen: Chosen) -> float:
+    return math.fsum(each.error for each in chosen.values())
 
 
 def _rounded(error: float) -> float:
@@ -648,6 +662,9 @@ def _rounded(error: float) -> float:
 
 
 def _affordable(source: Source, options: Options, basis: AlphaBasis) -> tuple[Alternatives, Sizes]:
+    if options.target_bpw is None:
+        among = alternatives(source, options)
+        return among, sizes(source, options, among)
     for least_bits in (BITS[0],) if basis == "measured" else (CAUTIOUS_BITS, BITS[0]):
         among = alternatives(source, options, least_bits)
         cost = sizes(source, options, among)
@@ -725,6 +742,22 @@ def _packings(source: Source, options: Options, path: str, module: Any, least_bi
         own = source.packed[path].packing if path in source.packed else None
         if own is not None and options.group_size in (None, own.group_size):
             yield own
+
+
+def spare(candidates: Mapping[str, Sequence[Candidate]], most_error: float) -> Chosen:
+    """Return the fewest bytes, to a thousandth, of a total error within ``most_error``. Raises OptionError."""
+    low, high = smallest_bytes(candidates), sum(max(each.nbytes for each in among) for among in candidates.values())
+    best = spend(candidates, high)
+    if (least := _error(best)) > most_error:
+        raise OptionError(f"{most_error:g} nats a token can't be reached: the least is {least:.2g}", "Allow more.")
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        found = spend(candidates, middle)
+        if _error(found) <= most_error:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
 
 
 def spend(candidates: Mapping[str, Sequence[Candidate]], budget_bytes: int) -> Chosen:

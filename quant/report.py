@@ -185,6 +185,9 @@ TOLERATED = 4.0
 # Nats from which a model is poor whatever its bits: q2_K of the same table, at 0.445, has 1.56 times the perplexity.
 MOST_KL = 0.5
 
+# Nats of KL up to which a conversion is called good, and fair: between q5_0 and q4_0 of the table, and just before q3_K_S.
+GOOD_KL, FAIR_KL = 0.05, 0.2
+
 SURE = 2.0  # standard errors by which a figure must be beyond a limit: on a short text the mean itself is uncertain
 
 TOKENS = 512  # compared by default. Log-probabilities of 150,000 words then take 300 MB a model.
@@ -204,7 +207,7 @@ RECORD_LIMIT = 64 << 20  # bytes; a model of ten thousand tensors has a record o
 UNRECORDED = "nothing was recorded when it was made"
 UNCOMPARED = "it was not compared with its source when it was made"
 
-LAYERS_LIMIT = 10_000
+LAYERS_LIMIT, CHANGED_LIMIT, CHANGED_LENGTH = 10_000, 3, 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,15 +360,26 @@ class Outcome:
     """How close a converted model is to its source; None was not measured.
 
     relative_error: ‖W − Ŵ‖ ÷ ‖W‖ over packed weights; None for awq, which scales them. unable: why models were not
-    compared. layers: relative output errors, accumulated. remedy: flags of a less lossy conversion, or "".
+    compared. layers: relative output errors, accumulated. changed: sentences after which the likeliest word is another.
+    remedy: flags of a less lossy conversion, or "".
     """
 
     bits_per_weight: float
     relative_error: float | None = None
     quality: Quality | None = None
     layers: tuple[float | None, ...] = ()
+    changed: tuple[str, ...] = ()
     unable: str | None = None
     remedy: str = ""
+
+    @property
+    def grade(self) -> str:
+        """``good``, ``fair`` or ``poor`` by the KL divergence; "" is unknown."""
+        if self.quality is None or self.quality.kl is None:
+            return ""
+        if self.concerns or self.quality.kl > FAIR_KL:
+            return "poor"
+        return "good" if self.quality.kl <= GOOD_KL else "fair"
 
     @property
     def advice(self) -> str:
@@ -390,6 +404,8 @@ class Outcome:
             "kl": figures["kl"],
             "perplexity_ratio": figures["perplexity_ratio"],
             **figures,
+            "grade": self.grade,
+            "changed": list(self.changed),
             "layers": [_rounded(layer) for layer in self.layers],
             "unable": self.unable,
             "concerns": list(self.concerns),
@@ -427,7 +443,7 @@ def in_vain(plan: "Plan") -> str:
     if not any(tensor.packing for tensor in plan.tensors) or (plan.carried and plan.options.as_stored):
         return ""
     # What a calibrated method packs looks taken over too, and a budget's choices are made later.
-    known = plan.options.how not in CALIBRATED and plan.options.target_bpw is None
+    known = plan.options.how not in CALIBRATED and not plan.options.measures
     if known and all(each.kept or (each.packing is None and each.dtype == each.source_dtype) for each in plan.tensors):
         return "the source is packed like this already: the result is a copy of it"
     if plan.weight_bytes <= plan.source_bytes:
@@ -516,6 +532,11 @@ def _outcome(found: Any) -> Outcome | str:
         return UNCOMPARED
     figures = {field.name: _figure(recorded[field.name]) for field in fields(Quality)}
     layers, error = recorded["layers"], _figure(recorded["relative_error"])
+    changed = recorded.get("changed", [])  # versions before 0.3 wrote none
+    if not isinstance(changed, list) or len(changed) > CHANGED_LIMIT:
+        raise ValueError
+    if not all(isinstance(each, str) and len(each) <= CHANGED_LENGTH for each in changed):
+        raise ValueError
     if not isinstance(layers, list) or len(layers) > LAYERS_LIMIT:
         raise ValueError
     if bits is None or bits <= 0 or (error is not None and error < 0):
@@ -528,7 +549,7 @@ def _outcome(found: Any) -> Outcome | str:
     options = found.get("options", {})
     flags = (options.get(name) for name in ("bits", "group_size", "embed_bits"))
     known = (each if type(each) is int else None for each in flags)
-    return Outcome(bits, error, quality, tuple(map(_figure, layers)), remedy=remedy(*known))
+    return Outcome(bits, error, quality, tuple(map(_figure, layers)), tuple(changed), remedy=remedy(*known))
 
 
 def _figure(value: Any) -> float | None:

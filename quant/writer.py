@@ -248,6 +248,9 @@ def _quality(result: Outcome | None) -> Iterator[str]:
     yield "| measure | value |"
     yield "| --- | ---: |"
     yield from (f"| {name} | {value} |" for name, value in _measures(result))
+    if result.changed:
+        yield from ("", "Where its next word is another than the source's:", "")
+        yield from (f"- {_literal(each)}" for each in result.changed)
     yield ""
     if result.quality is None:
         yield "No text was compared."
@@ -255,9 +258,16 @@ def _quality(result: Outcome | None) -> Iterator[str]:
         yield f"Both models' next-token distributions were compared at {result.quality.positions:,} positions of a text."
 
 
+def _literal(text: str) -> str:
+    """Return a text of the vocabulary as an inline code span of Markdown, which nothing in it ends."""
+    plain = "".join(each if each.isprintable() else "·" for each in text)
+    return f"`` {plain.replace('``', '·')} ``"
+
+
 def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
     yield "relative error of the packed weights", with_error(result.relative_error)
     if (found := result.quality) is not None:
+        yield "verdict", result.grade or "unknown"
         yield "KL divergence, nats a token", with_error(found.kl, found.kl_se)
         yield "same most likely token", "unknown" if found.top1 is None else f"{100 * found.top1:.1f} %"
         yield "perplexity", with_error(found.perplexity, found.perplexity_se)
@@ -285,6 +295,7 @@ def _flags(options: Options) -> Iterator[str]:
         "--method": options.method,
         "--recipe": options.recipe,
         "--target-bpw": None if options.target_bpw is None else f"{options.target_bpw:g}",
+        "--target-kl": None if options.target_kl is None else f"{options.target_kl:g}",
         "--embed-bits": options.embed_bits,
         "--dtype": options.dtype,
     }

@@ -246,6 +246,8 @@ class QualityLine:
     unable: str | None
     concerns: tuple[str, ...]
     advice: str = ""
+    grade: str = ""
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def _titled(chat: ChatController, stored: StoredChat) -> str:
-    """Return what a notice calls a chat."""
     title = excerpt(stored.title or stored.draft) or "untitled"
     return f"{title} ({stored.id})" if chat.lines else title
 

@@ -259,7 +259,6 @@ def listed_settings(form: Form, texts: Mapping[str, str]) -> str:
 
 
 def _setting_line(field: Field, texts: Mapping[str, str], form: Form) -> str:
-    """Return a setting, its note, and its default where it differs from that."""
     text, usual = texts[field.name], form.defaults[field.name]
     differs = "" if text == usual else f"; default {usual or NOT_SET}"
     return f"{field.name}: {sanitise_line(text) or NOT_SET} ({field.note}{differs})"

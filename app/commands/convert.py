@@ -20,7 +20,7 @@ from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, NO_
 
 from ..backend.keep_awake import awake
 from ..parser import Parser
-from ..reports.verdict import closeness
+from ..reports.verdict import changed_text, closeness
 from ..text.sanitise import sanitise_line
 from ..text.terminal import Progress, json_line, note, table
 from ..text.units import UNKNOWN, count, rate, seconds, short, size
@@ -95,6 +95,9 @@ def _add_packing(made: Parser) -> None:
     group.add_argument("--recipe", metavar="NAME", help="mixed-precision recipe of mlx-lm, such as mixed_4_6")
     group.add_argument(
         "--target-bpw", type=float, metavar="X", help="average bits per weight, spent where they help most"
+    )
+    group.add_argument(
+        "--target-kl", type=float, metavar="X", help="fewest bits that lose at most X nats a token, such as 0.05"
     )
     group.add_argument(
         "--embed-bits",
@@ -242,7 +245,8 @@ def plan_text(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -
     head = ["part", "packing", "tensors", "weights", "size"]
     whole = ["all", "", count(len(plan.tensors)), short(plan.parameters), size(plan.weight_bytes)]
     bpw = plan.options.target_bpw
-    bits = f"{plan.bits_per_weight:.2f} bits per weight" if bpw is None else f"at most {bpw:.2f} bits per weight"
+    upper = plan.bits_per_weight if bpw is None else bpw
+    bits = f"{'at most ' if plan.options.measures else ''}{upper:.2f} bits per weight"
     needed, free = sizes(disk.needed, disk.free)
     most = size(plan.weight_bytes + plan.needed_bytes - plan.output_bytes)
     figures = [
@@ -266,7 +270,7 @@ def _time(plan: "Plan", estimate: Estimate) -> str:
             about = "" if estimate.checking_s is None else f"about {seconds(estimate.checking_s)} for "
             said += f", plus {about}a quality check"
         return said
-    if options.target_bpw is not None:
+    if options.measures:
         return f"{UNKNOWN}: how sensitive each tensor is has to be measured"
     return f"{UNKNOWN}: {options.how} runs the model over a text"
 
@@ -323,7 +327,7 @@ def expected_speeds(before: Path, after: Path) -> Speeds:
 def summary(report: "Conversion", speeds: Speeds) -> str:
     found, compared = report.quality, "not compared with the source"
     if found is not None:
-        compared = closeness(found.quality, found.relative_error)
+        compared = closeness(found.quality, found.relative_error, found.grade)
         if found.unable is not None:
             compared += f"; no text was compared: {sanitise_line(found.unable)}"
     rows = [
@@ -337,8 +341,9 @@ def summary(report: "Conversion", speeds: Speeds) -> str:
     ]
     path = str(report.path)
     after = f"next: tokamac chat {shlex.quote(path)}"
+    changed = [] if found is None else changed_text(found.changed)
     worse = "" if found is None else found.advice
-    return "\n".join([sanitise_line(path), table(rows), sanitise_line(after), *([worse] if worse else [])])
+    return "\n".join([sanitise_line(path), table(rows), *changed, sanitise_line(after), *([worse] if worse else [])])
 
 
 def speeds_text(speeds: Speeds, where: str) -> str:

@@ -35,7 +35,7 @@ from ..options import (
     widths,
 )
 from ..parser import Parser
-from ..reports.verdict import closeness
+from ..reports.verdict import changed_text, closeness
 from ..reports.what_if import ROOMY, at_once_json, at_once_text, gains_json, gains_text, worth_json, worth_text
 from ..text.sanitise import sanitise_line
 from ..text.terminal import is_terminal, json_line, note, picked, table
@@ -497,26 +497,28 @@ KNOWN = {
 }
 
 
-def report(found: "Inspection", recorded: str | None = None) -> str:
-    """Format a model and one case. recorded: its quality; None omits that."""
+def report(found: "Inspection", recorded: "Sequence[str] | None" = None) -> str:
+    """Format a model and one case. recorded: its quality, and lines on what changed; None omits that."""
     parts = [[part.part, short(part.parameters), size(part.bytes), bits(part.bits_per_weight)] for part in found.parts]
     whole = ["all", short(found.parameters), size(found.weight_bytes), bits(found.bits_per_weight)]
     counted = table([["part", "weights", "bytes", "bits"], *parts, whole], right=(1, 2, 3))
-    figures = [*_figures(found), *([] if recorded is None else [["quality", recorded]])]
-    return "\n\n".join([_title(found), counted, table(figures)])
+    said, *changed = recorded or [""]
+    figures = [*_figures(found), *([["quality", said]] if said else [])]
+    return "\n\n".join([_title(found), counted, "\n".join([table(figures), *changed])])
 
 
-def quality(folder: "Path | None") -> str | None:
-    """Describe a converted model's quality, or why it is unknown; None for no folder."""
+def quality(folder: "Path | None") -> list[str] | None:
+    """Describe a converted model's quality and where its words changed, or why it is unknown; None for no folder."""
     from tokamac.quant.report import read_recorded
 
     if folder is None:
         return None
     found = read_recorded(folder)
     if isinstance(found, str):
-        return f"{UNKNOWN}: {found}"
-    said = [closeness(found.quality, found.relative_error), *([found.advice] if found.advice else found.concerns)]
-    return sanitise_line(". ".join(said))
+        return [f"{UNKNOWN}: {found}"]
+    advice = [found.advice] if found.advice else found.concerns
+    said = [closeness(found.quality, found.relative_error, found.grade), *advice]
+    return [sanitise_line(". ".join(said)), *changed_text(found.changed)]
 
 
 def kv_report(planned: "KVTable", context: int) -> str:

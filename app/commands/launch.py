@@ -155,7 +155,6 @@ def _foreign(at: Endpoint) -> TokamacError:
 
 @contextmanager
 def _server(options: argparse.Namespace) -> Iterator[Endpoint]:
-    """Find the server on the port, or run one until the block ends."""
     at = Endpoint(f"http://{HOST}:{options.port}", "")
     try:
         health = ask(at, "/health")
@@ -274,7 +273,6 @@ def _run_child(command: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def _tell_cost(agent: Agent, at: Endpoint) -> None:
-    """Say what the first prompt of this start cost, and the second."""
     try:
         listed = ask(at, "/v1/requests")["data"]
     except (OSError, TokamacError):

@@ -393,7 +393,6 @@ def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place:
 
 
 def _from_others(each: "Suggestion") -> int:
-    """Return bytes other programs must give up for a model that fits."""
     memory = each.outcome.memory
     return memory.from_others if memory is not None and each.verdict == "tight" else 0
 

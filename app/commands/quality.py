@@ -179,7 +179,6 @@ def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bo
 
 
 def _layers(layers: Sequence[float | None]) -> str:
-    """Format each layer's output error, several per row, rows labelled by their first layer."""
     if not layers:
         return "The models' layers don't correspond, so they are not compared one by one."
     cells = [UNKNOWN if error is None else f"{error:.2g}" for error in layers]

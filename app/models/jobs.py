@@ -29,7 +29,7 @@ from ..backend.processes import (
     pull_arguments,
     remove_arguments,
 )
-from ..reports.verdict import closeness
+from ..reports.verdict import changed_text, closeness
 from ..text.sanitise import sanitise_line
 from ..text.terminal import table
 from ..text.units import UNKNOWN, count, rate, seconds, short, size
@@ -504,13 +504,14 @@ def _part(line: PartLine) -> list[str]:
 def _quality(found: QualityLine | None) -> list[str]:
     if found is None:
         return ["Not compared with the source."]
-    said = [f"Quality: {closeness(found, found.relative_error)}."]
+    said = [f"Quality: {closeness(found, found.relative_error, found.grade)}."]
     if found.unable is not None:
         said.append(f"No text was compared: {sanitise_line(found.unable)}")
     return [
         *said,
         *(f"Warning: {sanitise_line(each)}" for each in found.concerns),
         *filter(None, [sanitise_line(found.advice)]),
+        *changed_text(found.changed),
     ]
 
 

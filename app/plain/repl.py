@@ -190,7 +190,6 @@ class Repl(PlainView):
             self.send(text)
 
     def _take_back(self) -> None:
-        """Put what was not sent before the next line."""
         returned, self._returned = self._returned, Draft()
         if returned.whole:
             self.chat.composer.give_back(returned)

@@ -28,6 +28,7 @@ from tokamac.engine.perf.diagnosis import (
 from tokamac.engine.perf.memory import giving_way
 
 from ..text import units
+from ..text.sanitise import sanitise_line
 from ..text.units import UNKNOWN, count, milliseconds, percent, rate, seconds, wait
 
 PLACE = re.compile(r"\{(\w+)\}")  # another term's key in a formula
@@ -493,9 +494,9 @@ def poor_quality(folder: Path) -> str:
     return "" if isinstance(recorded, str) else recorded.advice
 
 
-def closeness(found: ModelComparison | None, relative_error: float | None) -> str:
+def closeness(found: ModelComparison | None, relative_error: float | None, grade: str) -> str:
     """Describe top-1 agreement, perplexity, KL divergence and weight error."""
-    said = []
+    said = [grade] if grade else []
     if found is not None and found.top1 is not None:
         positions = f"{100 * found.top1:.1f} % of {count(found.positions)} positions"
         said.append(f"picks the same next token as the original in {positions}")
@@ -509,3 +510,8 @@ def closeness(found: ModelComparison | None, relative_error: float | None) -> st
     if relative_error is not None:
         said.append(f"relative error of the weights {100 * relative_error:.2g} %")
     return "; ".join(said) or UNKNOWN
+
+
+def changed_text(changed: Sequence[str]) -> list[str]:
+    """Return lines on where a conversion's next word is another than its source's; none where no such place is known."""
+    return ["where the next word changed:", *(f"  {sanitise_line(each)}" for each in changed)] if changed else []

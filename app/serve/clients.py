@@ -148,7 +148,6 @@ def pi_extension(at: Endpoint) -> str:
 
 
 def _leaves(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested values by dotted keys."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{before}{name}.")

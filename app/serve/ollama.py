@@ -129,7 +129,6 @@ class OllamaExchange(Exchange):
         return given
 
     def _read(self, given: Fields, model: ServedModel, prompt: Prompt, *, continues: bool = False) -> ServedRequest:
-        """Return the request, of all but its prompt."""
         info, stream = model.info, given.flag("stream", True)
         tools = tuple(each.spec for each in read_tools(given, info, nested=True).values())
         if tools and not info.takes_tools:

@@ -86,7 +86,6 @@ class ChoicesExchange(OpenAIExchange):
         return given
 
     def _content(self, reply: ServedReply) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return a whole choice's own field, and its logprobs."""
         raise NotImplementedError
 
     def whole(self, replies: Sequence[ServedReply]) -> dict[str, Any]:

@@ -302,7 +302,6 @@ def _status(reply: ServedReply) -> str:
 
 
 def _input(given: Fields, kept: KeptResponses) -> tuple[list[Any], int]:
-    """Return the items of the conversation, and the length of their JSON."""
     if (value := given.raw("input")) is None:
         raise given.missing("input")
     items = [{"role": "user", "content": value}] if isinstance(value, str) else list(given.items("input") or [])

@@ -398,7 +398,6 @@ class _Application:
 
 
 def _check_room(headers: Sequence[tuple[bytes, bytes]], *, crowded: bool) -> None:
-    """Raise RequestError for long headers, and on a connection too many."""
     if sum(len(name) + len(value) for name, value in headers) > LONGEST_HEADERS:
         raise RequestError(
             f"the headers have more than {LONGEST_HEADERS:,} bytes", "Send less.", status=431, code="headers_too_large"

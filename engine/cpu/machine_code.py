@@ -136,7 +136,6 @@ def _folders() -> tuple[Path, Path]:
 
 
 def _folder() -> Path | None:
-    """Return the first folder that can be written."""
     for folder in _folders():
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

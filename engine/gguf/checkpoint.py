@@ -297,7 +297,6 @@ def _root() -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Remove folders of files that are gone, and the oldest of too many."""
     folders = [table.parent for table in root.glob("*/" + TABLE)]
     gone = [folder for folder in folders if not all(part.exists() for part in folder.glob("*.gguf"))]
     gone += [place for place in root.glob(f"{NEW}*") if place.stat().st_mtime < time.time() - OLD_S]

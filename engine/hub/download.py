@@ -413,7 +413,6 @@ def _has_weights(siblings: "Iterable[RepoSibling]") -> bool:
 
 
 def _gguf_of(repo: Repo, siblings: "Sequence[RepoSibling]") -> tuple[str, ...]:
-    """Return the files of the GGUF model that is meant."""
     found = variants({item.rfilename: item.size or 0 for item in siblings})
     if not found or (repo.variant is None and _has_weights(siblings)):
         if repo.variant is not None:

@@ -545,7 +545,6 @@ class OpenCall(ValueReader):
         return True
 
     def _called(self, name: str) -> Steps[None]:
-        """Read the arguments of a known tool whose name stands where an object belongs."""
         if name not in self._tools:
             raise UnreadableCallError("it does not begin like a call")
         self._call_of(name)
@@ -573,7 +572,6 @@ class OpenCall(ValueReader):
             yield from self._arguments()
 
     def _follow(self) -> Steps[None]:
-        """See that nothing but another call, or the end, follows."""
         if not (self._dialect.ends or self._named or self._is_alone):
             return
         begin = self.at
@@ -638,7 +636,6 @@ class OpenCall(ValueReader):
         yield from self.value(self._put)
 
     def _named_object(self) -> Steps[None]:
-        """Read an object that names a function and has its arguments."""
         self.at += 1
         kept: list[str] = []
         yield from self.items(_drop, "}", partial(self._field, kept))
@@ -751,7 +748,6 @@ class OpenCall(ValueReader):
             yield
 
     def _is_closed(self, tags: Tags, place: int) -> Steps[bool]:
-        """Return whether what follows a closing tag may follow it."""
         while True:
             found = tags.follow.match(self.text, place, partial=True)
             if found is None or not found.partial:

@@ -705,7 +705,6 @@ class Tokenizer:
         return self._shows(LATER_SYSTEM)
 
     def _shows(self, messages: Sequence[Message]) -> bool:
-        """Return whether the template writes all of it, in order."""
         with suppress(TemplateError):
             written = self._probe()._render(messages, reply=True, seconds=SECONDS)
             places = [written.find(message.content) for message in messages]
@@ -713,7 +712,6 @@ class Tokenizer:
         return False
 
     def _probe(self, tools: tuple[ToolSpec, ...] = ()) -> "Tokenizer":
-        """Return a copy that renders just what it is given."""
         tried = copy.copy(self)
         tried._probing, tried._arguments, tried._tools = True, TemplateArguments(), tools
         return tried

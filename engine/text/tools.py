@@ -46,7 +46,6 @@ def settled(messages: Sequence[Message], support: "ToolSupport") -> list[Message
 
 
 def _join(out: list[Message], message: Message) -> None:
-    """Add a message, to the last one if that is of the same role."""
     last = out[-1] if out else None
     if last is None or last.role != message.role or message.role == "tool" or last.tool_calls or message.tool_calls:
         out.append(message)
@@ -68,7 +67,6 @@ def plainer(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _alternating(messages: Sequence[Message]) -> list[Message]:
-    """Return turns of user and assistant in turn, after at most one system message."""
     out: list[Message] = []
     for message in messages:
         is_later = message.role == "system" and bool(out)

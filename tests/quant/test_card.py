@@ -156,17 +156,20 @@ def test_a_text_of_the_users_is_known_by_its_hash(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_is_read_back(plan: Plan, tmp_path: Path) -> None:
-    for result in (Outcome(5.0, 0.1, GOOD, (0.25, None)), Outcome(5.0, 0.1), Outcome(5.0, None, BAD)):
+    changed = ("… the sky is → blue (62%), now ``\x1b[2Jgrey (40%)",)
+    for result in (Outcome(5.0, 0.1, GOOD, (0.25, None), changed), Outcome(5.0, 0.1), Outcome(5.0, None, BAD)):
         (tmp_path / RECORD).write_bytes(record(plan, {}, result, MADE))
         found = read_recorded(tmp_path)
         assert isinstance(found, Outcome)
-        assert (found.quality, found.relative_error, found.layers) == (
-            result.quality,
-            result.relative_error,
-            result.layers,
-        )
+        assert replace(found, remedy="") == replace(result, bits_per_weight=found.bits_per_weight)
+        assert found.grade == {GOOD: "good", None: "", BAD: "poor"}[result.quality]
         assert len(found.concerns) == len(result.concerns)
         assert ("--group-size 32 --embed-bits 8" in found.advice) == (result.quality is BAD)
+        assert changed[0] not in card(plan, result, MADE).decode()
+    assert (
+        "`` … the sky is → blue (62%), now ··[2Jgrey (40%) ``"
+        in card(plan, Outcome(5.0, changed=changed), MADE).decode()
+    )
     (tmp_path / RECORD).write_bytes(record(plan, {}, None, MADE))
     assert read_recorded(tmp_path) == UNCOMPARED
 
@@ -207,6 +210,9 @@ def test_a_record_that_is_none_is_not_believed(plan: Plan, tmp_path: Path, chang
         {"layers": [{}]},
         {"layers": None},
         {"layers": [0] * 10_001},
+        {"changed": ["x"] * 4},
+        {"changed": ["x" * 601]},
+        {"changed": [1]},
     ],
 )
 def test_a_figure_that_is_none_is_not_believed(plan: Plan, tmp_path: Path, change: dict[str, Any]) -> None:

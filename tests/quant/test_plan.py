@@ -355,7 +355,21 @@ def test_a_target_of_the_same_size_beats_packing_everything_alike(tmp_path, quan
     other_text = IDS[::-1]
     ours, theirs = (divergence(source, each, quantizer, other_text) for each in (chosen, uniform))
     assert ours < 0.5 * theirs
-    assert notes == (plan.NOTES["measured"],)
+    assert notes[0] == plan.NOTES["measured"]
+    assert "expected KL divergence: " in notes[1]
+
+
+def test_a_target_for_the_divergence_takes_the_fewest_bits_that_keep_it(tmp_path):
+    source, before = uneven(tmp_path), (0.0, math.inf)
+    for target in (0.3, 0.05, 0.005):
+        chosen, notes = plan_budget(source, Options(target_kl=target), Search(), IDS, quiet)
+        assert 0.9 * target <= float(notes[1].split()[3]) <= target
+        found = (bits_per_weight(source, chosen), divergence(source, chosen, Search(), IDS[::-1]))
+        assert before[0] < found[0]
+        assert found[1] < min(before[1], 2 * target)  # errors of tensors add up, nearly
+        before = found
+    with pytest.raises(OptionError, match=r"can't be measured: there is no text"):
+        plan_budget(source, Options(target_kl=0.05), Search(), None, quiet)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "mixtral", "gemma3"])
@@ -398,7 +412,7 @@ def test_a_group_size_that_was_asked_for_holds(tmp_path):
     source = open_source(make_source(tmp_path, "llama", intermediate_size=160))
     chosen, notes = plan_budget(source, Options(target_bpw=6.0, group_size=128), Round(), IDS, quiet)
     assert {packing.group_size for packing in chosen.values() if packing} == {128}
-    assert "rows of 160 weights" in notes[1]
+    assert "rows of 160 weights" in notes[2]
 
 
 @pytest.fixture

@@ -167,7 +167,6 @@ def _replies(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampl
 
 
 def _token_times(end: Finished) -> list[float]:
-    """Return token times in seconds from the common request."""
     if end.passes is None or end.metrics.ttft_s is None:
         return []
     gaps_ms = end.passes.unpacked().ms[1:]

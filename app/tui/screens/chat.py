@@ -226,8 +226,6 @@ class ChatScreen(Screen[None]):
         status.unsaved = lambda: chat.recording is not None and chat.recording.unsaved
 
     def _purge_later(self, store: Store) -> None:
-        """Remove what was deleted long ago, once the chat is idle."""
-
         def look() -> None:
             if recording.is_time(self.chat.session):
                 timer.stop()
@@ -510,14 +508,12 @@ class ChatScreen(Screen[None]):
             self.query_one(Gauges).show(shown, every=self.chat.preferences.settings.all_figures)
 
     def _rekey(self) -> None:
-        """Hear and name the keys that hold now."""
         self._keymap = known = self.chat.session.keymap
         self.app.set_keymap(known.changed)
         self.query_one(StatusLine).rekey(known.actions)
         self.query_one(Transcript).rekey(known)
 
     def _head(self) -> None:
-        """Show the title, but for what the first prompt in view says already."""
         recorded = self.chat.recording
         self.app.sub_title = title = recorded.title if recorded is not None else ""
         turns = self.chat.session.turns if title and self.query_one(Transcript).scroll_y < 1 else []

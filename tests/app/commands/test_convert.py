@@ -59,8 +59,9 @@ def lines(text: str) -> list[Any]:
 
 def test_every_flag_of_the_contract_is_an_option_of_a_conversion() -> None:
     assert asked() == {
-        "bits": None, "group_size": None, "mode": "affine", "method": None, "recipe": None, "target_bpw": None, "calibration": None,
-        "dtype": None, "embed_bits": None, "dequantize": False, "verify": True, "adapter": None, "unchecked": False,
+        "bits": None, "group_size": None, "mode": "affine", "method": None, "recipe": None, "target_bpw": None, "target_kl": None,
+        "calibration": None, "dtype": None, "embed_bits": None, "dequantize": False, "verify": True, "adapter": None,
+        "unchecked": False,
     }  # fmt: skip
     found = asked(
         "--bits",
@@ -286,13 +287,13 @@ def test_a_plan_names_the_whole_path_and_the_time_of_the_quality_check(
 
 
 def test_quality_in_a_sentence() -> None:
-    assert closeness(GOOD, 0.081) == (
-        "picks the same next token as the original in 95.0 % of 255 positions; perplexity is 1.1 % higher; "
+    assert closeness(GOOD, 0.081, "good") == (
+        "good; picks the same next token as the original in 95.0 % of 255 positions; perplexity is 1.1 % higher; "
         "KL divergence 0.02 ± 0.001 nats a token; relative error of the weights 8.1 %"
     )
     same = Quality(0.0, None, None, None, None, None, None, 1.0, None, 2)
-    assert closeness(same, None) == "perplexity is the same; KL divergence 0 nats a token"
-    assert closeness(None, None) == "unknown"
+    assert closeness(same, None, "good") == "good; perplexity is the same; KL divergence 0 nats a token"
+    assert closeness(None, None, "") == "unknown"
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
