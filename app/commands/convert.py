@@ -19,12 +19,14 @@ from tokamac.engine.perf.memory import check_address_space
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, NO_TEXT, SHIPPED, UNQUANTIZED, Options
 
 from ..backend.keep_awake import awake
+from ..options import positive
 from ..parser import Parser
 from ..reports.verdict import changed_text, closeness
 from ..text.sanitise import sanitise_line
 from ..text.terminal import Progress, json_line, note, table
 from ..text.units import UNKNOWN, count, rate, seconds, short, size
 from . import loading
+from .inspect import add_place_flags, place_of
 
 if TYPE_CHECKING:
     from tokamac.quant import Conversion, Plan, TensorDone
@@ -70,6 +72,7 @@ def parser() -> Parser:
     )
     _add_packing(made)
     _add_finding(made)
+    add_place_flags(made)
     made.add_argument(
         "--adapter", metavar="DIR|ID", help="LoRA or DoRA adapter of mlx-lm or PEFT to merge into the weights first"
     )
@@ -93,11 +96,18 @@ def _add_packing(made: Parser) -> None:
         "--mode", choices=MODES, default="affine", help="affine, or a microscaling format (default: affine)"
     )
     group.add_argument("--recipe", metavar="NAME", help="mixed-precision recipe of mlx-lm, such as mixed_4_6")
-    group.add_argument(
+    target = group.add_mutually_exclusive_group()
+    target.add_argument(
         "--target-bpw", type=float, metavar="X", help="average bits per weight, spent where they help most"
     )
-    group.add_argument(
+    target.add_argument(
         "--target-kl", type=float, metavar="X", help="fewest bits that lose at most X nats a token, such as 0.05"
+    )
+    target.add_argument(
+        "--fit",
+        type=positive,
+        metavar="N",
+        help="the most bits that leave room for a context of N tokens, here or on --chip, and a tenth of the memory",
     )
     group.add_argument(
         "--embed-bits",
@@ -131,13 +141,25 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if not options.source.strip() or "" in (options.output, options.into):
         parser.error("SOURCE, -o and --into must not be empty")
     multiply_in_float32()  # sensitivities and divergences as small as 1e-5 are compared
+    if options.fit is None and (options.chip or options.gpu_cores or options.memory):
+        parser.error("--chip, --gpu-cores and --memory have no effect without --fit")
     request = requested(parser, options)
     check_address_space()  # before the libraries that end the process where there is none
-    target = _target(options, request)
     progress = ConversionProgress(json=options.json)
-    if options.dry_run:
-        return _plan(loading.on_disk(options.source), target, options, request, progress)
-    return _convert(progress.fetch(options.source), target, options, request, progress)
+    folder = loading.on_disk(options.source) if options.dry_run else progress.fetch(options.source)
+    if options.fit is not None:
+        request["target_bpw"] = _fitting(parser, options, folder)
+    act = _plan if options.dry_run else _convert
+    return act(folder, _target(options, request), options, request, progress)
+
+
+def _fitting(parser: Parser, options: argparse.Namespace, folder: Path) -> float:
+    from tokamac.engine.model.config import read_config
+    from tokamac.engine.perf.what_if import bits_that_fit, here
+
+    found = bits_that_fit(read_config(folder), options.fit, place_of(parser, options) or here())
+    note(f"note: {found:g} bits per weight leave room for {options.fit:,} tokens")
+    return found
 
 
 def _target(options: argparse.Namespace, request: dict[str, Any]) -> Path:
@@ -155,8 +177,9 @@ def requested(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
     request = {field.name: getattr(options, field.name) for field in fields(Options)}
     if (text := request["calibration"]) is not None:
         request["calibration"] = SHIPPED if text is True else text if text == NO_TEXT else expanded(text)
+    checked = request if options.fit is None else {**request, "target_bpw": UNQUANTIZED}
     try:
-        Options(**request)
+        Options(**checked)
     except OptionError as error:
         parser.error(error.one_line().rstrip("."))
     return request

@@ -1,6 +1,7 @@
 """A machine, this or a named one, and what if: any model at other precisions, caches and contexts on it."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, takewhile
@@ -217,6 +218,10 @@ UNBOUNDED_CONTEXT = 131_072  # how far contexts go where a config does not say w
 
 MARGIN = 0.9  # share of the budget that leaves room for the system, a longer context and other programs
 
+MOST_FITTING = (
+    8.6  # bits per weight of 8 bits in groups of 64, and what is not packed: more is hardly nearer to the source
+)
+
 Verdict = Literal["runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit"]
 # Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow:
 # slower than twice reading.
@@ -355,6 +360,25 @@ def outcome(
 ) -> WhatIfOutcome:
     """Return the outcome for a normalised config; impossible flags become its reason."""
     return outcome_of(weigh(config, place.device, packing=case.packing(own)), case, place)
+
+
+def bits_that_fit(config: Mapping[str, Any], context: int, place: Machine) -> float:
+    """Return the bits per weight that leave room for ``context`` tokens and a tenth of the memory, 8.6 at most.
+
+    Raises OptionError where 2 bits don't fit, or nothing is known.
+    """
+    found = outcome(config, WhatIfCase(4, context=context, prompt=context), place)
+    fit, bits = found.memory, found.bits_per_weight
+    if fit is None or fit.budget is None or bits is None:
+        raise OptionError(f"how many bits fit is unknown: {found.reason or KV_UNKNOWN}", "Use --target-bpw.")
+    room = MARGIN * fit.budget - (fit.total - fit.weights)
+    if (most := math.floor(100 * bits * room / fit.weights) / 100) <= BITS[-1]:
+        used, budget = files.sizes(fit.total - fit.weights, fit.budget)
+        raise OptionError(
+            f"no weights fit beside {context:,} tokens, which take {used} of {budget}",
+            "Use a shorter context, or a smaller model.",
+        )
+    return min(most, MOST_FITTING)
 
 
 def curve(

@@ -296,6 +296,20 @@ def test_quality_in_a_sentence() -> None:
     assert closeness(None, None, "") == "unknown"
 
 
+def test_fit_finds_a_target_for_this_machine_or_another(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    asked = ("convert", tiny, "-o", tmp_path / "out", "--dry-run")
+    fits = tokamac(*asked, "--fit", "256", "--chip", "M1", "--memory", "8")
+    assert fits.err.startswith("note: 8.6 bits per weight leave room for 256 tokens\n")
+    assert "at most 8.60 bits per weight" in fits.out
+    assert tokamac(*asked, "--fit", "256", "--memory", "0.0001").status == 1
+    for flags, said in (
+        (("--bits", "4"), "bits and a target"),
+        (("--target-kl", "1"), "not allowed with argument --fit"),
+    ):
+        assert said in tokamac(*asked, "--fit", "256", *clash).err
+    assert "no effect without --fit" in tokamac(*asked, "--chip", "M1").err
+
+
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_an_interruption_says_that_the_same_command_goes_on(
     start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path, flags: tuple[str, ...]

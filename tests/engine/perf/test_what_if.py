@@ -35,6 +35,7 @@ from tokamac.engine.perf.what_if import (
     WeighedModel,
     WhatIfCase,
     WhatIfOutcome,
+    bits_that_fit,
     contexts_up_to,
     curve,
     elsewhere,
@@ -88,6 +89,20 @@ def test_an_outcome_by_hand() -> None:
     assert found.memory is not None
     assert found.memory.total >= weights + kv
     assert found.reason is None
+
+
+@pytest.mark.parametrize("context", [1, 8192, 16_384])
+def test_the_bits_that_fit_fill_what_the_context_leaves_of_nine_tenths(context: int) -> None:
+    place = elsewhere("Apple M1", memory_gb=8)
+    bits = bits_that_fit(LLAMA, context, place)
+    four = outcome(LLAMA, WhatIfCase(4, context=context, prompt=context), place)
+    assert four.memory is not None
+    assert four.memory.budget is not None
+    assert four.bits_per_weight is not None
+    filled = four.memory.total + four.memory.weights * (bits / four.bits_per_weight - 1)
+    assert bits == 8.6 or 0.898 < filled / four.memory.budget <= 0.9
+    with pytest.raises(OptionError, match=r"no weights fit beside 600,000 tokens, which take [\d.]+ GB of 5\.73 GB"):
+        bits_that_fit(LLAMA, 600_000, place)
 
 
 def test_bits_none_is_the_models_own_packing() -> None:
