@@ -48,13 +48,24 @@ def parser() -> Parser:
         "doctor",
         "Check this installation and machine: versions, chip, memory, folders, terminal, settings, and a few steps of the "
         "embedded model. The output has no private paths: paste it into a bug report.",
-        "  tokamac doctor\n  tokamac doctor --json > report.json",
+        "  tokamac doctor\n  tokamac doctor --json > report.json\n  tokamac doctor --answers -m qwen3:4b",
     )
     made.add_argument("--json", action="store_true", help="findings as JSON lines, the last one the result")
+    kept = (
+        "instead: whether a model still answers your last prompts as it did when this was first run; renew: from now on"
+    )
+    made.add_argument("--answers", nargs="?", const="compare", choices=("compare", "renew"), help=kept)
+    made.add_argument("-m", "--model", metavar="MODEL", help="with --answers: another model than the settings' one")
     return made
 
 
-def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # every command's form
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    if options.answers is not None:
+        from . import answers
+
+        return answers.run(options)
+    if options.model is not None:
+        parser.error("-m has no effect without --answers")
     found: list[Finding] = []
     section = ""
     for each in findings():

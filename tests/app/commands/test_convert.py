@@ -302,7 +302,7 @@ def test_fit_finds_a_target_for_this_machine_or_another(tokamac: Run, tiny: Path
     assert fits.err.startswith("note: 8.6 bits per weight leave room for 256 tokens\n")
     assert "at most 8.60 bits per weight" in fits.out
     assert tokamac(*asked, "--fit", "256", "--memory", "0.0001").status == 1
-    for flags, said in (
+    for clash, said in (
         (("--bits", "4"), "bits and a target"),
         (("--target-kl", "1"), "not allowed with argument --fit"),
     ):

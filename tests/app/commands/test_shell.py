@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -229,3 +230,36 @@ def test_terminals(environment: dict[str, str], said: str, states: list[str]) ->
     assert said in found[1].value
     small = list(terminal_findings(environment, os.terminal_size((20, 5)), is_terminal=True))
     assert small[2].state == "note"
+
+
+def test_after_an_update_the_same_prompts_are_answered_again_and_what_differs_is_told(
+    tokamac: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path))
+    asked = ("doctor", "--answers", "-m", tiny)
+    kept = tokamac(*asked[:2], "renew", *asked[2:])
+    assert (kept.status, kept.out[:5]) == (0, "Kept ")
+    (file,) = tmp_path.rglob("answers/*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    again = tokamac(*asked)
+    assert again.status == 0
+    assert re.match(
+        r"Same answers as on \d{4}-\d\d-\d\d to your 8 prompts\.\nLargest change of .*: 0 nats\.$", again.out
+    )
+    record = json.loads(file.read_text())
+    first, second = record["answers"][:2]
+    first["ids"][3], second["logprobs"][0] = (first["ids"][3] + 1) % 256, second["logprobs"][0] - 0.25
+    first["text"], record["versions"][0][1] = "before\x1b[2J", "0.1"
+    file.write_text(json.dumps(record))
+    differs = tokamac(*asked)
+    assert differs.status == 1
+    assert re.search(
+        r"^1 of 8 answers differ from .* \(mlx 0\.1 → \S+\)\.\nLargest change .*: 0\.25 nats\.$", differs.out, re.M
+    )
+    assert f"\n{first['prompt']}\n  before: before" in differs.out
+    assert "\x1b" not in differs.out
+    assert "renew" in differs.err
+    found = json.loads(tokamac(*asked, "--json").out)
+    assert ([each["before"] for each in found["differ"]], found["updates"][0][:10]) == (["before\x1b[2J"], "mlx 0.1 → ")
+    file.write_text("{}")
+    assert "can't be read" in tokamac(*asked).err
