@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -104,9 +105,8 @@ def _read(file: Path) -> Fingerprint | None:
 def _prompts() -> list[str]:
     """Return what was asked last in kept chats, short enough, then prompts of our own."""
     try:
-        store = Questions.open_to_read(default_path())
-        asked = store.history(4 * MOST)
-        store.close()
+        with closing(Questions.open_to_read(default_path())) as store:
+            asked = store.history(4 * MOST)
     except StoreError:
         asked = []
     own = [each for each in asked if len(each) <= LONGEST and not each.startswith("/")]

@@ -1,13 +1,15 @@
 """A stored chat continued by a single answer (``ask``), saved as the chat itself saves it."""
 
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import Event, Finished, Message, TextChunk
 from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions
+from tokamac.engine.text.tokenizer import Tokenizer
 
 from .. import settings
 from ..chat.attachments import Draft
@@ -17,8 +19,36 @@ from ..chat.recording import CHECKPOINT_S, Ledger, ReplyRequest, tree_of
 from ..chat.start import ChatOptions, open_store
 from ..chat.state import reason
 from ..models.local import lasting
-from ..store.store import Store
+from ..store.database import default_path
+from ..store.store import Questions, Store
 from ..store.values import StoreError, ToolResult, left_out_of
+
+
+def own_text(tokenizer: Tokenizer, characters: int, *, agreed: bool) -> str:
+    """Return the newest kept chats as the model's template writes them, once the user agrees. Raises OptionError, StoreError."""
+    found, count = "", 0
+    with closing(Questions.open_to_read(default_path())) as store:
+        for chat in store.chats():
+            told = [Message(each.role, each.text) for each in store.path(chat.id, chat.head)
+                    if each.role in ("user", "assistant") and each.state == "complete" and each.text]  # fmt: skip
+            if len(found) >= characters:
+                break
+            if told:
+                plain = "\n\n".join(each.content for each in told)
+                found += tokenizer.render(told, reply=False) if tokenizer.has_chat_template else f"{plain}\n\n"
+                count += 1
+    if not found:
+        raise OptionError("there is no kept chat to compare on", "Chat first, or give a --text.")
+    asked = (
+        f"{count} of your chats, {len(found):,} characters, stay on this machine; the report shows a few words of them."
+    )
+    if not agreed:
+        if not sys.stdin.isatty():
+            raise OptionError("your chats are read only if you agree", "Add --yes.")
+        print(f"{asked} Compare on them? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise OptionError("nothing was compared", "Answer y, or give a --text.")
+    return found[:characters]
 
 
 class KeptChat:

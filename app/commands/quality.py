@@ -13,15 +13,19 @@ from tokamac.quant.report import TOKENS, with_error
 from ..backend.keep_awake import awake
 from ..options import NO_ADAPTER, positive
 from ..parser import Parser
+from ..reports.verdict import changed_text
 from ..text.terminal import Progress, json_line, note, table
 from ..text.units import UNKNOWN, count
 from . import loading
+from .convert import CONTEXT, Speeds, expected_speeds, speeds_text
 
 if TYPE_CHECKING:
+    from tokamac.engine.text.tokenizer import Tokenizer
     from tokamac.quant.evaluation import ComparedModels, Comparison
     from tokamac.quant.streaming import LayersDone, Streamable
 
 LAYERS_A_ROW = 8
+CHARACTERS_A_TOKEN = 12  # more than any text has: the tokens asked for are counted afterwards
 
 
 def parser() -> Parser:
@@ -35,9 +39,12 @@ def parser() -> Parser:
     )
     made.add_argument("a", metavar="A", help="reference: a folder, a Hugging Face ID (downloaded first), or guide")
     made.add_argument("b", nargs="?", metavar="B", help="model to compare with it")
-    made.add_argument(
+    text = made.add_mutually_exclusive_group()
+    text.add_argument(
         "-f", "--text", metavar="FILE", help="text to compare on (default: a built-in one, in many languages)"
     )
+    text.add_argument("--chats", action="store_true", help="compare on your newest chats; asks first")
+    made.add_argument("-y", "--yes", action="store_true", help="with --chats: don't ask")
     made.add_argument(
         "--tokens", type=positive, metavar="N", default=TOKENS, help=f"tokens to compare (default: {TOKENS})"
     )
@@ -60,6 +67,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error("A and B must not be empty")
     if options.tokens < 2:
         parser.error("--tokens must be at least 2")
+    if options.yes and not options.chats:
+        parser.error("--yes has no effect without --chats")
     if options.stride is not None and options.window is None:
         parser.error("--stride has no effect without --window")
     from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
@@ -69,12 +78,19 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     check_backends(installed_backends())
     check_address_space()
     multiply_in_float32()  # divergences as small as 1e-5 are compared
-    file = None if options.text is None else expanded(options.text)
-    text = streaming.calibration_text(file)
-    return _perplexity(options, text) if options.b is None else _difference(options, text, from_start=file is not None)
+    text = None
+    if not options.chats:
+        text = streaming.calibration_text(None if options.text is None else expanded(options.text))
+    return _perplexity(options, text) if options.b is None else _difference(options, text)
 
 
-def _difference(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
+def _own_text(options: argparse.Namespace, tokenizer: "Tokenizer") -> str:
+    from .kept_chat import own_text
+
+    return own_text(tokenizer, CHARACTERS_A_TOKEN * options.tokens, agreed=options.yes)
+
+
+def _difference(options: argparse.Namespace, text: str | None) -> int:
     from tokamac.engine.hub import download
     from tokamac.quant.evaluation import compared, ids_of
     from tokamac.quant.streaming import streamable_folder
@@ -89,23 +105,25 @@ def _difference(options: argparse.Namespace, text: str, *, from_start: bool) -> 
     if window is None and known.context is not None and known.context < tokens:
         tokens = known.context
         note(f"note: the context of a model is {count(tokens)} tokens, so no more are compared; --window reads on")
-    ids = ids_of(known, text, tokens, from_start=from_start)
+    read = _own_text(options, known.tokenizers[0]) if text is None else text
+    ids = ids_of(known, read, tokens, from_start=options.chats or options.text is not None)
     source = _source(options)
     texts: dict[str, Any] = {"source": source, "tokens": len(ids)}
     if window is None:
-        found = _compare(models, ids)
+        found = _compare(models, ids, known.tokenizers[0])
     else:
         found = _in_windows(known, ids, window, options.stride)
         texts |= {"window": window, "stride": options.stride}
     if options.json:
-        layers = {"layers": list(found.layers)} if window is None else {}
-        json_line({"a": options.a, "b": options.b, "text": texts, **asdict(found.quality), **layers})
+        more = {"layers": list(found.layers), "changed": list(found.changed)} if window is None else {}
+        json_line({"a": options.a, "b": options.b, "text": texts, **asdict(found.quality), **more})
     else:
-        print(report(names, f"{source}, {count(len(ids))} tokens", found, windowed=window is not None))
+        speeds = expected_speeds(*folders)
+        print(report(names, f"{source}, {count(len(ids))} tokens", found, speeds, windowed=window is not None))
     return 0
 
 
-def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison":
+def _compare(models: Sequence["Streamable"], ids: Sequence[int], tokenizer: "Tokenizer") -> "Comparison":
     from tokamac.quant.evaluation import verify
     from tokamac.quant.streaming import Streamed
 
@@ -116,7 +134,8 @@ def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison"
         return lambda done, _: bar.update(before + done, first + second, name)
 
     try:
-        return verify(Streamed(models[0], progress=tell(0, "A")), Streamed(models[1], progress=tell(first, "B")), ids)
+        sides = (Streamed(models[0], progress=tell(0, "A")), Streamed(models[1], progress=tell(first, "B")))
+        return verify(*sides, ids, tokenizer)
     finally:
         bar.clear()
 
@@ -131,13 +150,14 @@ def _in_windows(models: "ComparedModels", ids: list[int], window: int, stride: i
         bar.clear()
 
 
-def _perplexity(options: argparse.Namespace, text: str) -> int:
+def _perplexity(options: argparse.Namespace, text: str | None) -> int:
     from tokamac.quant.streaming import first_ids
 
     bar = Progress("reading", unit="tokens")
     alone = argparse.Namespace(memory=None, adapter=NO_ADAPTER, cpu_exact=True)
     with loading.load(alone, options.a, KVSpec()) as engine:
-        ids = engine.between(lambda: first_ids(engine.tokenizer, text, options.tokens))
+        read = _own_text(options, engine.tokenizer) if text is None else text
+        ids = engine.between(lambda: first_ids(engine.tokenizer, read, options.tokens))
         try:
             found = engine.perplexity(ids, window=options.window, stride=options.stride, progress=bar.update)
         finally:
@@ -157,10 +177,12 @@ def _perplexity(options: argparse.Namespace, text: str) -> int:
 
 
 def _source(options: argparse.Namespace) -> str:
-    return "a built-in text" if options.text is None else str(options.text)
+    return "your newest chats" if options.chats else "a built-in text" if options.text is None else str(options.text)
 
 
-def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bool = False) -> str:
+def report(
+    names: Sequence[str], text: str, found: "Comparison", speeds: Speeds | None = None, *, windowed: bool = False
+) -> str:
     quality = found.quality
     rows = [
         ("A", names[0]),
@@ -175,7 +197,10 @@ def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bo
             UNKNOWN if quality.top1 is None else f"{quality.top1:.1%} of {count(quality.positions)} places",
         ),
     ]
-    return table(rows) if windowed else f"{table(rows)}\n\n{_layers(found.layers)}"
+    if speeds is not None:
+        rows.append(("speed of A → B", speeds_text(speeds, f" at {CONTEXT:,} tokens of context")))
+    parts = [] if windowed else ["\n".join(changed_text(found.changed)), _layers(found.layers)]
+    return "\n\n".join([table(rows), *filter(None, parts)])
 
 
 def _layers(layers: Sequence[float | None]) -> str:

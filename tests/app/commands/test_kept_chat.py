@@ -56,6 +56,20 @@ def test_an_answer_goes_on_from_the_chat_and_is_kept_in_it(tokamac: Run, chat: s
     assert said(last_path(data))[-2:] == [("user", "Why?"), ("assistant", again.out.strip("\n"))]
 
 
+@pytest.mark.usefixtures("chat")
+def test_two_models_are_compared_on_ones_own_chats_once_one_agrees(tokamac: Run, tiny: Path) -> None:
+    refused = tokamac("quality", tiny, tiny, "--chats")
+    assert (refused.status, refused.out) == (1, "")
+    assert refused.err == "tokamac: your chats are read only if you agree. Add --yes.\n"
+    found = json.loads(tokamac("quality", tiny, tiny, "--chats", "--yes", "--json").out)
+    assert found["text"]["source"] == "your newest chats"
+    assert len("What is prefill?The first phase.") < found["text"]["tokens"] < 200
+    assert (found["changed"], found["top1"]) == ([], 1.0)
+    alone = json.loads(tokamac("quality", tiny, "--chats", "--yes", "--json").out)
+    assert alone["text"] == found["text"]
+    assert tokamac("quality", tiny, "--chats", "--text", "x").status == 2
+
+
 def test_a_chat_that_another_program_writes_is_left_alone(tokamac: Run, chat: str, data: Path) -> None:
     with Store.open(data) as other:
         head = other.chat(chat).head
