@@ -46,7 +46,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KeptAnswer:
     """A greedy answer: its tokens, and the log-probability of each, in nats."""
 
     prompt: str
@@ -62,11 +62,11 @@ class Fingerprint:
     model: str
     date: str
     versions: tuple[tuple[str, str], ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[KeptAnswer, ...]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer again what was answered before, or for the first time; 1 where an answer differs. Raises TokamacError."""
+    """KeptAnswer again what was answered before, or for the first time; 1 where an answer differs. Raises TokamacError."""
     model = options.model or settings.load(settings.default_path()).settings.model
     plain = argparse.Namespace(memory=None, adapter=None, cpu_exact=False)
     with loading.load(plain, model, KVSpec()) as engine:
@@ -117,20 +117,20 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return tuple((name, metadata.version(name)) for name in PACKAGES)
 
 
-def _ask(engine: "Engine", prompts: Sequence[str]) -> tuple[Answer, ...]:
-    bar, found = Progress("answering", unit="prompts"), list[Answer]()
+def _ask(engine: "Engine", prompts: Sequence[str]) -> tuple[KeptAnswer, ...]:
+    bar, found = Progress("answering", unit="prompts"), list[KeptAnswer]()
     try:
         for prompt in prompts:
             reply = engine.ask(prompt, Sampling(temperature=0, max_tokens=TOKENS, logprobs=0))
             scores = tuple(round(each.logprob, 6) for each in reply.logprobs)
-            found.append(Answer(prompt, reply.text, reply.ids, scores))
+            found.append(KeptAnswer(prompt, reply.text, reply.ids, scores))
             bar.update(len(found), len(prompts))
     finally:
         bar.clear()
     return tuple(found)
 
 
-def differing(before: Fingerprint, now: Fingerprint) -> list[tuple[Answer, Answer]]:
+def differing(before: Fingerprint, now: Fingerprint) -> list[tuple[KeptAnswer, KeptAnswer]]:
     """Return pairs of answers with other tokens."""
     return [pair for pair in zip(before.answers, now.answers, strict=True) if pair[0].ids != pair[1].ids]
 

@@ -392,7 +392,7 @@ def test_a_model_is_no_distance_from_itself(tokamac: Run, tiny: Path) -> None:
     done = tokamac("quality", tiny, tiny, "--json", "--tokens", "100")
     assert done.status == 0, done.err
     (found,) = [json.loads(line) for line in done.out.splitlines()]
-    assert list(found) == ["a", "b", "text", *FIGURES, "layers"]
+    assert list(found) == ["a", "b", "text", *FIGURES, "layers", "changed"]
     assert found["text"] == {"source": "a built-in text", "tokens": 100}
     assert (found["kl"], found["top1"], found["perplexity_ratio"]) == (0.0, 1.0, 1.0)
     assert found["perplexity"] == found["reference_perplexity"] > 1
@@ -447,6 +447,7 @@ def test_people_read_every_figure_with_its_error(tokamac: Run, tiny: Path, other
         "B ÷ A",
         "KL divergence",
         "equal top-1",
+        "speed of A → B",
     ]
     assert said["text"].strip() == "a built-in text, 64 tokens"
     assert all("±" in said[name] for name in ("perplexity of A", "perplexity of B", "B ÷ A", "KL divergence"))
