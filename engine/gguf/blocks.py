@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -166,30 +167,78 @@ def leaves_of(tensor: GgufTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
     return weight | {"scales": ("F16", groups), "biases": ("F16", groups)}
 
 
-def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], turned: int = 0) -> None:
+MINUS_ONE, LOG = "minus one", "log"  # what is done to unpacked numbers: of a norm that has 1 added, of −exp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where a class has a file's numbers.
+
+    runs: the file's rows, from and to, in the class's order; none: all as they are. turned: rows of a head whose halves
+    llama.cpp interleaves. columns: equal spans of each row in the class's order.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+    turned: int = 0
+    columns: tuple[int, ...] = ()
+
+
+def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Order, change: str = "") -> None:
     """Fill the arrays of ``leaves_of``, some rows at a time. Raises ModelDamagedError.
 
-    leaves: {"": array} of a packed type gets its numbers unpacked. turned: rows of a head whose halves llama.cpp
-    interleaves, which is undone; 0: none.
+    leaves: {"": array} of a packed type gets its numbers unpacked.
     """
     if len(tensor.shape) == 1:  # a bias: each number is a row
         tensor = replace(tensor, shape=(*tensor.shape, 1))
-    unpacked = "" in leaves and tensor.kind not in FLOATS
-    flat = {name: array.reshape(tensor.rows, -1) for name, array in leaves.items()}
-    step = max(1, CHUNK_WEIGHTS // tensor.shape[-1])
+    runs = order.runs or ((0, tensor.rows),)
+    count = sum(end - begin for begin, end in runs)
+    flat = {name: array.reshape(count, -1) for name, array in leaves.items()}
+    step, turned = max(1, CHUNK_WEIGHTS // tensor.shape[-1]), order.turned
     step = -(-step // turned) * turned if turned else step
+    unpacked = "" in leaves and tensor.kind not in FLOATS
 
-    def fill(first: int) -> None:
-        rows = tensor.read(first, min(step, tensor.rows - first))
+    def fill(part: tuple[int, int, int]) -> None:
+        first, end, place = part
+        rows = tensor.read(first, end - first)
         if turned:
             rows = rows.reshape(-1, turned // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
         found_in_rows = [("", dequantize(rows, tensor.kind))] if unpacked else _converted(rows, tensor.kind)
         for name, found in found_in_rows:
-            flat[name][first : first + len(rows)] = found
+            flat[name][place : place + len(rows)] = _changed(_ordered(found, order.columns), change)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(fill, range(0, tensor.rows, step)):
+    parts, place = [], 0
+    for begin, end in runs:
+        parts += [(at, min(at + step, end), place + at - begin) for at in range(begin, end, step)]
+        place += end - begin
+    if len(parts) == 1:
+        fill(parts[0])
+    else:
+        for _ in _pool().map(fill, parts):
             pass
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS)
+
+
+def _ordered(values: NDArray[Any], columns: tuple[int, ...]) -> NDArray[Any]:
+    if not columns:
+        return values
+    return values.reshape(len(values), len(columns), -1)[:, columns].reshape(len(values), -1)
+
+
+def _changed(values: NDArray[Any], change: str) -> NDArray[Any]:
+    if not change:
+        return values
+    halves = values.dtype == np.uint16  # bfloat16, which NumPy lacks
+    wide = (values.astype(np.uint32) << 16).view(np.float32) if halves else values
+    with np.errstate(invalid="ignore", divide="ignore"):  # a nonsense value is told of where all are
+        wide = wide - 1 if change == MINUS_ONE else np.log(-wide)
+    if not halves:
+        return wide
+    bits = wide.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to the nearest, halves to even
 
 
 def _converted(rows: Bytes, kind: Kind) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -10,6 +10,7 @@
 # <name> is a hash of the parts' places, sizes and times, so a file that changed gets another folder.
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,8 @@ from numpy.typing import NDArray
 
 from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
 from ..files import INDEX_BYTES, read_text, size
-from .architectures import config_of, place_of
-from .blocks import FLOATS, PACKINGS, BlockPacking, leaves_of, unpack_into
+from .architectures import Place, config_of, places_of
+from .blocks import FLOATS, PACKINGS, BlockPacking, Order, leaves_of, unpack_into
 from .file import GgufFile, GgufTensor, read_gguf
 from .places import TABLE, damaged, parts_of, projector_beside
 from .vocabulary import write_tokenizer
@@ -39,7 +40,7 @@ from .vocabulary import write_tokenizer
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FORMAT = 2  # of the folder
+FORMAT = 3  # of the folder
 TYPES = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 NEW, IN_MLX_FORM = ".new-", "model.safetensors"
 OLD_S = 86_400  # after which what a process that was killed left is removed
@@ -97,32 +98,31 @@ def _entries(sources: "Iterable[StoredPart]") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A stored tensor, and where it goes (``architectures.Place``). unpacked: as float16."""
+    """A stored tensor, or some rows of it, and where they go. unpacked: as float16."""
 
     tensor: GgufTensor
-    module: str
-    leaf: str
-    shape: tuple[int, ...]
-    turned: int
-    less_one: bool
+    place: Place
     unpacked: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.place.module
+
+    @property
+    def file_bytes(self) -> int:
+        return self.tensor.nbytes * math.prod(self.place.shape) // math.prod(self.tensor.shape)
 
     def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return safetensors' type and shape of each array of the module."""
         if self._plain:
-            return {self._named(self.leaf): (FLOATS.get(self.tensor.kind, "F16"), self.shape)}
-        return {self._named(leaf): found for leaf, found in leaves_of(self.tensor).items()}
+            return {self._named(self.place.leaf): (FLOATS.get(self.tensor.kind, "F16"), self.place.shape)}
+        there = replace(self.tensor, shape=self.place.shape)
+        return {self._named(leaf): found for leaf, found in leaves_of(there).items()}
 
     def fill(self, arrays: "Mapping[str, NDArray[Any]]") -> None:
         """Read into arrays of ``self.arrays()``, bfloat16 as uint16. Raises ModelDamagedError."""
         leaves = {"" if self._plain else name.rpartition(".")[2]: array for name, array in arrays.items()}
-        unpack_into(self.tensor, leaves, self.turned)
-        for array in arrays.values() if self.less_one else ():
-            if array.dtype == np.uint16:
-                wide = ((array.astype(np.uint32) << 16).view(np.float32) - 1).view(np.uint32)
-                array[...] = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16  # to the nearest, halves to even
-            else:
-                array[...] -= 1
+        unpack_into(self.tensor, leaves, self.place.order, self.place.change)
 
     @property
     def _plain(self) -> bool:
@@ -248,7 +248,7 @@ def kept_of(folder: Path) -> tuple[Kept, ...]:
     sources = Arrays(folder).sources
     kinds = Counter({source.tensor.kind: 0 for source in sources})
     for source in sources:
-        kinds[source.tensor.kind] += source.tensor.nbytes
+        kinds[source.tensor.kind] += source.file_bytes
     return tuple(_kept(kind, [each for each in sources if each.tensor.kind == kind]) for kind, _ in kinds.most_common())
 
 
@@ -268,8 +268,8 @@ def _kept(kind: GGMLQuantizationType, sources: list[StoredPart]) -> Kept:
     return Kept(
         kind.name,
         len(sources),
-        sum(int(np.prod(source.tensor.shape)) for source in sources),
-        sum(source.tensor.nbytes for source in sources),
+        sum(math.prod(source.place.shape) for source in sources),
+        sum(source.file_bytes for source in sources),
         sum(_nbytes(dtype, shape) for dtype, shape in arrays),
         how,
         0.0 if packing is None else packing.error,
@@ -319,7 +319,7 @@ def _write(file: GgufFile, folder: Path) -> None:
             "kind": int(source.tensor.kind),
             "begin": source.tensor.begin,
             "stored": source.tensor.shape,
-            **{name: getattr(source, name) for name in ("module", "leaf", "shape", "turned", "less_one")},
+            "place": asdict(source.place),
         }
         for source in sources
     ]
@@ -331,19 +331,21 @@ def _source(folder: Path, told: Mapping[str, Any]) -> StoredPart:
     tensor = GgufTensor(
         "", GGMLQuantizationType(told["kind"]), tuple(told["stored"]), folder / told["file"], told["begin"]
     )
-    return StoredPart(tensor, told["module"], told["leaf"], tuple(told["shape"]), told["turned"], told["less_one"])
+    place = told["place"]
+    runs, order = tuple((begin, end) for begin, end in place["order"]["runs"]), place["order"]
+    at = Order(runs, order["turned"], tuple(order["columns"]))
+    return StoredPart(tensor, Place(place["module"], place["leaf"], tuple(place["shape"]), at, place["change"]))
 
 
 def _sources(file: GgufFile) -> Iterator[StoredPart]:
     for tensor in file.tensors.values():
-        if (place := place_of(file, tensor)) is None:
-            continue
-        if tensor.kind not in FLOATS and tensor.kind not in PACKINGS:
-            raise ModelUnsupportedError(
-                f"{tensor.file} holds {tensor.name:.80} as {tensor.kind.name}, which is not known here",
-                "Use another file of the model.",
-            )
-        yield StoredPart(tensor, place.module, place.leaf, place.shape, place.turned, place.less_one)
+        for place in places_of(file, tensor):
+            if tensor.kind not in FLOATS and tensor.kind not in PACKINGS:
+                raise ModelUnsupportedError(
+                    f"{tensor.file} holds {tensor.name:.80} as {tensor.kind.name}, which is not known here",
+                    "Use another file of the model.",
+                )
+            yield StoredPart(tensor, place)
 
 
 def _quantization(sources: list[StoredPart]) -> dict[str, Any] | None:

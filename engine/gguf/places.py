@@ -68,6 +68,12 @@ def projector_beside(files: Iterable[Path]) -> Path | None:
     return next((each for folder in folders for each in sorted(folder.glob(f"*{PROJECTOR}*.gguf"))), None)
 
 
+def told_as(folder: Path) -> Path:
+    """Return what a user knows a model folder as: the GGUF file that it stands for, else itself."""
+    parts = sorted(folder.glob("*.gguf")) if (folder / TABLE).is_file() else []
+    return parts[0].resolve() if parts else folder
+
+
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF does, whatever its name."""
     try:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..device import DeviceKind
 from ..errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from ..files import not_opened
-from ..gguf.places import TABLE
+from ..gguf.places import TABLE, told_as
 from ..mlx_lm_package import import_mlx_lm
 from ..perf.cost import Cost, cost_of_model, leaf_modules
 from .config import embeds, model_classes, read_config
@@ -255,12 +255,12 @@ def _build(
             raise failure from error
         reason = " ".join(str(error).split())[:240]
         raise ModelDamagedError(
-            f"{folder} does not hold a complete {config.get('model_type')} model: {reason}",
+            f"{told_as(folder)} does not hold a complete {config.get('model_type')} model: {reason}",
             "Download it again, or convert it from its source with `tokamac convert`.",
         ) from error
     except ImportError as error:
         raise ModelUnsupportedError(
-            f"{folder} needs a package that is not installed: {error}", "Use another model."
+            f"{told_as(folder)} needs a package that is not installed: {error}", "Use another model."
         ) from error
 
 
@@ -415,7 +415,7 @@ def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesPro
             if dtype == "float16":
                 raise OptionError(f"{name} holds values that float16 can't", "Load with bfloat16 or float32.")
             raise ModelDamagedError(
-                f"the weights in {folder} are damaged: {name} holds values that are not numbers",
+                f"the weights in {told_as(folder)} are damaged: {name} holds values that are not numbers",
                 "Download the model again.",
             )
         mx.eval(array)

@@ -10,19 +10,20 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from tests.engine.gguf import written
-from tokamac.engine.gguf.blocks import PACKINGS, leaves_of, unpack_into
+from tokamac.engine.gguf.blocks import PACKINGS, Order, leaves_of, unpack_into
 from tokamac.engine.gguf.file import GgufTensor
 
 Kind = GGMLQuantizationType
 TYPES = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16}
 ROWS, WIDTH, HEAD = 64, 512, 32
+PLAIN, COLUMNS = Order(), (2, 0, 3, 1)
 EXACT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"}
 
 
-def unpacked(tensor: GgufTensor, turned: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+def unpacked(tensor: GgufTensor, order: Order = PLAIN) -> np.ndarray[Any, np.dtype[np.float32]]:
     packing = PACKINGS[tensor.kind]
     leaves = {name: np.zeros(shape, TYPES[dtype]) for name, (dtype, shape) in leaves_of(tensor).items()}
-    unpack_into(tensor, leaves, turned)
+    unpack_into(tensor, leaves, order)
     weight, scales, biases = (
         mx.array(leaves[name]) if name in leaves else None for name in ("weight", "scales", "biases")
     )
@@ -43,7 +44,9 @@ def test_a_type_keeps_its_numbers_within_its_error(kind: Kind, tmp_path: Path) -
     assert error <= PACKINGS[kind].error
     assert (error == 0) == (kind.name in EXACT)
     turned = wanted.reshape(-1, HEAD // 2, 2, WIDTH).swapaxes(1, 2).reshape(wanted.shape)
-    np.testing.assert_allclose(unpacked(tensor, HEAD), turned, atol=float(np.abs(wanted).max()) * 0.01)
+    turned = np.concatenate([turned.reshape(ROWS, 4, -1)[:, at] for at in COLUMNS], axis=1)
+    order = Order(((0, HEAD), (HEAD, ROWS)), HEAD, COLUMNS)
+    np.testing.assert_allclose(unpacked(tensor, order), turned, atol=float(np.abs(wanted).max()) * 0.01)
 
 
 def test_every_type_of_the_format_is_kept_or_known_not_to_be() -> None:

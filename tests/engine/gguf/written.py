@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
+from mlx.utils import tree_flatten
 
+from tests.engine.kv.models import built
 from tests.families import GOLDEN
-from tests.golden.weights import tensor
+from tests.golden.weights import tensor, write_weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Kind = GGMLQuantizationType
@@ -27,8 +29,9 @@ SCALES = {
 }
 ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee"}  # whose rotation works on neighbours, unlike the original's
-ADDED_ONE = {"gemma", "gemma2", "gemma3"}
-EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight")
+ADDED_ONE = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+STATE_SPACE = {"falcon-h1", "nemotron_h_moe"}
+EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp|mixer)\.experts\.(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight")
 # config.json's key: GGUF's, as far as all architectures share them
 SHARED = {
     "hidden_size": "embedding_length",
@@ -75,15 +78,27 @@ def packed(kind: Kind, values: Array) -> Array:
     return blocks.reshape(*values.shape[:-1], -1)
 
 
-def config_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the case's config, changed to what a GGUF file can say."""
-    config: dict[str, Any] = json.loads((GOLDEN / row["case"] / "config.json").read_text())
-    for name, value in row.get("config", {}).items():
+def case_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], int, dict[str, tuple[int, ...]]]:
+    """Return config, changed to what a GGUF file can say, seed and shapes: a golden case's, or those of mlx-lm's class."""
+    folder, changes = GOLDEN / row["case"], row.get("config", {})
+    if not folder.exists():
+        module, config = built(row["case"], **changes)
+        return config, 3, {name: array.shape for name, array in tree_flatten(module.parameters())}
+    config, stored = (json.loads((folder / name).read_text()) for name in ("config.json", "case.json"))
+    for name, value in changes.items():
         if isinstance(value, dict):
             config[name] |= value
         else:
             config[name] = value
-    return config
+    return config, stored["seed"], stored["shapes"]
+
+
+def build(row: Mapping[str, Any], folder: Path) -> None:
+    """Make the case's model folder."""
+    config, seed, shapes = case_of(row)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder, seed, shapes, config)
 
 
 def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -93,21 +108,25 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, *, unpacked: bool = False) -> None:
     """Write the case with the keys of ``row``, its matrices packed; ``unpacked``: as the float32 that these stand for."""
-    stored = json.loads((GOLDEN / row["case"] / "case.json").read_text())
-    config = config_of(row)
-    weights = {name: tensor(stored["seed"], name, tuple(shape), config) for name, shape in stored["shapes"].items()}
+    config, seed, shapes = case_of(row)
+    weights = {name: tensor(seed, name, tuple(shape), config) for name, shape in shapes.items()}
+    config = config.get("text_config", config)
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     writer = GGUFWriter(path, row["architecture"])
-    for key, value in {**_keys(config), **row.get("keys", {})}.items():
+    for key, value in {"block_count": layers, **_keys(config), **row.get("keys", {})}.items():
         add_key(writer, f"{row['architecture']}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(["a", "b", "ab", *(f"t{index}" for index in range(3, config["vocab_size"]))])
     writer.add_token_merges(["a b"])
-    names = get_tensor_name_map(ARCHITECTURES[row["architecture"]], config["num_hidden_layers"])
+    names = get_tensor_name_map(ARCHITECTURES[row["architecture"]], layers)
     for name, values in _changed(row["architecture"], config, weights):
-        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        known = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
-        values = np.ascontiguousarray(np.atleast_1d(values.squeeze()))
+        values = np.atleast_1d(values.squeeze())
+        if row["architecture"] in STATE_SPACE and "ssm_" in known and values.ndim == 1 and "bias" not in known:
+            values = values.reshape(-1, 1)  # A, D, and norms by groups
+        values = np.ascontiguousarray(values)
         if values.ndim == 1 or values.shape[-1] % GGML_QUANT_SIZES[kind][0] or kind == F32 or "ffn_gate_inp" in known:
             writer.add_tensor(known, values)
         elif unpacked:
@@ -123,7 +142,7 @@ def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, 
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope: Mapping[str, Any] = config["rope_parameters"]
+    rope: Mapping[str, Any] = config.get("rope_parameters") or {"rope_theta": 1e4, "rope_type": "default"}
     return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 
 
@@ -139,10 +158,15 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(architecture: str, config: Mapping[str, Any], weights: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
     experts: dict[str, list[Array]] = {}
-    for name, values in sorted(weights.items(), key=_by_number):
-        if found := EXPERT.fullmatch(name):
+    named = {name.replace("language_model.", "", 1): values for name, values in weights.items()}
+    for name, values in sorted(named.items(), key=_by_number):
+        if (found := re.fullmatch(r"model\.(altup\w+)\.\d\.weight", name)) is not None:
+            experts.setdefault(f"model.{found[1]}.weight", []).append(values)
+        elif "linear_attn." in name:
+            yield from _linear(architecture, config, name, values)
+        elif found := EXPERT.fullmatch(name):
             part = "feed_forward" if found[3][0] == "w" else "mlp"
-            stem = f"{found[1]}.{part}.experts.{found[3]}.weight"
+            stem = f"{found[1].replace('backbone', 'model')}.{part}.experts.{found[3]}.weight"
             experts.setdefault(stem.removeprefix("model.") if part == "feed_forward" else stem, []).append(values)
         elif architecture == "gpt-oss" and ".experts." in name:
             yield from _gpt_oss_experts(name, values)
@@ -168,7 +192,57 @@ def _plain(architecture: str, config: Mapping[str, Any], name: str, values: Arra
         values = halves.swapaxes(1, 2).reshape(values.shape)
     if architecture in ADDED_ONE and name.endswith("norm.weight"):
         values = values + 1
-    return name.replace("sinks", "sinks.weight").replace("e_score_correction_bias", "e_score_correction.bias"), values
+    if architecture == "falcon-h1":
+        values = (values * _multiplier(config, name, len(values))).astype(np.float32)
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    for theirs, ours in RENAMED:
+        name = theirs.sub(ours, name)
+    return name, values
+
+
+RENAMED = [
+    (re.compile("sinks$"), "sinks.weight"),
+    (re.compile("e_score_correction_bias"), "e_score_correction.bias"),
+    (re.compile("dt_bias"), "dt_proj.bias"),
+    (re.compile("(layer_scalar|_scale|experts.*_proj)$"), r"\1.weight"),
+    (re.compile(r"model\.layers\.(\d+)\.router\.scale\.weight"), r"blk.\1.ffn_gate_inp.scale"),
+    (re.compile(r"model\.layers\.(\d+)\.router\.scale"), r"blk.\1.ffn_gate_inp.scale"),
+    (re.compile(r"model\.layers\.(\d+)\.router\.per_expert_scale.weight"), r"blk.\1.ffn_down_exps.scale"),
+]
+
+
+def _linear(architecture: str, config: Mapping[str, Any], name: str, values: Array) -> Iterator[tuple[str, Array]]:
+    """Qwen's linear attention: heads of values by turns of their head of keys, or matrices of one kind of heads each."""
+    keys, key, value = (config[f"linear_{part}"] for part in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    each = config["linear_num_value_heads"] // keys
+    if "in_proj_qkvz" in name:
+        parts = np.split(values.reshape(keys, -1, values.shape[1]), np.cumsum([key, key, each * value]), axis=1)
+        q, k, v, z = (part.reshape(-1, values.shape[1]) for part in parts)
+        yield name.replace("qkvz", "qkv"), np.concatenate([q, k, v])
+        yield name.replace("qkvz", "z"), z
+        return
+    if architecture != "qwen3next" and not name.endswith(".norm.weight"):
+        begin = 2 * keys * key if "qkv" in name or "conv1d" in name else 0
+        heads = values.T if "out_proj" in name else values
+        tiled = heads[begin:].reshape(keys, each, -1, *heads.shape[1:]).swapaxes(0, 1).reshape(heads[begin:].shape)
+        heads = np.concatenate([heads[:begin], tiled])
+        values = heads.T if "out_proj" in name else heads
+    yield _plain("", config, name, values)
+
+
+def _multiplier(config: Mapping[str, Any], name: str, rows: int) -> Any:
+    """What Falcon H1's converter multiplies a weight by."""
+    wide, state = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    each = np.repeat(config["ssm_multipliers"], [wide, wide, state, state, max(rows - 2 * wide - 2 * state, 0)])
+    into, gates = config["attention_in_multiplier"], config["mlp_multipliers"]
+    by_part = {
+        "down_proj": gates[1], "gate_proj": gates[0], "k_proj": config["key_multiplier"] * into, "q_proj": into,
+        "v_proj": into, "o_proj": config["attention_out_multiplier"], "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * each[:rows, None], "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    return by_part.get(name.split(".")[-2], np.float32(1)) if name.endswith("weight") else np.float32(1)
 
 
 def _gpt_oss_experts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
@@ -187,6 +261,10 @@ def _factors(config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
     for name in ("long", "short"):
         if f"{name}_factor" in rope:
             yield f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32)
+    if rope["rope_type"] == "proportional":
+        half = config["per_layer_config"][str(config["layer_types"].index("full_attention"))]["head_dim"] // 2
+        turning = int(half * rope["partial_rotary_factor"])
+        yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), np.float32)
     if rope["rope_type"] == "llama3":
         factors, length = [], rope["original_max_position_embeddings"]
         for index in range(0, width, 2):
