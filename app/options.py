@@ -561,6 +561,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "nargs": "?", "const": 0, "type": alternatives, "metavar": "N",
         "help": "with --json: add the log-probability of each token, and of the N likeliest alternatives (default: 0)",
     },
+    "--prompt": {
+        "metavar": "NAME", "dest": "prompt_file",
+        "help": "a prompt of yours: the file prompts/NAME.md beside the settings (tokamac help prompts)",
+    },
     "--schema": {
         "metavar": "FILE", "help": "make the answer follow a JSON Schema (needs pip install 'tokamac[schema]')",
     },

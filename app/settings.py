@@ -120,13 +120,14 @@ def read_profiles(given: dict[str, Any], text: str, file: str, warnings: list[st
             warnings.append(f"{at}: [profiles.{name:.40}] {why.rstrip('.')}; it is kept and not used.")
 
         if isinstance(table, dict):
-            read[name] = _profile(table, wrong)
+            read[name] = profile_of(table, wrong)
         else:
             wrong("", f"is {table!r:.40}, which is no table")
     return read
 
 
-def _profile(given: dict[str, Any], wrong: Callable[[str, str], None]) -> Profile:
+def profile_of(given: dict[str, Any], wrong: Callable[[str, str], object]) -> Profile:
+    """Build a profile from a table; ``wrong`` hears each key that can't be used, and why."""
     kinds = {key: kind for kind in PROFILE_KINDS for key in option_hints(kind)}
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -148,7 +149,7 @@ def _profile(given: dict[str, Any], wrong: Callable[[str, str], None]) -> Profil
     return Profile(**values, options=options)
 
 
-def _taken(value: Any, named: dict[str, Any], wrong: Callable[[str, str], None]) -> dict[str, Any]:
+def _taken(value: Any, named: dict[str, Any], wrong: Callable[[str, str], object]) -> dict[str, Any]:
     try:
         held = replace(value, **named)
         return {key: getattr(held, key) for key in named}

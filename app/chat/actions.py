@@ -1,5 +1,6 @@
 """Registry of all chat actions: id, label, help, keys, slash command."""
 
+import re
 import sys
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -243,7 +244,10 @@ ACTIONS: tuple[Action, ...] = (
         "On the first line: take back the queued prompt, or recall an earlier one.", palette=False, bound=False),
     Action("later", ("down",), "Later prompt", "On the last line: recall the next prompt.", palette=False, bound=False),
     Action("search_prompts", ("ctrl+r",), "Search prompts",
-        "Search what you sent, in all chats; Enter puts it into the input box.", slash="prompts"),
+        "Search what you sent, in all chats; Enter puts it into the input box.", slash="sent"),
+    Action("prompt_files", (), "Prompts",
+        "List your prompts, edit one, or save the last message as one: prompts/NAME.md beside the settings is the command /NAME.",
+        slash="prompts", argument="[edit NAME|save NAME]", also=("templates",)),
     Action("edit_earlier", (), "Edit earlier prompt",
         "Choose an earlier prompt of this chat, and edit it. The old version and its replies are kept.",
         shown="Esc Esc in an empty input box", slash="rewind", argument="[TURN [TEXT]]",
@@ -313,6 +317,7 @@ ACTIONS: tuple[Action, ...] = (
 ALIASES = {word: action.slash for action in ACTIONS for word in action.also}
 # From this ratio on a word is taken for a misspelt name: two swapped letters of four are still found, `/etc` is not.
 ALIKE = 0.7
+_WORD = re.compile(r"/[^\W\d_][\w-]*")
 
 
 def by_slash(word: str) -> Action | None:
@@ -342,7 +347,7 @@ def parse(text: str, *, multiline: bool = False) -> Command | None:
         multiline: accept several lines for commands that allow them; else such a text is a prompt.
     """
     word, _, argument = text.rstrip().partition(" ")
-    if not (word.startswith("/") and (word[1:].isalpha() or word == "/?")):
+    if not (_WORD.fullmatch(word) or word == "/?"):
         return None
     action = by_slash(word[1:].lower())
     if "\n" in argument and not (multiline and action is not None and action.multiline):
@@ -361,7 +366,7 @@ class PartialCommand:
 def command_at(text: str, row: int, column: int) -> PartialCommand | None:
     word = text.rstrip().partition(" ")[0]
     letters = word[1:]
-    if not word.startswith("/") or (letters and not letters.isalpha()) or "\n" in text.rstrip():
+    if not word.startswith("/") or (letters and not _WORD.fullmatch(word)) or "\n" in text.rstrip():
         return None
     return PartialCommand(text[1:column], len(word)) if row == 0 and 1 <= column <= len(word) else None
 

@@ -5,17 +5,22 @@ What can't be done raises a ``TokamacError``, which ``do`` tells.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.engine.files import exists, expanded
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.files import exists, expanded, read_text
 
+from .. import prompt_files as files
 from ..backend.processes import ShellError, working_folder
+from ..models.local import hub_cache, lasting, must_be_downloaded
 from ..store.store import Store
-from ..store.values import StoredChat, StoreError
+from ..store.values import Attachment, StoredChat, StoreError
 from ..text.sanitise import sanitise, sanitise_line
 from . import setup, versions
+from .actions import by_slash
 from .attachments import Draft
 from .controller import ChatController, RefusedError, recording_of
 from .conversation import Turn
@@ -217,6 +222,119 @@ def _offer_free_name(chat: ChatController, path: Path) -> None:
     )
 
 
+# Prompts that are files ---------------------------------------------------------------------------------------------------
+
+EXAMPLE = "For example: /prompts edit review."
+
+
+def prompt_folder(chat: ChatController) -> Path:
+    return files.folder_in(chat.preferences.home)
+
+
+def prompt_files(chat: ChatController, written: str) -> None:
+    """List the user's prompts, edit one, or make one of the last message."""
+    verb, _, name = written.partition(" ")
+    name = name.strip().removeprefix("/").removesuffix(".md")
+    match verb:
+        case "":
+            chat.view.open("prompt_files")
+        case "edit" | "save" if name:
+            (edit_prompt if verb == "edit" else save_prompt)(chat, name)
+        case _:
+            raise RefusedError(f"Write /prompts edit NAME or /prompts save NAME. {EXAMPLE}")
+
+
+def edit_prompt(chat: ChatController, name: str) -> None:
+    """Have the user's editor write the prompt file ``name``, and say what is wrong with it."""
+    folder = prompt_folder(chat)
+    file = files.path_of(folder, name)
+    known = read_text(file, files.LARGEST_BYTES) if exists(file) else ""
+    text = chat.view.edited(known)
+    if not text.strip() or text.strip() == known.strip():
+        raise RefusedError(f"{file.name} is unchanged.")
+    _told_saved(chat, files.write(folder, name, text), name)
+
+
+def save_prompt(chat: ChatController, name: str) -> None:
+    """Make a prompt file of the selected message, or else of the last prompt."""
+    folder, node = prompt_folder(chat), chat.selected()
+    if node is not None and chat.view.selected is None:
+        node = chat.session.conversation.prompt_of(node.key)
+    text = "" if node is None else node.prompt or (node.reply.text if node.reply is not None else "")
+    if not text:
+        raise RefusedError("There is no message to make a prompt of yet.")
+    if exists(file := files.path_of(folder, name)):
+        raise RefusedError(f"{file.name} already exists. /prompts edit {name} changes it.")
+    _told_saved(chat, files.write(folder, name, text), name)
+
+
+def _told_saved(chat: ChatController, file: Path, name: str) -> None:
+    files.read(file.parent, name)  # or it says what is wrong
+    hidden = by_slash(name) is not None
+    how = f"The command /{name} is the chat's own: use ask --prompt {name}, or another name." if hidden else ""
+    chat.view.tell(f"Saved {sanitise_line(str(file))}. {how or f'/{name} sends it.'}")
+
+
+def listed_prompts(chat: ChatController) -> list[tuple[str, str]]:
+    """Return the name of each prompt file, and a line on it."""
+    folder, listed = prompt_folder(chat), []
+    for name in files.names(folder):
+        try:
+            made = files.read(folder, name)
+            told = made.about or excerpt(made.text)
+        except TokamacError as error:
+            told = error.one_line()
+        if by_slash(name) is not None:
+            told = f"{told} (hidden by the chat's own command /{name}: rename the file)"
+        listed.append((name, sanitise_line(told)))
+    return listed
+
+
+def written_prompt(chat: ChatController, text: str) -> tuple[str, str] | None:
+    """Return the prompt file that a text names, and what follows the name; None where it names none.
+
+    The chat's own commands come first, which is told once.
+    """
+    word, _, _ = (text.split(maxsplit=1) or [""])[0].partition("\n")
+    name = word.removeprefix("/")
+    if not text.startswith("/") or name not in files.names(prompt_folder(chat)):
+        return None
+    if by_slash(name) is None:
+        return name, text[len(word) :].strip()
+    if name not in chat.told_shadowed:
+        chat.told_shadowed.add(name)
+        chat.view.tell(f"/{name} is the chat's own command, not your prompt {name}.md. Rename the file to use it.")
+    return None
+
+
+def send_prompt(chat: ChatController, name: str, arguments: str, attachments: tuple[Attachment, ...] = ()) -> None:
+    """Send the prompt file ``name``: its reply has the settings of the file, this chat keeps its own. Raises TokamacError."""
+    made, session = files.read(prompt_folder(chat), name), chat.session
+    text, names, box = made.filled(arguments), made.profile.tools, chat.preferences.toolbox
+    if not text and not attachments:
+        raise RefusedError(f"The prompt {name}.md is empty. /prompts edit {name} changes it.")
+    settings = replace(
+        session.settings,
+        sampling=files.over(made, session.sampling),
+        template=files.over(made, session.template),
+    )
+    if names is not None and box is not None:
+        names = box.check(names)
+        box.start_later(names, lambda said: chat.preferences.tools_came(said))  # noqa: PLW0108  # set later
+        if starting := box.pending(names):
+            raise RefusedError(f"The server {sanitise_line(starting[0])} is starting. Try again in a moment.")
+        settings = replace(settings, tools=box.specs(names))
+    if made.profile.model is not None:
+        model = lasting(setup.full_name(chat, made.profile.model))
+        load = session.engine.load.for_model(model, *chat.preferences.settings.beside(model))
+        if load != session.engine.load:
+            if must_be_downloaded(model, hub_cache()):
+                raise RefusedError(f"{name}.md needs {sanitise_line(model)}: /pull {sanitise_line(model)} gets it.")
+            chat.view.tell(f"{name}.md loads {sanitise_line(model)}.")
+            chat.load(load)
+    chat.perform(session.submit(text, attachments, settings))
+
+
 # Messages -----------------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +528,7 @@ COMMANDS: Mapping[str, Callable[[ChatController, str], None]] = {
     "copy_message": copy_message,
     "copy_code": copy_code,
     "stats": stats,
+    "prompt_files": prompt_files,
     "show": setup.show,
     "settings": setup.settings,
     "system_prompt": setup.system_prompt,

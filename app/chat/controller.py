@@ -75,6 +75,9 @@ class ChatView(Protocol):
     def ask(self, key: int, draft: Draft, text: str) -> None:
         """Have the user edit the message ``key``, which was ``draft``; ``text``: put this in its place at once."""
 
+    def edited(self, text: str) -> str:
+        """Return what the user's editor makes of ``text``. Raises RefusedError."""
+
     def open(self, action: str, argument: str = "") -> None:
         """Do an action that looks different on a screen and in lines: most open a dialog, or list something."""
 
@@ -385,6 +388,7 @@ class ChatController:
         listed: the chats of the last list, by their numbers.
         reading: files that are being read, and go with the next prompt.
         shell: a command that runs, whose output goes with the next prompt.
+        told_shadowed: names of prompt files that a command hides, and of which that was told.
         copied: whether anything was copied, so that the user knows where copies are.
     """
 
@@ -417,6 +421,7 @@ class ChatController:
         self.listed: tuple[str, ...] = ()
         self.reading: list[str] = []
         self.shell: ShellCommand | None = None
+        self.told_shadowed: set[str] = set()
         preferences.tools_came = self._tools_came
 
     # The session and its engine -------------------------------------------------------------------------------------------

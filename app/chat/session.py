@@ -152,13 +152,16 @@ class Session(SessionState):
 
     # What the user asks for -----------------------------------------------------------------------------------------------
 
-    def submit(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
-        """Send now, or once the engine is ready and earlier prompts are answered."""
+    def submit(
+        self, text: str, attachments: tuple[Attachment, ...] = (), settings: ReplySettings | None = None
+    ) -> list[Step]:
+        """Send now, or once the engine is ready and earlier prompts are answered. settings: of this reply alone."""
         self.idle.seen()
         draft = Draft(text, attachments)
         if why := self._files_overfull(draft):
             return [PromptRefused(why, draft)]
-        self._queue.append(QueuedPrompt(self.conversation, draft, self.settings, self._clock()))
+        own = settings is not None
+        self._queue.append(QueuedPrompt(self.conversation, draft, settings or self.settings, self._clock(), own))
         if self.engine.phase is EnginePhase.IDLE:
             return self._send_queued()
         return self.start() if self.engine.phase in (EnginePhase.FAILED, EnginePhase.UNLOADED) else []
@@ -711,7 +714,7 @@ class Session(SessionState):
         while self._queue:
             first = self._queue[0]
             here = first.conversation is self.conversation
-            settings = self.settings if here else first.settings
+            settings = self.settings if here and not first.own else first.settings
             count, why = self._too_long(first, settings)
             if why is None:
                 return [*steps, *count]

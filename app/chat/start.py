@@ -35,7 +35,7 @@ class ChatOptions:
         engine: overrides the command of the engine process.
         server: may use the engine of the same user's server.
         profile: by name; "" is none; None: the last chosen one.
-        chat: a stored chat's ID or prefix. resume: open the last chat.
+        chat: a stored chat's ID or prefix. resume: open the last chat. prompt: file sent first.
         read: settings already read.
         store_path, settings_path, log_path: default to the user's folders.
     """
@@ -59,6 +59,7 @@ class ChatOptions:
     server: bool = True
     chat: str | None = None
     resume: bool = False
+    prompt: str | None = None
     read: settings.LoadedSettings | None = None
     store_path: Path | None = None
     settings_path: Path | None = None

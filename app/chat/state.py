@@ -57,12 +57,13 @@ def reason(error: str, hint: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A queued prompt. settings: its chat's when sent, at ``entered_s`` of the clock."""
+    """A queued prompt. settings: its chat's when sent, at ``entered_s`` of the clock; or its ``own``."""
 
     conversation: Conversation
     draft: Draft
     settings: ReplySettings
     entered_s: float
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

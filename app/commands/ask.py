@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.events import (
@@ -29,7 +29,7 @@ from tokamac.engine.hub.names import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
 
-from .. import INTERRUPTED, settings
+from .. import INTERRUPTED, prompt_files, settings
 from ..backend.keep_awake import awake
 from ..chat.attachments import Draft
 from ..guide import offer
@@ -44,6 +44,7 @@ from ..options import (
     given_profile,
     known_settings,
     kv_spec,
+    model_name,
     nodes_of,
     over,
     parallel_of,
@@ -83,6 +84,9 @@ if TYPE_CHECKING:
 
     from ..tools.toolbox import Toolbox
     from .kept_chat import KeptChat
+
+
+T = TypeVar("T")
 
 
 class AskTools:
@@ -190,13 +194,14 @@ def parser() -> Parser:
         '  tokamac ask "Why is decode memory-bound?"\n'
         '  git diff | tokamac ask "Review this"\n'
         '  tokamac ask "What do these do?" -f app/cli.py -f app/text/terminal.py --json\n'
+        '  git diff | tokamac ask --prompt review "the tests first"\n'
         '  tokamac ask "Name a colour" -n 4 --seed 1\n'
         '  tokamac ask -c "And in one sentence?"\n'
         '  tokamac ask "Describe the guide" --schema answer.json\n'
         "  tokamac ask --each prompts.txt > answers.jsonl",
     )
     made.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question; - or nothing reads standard input")
-    add_flags(made, "-m --model", "-f --file", "--system")
+    add_flags(made, "-m --model", "-f --file", "--system", "--prompt")
     which = made.add_mutually_exclusive_group()
     which.add_argument(
         "-c",
@@ -260,23 +265,28 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     _refuse_flags(parser, options)
     check_speculation_flags(parser, options)
     options.sharing = nodes_of(parser, options)
-    profile = _profile(parser, options)
+    profile, file = _profile(parser, options), _prompt_file(options)
     with _kept_chat(options) as kept:
-        wanted = sampling(parser, options, over(parser, profile, Sampling() if kept is None else kept.sampling))
+
+        def over_both(base: T) -> T:
+            return prompt_files.over(file, over(parser, profile, base))
+
+        wanted = sampling(parser, options, over_both(Sampling() if kept is None else kept.sampling))
         wanted = with_schema(parser, options, with_logprobs(parser, options, wanted), read_schema)
         kv = kv_spec(parser, options, over(parser, profile, KVSpec() if kept is None else kept.kv))
-        told = over(parser, profile, TemplateOptions() if kept is None else kept.template)
+        told = over_both(TemplateOptions() if kept is None else kept.template)
         how = (kv, template_options(parser, options, told))
         if options.each is not None:
             return _answer_each(options, profile, wanted, how)
         prompt = Draft(compose(options.prompt, options.file)) if kept is None else drafted(options.prompt, options.file)
         if not prompt.whole:
             parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
+        options.model = options.model or file.profile.model
         system = next((each for each in (options.system, profile.system) if each is not None), None)
         options.model = options.model or profile.model
         if (options.n or 1) > 1:
             return _answer_samples(options, conversation_of(prompt, system), wanted, how)
-        options.tools = options.tools or ",".join(profile.tools or ())
+        options.tools = options.tools or ",".join(file.profile.tools or profile.tools or ())
         with open_tools(parser, options) as tools:
             return _answer(options, (prompt, system), wanted, how, tools, kept=kept)
 
@@ -311,8 +321,12 @@ def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
             )
         if options.n is not None:
             parser.error("-n has no effect with --each: write the line several times, each with its own seed")
+        if options.prompt_file is not None:
+            parser.error("--prompt has no effect with --each: every line is a prompt")
         if options.resume is not None and not options.resume.strip():
             parser.error("--resume: OUT is empty")
+    if options.prompt_file is not None and options.prompt == STDIN:
+        parser.error("PROMPT - has no effect with --prompt: pipe the text in")
     single = {
         "--tools": options.tools, "--allow-tools": options.allow_tools, "--steps": options.steps,
         "--continue": options.resume_chat, "--chat": options.chat,
@@ -320,6 +334,18 @@ def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
     for flag, given in single.items():
         if several and given:
             parser.error(f"{flag} works with a single answer, not with {several}")
+
+
+def _prompt_file(options: argparse.Namespace) -> prompt_files.PromptFile:
+    """Return the prompt of ``--prompt``, whose text with PROMPT becomes PROMPT; without the flag an empty one."""
+    if options.prompt_file is None:
+        return prompt_files.PromptFile("", "")
+    folder = prompt_files.folder_in(settings.default_path().parent)
+    found = prompt_files.read(folder, options.prompt_file)
+    options.prompt = found.filled(options.prompt or "")
+    if found.profile.model is not None:
+        found = replace(found, profile=replace(found.profile, model=model_name(found.profile.model)))
+    return found
 
 
 def _profile(parser: Parser, options: argparse.Namespace) -> Profile:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tokamac.engine.errors import TokamacError
 
-from .. import settings
+from .. import prompt_files, settings
 from ..options import (
     AUTO,
     MODEL,
@@ -56,6 +56,7 @@ def parser() -> Parser:
     which.add_argument("-c", "--continue", action="store_true", dest="resume", help="continue the last chat")
     which.add_argument("--chat", metavar="ID", help="continue this chat; IDs can be abbreviated")
     add_profile_flag(made, "the one used last; none for no profile")
+    add_flags(made, "--prompt")
     add_reply_flags(made)
     add_flags(made, "--parallel")
     add_speculation_flags(made)
@@ -74,6 +75,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
     check_speculation_flags(parser, options)
+    if options.prompt_file is not None:
+        prompt_files.read(prompt_files.folder_in(settings.default_path().parent), options.prompt_file)
     sampling_given = any_given(options, tuple(SAMPLING_FLAGS.values()))
     template_given = any_given(options, tuple(TEMPLATE_FLAGS.values()))
     kv_given = any_given(options, _KV_FIELDS)
@@ -106,6 +109,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             server=options.server == "auto",
             chat=options.chat,
             resume=options.resume,
+            prompt=options.prompt_file,
             read=read,
         )
         chosen = chosen if plain else found(chosen)

@@ -297,6 +297,14 @@ TOOLS_HINT = (
 )
 
 
+def prompt_files(view: PlainView, _: str) -> None:
+    listed = commands.listed_prompts(view.chat)
+    view.show("\n".join(f"/{name}: {told}" for name, told in listed) or "You have no prompts yet.")
+    view.console.aside(
+        f"/prompts edit NAME writes one, /prompts save NAME makes one of the last message. {commands.EXAMPLE}"
+    )
+
+
 def tools(view: PlainView, _: str) -> None:
     view.show("\n".join([*map(setup.tool_line, setup.listed_tools(view.chat)), TOOLS_HINT]))
 
@@ -740,6 +748,7 @@ LISTS: Mapping[str, Callable[[PlainView, str], None]] = {
     "system_prompt": system_prompt,
     "profile": profiles,
     "tools": tools,
+    "prompt_files": prompt_files,
     "keys": keys,
     "gauges": gauges,
     "explain": explain_reply,

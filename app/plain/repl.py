@@ -10,7 +10,7 @@
 
 from collections.abc import Sequence
 
-from .. import INTERRUPTED
+from .. import INTERRUPTED, prompt_files
 from ..chat import actions, commands
 from ..chat.actions import ACTIONS, Keymap
 from ..chat.attachments import Draft, shell_command, unescaped
@@ -42,10 +42,11 @@ class NoKeys(Keymap):
         return "Ctrl-C" if action == "stop" else super().key(action)
 
 
-def completed(before: str, begun: str) -> list[str]:
-    """Return what the word that has ``begun``, after the line ``before`` it, can become."""
+def completed(before: str, begun: str, prompts: Sequence[str] = ()) -> list[str]:
+    """Return what the word that has ``begun``, after the line ``before`` it, can become. prompts: names of files."""
     if not before:
         names = [f"/{action.slash}" + (" " if action.argument else "") for action in available()]
+        names += [f"/{name} " for name in prompts]
         return [name for name in names if begun.startswith("/") and name.startswith(begun.lower())]
     written = actions.parse(before)
     sets = written is not None and written.action is actions.by_slash("settings") and not written.argument
@@ -62,8 +63,11 @@ def run_plain(options: ChatOptions) -> int:
         for warning in begun.warnings:
             console.note(warning)
         repl.begin_recording(options)
-        console.prepare(repl.sent(), completed)
+        folder = commands.prompt_folder(repl.chat)
+        console.prepare(repl.sent(), lambda before, begun: completed(before, begun, prompt_files.names(folder)))
         repl.chat.perform(repl.chat.session.start())
+        if options.prompt is not None:
+            repl.send_first(options.prompt)
         return repl.run()
     finally:
         repl.close()
@@ -164,6 +168,9 @@ class Repl(PlainView):
     def _obey(self, text: str) -> bool:
         """Do the slash command that ``text`` is, or say why not; return whether it is one."""
         written = actions.parse(text, multiline=True)
+        if (named := commands.written_prompt(self.chat, text.strip())) is not None:
+            self.chat.attempt(lambda: self._send_file(*named))
+            return True
         if written is None and (to_run := shell_command(text)) is not None:
             written = actions.Command("!", to_run, actions.by_slash("shell"))
         if written is None:
@@ -179,6 +186,15 @@ class Repl(PlainView):
             instead = INSTEAD.get(action.id, "")
             self.tell(f"/{action.slash} needs the full screen: quit, and open it with tokamac chat.{instead}")
         return True
+
+    def send_first(self, name: str) -> None:
+        self.chat.attempt(lambda: self._send_file(name, ""))
+        self.settle()
+
+    def _send_file(self, name: str, arguments: str) -> None:
+        attachments = self.line.draft.attachments
+        commands.send_prompt(self.chat, name, arguments, attachments)
+        self.chat.composer.hold(Draft())
 
     def _prompted(self, text: str) -> None:
         """Send ``text``. Nothing, in place of a prompt that was given back, gives that one up; what goes with it stays."""

@@ -20,7 +20,7 @@ from ..chat.actions import LEADER
 from ..chat.attachments import AttachError, Draft, output_of, read_named, shell_command, unescaped
 from ..chat.background import PATH, ContextUse, PriceQuestion
 from ..chat.controller import ChatController, History, RefusedError, first_question, recording_of
-from ..chat.external_programs import EditorError, NotTakenError, edit_text, editor_command, open_address
+from ..chat.external_programs import NotTakenError, open_address
 from ..chat.listing import ChatSearch, excerpt
 from ..chat.preferences import Written
 from ..chat.session import Session
@@ -512,6 +512,8 @@ class PromptActions:
             chat.view.tell("Write a message first. Enter sends it.")
         elif chat.composer.editing is not None:
             self._send_edit(chat.composer.editing, words)
+        elif (named := commands.written_prompt(chat, draft.text.strip())) is not None:
+            self._send_file(*named, draft)
         elif (command := actions.parse(draft.text)) is not None:
             prompt.attachments += draft.attachments  # they are not the command's
             self._obey(command, draft.text.rstrip())
@@ -534,6 +536,31 @@ class PromptActions:
         else:
             self._prompt.give_back(draft.text, draft.attachments)
         chat.perform(steps)
+
+    def _send_file(self, name: str, arguments: str, draft: Draft) -> None:
+        """Send a prompt that is a file, or give back what named it."""
+        try:
+            commands.send_prompt(self._chat, name, arguments, draft.attachments)
+        except TokamacError as error:
+            self._prompt.give_back(draft.text, draft.attachments)
+            self._chat.view.tell(error.one_line(), "warning")
+
+    def prompt_files(self, _: str) -> None:
+        """Choose a prompt that is a file: its command is written in the input box."""
+        from .screens.dialog import PromptsScreen
+
+        listed = commands.listed_prompts(self._chat)
+        if not listed:
+            raise RefusedError(f"You have no prompts yet. /prompts edit NAME writes one. {commands.EXAMPLE}")
+
+        def chosen(index: int | None) -> None:
+            if index is not None:
+                self._prompt.give_back(f"/{listed[index][0]} ")
+            self._prompt.focus()
+
+        rows = [f"/{name}  {told}" for name, told in listed]
+        screen = PromptsScreen("Your prompts", rows, "/prompts edit NAME", "/prompts save NAME")
+        self._screen.app.push_screen(screen, chosen)
 
     def _obey(self, command: actions.Command, text: str) -> None:
         """Run the slash command that was written as ``text``, or give it back."""
@@ -559,12 +586,7 @@ class PromptActions:
         self._prompt.focus()
 
     def editor(self, _: str) -> None:
-        try:
-            command = editor_command()
-            with self._screen.app.suspend():
-                text = edit_text(command, self._prompt.text)
-        except EditorError as error:
-            raise RefusedError(str(error)) from None
+        text = self._chat.view.edited(self._prompt.text)
         self._prompt.put(Draft(text, self._prompt.attachments))
         self._prompt.focus()
 
@@ -695,4 +717,5 @@ class PromptActions:
         "earlier": earlier,
         "later": later,
         "search_prompts": search_prompts,
+        "prompt_files": prompt_files,
     }

@@ -67,6 +67,7 @@ def build(options: ChatOptions, is_dark: Callable[[], bool] = lambda: True) -> "
     app = TokamacApp(
         begun.session, bridge, begun.preferences, lambda: open_store(options), begun.warnings, dark=is_dark()
     )
+    app.view.first_prompt = options.prompt or ""
     return app, bridge
 
 

@@ -28,6 +28,7 @@ from ...chat import commands, recording, setup
 from ...chat.attachments import Draft
 from ...chat.controller import Bridge, ChatController, Composer, RefusedError, Severity
 from ...chat.conversation import Turn
+from ...chat.external_programs import EditorError, edit_text, editor_command
 from ...chat.figures import pointed_at, primer_is_new
 from ...chat.preferences import Preferences
 from ...chat.session import Session
@@ -147,10 +148,12 @@ class ChatScreen(Screen[None]):
         self.chat = ChatController(session, bridge, preferences, self, composer, server=server)
         self.chat.clipboard = lambda text: self.app.copy_to_clipboard(text)  # noqa: PLW0108  # there is no app yet
         bridge.post = lambda event, number: self.post_message(EngineSaid(event, number))
+        self._prompt.completions.prompts = lambda: commands.listed_prompts(self.chat)
         self.dialogs = Dialogs(self.chat, self, lambda: self.library)
         self.writing = PromptActions(self.chat, self, self._prompt)
         self.open_store = open_store
         self._library: ModelLibrary | None = None
+        self.first_prompt = ""  # a file that is sent at the start
         self._keymap = session.keymap
         self._quits_until = 0.0  # until then, Ctrl+C quits
         self._escaped = False  # the last key was Esc, in an empty input box
@@ -203,6 +206,8 @@ class ChatScreen(Screen[None]):
         if not chat.preferences.settings.toured:  # the tour is on the screen
             chat.save_settings(replace(chat.preferences.settings, toured=True))
         self.begin_recording()
+        if self.first_prompt:
+            chat.attempt(lambda: commands.send_prompt(chat, self.first_prompt, ""))
         early, self._early = self._early or [], None
         for draft in early:
             self.writing.submit(draft)
@@ -281,6 +286,14 @@ class ChatScreen(Screen[None]):
             self.app.push_screen(TextScreen(sanitise(text)))
         else:
             self.tell(text)
+
+    def edited(self, text: str) -> str:
+        try:
+            command = editor_command()
+            with self.app.suspend():
+                return edit_text(command, text)
+        except EditorError as error:
+            raise RefusedError(str(error)) from None
 
     def open(self, action: str, argument: str = "") -> None:
         if (own := self.ACTIONS.get(action)) is not None:

@@ -31,7 +31,7 @@ INDENT = 2
 ALSO = "Other"
 # Actions by id. Those that are not named are in the last group.
 GROUPS: dict[str, str] = {
-    "Writing": "send newline stop attach detach shell earlier later search_prompts undo redo editor",
+    "Writing": "send newline stop attach detach shell earlier later search_prompts prompt_files undo redo editor",
     "Selected message (Tab, then Up and Down)": (
         "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),

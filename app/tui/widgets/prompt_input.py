@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from textual import events
 from textual.content import Content
@@ -26,7 +26,7 @@ from textual.worker import get_current_worker
 from tokamac.engine.files import expanded
 
 from ...chat import actions
-from ...chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
+from ...chat.actions import NEWLINE_KEYS, PartialCommand, by_slash, command_at, matching
 from ...chat.attachments import Draft, is_long, pasted, shell_command
 from ...chat.listing import excerpt
 from ...chat.session import Session
@@ -180,6 +180,7 @@ class Completions(OptionList, can_focus=False):
         self._command = command
         self._named: PartialPath | PartialCommand | None = None
         self._finder = Finder(Path())
+        self.prompts: Callable[[], Iterable[tuple[str, str]]] = tuple  # prompts that are files, and a line on each
 
     @property
     def chosen(self) -> str:
@@ -194,7 +195,9 @@ class Completions(OptionList, can_focus=False):
             case PartialPath():
                 self.run_worker(lambda: self._find(named), thread=True, exclusive=True)
             case PartialCommand():
-                self._show(named, _rows(matching(named.part)))
+                own = [OfferedCommand(action.usage, action.help, action.slash) for action in matching(named.part)]
+                mine = [OfferedCommand(f"/{name}", told, name) for name, told in self._mine(named.part)]
+                self._show(named, _rows([*mine, *own] if named.part else [*own, *mine]))
             case None:
                 self.display = False
 
@@ -215,6 +218,9 @@ class Completions(OptionList, can_focus=False):
         if not worker.is_cancelled:
             self.app.call_from_thread(self._show, named, options)
 
+    def _mine(self, part: str) -> Iterator[tuple[str, str]]:
+        return ((name, told) for name, told in self.prompts() if name.startswith(part) and by_slash(name) is None)
+
     def _show(self, named: PartialPath | PartialCommand, options: Sequence[Option]) -> None:
         if named != self._named:
             return
@@ -233,12 +239,18 @@ def _cut(usage: str) -> str:
     return usage if len(usage) <= USAGE_WIDE else f"{usage[: USAGE_WIDE - 1]}…"
 
 
-def _rows(actions: Sequence[Action]) -> list[Option]:
-    usages = [_cut(action.usage) for action in actions]
+class OfferedCommand(NamedTuple):
+    usage: str
+    help: str
+    name: str
+
+
+def _rows(rows: Sequence[OfferedCommand]) -> list[Option]:
+    usages = [_cut(row.usage) for row in rows]
     width = max(map(len, usages), default=0)
     return [
-        Option(Content(usage.ljust(width + 2)) + Content.styled(action.help, FAINT), action.slash)
-        for usage, action in zip(usages, actions, strict=True)
+        Option(Content(usage.ljust(width + 2)) + Content.styled(row.help, FAINT), row.name)
+        for usage, row in zip(usages, rows, strict=True)
     ]
 
 
@@ -462,13 +474,14 @@ class Prompt(TextBox):
 
     def _pick_command(self, name: str) -> None:
         named, action = self._command_at_cursor(), by_slash(name)
-        if named is None or action is None:
+        if named is None:
             return
         self.completions.withdraw()
         self._typing = False  # or it would be completed again
-        follows = " " if action.argument and not self.text[named.end :] else ""
+        takes = action is None or bool(action.argument)
+        follows = " " if takes and not self.text[named.end :] else ""
         self.replace(f"/{name}{follows}", (0, 0), (0, named.end))
-        self.move_cursor((0, len(name) + 1 + bool(action.argument)))
+        self.move_cursor((0, len(name) + 1 + takes))
 
 
 MOST_WAITING = 3  # lines for queued prompts; more would leave too little room for the text

@@ -54,6 +54,7 @@ PROMISED = {
     "regenerate": {"ctrl+x r"},
     "undo_turn": set(),
     "search_prompts": {"ctrl+r"},
+    "prompt_files": set(),
     "edit_earlier": set(),
     "show": set(),
     "stats": set(),
