@@ -289,8 +289,8 @@ class Warm:
     template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
-# Who wants to know a price: the draft, or the menu of what could be done with older messages.
-Asker = Literal["draft", "actions"]
+# Who wants to know a price: the draft, the menu of what could be done with older messages, or who tells it at once.
+Asker = Literal["draft", "actions", "quote"]
 
 
 @dataclass(frozen=True, slots=True)

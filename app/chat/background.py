@@ -11,6 +11,7 @@ from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
 
 from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, Priced, Warm, Warmed
 from ..store.values import Attachment
+from ..system_files import SystemPart
 from ..text import units
 from ..text.sanitise import REPLACEMENT, sanitise, sanitise_line
 from ..tools.calls import call_line
@@ -309,6 +310,28 @@ class ActionPrices:
         return [Ask(AskPrice("actions", self._id, first.messages, first.continues, self.template))]
 
 
+class Quote:
+    """Asks one price, and tells it."""
+
+    def __init__(self) -> None:
+        self._id = 0
+        self._told: Callable[[Price | None], list[Step]] | None = None
+
+    def ask(
+        self, messages: Sequence[Message], template: TemplateOptions, told: Callable[[Price | None], list[Step]]
+    ) -> list[Step]:
+        self._id += 1
+        self._told = told
+        return [Ask(AskPrice("quote", self._id, tuple(messages), template=template))]
+
+    def priced(self, event: Priced) -> list[Step]:
+        told = self._told
+        if (event.asker, event.id) != ("quote", self._id) or told is None:
+            return []
+        self._told = None
+        return told(event.price)
+
+
 def questions(conversation: Conversation, system: str, key: int, info: ModelSpec | None) -> list[PriceQuestion]:
     """Return the questions for regenerate, continue, edit, fork and other versions of message ``key``."""
     if key not in conversation.tree.nodes:
@@ -402,14 +425,14 @@ def why_whole(reply: Reply, *, thinks: bool) -> str:
 # a prompt over the limit even then is refused before it is sent.
 
 
-Kind = Literal["system", "tools", "file", "prompt", "reply", "result", "draft"]
+Kind = Literal["system", "project", "memory", "tools", "file", "prompt", "reply", "result", "draft"]
 TEMPLATE_SHARE = 8  # a chat template writes a tool's definition in fewer bytes than these times its own
 Count = Callable[[Countable], int | None]  # returns the tokens of a part; None while they are unknown
 
 
 _NAMES: dict[Kind, str] = {
-    "system": "the system prompt", "tools": "the list of tools", "prompt": "a prompt", "reply": "a reply",
-    "result": "the result of a tool", "draft": "the message",
+    "system": "the system prompt", "project": "the project's file", "memory": "the memory", "tools": "the list of tools",
+    "prompt": "a prompt", "reply": "a reply", "result": "the result of a tool", "draft": "the message",
 }  # fmt: skip
 
 
@@ -441,9 +464,15 @@ class ContextPart:
 
 
 def parts(
-    system: str, turns: Sequence[Turn], draft: Draft | None = None, *, tools: tuple[ToolSpec, ...] = ()
+    system: str,
+    turns: Sequence[Turn],
+    draft: Draft | None = None,
+    *,
+    tools: tuple[ToolSpec, ...] = (),
+    beside: Sequence[SystemPart] = (),
 ) -> list[ContextPart]:
-    found = _texts("system", (system,)) + ([ContextPart("tools", tools)] if tools else [])
+    found = _texts("system", (system,))
+    found += [ContextPart(part.kind, part.whole) for part in beside] + ([ContextPart("tools", tools)] if tools else [])
     for turn, key in zip(turns, prompts_of(turns), strict=True):
         found += _texts("result", [each.text for each in turn.results], key)
         found += _texts("system", turn.system)
@@ -489,6 +518,10 @@ def _advice(part: ContextPart) -> str:
             return "Shorten it."
         case "system":
             return "Shorten it with /system."
+        case "project":
+            return "/project off leaves it out."
+        case "memory":
+            return "/remember edit shortens it."
         case "tools":
             return "/tools turns them off."
         case _:
@@ -528,8 +561,8 @@ class ContextUse:
 
     def by_kind(self) -> dict[str, int]:
         named = {
-            "system": "system", "tools": "tools", "file": "files", "prompt": "prompts", "reply": "replies", "result": "results",
-            "draft": "draft",
+            "system": "system", "project": "project", "memory": "memory", "tools": "tools", "file": "files",
+            "prompt": "prompts", "reply": "replies", "result": "results", "draft": "draft",
         }  # fmt: skip
         found = dict.fromkeys(named.values(), 0)
         for row in self.rows:
@@ -542,6 +575,9 @@ class ContextUse:
         row = self.rows[index]
         if row.kind == "tools":
             return "This is what the model is told of its tools. /tools turns them off."
+        if row.kind in ("project", "memory"):
+            how = "/project off leaves it out." if row.kind == "project" else "/remember edit changes it."
+            return f"This file is part of the system prompt. {how}"
         if not row.key:
             return "This part is always sent."
         moved = [each for each in self.rows if each.key == row.key and row.file in ("", each.file)]
@@ -565,10 +601,11 @@ def list_parts(
     count: Count,
     *,
     tools: tuple[ToolSpec, ...] = (),
+    beside: Sequence[SystemPart] = (),
 ) -> list[ContextRow]:
     """Return the rows of the next prompt, pruned ones included. tools: those offered to the model."""
     rows: list[ContextRow] = []
-    for part in parts(system, turns, draft, tools=tools):
+    for part in parts(system, turns, draft, tools=tools, beside=beside):
         file = part.counted.name if isinstance(part.counted, Attachment) and part.key else ""
         left_out = (part.key, "") in pruned or (bool(file) and (part.key, file) in pruned)
         rows.append(ContextRow(part.kind, _said(part.counted), count(part.counted), left_out, part.key, file))

@@ -537,6 +537,8 @@ COMMANDS: Mapping[str, Callable[[ChatController, str], None]] = {
     "serve": setup.serve,
     "pull": setup.pull,
     "thinking": setup.thinking,
+    "remember": setup.remember,
+    "project": setup.project,
     "profile": setup.profile,
     "keys": setup.keys,
     "tools": setup.tools,

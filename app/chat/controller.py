@@ -607,7 +607,8 @@ class ChatController:
         goes_on = self.recording is not None and self.recording.can_go_on()
         if not goes_on:
             self.perform(self.session.give_up())
-        self.preferences.hold(own, self.session)
+        if problem := self.preferences.hold(own, self.session):
+            self.view.tell(problem, "warning")
         self.perform(show())
         if running:
             text = GOES_ON.format(self.session.keymap.key("chats")) if goes_on else GIVEN_UP

@@ -6,15 +6,18 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import ModelSpec, ToolCall
 from tokamac.engine.options import THINKING, KVSpec, Sampling, TemplateOptions
 
+from .. import system_files
 from ..settings import DAMAGED, Profile, Settings, change, merged, read, with_allowed
 from ..store.values import Json, ToolResult
+from ..system_files import SystemPart
 from ..text import units
 from ..text.strict_json import ShapeError, build
 from .actions import keymap
@@ -32,7 +35,7 @@ T = TypeVar("T")
 class ChatOverrides:
     """A chat's own settings; None: the general ones. An empty system prompt means none.
 
-    tools: names of enabled tools and MCP servers (in general none). profile: the applied one.
+    tools: names of enabled tools and MCP servers (in general none). profile: the applied one. project: its file.
     """
 
     sampling: Sampling | None = None
@@ -40,17 +43,19 @@ class ChatOverrides:
     template: TemplateOptions | None = None
     tools: tuple[str, ...] | None = None
     profile: str | None = None
+    project: str | None = None
 
 
 def own_of(settings: Json) -> ChatOverrides:
     """Parse a stored chat's settings; unreadable ones (other versions) are ignored."""
-    system, profile = settings.get("system"), settings.get("profile")
+    system, profile, project = (settings.get(name) for name in ("system", "profile", "project"))
     return ChatOverrides(
         _read(Sampling, settings.get("sampling"), "sampling"),
         system if isinstance(system, str) else None,
         _read(TemplateOptions, settings.get("template"), "template"),
         _read(tuple[str, ...], settings.get("tools"), "tools"),
         profile if isinstance(profile, str) else None,
+        project if isinstance(project, str) else None,
     )
 
 
@@ -62,6 +67,7 @@ def as_settings(own: ChatOverrides) -> dict[str, Any]:
         "template": None if own.template is None else template_record(own.template),
         "tools": None if not own.tools else list(own.tools),
         "profile": own.profile,
+        "project": own.project,
     }
 
 
@@ -132,6 +138,8 @@ class Preferences:
         self._written = settings
         self._told = set(told)
         self.own = ChatOverrides()
+        self._project: str | None = None  # of new chats
+        self._beside: tuple[SystemPart, ...] = ()
         self.system_drafts = SystemDrafts()
         self.keymap = keymap(settings.keys)
         self._given = given or ChatOverrides()
@@ -156,12 +164,34 @@ class Preferences:
     def template(self) -> TemplateOptions:
         return self._given.template or self.own.template or self.settings.template
 
-    def hold(self, own: ChatOverrides, session: "Session") -> None:
+    def hold(self, own: ChatOverrides, session: "Session") -> str:
+        """Use a chat's settings; return what can't be read of its files, or ""."""
         self.own = own
+        problem = self.read_files()
         self.give(session)
+        return problem
+
+    def read_files(self) -> str:
+        """Read the files of the system prompt again; return what can't be read, or ""."""
+        found: list[SystemPart] = []
+        problems: list[str] = []
+        memory = partial(system_files.memory, self.home, self.profile)
+        for parts in (partial(system_files.project, self.own.project), memory):
+            try:
+                found += parts()
+            except TokamacError as error:
+                problems.append(error.one_line())
+        self._beside = tuple(found)
+        return " ".join(problems)
+
+    def choose_project(self, file: str | None) -> str:
+        """Let ``file`` be part of the system prompt of this chat, and of new ones; returns as ``read_files``."""
+        self._project = file
+        self.own = replace(self.own, project=file)
+        return self.read_files()
 
     def give(self, session: "Session") -> None:
-        session.sampling, session.system = self.sampling, self.system
+        session.sampling, session.system, session.beside = self.sampling, self.system, self._beside
         session.template = self.template
         session.profile = self._profile_label
         session.tools.allowed = set(self.settings.tools.allowed)
@@ -219,8 +249,8 @@ class Preferences:
         with suppress(OptionError):
             if self._profile in self.settings.profiles:
                 self.kv(self._profile)
-                return self.overrides(self._profile)
-        return ChatOverrides()
+                return replace(self.overrides(self._profile), project=self._project)
+        return ChatOverrides(project=self._project)
 
     def overrides(self, profile: str) -> ChatOverrides:
         """Return a profile's overrides. Raises OptionError if it conflicts with the settings."""
@@ -245,8 +275,9 @@ class Preferences:
         """Apply a profile to this and new chats; "" is none. Returns as ``keep``. Raises OptionError."""
         own = self.overrides(name) if name else ChatOverrides()
         kept = self.own.tools if own.tools is None else own.tools
-        self.own, self._given, self._profile = replace(own, tools=kept), ChatOverrides(), name
-        return self.keep(replace(self.settings, profile=name))
+        self.own = replace(own, tools=kept, project=self.own.project)
+        self._given, self._profile = ChatOverrides(), name
+        return " ".join(filter(None, (self.read_files(), self.keep(replace(self.settings, profile=name)))))
 
     def keep_profile(self, name: str, profile: Profile | None) -> str:
         """Save a profile, or delete it (None); returns as ``keep``."""

@@ -20,6 +20,7 @@ from tokamac.engine.events import (
     MemoryPressure,
     Message,
     PrefillProgress,
+    Price,
     TextChunk,
     ToolCall,
     ToolCallDelta,
@@ -55,7 +56,9 @@ from ..tools.calls import DENIED, CallAsks, CallRuns, Decision
 from .attachments import Draft, joined
 from .background import (
     IDLE_S,
+    amount,
     context_limit,
+    is_ready,
     parts,
     path,
     questions,
@@ -169,7 +172,8 @@ class Session(SessionState):
     def count_context(self, draft: Draft) -> list[Step]:
         if self.engine.phase is not EnginePhase.IDLE:
             return []
-        found = parts(self.system, self.turns, draft, tools=self._offered(self.settings).tools)
+        tools = self._offered(self.settings).tools
+        found = parts(self.system, self.turns, draft, tools=tools, beside=self.beside)
         return self.counts.ask(self.engine.info, [part.counted for part in found])
 
     def prune(self, key: int, file: str = "") -> list[Step]:
@@ -471,19 +475,34 @@ class Session(SessionState):
         counts = self.counts.ask(self.engine.info, attachments)
         if not self.engine.load.prompt_cache:
             return counts
-        warm = self.warmup.draft_paused(draft, self.conversation.request(self.system, draft))
+        warm = self.warmup.draft_paused(draft, self.conversation.request(self.system_text, draft))
         return [*counts, *warm]
 
     def select(self, key: int | None) -> list[Step]:
         """Price the actions on message ``key``; None: deselect."""
         if key is None or self.engine.phase is not EnginePhase.IDLE:
             return self.prices.ask([])
-        return self.prices.ask(questions(self.conversation, self.system, key, self.engine.info))
+        return self.prices.ask(questions(self.conversation, self.system_text, key, self.engine.info))
 
     def price_paths(self, keys: Sequence[int]) -> list[Step]:
         """Price each path through ``keys``, replacing earlier questions."""
         idle = self.engine.phase is EnginePhase.IDLE
-        return self.prices.ask([path(self.conversation, self.system, key) for key in keys] if idle else [])
+        return self.prices.ask([path(self.conversation, self.system_text, key) for key in keys] if idle else [])
+
+    def tell_price(self, said: str) -> list[Step]:
+        """Tell what the next prompt reads after a change of the system prompt, and read it. said: what changed."""
+        if self.engine.phase is not EnginePhase.IDLE:
+            return [Notice(f"{said}.")]
+
+        def told(price: Price | None) -> list[Step]:
+            cost = (
+                ""
+                if price is None or is_ready(price)
+                else f": {amount(price, ' to read')}, once; then it is kept computed"
+            )
+            return [Notice(f"{said}{cost}."), *self._warm_history()]
+
+        return self.quote.ask(self.conversation.request(self.system_text, ""), self._offered(self.settings), told)
 
     def request_title(self) -> list[Step]:
         """Ask for a title if the chat is idle; poll this. Not the guide: it only knows about the app."""
@@ -493,7 +512,7 @@ class Session(SessionState):
 
     def _warm_history(self) -> list[Step]:
         ready = self.engine.phase is EnginePhase.IDLE and self.engine.load.prompt_cache
-        return self.warmup.history_changed(self.conversation.request(self.system, "")) if ready else []
+        return self.warmup.history_changed(self.conversation.request(self.system_text, "")) if ready else []
 
     # Messages of the engine's process -------------------------------------------------------------------------------------
 
@@ -516,7 +535,8 @@ class Session(SessionState):
                 self.engine.memory = event
                 return []
             case Priced():
-                return [*self.prices.priced(event), *self.warmup.priced(event)]
+                quoted = self.quote.priced(event)
+                return [*self.prices.priced(event), *self.warmup.priced(event), *quoted]
             case Warmed():
                 return self.warmup.warmed(event)
             case Counted():

@@ -10,7 +10,9 @@ from tokamac.engine.events import ToolCall
 from tokamac.engine.hub.names import nearest
 from tokamac.engine.requirements import pip_install
 
+from .. import system_files
 from ..backend import processes
+from ..backend.processes import working_folder
 from ..backend.sharing import chat_socket
 from ..models.local import hub_cache, is_id, is_short, lasting, must_be_downloaded, require
 from ..options import given_adapter, given_draft
@@ -138,6 +140,52 @@ def system_prompt(chat: ChatController, text: str) -> None:
         return
     chat.apply_choice(chat.preferences.choose_system("" if text.lower() == NONE else text, own=True))
     chat.view.tell("The system prompt applies to this chat from the next message on. /system none removes it.")
+
+
+def remember(chat: ChatController, text: str) -> None:
+    """Add a fact to the profile's memory, or show or edit the file."""
+    preferences = chat.preferences
+    home, profile = preferences.home, preferences.profile
+    known = "".join(part.text for part in system_files.memory(home, profile))
+    if not text:
+        file = sanitise_line(str(system_files.memory_file(home, profile)))
+        chat.view.show(
+            f"{file}\n\n{sanitise(known)}" if known else f"Nothing is remembered yet. /remember TEXT writes {file}."
+        )
+        return
+    if text == "edit":
+        text = chat.view.edited(known)
+        if text.strip() == known:
+            raise RefusedError("The memory is unchanged.")
+        system_files.write_memory(home, profile, text)
+    else:
+        system_files.remember(home, profile, text)
+    chat.apply_choice(preferences.read_files())
+    whose = f"the profile {sanitise_line(profile)}" if profile else "chats without a profile"
+    chat.perform(chat.session.tell_price(f"The memory of {whose} is changed"))
+
+
+def project(chat: ChatController, written: str) -> None:
+    """Make the file that tells of this folder part of the system prompt, or leave it out."""
+    preferences = chat.preferences
+    now = preferences.own.project
+    match written.lower():
+        case "":
+            chat.view.show(
+                "No project file. /project on takes AGENTS.md or README.md of this folder."
+                if now is None
+                else f"Part of the system prompt: {sanitise_line(now)}. /project off leaves it out."
+            )
+        case "on":
+            file = system_files.project_file(working_folder())
+            system_files.project(str(file))  # or it says what is wrong
+            chat.apply_choice(preferences.choose_project(str(file)))
+            chat.perform(chat.session.tell_price(f"{file.name} is part of this chat's system prompt, and of new ones'"))
+        case "off":
+            chat.apply_choice(preferences.choose_project(None))
+            chat.perform(chat.session.tell_price("No project file is part of the system prompt"))
+        case _:
+            raise RefusedError("Write /project on or /project off.")
 
 
 def thinking(chat: ChatController, text: str) -> None:
@@ -276,7 +324,7 @@ def show(chat: ChatController, wanted: str) -> None:
         "model": _model_lines(session),
         "settings": f"Settings that differ: {', '.join(differ)}." if differ else "All settings have their defaults.",
         "template": sentences(session.template, session.engine.info),
-        "system": f"System prompt: {sanitise(session.system)}" if session.system else "No system prompt.",
+        "system": f"System prompt: {sanitise(session.system_text)}" if session.system_text else "No system prompt.",
     }
     wanted = SHOWN.get(wanted, wanted)
     if wanted and wanted not in parts:

@@ -132,7 +132,8 @@ def begin(options: ChatOptions) -> ChatStart:
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)
     log = options.log_path or _default_log()
     preferences.toolbox = Toolbox(known, working_folder(), log.with_stem(f"{log.stem}-mcp"))
-    preferences.hold(own, session)
+    if problem := preferences.hold(own, session):
+        warnings.append(problem)
     session.idle.after_min, session.keymap = known.unload_after_min, preferences.keymap
     session.tints_guesses = known.tint_guesses
     command = tuple(options.engine or CHILD_COMMAND)

@@ -15,6 +15,7 @@ from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from ..backend.protocol import (
     Load,
 )
+from ..system_files import SystemPart, with_parts
 from ..text.sanitise import sanitise_line
 from ..tools.calls import ToolLoop
 from . import preferences
@@ -25,6 +26,7 @@ from .background import (
     ContextUse,
     Countable,
     DraftWarmup,
+    Quote,
     TitleRequest,
     TokenCounts,
     context_limit,
@@ -92,6 +94,7 @@ class SessionState:
         self.conversation = Conversation()
         self.sampling = sampling
         self.system = system
+        self._beside: tuple[SystemPart, ...] = ()
         self.profile = ""
         self.idle = Idle(clock)
         self.serving = False  # its engine answers other programs: it is never unloaded meanwhile
@@ -101,6 +104,7 @@ class SessionState:
         self.loop_grace = 0
         self.warmup = DraftWarmup()
         self.prices = ActionPrices()
+        self.quote = Quote()
         self.counts = TokenCounts()
         self.titles = TitleRequest()
         self.tools = ToolLoop()
@@ -215,6 +219,22 @@ class SessionState:
             self.prices.reset()
         self._able_template()
 
+    @property
+    def beside(self) -> tuple[SystemPart, ...]:
+        """What files add to the system prompt."""
+        return self._beside
+
+    @beside.setter
+    def beside(self, parts: tuple[SystemPart, ...]) -> None:
+        if parts != self._beside:
+            self._beside = parts
+            self.warmup.reset()
+            self.prices.reset()
+
+    @property
+    def system_text(self) -> str:
+        return with_parts(self.system, self.beside)
+
     def offer(self, specs: Sequence[ToolSpec]) -> None:
         if tuple(specs) != self.tools.specs:
             self.tools.specs = tuple(specs)
@@ -234,17 +254,20 @@ class SessionState:
 
     def context_use(self, draft: Draft) -> ContextUse:
         info, pruned = self.engine.info, self.conversation.pruned
-        rows = list_parts(self.system, self.turns, draft, pruned, self.tokens, tools=self._offered(self.settings).tools)
+        tools = self._offered(self.settings).tools
+        rows = list_parts(self.system, self.turns, draft, pruned, self.tokens, tools=tools, beside=self.beside)
         return ContextUse(tuple(rows), None if info is None else info.capacity)
 
     @property
     def settings(self) -> ReplySettings:
-        return ReplySettings(self.system, self.sampling, self._template, self.tools.specs)
+        return ReplySettings(self.system_text, self.sampling, self._template, self.tools.specs)
 
     def prompt_before(self, key: int) -> tuple[Message, ...]:
         """Return the prompt messages that reply ``key`` answers."""
         conversation = self.conversation
-        return messages(self.system, conversation.sent(conversation.tree.turns_to(conversation.tree.nodes[key].parent)))
+        return messages(
+            self.system_text, conversation.sent(conversation.tree.turns_to(conversation.tree.nodes[key].parent))
+        )
 
     def _timed_out(self, *, insists: bool) -> bool:
         return self._watchdog.timed_out(self.engine.phase_since, insists=insists)

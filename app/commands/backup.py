@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "tokamac-backup", 1
 MANIFEST, CHATS, SETTINGS = "manifest.json", "chats.db", "settings.toml"
-LEFT_OUT = ("tokens", "MCP servers", "permissions of tools")
+LEFT_OUT = ("tokens", "MCP servers", "permissions of tools", "prompt files and memory")
 
 
 class BackupError(TokamacError):

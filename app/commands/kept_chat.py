@@ -11,7 +11,7 @@ from tokamac.engine.events import Event, Finished, Message, TextChunk
 from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions
 from tokamac.engine.text.tokenizer import Tokenizer
 
-from .. import settings
+from .. import settings, system_files
 from ..chat.attachments import Draft
 from ..chat.conversation import Conversation, Ending
 from ..chat.preferences import own_of, template_record
@@ -64,7 +64,9 @@ class KeptChat:
                 f"Chat {chat} is being written by another tokamac", "Wait for that reply, or stop it there."
             )
         self.id, self.model = chat, archive.chat.model
-        self.system = known.system if own.system is None else own.system
+        system, home = known.system if own.system is None else own.system, settings.default_path().parent
+        parts = [*system_files.project(own.project), *system_files.memory(home, own.profile or "")]
+        self.system = system_files.with_parts(system, parts)
         self.sampling = own.sampling or known.sampling
         self.template = own.template or known.template
         self.kv = known.kv

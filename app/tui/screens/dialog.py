@@ -247,6 +247,8 @@ LOOK_S = 0.2  # how often the counts that came are looked at
 # Of the parts of the bar: told apart without colour too.
 STYLES = {
     "system": ("█", "$text-accent"),
+    "project": ("▙", "$text-accent"),
+    "memory": ("▛", "$text-accent"),
     "tools": ("▐", "$text-muted"),
     "files": ("▓", "$text-warning"),
     "prompts": ("▒", "$text-primary"),
@@ -256,6 +258,8 @@ STYLES = {
 }
 NAMES = {
     "system": "system",
+    "project": "project",
+    "memory": "memory",
     "tools": "tools",
     "file": "file",
     "prompt": "you",

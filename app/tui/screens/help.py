@@ -39,7 +39,9 @@ GROUPS: dict[str, str] = {
         "new_chat chats open title pin folder context regenerate edit_earlier undo_turn branches delete_chat restore_chat "
         "export import"
     ),
-    "Models and settings": "choose_model models pull jobs adapter draft unload convert system_prompt settings show thinking",
+    "Models and settings": (
+        "choose_model models pull jobs adapter draft unload convert system_prompt remember project settings show thinking"
+    ),
     "Speed and memory": "toggle_panel all_figures gauges explain stats steps what_if",
     "Reading": "scroll_top scroll_end page_up page_down copy",
     ALSO: "leader palette keys theme ask_guide help suspend leave",

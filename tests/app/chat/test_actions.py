@@ -55,6 +55,8 @@ PROMISED = {
     "undo_turn": set(),
     "search_prompts": {"ctrl+r"},
     "prompt_files": set(),
+    "remember": set(),
+    "project": set(),
     "edit_earlier": set(),
     "show": set(),
     "stats": set(),
