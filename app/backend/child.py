@@ -86,7 +86,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
     # The stored group size holds for all models: where this one can't have it, the default and a note replace it.
     from tokamac.engine import Engine
 
-    cache = PromptCacheSpec() if request.prompt_cache else None
+    cache = PromptCacheSpec(disk=not request.private) if request.prompt_cache else None
 
     def load(kv: KVSpec) -> "Engine":
         if not kv.rolls:

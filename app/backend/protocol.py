@@ -194,7 +194,7 @@ class Load:
     memory: byte limit; None: the system's. unchecked: load despite unsupported config keys. adapter: folder or
     Hugging Face id. parallel: max parallel replies. draft: draft model. cpu_exact: no rounding on a CPU.
     text_every_s: text batching interval, None suits a screen. nodes: processes that share the model; None: one.
-    forms: prepare constrained output at load.
+    forms: prepare constrained output at load. private: nothing of the prompts is written to the disk.
     """
 
     model: str
@@ -210,6 +210,7 @@ class Load:
     text_every_s: float | None = None
     nodes: Nodes | None = None
     forms: bool = False
+    private: bool = False
 
     def for_model(self, model: str, adapter: str | None, draft: str | None) -> "Load":
         """Return a request for another model with these settings; ``self`` for the same one."""

@@ -52,6 +52,15 @@ def new_chat(chat: ChatController, _: str) -> None:
         chat.view.tell(LEFT)
 
 
+def private(chat: ChatController, _: str) -> None:
+    """Begin a chat of which nothing is kept, or end and forget it."""
+    begins = not chat.private
+    chat.be_private(private=begins)
+    kept = "neither the chat, nor the prompt cache on disk, nor what you type"
+    ends = "/private or quitting forgets it" if begins else ""
+    chat.view.tell(f"Private chat: nothing is kept, {kept}. {ends}." if begins else "The private chat is forgotten.")
+
+
 def title(chat: ChatController, text: str) -> None:
     """Give the conversation a title."""
     recording = recording_of(chat)
@@ -505,6 +514,7 @@ def stats(chat: ChatController, _: str) -> None:
 # By the registry's ids. The others are the views': ``ChatView.open`` does them.
 COMMANDS: Mapping[str, Callable[[ChatController, str], None]] = {
     "new_chat": new_chat,
+    "private": private,
     "open": open_,
     "title": title,
     "pin": pin,

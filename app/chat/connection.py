@@ -283,9 +283,9 @@ class EngineConnection:
 
     def fall_back(self) -> bool:
         """Select the last working model; return whether it differs from the failed one."""
-        if self._last_working is None or self._last_working == self.load:
+        if self._last_working is None or replace(self._last_working, private=self.load.private) == self.load:
             return False
-        self.load = self._last_working
+        self.load = replace(self._last_working, private=self.load.private)
         self.enter(EnginePhase.FAILED)
         return True
 
@@ -314,7 +314,8 @@ class GuideExchange:
 class GuideChat:
     """Chat with the guide. problem: why it isn't ready or didn't answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, private: bool = False) -> None:
+        self._private = private
         self.said: list[GuideExchange] = []
         self.loaded = False
         self.problem = ""
@@ -329,7 +330,7 @@ class GuideChat:
         return bool(self.said) and not self.said[-1].over
 
     def start(self) -> list[Request]:
-        return [Load(GUIDE)]
+        return [Load(GUIDE, private=self._private)]
 
     def ask(self, question: str) -> list[Request]:
         """Ask now or once ready; refused while it answers."""

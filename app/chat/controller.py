@@ -26,7 +26,7 @@ from ..text.sanitise import sanitise_line
 from . import figures
 from .attachments import Draft, apart, joined
 from .conversation import MessageNode, Reply
-from .external_programs import copy_text
+from .external_programs import copy_text, forget_copied
 from .listing import ending_text, excerpt
 from .preferences import ChatOverrides, Preferences
 from .recording import LEFT, Recording
@@ -47,6 +47,7 @@ from .steps import (
 from .versions import Versions
 
 Severity = Literal["information", "warning", "error"]
+PRIVATE = "This chat is private: nothing of it is kept. /private ends and forgets it."
 NOT_SAVED = "Chats are not saved in this session; the reason was shown at the start."
 GOES_ON = "The reply goes on in the background; {} shows it."
 GIVEN_UP = "The reply was stopped: this chat can't be saved, so it would be lost."
@@ -83,6 +84,9 @@ class ChatView(Protocol):
 
     def opened(self, chat: str) -> None:
         """Another chat is open; "" is a new one."""
+
+    def forget(self, *, private: bool) -> None:
+        """Forget what was typed. private: and remember no more of it."""
 
     def turn_to(self, key: int | None = None) -> None:
         """Let the user go on from the message ``key``, or from the input."""
@@ -413,6 +417,7 @@ class ChatController:
         self.server = server
         self.lines = lines
         self.recording: Recording | None = None
+        self._aside: Recording | None = None  # while the chat is private
         self.what_ifs = WhatIfs(session, bridge)
         self.chosen = LoadChoice(preferences.asked_model)
         self.code_cycle = CodeCycle()
@@ -549,6 +554,43 @@ class ChatController:
             self.preferences.own = replace(self.preferences.for_new_chat, tools=own.tools)
             self.apply_choice("")
 
+    @property
+    def private(self) -> bool:
+        """Whether nothing of this chat is kept."""
+        return self.session.engine.load.private
+
+    def be_private(self, *, private: bool) -> None:
+        """Begin a chat of which nothing is kept, or leave it for a new one. Raises RefusedError."""
+        session = self.session
+        if session.engine.replying or session.queued or session.elsewhere is not None:
+            raise RefusedError(f"A reply is running: wait, or stop it with {session.keymap.key('stop')}.")
+        if self.server.job.on:
+            raise RefusedError("Other programs use this engine. /serve stop stops that.")
+        if private:
+            self.begin_new()
+            self.keep_nothing()
+        else:
+            self.composer.hold(Draft())
+            self.preferences.system_drafts.keep(None, None)
+            forget_copied(self.preferences.home)
+            session.versions = None
+            self.recording, self._aside = self._aside, None
+            self.begin_new()
+        self.view.forget(private=private)
+        self.load(replace(session.engine.load, private=private))  # another process: what the last one held is gone
+
+    def keep_nothing(self) -> None:
+        """Save nothing from here on."""
+        self._aside, self.recording = self.recording, None
+
+    def close_recording(self) -> str:
+        """Save what was not sent and the reply that runs, but of a private chat nothing; return the file, or ""."""
+        recording = self.recording or self._aside
+        if recording is None:
+            return ""
+        recording.close("" if self.recording is None else self.composer.unsent.whole)
+        return str(recording.file)
+
     def find_chat(self, name: str) -> StoredChat:
         """Return a chat by its ID, or by its number in the last list. Raises StoreError.
 
@@ -665,5 +707,5 @@ class ChatController:
 def recording_of(chat: ChatController) -> Recording:
     """Return what saves the chat. Raises RefusedError where nothing does."""
     if chat.recording is None:
-        raise RefusedError(NOT_SAVED)
+        raise RefusedError(PRIVATE if chat.private else NOT_SAVED)
     return chat.recording

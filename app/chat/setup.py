@@ -76,6 +76,8 @@ def serve(chat: ChatController, written: str) -> None:
     """Start a server on the chat's engine, or say how it is, or stop it."""
     if chat.bridge.server_url:
         raise RefusedError(f"This chat already uses the server at {chat.bridge.server_url}.")
+    if chat.private:
+        raise RefusedError("This chat is private: no other program may use its engine.")
     if written == "stop":
         if not chat.server.job.on:
             raise RefusedError("There is no server. /serve starts one.")

@@ -36,6 +36,7 @@ class ChatOptions:
         server: may use the engine of the same user's server.
         profile: by name; "" is none; None: the last chosen one.
         chat: a stored chat's ID or prefix. resume: open the last chat. prompt: file sent first.
+        private: begin with a chat of which nothing is kept.
         read: settings already read.
         store_path, settings_path, log_path: default to the user's folders.
     """
@@ -60,6 +61,7 @@ class ChatOptions:
     chat: str | None = None
     resume: bool = False
     prompt: str | None = None
+    private: bool = False
     read: settings.LoadedSettings | None = None
     store_path: Path | None = None
     settings_path: Path | None = None
@@ -127,6 +129,7 @@ def begin(options: ChatOptions) -> ChatStart:
         guesses,
         draft,
         cpu_exact=options.cpu_exact or known.cpu_exact,
+        private=options.private,
         nodes=options.nodes,
     )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)

@@ -57,6 +57,7 @@ def parser() -> Parser:
     which.add_argument("--chat", metavar="ID", help="continue this chat; IDs can be abbreviated")
     add_profile_flag(made, "the one used last; none for no profile")
     add_flags(made, "--prompt")
+    which.add_argument("--private", action="store_true", help="keep nothing of this chat, as /private does")
     add_reply_flags(made)
     add_flags(made, "--parallel")
     add_speculation_flags(made)
@@ -110,6 +111,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             chat=options.chat,
             resume=options.resume,
             prompt=options.prompt_file,
+            private=options.private,
             read=read,
         )
         chosen = chosen if plain else found(chosen)

@@ -9,8 +9,11 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -268,7 +271,7 @@ def _settings() -> Iterator[Finding]:
 def _steps() -> Iterator[Finding]:
     from tokamac.engine import Engine, Finished, Message, Sampling
 
-    with Engine.load("guide", prompt_cache=None) as engine:
+    with connections() as hosts, Engine.load("guide", prompt_cache=None) as engine:
         prompt = [Message("user", "What is TTFT?")]
         *_, last = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=STEPS))
         assert isinstance(last, Finished)
@@ -277,6 +280,10 @@ def _steps() -> Iterator[Finding]:
     yield Finding("decode step", f"{milliseconds(gap)} with guide")
     yield Finding("expected", rate(limits.expected_tps))
     yield Finding("ceiling", rate(metrics.ceiling_tps))
+    if hosts:
+        yield Finding("network", f"the answer asked for {', '.join(hosts)}", "broken", "Please report it.")
+    else:
+        yield Finding("network", "not used: the model was loaded and answered, and no socket left this machine")
     if not last.text.strip():
         yield Finding(
             "answer",
@@ -284,6 +291,43 @@ def _steps() -> Iterator[Finding]:
             "broken",
             f"MLX gives wrong results here. Reinstall it: {pip_install('--force-reinstall', 'mlx')}",
         )
+
+
+# Python's audit hooks hear each of these before it happens; none can be removed, so there is one.
+_CONNECTING = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo")
+_heard: list[list[str]] = []
+
+
+@contextmanager
+def connections() -> Iterator[list[str]]:
+    """Yield a list that gets each host beyond this machine that Python code of this process connects to meanwhile."""
+    _listen()
+    hosts: list[str] = []
+    _heard.append(hosts)
+    try:
+        yield hosts
+    finally:
+        _heard.remove(hosts)
+
+
+@cache
+def _listen() -> None:
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _CONNECTING and _heard:
+            address = arguments[0] if event == "socket.getaddrinfo" else arguments[1]
+            host = address[0] if isinstance(address, tuple) else address if event == "socket.getaddrinfo" else None
+            if host is not None and not _is_here(str(host)):
+                for hosts in _heard:
+                    hosts.append(str(host))
+
+    sys.addaudithook(hear)
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {

@@ -681,7 +681,7 @@ def ask(view: PlainView, question: str) -> None:
 
 def _answer(view: PlainView, bridge: Bridge, question: str, events: Events) -> str:
     """Print the answer as it streams; return a remark on its end, or ""."""
-    guide = GuideChat()
+    guide = GuideChat(private=view.chat.private)
     for request in (*guide.start(), *guide.ask(question)):
         bridge.ask(request)
     bridge.set_busy(True)

@@ -61,6 +61,14 @@ class Console:
             if not is_libedit() and os.environ.get("TERM", "dumb") != "dumb":  # elsewhere a pasted line is a message
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
+    @staticmethod
+    def remember(remember: bool) -> None:
+        """Whether lines that are read can be recalled."""
+        with suppress(ImportError):
+            import readline
+
+            readline.set_auto_history(remember)
+
     def read(self, prompt: str, draft: str = "") -> str:
         """Return sanitized input: a line, or several by trailing backslashes or in a block.
 

@@ -9,6 +9,7 @@
 # to the main thread: it is read before that wait, and the title is written after it.
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from .. import INTERRUPTED, prompt_files
 from ..chat import actions, commands
@@ -117,7 +118,9 @@ class Repl(PlainView):
         self._may_title = recording is not None and recording.may_be_entitled()
         try:
             with self._meanwhile.waiting():
-                return self.console.read("you> ", self.line.draft.text if self.console.typed else "")
+                return self.console.read(
+                    "private> " if self.chat.private else "you> ", self.line.draft.text if self.console.typed else ""
+                )
         finally:
             self._entitle()
 
@@ -225,6 +228,9 @@ class Repl(PlainView):
             note(f"Chats are not saved: {error.one_line()}")
             return
         self.chat.record(store, chosen)
+        if options.private:
+            self.chat.keep_nothing()
+            self.forget(private=True)
         if options.resume and chosen is None:
             self.console.note("There is no saved chat yet. This is a new one.")
 
@@ -236,10 +242,8 @@ class Repl(PlainView):
     def close(self) -> None:
         """Keep what was not sent and the reply that runs, remove what was deleted long ago, and end the engine."""
         try:
-            if (recording := self.chat.recording) is not None:
-                recording.close(self.chat.composer.unsent.whole)
-                if problem := purge(recording.file):
-                    self.console.note(problem)
+            if (file := self.chat.close_recording()) and (problem := purge(Path(file))):
+                self.console.note(problem)
         finally:
             self._meanwhile.close()
             if self.jobs.busy:

@@ -231,6 +231,9 @@ class PlainView(ABC):
         self.chat.perform(self.chat.session.revise(key, text))
         self.turn_to(key)
 
+    def forget(self, *, private: bool) -> None:
+        self.console.remember(not private)
+
     def edited(self, text: str) -> str:
         """Return what the user's editor makes of ``text``. Raises RefusedError."""
         try:

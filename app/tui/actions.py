@@ -454,7 +454,7 @@ class Dialogs:
         """Ask the embedded guide, in a process of its own: the chat and its model stay as they are."""
         from .screens.help import GuideScreen
 
-        self._screen.app.push_screen(GuideScreen(self._chat.bridge.another(), question))
+        self._screen.app.push_screen(GuideScreen(self._chat.bridge.another(), question, private=self._chat.private))
 
     ACTIONS: ClassVar[Mapping[str, Callable[["Dialogs", str], None]]] = {
         "chats": chats,
@@ -493,6 +493,10 @@ class PromptActions:
         self._chat = chat
         self._screen = screen
         self._prompt = prompt
+        self._history = History()
+
+    def forget(self) -> None:
+        """Forget what was sent before."""
         self._history = History()
 
     def is_prompt(self, text: str) -> bool:

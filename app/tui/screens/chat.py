@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from ..model_library import ModelLibrary
     from .versions import VersionsScreen
 
+PRIVATE_TITLE = "Private chat · nothing is kept"
 LOOP_GRACE = 256  # tokens: some seconds to read that a reply repeats itself, and to press a key
 ESCAPED_S = 3.0  # how soon the second Esc must come
 QUITS_WITHIN_S = 3.0  # how soon the second Ctrl+C must come; the notice that asks for it is shown as long
@@ -222,6 +223,8 @@ class ChatScreen(Screen[None]):
             store, wanted = opened
             self._purge_later(store)
             chat.record(store, wanted)
+            if chat.private:
+                chat.keep_nothing()
         except StoreError as error:
             if chat.recording is None:
                 status.unsaved = lambda: True
@@ -247,8 +250,7 @@ class ChatScreen(Screen[None]):
         return sorted(super().focus_chain, key=lambda widget: isinstance(widget, Prompt))
 
     def on_unmount(self) -> None:
-        if self.chat.recording is not None:
-            self.chat.recording.close(self.chat.composer.unsent.whole)
+        self.chat.close_recording()
         self.chat.preferences.close()
 
     @property
@@ -286,6 +288,10 @@ class ChatScreen(Screen[None]):
             self.app.push_screen(TextScreen(sanitise(text)))
         else:
             self.tell(text)
+
+    def forget(self, *, private: bool) -> None:
+        del private  # what was typed is in the chat alone
+        self.writing.forget()
 
     def edited(self, text: str) -> str:
         try:
@@ -528,7 +534,8 @@ class ChatScreen(Screen[None]):
 
     def _head(self) -> None:
         recorded = self.chat.recording
-        self.app.sub_title = title = recorded.title if recorded is not None else ""
+        title = PRIVATE_TITLE if self.chat.private else recorded.title if recorded is not None else ""
+        self.app.sub_title = title
         turns = self.chat.session.turns if title and self.query_one(Transcript).scroll_y < 1 else []
         self.query_one(Heading).show("" if turns and title == title_of(turns[0].prompt) else title)
 

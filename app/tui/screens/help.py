@@ -36,7 +36,7 @@ GROUPS: dict[str, str] = {
         "messages edit edit_reply again continue older newer fork copy_message copy_code links"
     ),
     "Conversations": (
-        "new_chat chats open title pin folder context regenerate edit_earlier undo_turn branches delete_chat restore_chat "
+        "new_chat private chats open title pin folder context regenerate edit_earlier undo_turn branches delete_chat restore_chat "
         "export import"
     ),
     "Models and settings": (
@@ -205,9 +205,10 @@ class GuideScreen(Dialog[None]):
         Binding("pagedown,f9", "page(1)", "Page down", id="guide.page_down", show=False),
     ]
 
-    def __init__(self, bridge: Bridge, question: str = "") -> None:
+    def __init__(self, bridge: Bridge, question: str = "", *, private: bool = False) -> None:
         super().__init__()
-        self.guide_chat = GuideChat()
+        self._private = private
+        self.guide_chat = GuideChat(private=private)
         self._bridge = bridge
         self._question = question
 
@@ -238,7 +239,7 @@ class GuideScreen(Dialog[None]):
         if question and not self.guide_chat.answering:
             message.input.value = ""
             if self.guide_chat.problem:
-                self.guide_chat = GuideChat()
+                self.guide_chat = GuideChat(private=self._private)
                 self._start()
             self._ask_process(self.guide_chat.ask(question))
             self._show()

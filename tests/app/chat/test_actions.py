@@ -55,6 +55,7 @@ PROMISED = {
     "undo_turn": set(),
     "search_prompts": {"ctrl+r"},
     "prompt_files": set(),
+    "private": set(),
     "remember": set(),
     "project": set(),
     "edit_earlier": set(),
