@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import atomic_write, expanded, read_text
 from tokamac.engine.hub.names import nearest
-from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions, WiredMode, given_wired
 from tokamac.engine.perf import hardware
 
 from .text.strict_json import ShapeError, build
@@ -209,7 +209,7 @@ TITLES = ("model", "words")
 # Settings that are one value, not a table.
 VALUES = (
     "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel",
-    "speculation", "tint_guesses", "cpu_exact", "models_folder", "keep_awake", "titles", "toured",
+    "speculation", "tint_guesses", "cpu_exact", "wired", "models_folder", "keep_awake", "titles", "toured",
 )  # fmt: skip
 OPTIONS = ("sampling", "template", "kv", "tools")  # tables that are a dataclass
 MAPS = ("system_prompts", "adapters", "drafts", "keys", "mcp", "profiles")  # tables whose keys are the user's
@@ -265,6 +265,7 @@ class Settings:
     speculation: bool = True
     tint_guesses: bool = False
     cpu_exact: bool = False
+    wired: WiredMode = "auto"
     models_folder: str = ""
     keep_awake: bool = True
     titles: str = "model"
@@ -291,6 +292,7 @@ class Settings:
             raise OptionError(
                 f"parallel is {self.parallel}, which is not a number of replies at once.", f"Use 1 to {MOST_PARALLEL}."
             )
+        given_wired(self.wired)
         if self.titles not in TITLES:
             raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
         expanded(self.models_folder, strict=True)

@@ -47,11 +47,13 @@ from .options import (
     Speculation,
     TemplateOptions,
     ToolSpec,
+    WiredMode,
     given_bits,
     given_count,
     given_limit,
     given_sampling,
     given_template,
+    given_wired,
     sample_of,
 )
 from .perf.memory import check_address_space, snapshot
@@ -121,6 +123,7 @@ class Engine:
         parallel: int = PARALLEL,
         speculation: Speculation | None = Speculation(),  # noqa: B008  # frozen
         cpu_exact: bool = False,
+        wired: WiredMode = "auto",
         nodes: Nodes | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
@@ -138,6 +141,7 @@ class Engine:
             parallel: maximum replies in parallel, background ones apart.
             speculation: drafts tokens for single replies, without changing the text; None: off.
             cpu_exact: no rounding of packed products' inputs on a CPU (``spec.rounding``).
+            wired: whether a Mac keeps the model's memory from being moved: while it works, "on" always, or "off".
             nodes: processes or machines that share the model. If one is lost, replies raise DeviceError, and this
                 process can't load with nodes again.
             progress: called from another thread.
@@ -158,6 +162,7 @@ class Engine:
             parallel=given_count(parallel, "parallel", least=1),
             speculation=speculation,
             cpu_exact=cpu_exact,
+            wired=given_wired(wired),
         )
         if nodes is None:
             team = None

@@ -38,7 +38,7 @@ from .perf.cost import cost_of_model
 from .perf.diagnosis import packed_layers
 from .perf.footprint import context_notes, form_on, order_of, planned_bytes, value_bytes, weigh
 from .perf.hardware import advice, attention_device, detect, machine_key
-from .perf.memory import MemoryLimit, wired
+from .perf.memory import MemoryLimit, Wiring, marking
 from .perf.peak_memory import ModelShape, shape_of
 from .perf.roofline import Fitted, HostLimited, Workload, fitted, measure_host
 from .perf.timing import LatencyProfiler, TimedModel, can_measure
@@ -57,6 +57,11 @@ Progress = Callable[[LoadProgress], None]
 
 # Of the warm-up's prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row.
 WARM_UP_TOKENS = 32
+
+WENT_DOWN = (
+    "this Mac went down while {} was loaded. If macOS reports a panic in memory or the GPU, "
+    'set wired = "off" in the settings: tokamac help memory'
+)
 
 WARM_UP_STEPS = 2  # tokens that it decodes: the second is launched while the first is on its way
 
@@ -138,13 +143,18 @@ class _Loading:
             planned, chunking=replace(planned.chunking, piece=piece), shape=replace(planned.shape, piece=piece)
         )
         guessing = self._load_guessing(found, read, planned)
+        on_close = ExitStack()
+        lost = on_close.enter_context(marking(self._name))
         spec = self._spec(found, read, planned, guessing, _Reasons(alone, by_layers))
+        if lost is not None:
+            spec = replace(spec, memory_notes=(*spec.memory_notes, WENT_DOWN.format(lost)))
         runtime = self._runtime(read, planned, guessing, spec)
         capacity, machine = planned.kv.capacity(planned.longest), planned.machine
-        on_close = ExitStack()
         if team is not None:
             on_close.callback(team.unload)
-        on_close.enter_context(wired(planned_bytes(guessing.shape, capacity, chunking=planned.chunking)))
+        wiring = Wiring(planned_bytes(guessing.shape, capacity, chunking=planned.chunking), self._request.wired)
+        on_close.callback(wiring.close)
+        wiring.begin()
         if team is not None:
             check_same(described(spec, planned.plan), team.await_loaded(), team.hosts)
             self._limit.others = partial(team.allowed, mx.get_active_memory(), token_bytes_of(planned.plan))
@@ -177,6 +187,7 @@ class _Loading:
             store,
             IdleProfiler(machine, profiler),
             on_close,
+            wiring=wiring,
             parallel=1 if alone else request.parallel,
             speculation=request.speculation,
             draft=guessing.draft,

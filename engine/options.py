@@ -17,6 +17,8 @@ OnFull = Literal["roll", "stop", "truncate-middle", "error"]
 ON_FULL: tuple[OnFull, ...] = get_args(OnFull)
 Thinking = Literal["on", "off", "low", "medium", "high"]
 THINKING: tuple[Thinking, ...] = get_args(Thinking)
+WiredMode = Literal["auto", "on", "off"]
+WIRED_MODES: tuple[WiredMode, ...] = get_args(WiredMode)
 KV_BITS = (16, 8, 6, 5, 4, 3, 2)
 GROUP_SIZES = (32, 64, 128)
 
@@ -476,7 +478,8 @@ class Speculation:
 class LoadRequest:
     """Validated arguments of ``Engine.load``.
 
-    memory: bytes for arrays; None is the system's limit. parallel: batch limit. cpu_exact: never round rows.
+    memory: bytes for arrays; None is the system's limit. parallel: batch limit. cpu_exact: never round rows. wired: see
+    perf/memory.py.
     """
 
     model: str | Path
@@ -489,6 +492,15 @@ class LoadRequest:
     parallel: int = 1
     speculation: Speculation | None = None
     cpu_exact: bool = False
+    wired: WiredMode = "auto"
+
+
+def given_wired(mode: object) -> WiredMode:
+    """Raises OptionError."""
+    for known in WIRED_MODES:
+        if mode == known:
+            return known
+    raise OptionError(f"wired is {mode!r:.40}, which is no way to wire memory.", f"Use one of {WIRED_MODES}.")
 
 
 Backend = Literal["ring", "jaccl"]

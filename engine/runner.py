@@ -24,6 +24,7 @@ from .files import FLUSH_S
 from .generation import Generation, PrefillChunker, read_prompt
 from .metrics import Recorder
 from .options import NOTHING_TOLD, KVBits, Sampling, Speculation, TemplateOptions
+from .perf.memory import Wiring
 from .prompt_cache.cache import PromptCache
 from .prompt_cache.misses import ReadPrompt, remember
 from .reply import ReplyTask, Request, check_context
@@ -51,12 +52,13 @@ class Runner:
         profiler: IdleProfiler,
         on_close: ExitStack,
         *,
+        wiring: Wiring,
         parallel: int = 1,
         speculation: Speculation | None = None,
         draft: LoadedDraft | None = None,
         heads: Sequence[LoadedHeads] = (),
     ) -> None:
-        self.spec, self.store, self.profiler, self.parallel = spec, store, profiler, parallel
+        self.spec, self.store, self.profiler, self.wiring, self.parallel = spec, store, profiler, wiring, parallel
         self.speculation = (
             None
             if speculation is None
@@ -112,6 +114,7 @@ class Runner:
     ) -> ReplyTask:
         """Return the reply to a request, ready to run. Raises OptionError."""
         self.profiler.later()
+        self.wiring.begin()
         runtime = self.runtime
         if kv_bits is not None and kv_bits != (runtime.kv.key_bits, runtime.kv.value_bits):
             if kv_bits not in self._with_bits:
@@ -130,7 +133,8 @@ class Runner:
         """Do a little of what can wait; return after how many seconds there may be more, or None."""
         if self._runtime is None:
             return None
-        return min((wait for wait in (self.store.idle(), self.profiler.idle()) if wait is not None), default=None)
+        waits = (self.wiring.idle(), self.store.idle(), self.profiler.idle())
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""
@@ -158,6 +162,7 @@ def cacheable(
 def compute_prompt(runner: Runner, request: Request, pace: Pace, *, cancelled: Callable[[], bool]) -> ReplyEvents:
     """Compute a request's prompt; one in the background ends where another reads the same."""
     runtime, store, ids = runner.runtime, runner.store, request.ids
+    runner.wiring.begin()
     check_context(runtime, len(ids))
     lease, budget = yield from admitted(
         runtime,

@@ -101,6 +101,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             parallel=request.parallel,
             speculation=Speculation(draft=request.draft) if request.speculation else None,
             cpu_exact=request.cpu_exact,
+            wired=request.wired,
             nodes=request.nodes,
             progress=progress,
         )

@@ -14,7 +14,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Live, LoadProgress, Message, ModelSpec, Price, PromptText, StepTokens
 from tokamac.engine.lab.passes import PassLog
 from tokamac.engine.lab.without_cache import CacheWorth
-from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Nodes, Sampling, TemplateOptions, ToolSpec
+from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Nodes, Sampling, TemplateOptions, ToolSpec, WiredMode
 from tokamac.engine.perf.diagnosis import Waits
 from tokamac.engine.schedule.capacity import Capacity
 from tokamac.engine.speculation.gain import ACCEPTANCE, SpeculationGain
@@ -207,6 +207,7 @@ class Load:
     speculation: bool = True
     draft: str | None = None
     cpu_exact: bool = False
+    wired: WiredMode = "auto"
     text_every_s: float | None = None
     nodes: Nodes | None = None
     forms: bool = False

@@ -11,7 +11,17 @@ from typing import Any, Literal, TypeVar
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import ModelSpec
 from tokamac.engine.files import exists, expanded, is_dir
-from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, STAGES, THINKING, KVSpec, Sampling, TemplateOptions
+from tokamac.engine.options import (
+    GROUP_SIZES,
+    KV_BITS,
+    ON_FULL,
+    STAGES,
+    THINKING,
+    WIRED_MODES,
+    KVSpec,
+    Sampling,
+    TemplateOptions,
+)
 
 from ..settings import DEFAULT, TITLES, Profile, Settings, defaults_of
 from ..text.sanitise import sanitise_line
@@ -159,6 +169,7 @@ MEMORY_FIELDS = (
     Field("memory_gb", "Memory limit", "GB; empty: system limit", float, None),
     Field("parallel", "Replies at once", "1 to 256; more memory each", int),
     Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
+    Field("wired", "Wire on a Mac", "auto: while it works; on, off", _word, choices=WIRED_MODES),
 )
 SPEED_FIELDS = (
     Field("speculation", "Guess ahead", "on or off; the text is the same", _switch, show=_show_switch, choices=SWITCH),

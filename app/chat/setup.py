@@ -242,6 +242,7 @@ def apply_sheet(chat: ChatController, sheet: Sheet) -> bool:
         parallel=sheet.settings.parallel,
         speculation=sheet.settings.speculation,
         cpu_exact=sheet.settings.cpu_exact,
+        wired=sheet.settings.wired,
     )
     if load == engine.load:
         return False

@@ -130,6 +130,7 @@ def begin(options: ChatOptions) -> ChatStart:
         draft,
         cpu_exact=options.cpu_exact or known.cpu_exact,
         private=options.private,
+        wired=known.wired,
         nodes=options.nodes,
     )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)

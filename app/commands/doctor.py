@@ -167,6 +167,10 @@ def _machine() -> Iterator[Finding]:
     total, budget, free = memory.machine_total(), memory.array_budget(), memory.available()
     given = settings.load(settings.default_path()).settings.memory_gb
     limit = size(budget) if given is None else f"{given:g} GB, from the settings"
+    if mac:
+        kept = settings.load(settings.default_path()).settings.wired
+        fix = 'If the Mac panics: wired = "off" in the settings (tokamac help memory).' if kept == "on" else ""
+        yield Finding("wired", kept, "note" if fix else "ok", fix)
     yield Finding("memory", f"{size(total)}, models may use {limit}, {size(free)} free now")
 
 

@@ -18,7 +18,7 @@ from tokamac.engine.events import Event, Finished, LoadProgress
 from tokamac.engine.options import KVSpec, Nodes, PromptCacheSpec, Speculation
 
 from .. import INTERRUPTED, settings
-from ..options import adapter_of, is_cpu_exact, memory_limit
+from ..options import adapter_of, is_cpu_exact, known_settings, memory_limit
 from ..settings import CHAT_KV
 from ..text.terminal import Progress, note
 
@@ -74,6 +74,7 @@ def load(
                 parallel=parallel,
                 speculation=speculation,
                 cpu_exact=is_cpu_exact(options),
+                wired=known_settings().wired,
                 nodes=nodes,
                 progress=lambda at: tell_loading(at, bar),
             )

@@ -320,6 +320,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         speculation=guesses is not None,
         draft=None if guesses is None or guesses.draft is None else str(guesses.draft),
         cpu_exact=is_cpu_exact(options),
+        wired=known_settings().wired,
         text_every_s=TEXT_EVERY_S,
         nodes=nodes,
         forms=True,

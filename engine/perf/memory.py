@@ -9,17 +9,21 @@
 
 import ctypes
 import functools
+import json
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from ..errors import MemoryLimitError
+from ..files import atomic_write
+from ..options import WiredMode
 from . import hardware
 
 # Bytes beyond what is allocated that are never refused: a short prompt of a loaded model, its keys and values and
@@ -46,6 +50,9 @@ SOURCES: dict[Source, str] = {
     "machine": "the machine's memory less what other programs hold",
     "address space": "the address space that this process may take (ulimit -v) less what it holds of it otherwise",
 }
+
+UNWIRE_S, PRESSURE_S = 60.0, 5.0  # after the last work; between two looks at the pressure until then
+BOOT = "kern.bootsessionuuid"
 
 CLOSE = "close other programs"
 # What gives this process more. Closing programs moves nothing of what macOS recommends.
@@ -336,6 +343,67 @@ def _change(change: Callable[[], None], most: int) -> int:
         if limit != wanted:
             mx.set_wired_limit(limit)
         return limit
+
+
+class Wiring:
+    """Wires a model's planned peak while it works.
+
+    auto: until a minute after its last work, or memory pressure. Memory that stays wired while a Mac sleeps is what
+    kernel panics are reported after (https://github.com/ml-explore/mlx/issues/3346).
+    """
+
+    def __init__(self, needed: int, mode: WiredMode, clock: Callable[[], float] = time.monotonic) -> None:
+        self._needed, self._mode, self._clock = needed, mode, clock
+        self._held = ExitStack()
+        self._is_wired = False
+        self._quiet_since: float | None = None
+        if mode == "on":
+            self._wire()
+
+    def begin(self) -> None:
+        self._quiet_since = None
+        if self._mode == "auto" and not self._is_wired and not is_critical():
+            self._wire()
+
+    def _wire(self) -> None:
+        self._held.enter_context(wired(self._needed))
+        self._is_wired = True
+
+    def idle(self) -> float | None:
+        """Drop the limit where its time has come; return the seconds until it may, or None."""
+        if self._mode != "auto" or not self._is_wired:
+            return None
+        now = self._clock()
+        if self._quiet_since is None:
+            self._quiet_since = now
+        left = self._quiet_since + UNWIRE_S - now
+        if left > 0 and not is_critical():
+            return min(left, PRESSURE_S)
+        self.close()
+        return None
+
+    def close(self) -> None:
+        self._held.close()
+        self._is_wired = False
+
+
+@contextmanager
+def marking(name: str) -> Iterator[str | None]:
+    """Keep on disk that a model is loaded; yield its name where the Mac went down with one, and None elsewhere."""
+    mac = hardware.system()
+    boot, file = None if mac is None else mac.text(BOOT), hardware.store_file("loaded.json")
+    if boot is None:
+        yield None
+        return
+    before = hardware.load(file)
+    with suppress(OSError), atomic_write(file) as written:
+        written.write(json.dumps({"boot": boot, "model": name}).encode())
+    try:
+        lost = before.get("model") if before.get("boot") not in (None, boot) else None
+        yield lost if isinstance(lost, str) else None
+    finally:
+        if hardware.load(file).get("boot") == boot:
+            file.unlink(missing_ok=True)
 
 
 UNBOUNDED = 1 << 60  # version 1 says so, or more, where there is no limit

@@ -394,7 +394,7 @@ def test_a_reply_is_the_same_whatever_its_prompt_was_cut_into(tmp_path, rows, kv
     assert bool(rows) == (kv.value_bits < 16)
 
 
-def test_a_model_that_goes_gives_all_back(tmp_path, metal: MetalDevice, settled_memory: None):
+def test_a_model_that_goes_gives_all_back(tmp_path, mac: RecordedMac, metal: MetalDevice, settled_memory: None):
     folder = write_model(tmp_path)
     gc.collect()  # what wrote it refers to itself
     before = mx.get_active_memory()
@@ -402,10 +402,28 @@ def test_a_model_that_goes_gives_all_back(tmp_path, metal: MetalDevice, settled_
     list(engine.generate(REPLIES_PROMPT[:100], Sampling(max_tokens=4)))
     assert mx.get_active_memory() > before
     assert metal.wired[-1] > 0
+    ends_s = engine.run(lambda runner: runner.wiring.idle())  # type: ignore[attr-defined]
+    assert 0 < ends_s <= 60
+    mac.sysctl[memory.PRESSURE] = memory.CRITICAL
+    assert engine.run(lambda runner: runner.wiring.idle()) is None  # type: ignore[attr-defined]
+    assert metal.wired[-1] == 0
     engine.close()
     assert metal.wired[-1] == 0
     assert mx.get_active_memory() <= before + 4096  # random's own state
     assert mx.get_cache_memory() <= 4096
+
+
+def test_a_mac_that_went_down_with_a_model_loaded_is_told_once(tmp_path: Path, mac: RecordedMac) -> None:
+    folder, file, notes = write_model(tmp_path), hardware.store_file("loaded.json"), []
+    for boot in ("one", "one", "two", "two"):
+        mac.sysctl[memory.BOOT] = boot
+        with Engine.load(folder, prompt_cache=None) as engine:
+            notes.append([note for note in engine.spec.memory_notes if f"went down while {folder} was" in note])
+            left = file.read_bytes()
+        assert not file.exists()
+        file.write_bytes(left)  # as after a kill, or a panic
+    file.unlink()
+    assert [len(each) for each in notes] == [0, 0, 1, 0]
 
 
 # The embedded model from end to end on Metal's paths.

@@ -395,6 +395,7 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
         ("parallel", 2, ("parallel", 2)),
         ("speculation", False, ("speculation", False)),
         ("cpu_exact", True, ("cpu_exact", True)),
+        ("wired", "off", ("wired", "off")),
     ],
 )
 async def test_what_the_model_is_loaded_with_loads_it_again_and_is_remembered(

@@ -43,7 +43,7 @@ from tokamac.engine.perf.hardware import (
     wheel_tags,
 )
 from tokamac.engine.perf.inspection import inspect, model_ref, prospect
-from tokamac.engine.perf.memory import Group, bounding, wired
+from tokamac.engine.perf.memory import Group, Wiring, bounding, wired
 from tokamac.engine.perf.roofline import fitted, peak_tflops
 from tokamac.engine.perf.what_if import WhatIfCase, elsewhere, here
 from tokamac.engine.runtime import MachineSpeed
@@ -717,6 +717,27 @@ def test_several_engines_add_up_and_may_end_in_any_order(wiring):
 def test_the_wired_limit_is_put_back_after_an_error(wiring):
     with pytest.raises(RuntimeError), wired(50):
         raise RuntimeError
+    assert wiring[-1] == 10
+
+
+def test_memory_is_wired_while_a_model_works_and_no_longer(wiring):
+    now = [0.0]
+    wires = Wiring(30, "auto", lambda: now[0])
+    assert (wiring, wires.idle()) == ([10], None)
+    wires.begin()
+    assert wiring[-1] == 30
+    assert wires.idle() == memory.PRESSURE_S
+    now[0] = memory.UNWIRE_S - 1
+    assert wires.idle() == 1
+    wires.begin()  # works again: its time begins anew
+    now[0] += memory.UNWIRE_S
+    assert (wires.idle(), wiring[-1]) == (memory.PRESSURE_S, 30)
+    now[0] += memory.UNWIRE_S
+    assert (wires.idle(), wiring[-1]) == (None, 10)
+    always, never = Wiring(20, "on"), Wiring(20, "off")
+    never.begin()
+    assert (always.idle(), never.idle(), wiring[-1]) == (None, None, 20)
+    always.close()
     assert wiring[-1] == 10
 
 
