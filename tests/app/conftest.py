@@ -220,7 +220,12 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def chat(tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
     async def start(
-        model: str = "fast", size: tuple[int, int] = (100, 30), *, scripted: bool = True, **options: Any
+        model: str = "fast",
+        size: tuple[int, int] = (100, 30),
+        *,
+        scripted: bool = True,
+        ready: bool = True,
+        **options: Any,
     ) -> AsyncIterator[Chat]:
         chosen = {
             "settings_path": tmp_path / "settings.toml",
@@ -230,7 +235,10 @@ def chat(tmp_path: Path) -> Callable[..., Any]:
         app, bridge = build(ChatOptions(model=model, **{**chosen, "engine": SCRIPTED if scripted else None, **options}))
         try:
             async with app.run_test(size=size, notifications=True) as pilot:
-                yield Chat(app, pilot)
+                running = Chat(app, pilot)
+                if ready:
+                    await running.ready()
+                yield running
         finally:
             bridge.close()
 

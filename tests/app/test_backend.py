@@ -188,18 +188,6 @@ def test_a_reply_from_load_to_finish(talk: Callable[..., Talk]) -> None:
     assert any(isinstance(event, Heartbeat) for event in events)
 
 
-def test_text_is_batched(talk: Callable[..., Talk]) -> None:
-    child = talk()
-    child.load("list")
-    child.say()
-    events = child.until(Finished)
-    texts = [event for event in events if isinstance(event, TextChunk)]
-    done = events[-1]
-    assert isinstance(done, Finished)
-    assert text_of(events) == done.text
-    assert len(texts) < done.metrics.generated_tokens / 3
-
-
 def test_cancel_ends_the_reply_and_the_next_one_runs(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.load("slow")
@@ -212,16 +200,6 @@ def test_cancel_ends_the_reply_and_the_next_one_runs(talk: Callable[..., Talk]) 
     assert done.text
     child.say(request=2, max_tokens=2)
     assert isinstance(child.until(Finished)[-1], Finished)
-
-
-def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Talk]) -> None:
-    child = talk()
-    child.load("slow")
-    child.process.send(Cancel(1))
-    child.say()
-    done = child.until(Finished)[-1]
-    assert isinstance(done, Finished)
-    assert done.reason == "cancelled"
 
 
 def test_replies_run_at_once_and_each_is_told_measured_and_ended_by_itself(talk: Callable[..., Talk]) -> None:
@@ -276,17 +254,6 @@ def test_a_reply_that_fails_ends_alone(talk: Callable[..., Talk]) -> None:
     seen = child.told(2)
     assert isinstance(seen[1][-1], Finished)
     assert isinstance(seen[2][-1], RequestFailed)
-
-
-def test_as_many_at_once_as_the_model_was_loaded_for(talk: Callable[..., Talk]) -> None:
-    child = talk()
-    child.load("slow", parallel=1)
-    child.say(request=1, max_tokens=3)
-    child.say(request=2, max_tokens=3)
-    told = child.told(1)
-    assert isinstance(told[1][-1], Finished)
-    assert not any(isinstance(event, TextChunk) for event in told.get(2, ()))
-    assert isinstance(child.told(1)[2][-1], Finished)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -361,18 +328,6 @@ def test_the_answer_is_read_again_after_thinking(talk: Callable[..., Talk]) -> N
         assert child.log.read_text().count(said) == read
 
 
-def test_without_a_prompt_cache_nothing_is_read_ahead(talk: Callable[..., Talk]) -> None:
-    child = talk()
-    child.load("thinking", prompt_cache=False)
-    child.process.send(Warm(1, (Message("user", LONG),)))
-    child.say()
-    child.until(Finished)
-    priced = child.price(LONG, 1).price
-    assert priced is not None
-    assert priced.tokens == priced.prompt_tokens
-    assert "warm" not in child.log.read_text()
-
-
 def test_trouble_with_the_prompt_cache_is_told_once_after_a_reply(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.load("full-disk")
@@ -384,26 +339,6 @@ def test_trouble_with_the_prompt_cache_is_told_once_after_a_reply(talk: Callable
     for request in (2, 3):
         child.say(request=request)
         assert not any(isinstance(event, EngineNotice) for event in child.until(Finished))
-
-
-def test_trouble_with_the_prompt_cache_is_told_while_idle(talk: Callable[..., Talk]) -> None:
-    child = talk()
-    child.load("full-disk")
-    child.process.send(Warm(1, (Message("user", LONG),)))
-    assert child.until(EngineNotice)
-
-
-def test_advice_on_the_installation_is_told_once_in_all(
-    talk: Callable[..., Talk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    told = []
-    for _ in range(2):  # two starts of the chat
-        child = talk()
-        child.load("old-wheel")
-        child.say()
-        told.append([event.text for event in child.until(Finished) if isinstance(event, EngineNotice)])
-    assert told == [["The installed MLX leaves the accelerators unused."], []]
 
 
 @pytest.mark.parametrize("scenario", ["dies-loading", "dies-idle", "dies-sending", "dies-decoding"])
@@ -1206,14 +1141,6 @@ def test_the_first_text_goes_at_once_and_what_follows_waits(pipe: tuple[int, int
     assert lines(out) == [ReplyEvent(1, TextChunk("a"))]
     outbox.flush()
     assert lines(out) == [ReplyEvent(1, TextChunk("bc"))]
-
-
-def test_nothing_overtakes_text(pipe: tuple[int, int]) -> None:
-    out, outbox = pipe[0], Outbox(pipe[1])
-    outbox.put(ReplyEvent(1, TextChunk("a")))
-    outbox.put(ReplyEvent(1, TextChunk("b")))
-    outbox.put(Heartbeat())
-    assert lines(out) == [ReplyEvent(1, TextChunk("a")), ReplyEvent(1, TextChunk("b")), Heartbeat()]
 
 
 def test_text_of_several_replies_waits_together_and_goes_in_one_piece(pipe: tuple[int, int]) -> None:

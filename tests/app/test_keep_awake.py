@@ -172,7 +172,7 @@ def test_a_download_is_one_too() -> None:
 
 
 async def test_in_the_chat_it_runs_while_a_reply_is_made(chat: Callable[..., Any], caffeinate: Caffeinate) -> None:
-    async with chat("prose") as c:
+    async with chat("prose", ready=False) as c:
         c.app.chat.bridge._keep_awake._linger_s = 0.0
         await c.ready()
         await c.until(lambda: not caffeinate.running, "rest")
@@ -188,7 +188,6 @@ async def test_in_the_chat_the_settings_hold_from_the_next_work_on(
     chat: Callable[..., Any], caffeinate: Caffeinate
 ) -> None:
     async with chat("fast") as c:
-        await c.ready()
         loaded = len(caffeinate.started)
         c.app.chat.preferences.settings = Settings(keep_awake=False)
         c.app.chat.bridge._keep_awake.close()

@@ -258,7 +258,6 @@ async def test_what_a_model_says(
 ) -> None:
     written = recorder(monkeypatch)
     async with chat("prefill", size=(100, 40)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("go")
         await c.phase(EnginePhase.PREFILL)
         hold(c)
@@ -314,7 +313,6 @@ async def test_what_is_stored(chat: Start, tmp_path: Path, monkeypatch: pytest.M
     with Store.open(file) as store:
         store.adopt(stored(texts))
     async with chat("fast", size=(110, 40), resume=True) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.session.turns)
         await look_everywhere(c)
         assert "[red]red[/red] [@click=app.quit]quit[/]" in c.screen_text()
@@ -347,7 +345,7 @@ async def test_names_of_files_and_models_settings_and_errors(
     kept = Settings(model=hostile, system=hostile, theme=hostile)
     settings_file.write_text(dumps(kept, tomlkit.dumps({hostile: hostile})), encoding="utf-8")
     written = recorder(monkeypatch)
-    async with chat(None, size=(110, 40)) as c:
+    async with chat(None, size=(110, 40), ready=False) as c:
         await c.phase(EnginePhase.FAILED)  # there is no such model
         await c.until(lambda: c.notices)
         await look_everywhere(c)

@@ -431,7 +431,6 @@ def test_a_memory_limit_is_kept_and_named_where_it_is_none(tmp_path: Path) -> No
 
 async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         await choose(c, "0.25", own=True)
         assert c.session.sampling.temperature == 0.25
@@ -442,7 +441,6 @@ async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(
         with Store.open(tmp_path / "chats" / "chats.db") as store:
             first = store.chats()[0].id
     async with chat("fast", chat=first) as c:
-        await ready(c)
         await c.until(lambda: c.session.turns)
         assert c.session.sampling.temperature == 0.25
         await c.pilot.press("ctrl+t")
@@ -459,7 +457,6 @@ async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(
 
 async def test_what_a_chat_without_a_message_has_of_its_own_is_kept_with_its_first(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await choose(c, "0.25", own=True)
         await c.ask("one")
     with Store.open(tmp_path / "chats" / "chats.db") as store:
@@ -469,11 +466,9 @@ async def test_what_a_chat_without_a_message_has_of_its_own_is_kept_with_its_fir
 
 async def test_the_command_line_goes_before_what_a_chat_has_of_its_own_until_something_is_chosen(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         await choose(c, "0.25", own=True)
     async with chat("fast", resume=True, sampling=Sampling(temperature=0.0), system="Shout.") as c:
-        await ready(c)
         await c.until(lambda: c.session.turns)
         assert (c.session.sampling.temperature, c.session.system) == (0.0, "Shout.")
         await choose(c, "0.75", own=True)
@@ -510,7 +505,6 @@ async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and
 ) -> None:
     file = tmp_path / "settings.toml"
     async with chat("fast", size=(100, 40)) as c:
-        await ready(c)
         screen = await c.opened("ctrl+s", SystemScreen)
         for name, text in (("terse", "Be brief."), ("[b]odd[/]", "Be\nodd.")):
             screen.query_one("#system", TextArea).text = text
@@ -542,7 +536,6 @@ async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and
 
 async def test_a_chat_has_its_own_system_prompt(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         screen = await c.opened("ctrl+s", SystemScreen)
         screen.query_one("#system", TextArea).text = "Only here."
@@ -552,7 +545,6 @@ async def test_a_chat_has_its_own_system_prompt(chat: Start, tmp_path: Path) -> 
         await c.pilot.press("ctrl+n")
         assert c.session.system == ""
     async with chat("fast", resume=True) as c:
-        await ready(c)
         await c.until(lambda: c.session.system == "Only here.")
         screen = await c.opened("ctrl+s", SystemScreen)
         assert screen.query_one("#own", Tick).value
@@ -705,7 +697,6 @@ def test_many_windows_at_once_lose_nothing(path: Path) -> None:
 async def test_the_library_shows_and_keeps_what_another_window_saved(chat: Start, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     async with chat("fast", size=(100, 40)) as c:
-        await c.phase(EnginePhase.IDLE)
         other = window(file)
         assert other.keep(replace(other.settings, theme="nord", system_prompts={"theirs": "Be theirs."})) == ""
         await c.pilot.press("ctrl+b")
@@ -786,7 +777,6 @@ def test_a_name_that_no_profile_can_have_is_refused(name: str) -> None:
 async def test_a_profile_is_saved_applied_shown_and_goes_on_in_new_chats(chat: Start, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     async with chat("fast", size=(120, 40)) as c:
-        await ready(c)
         await c.send("/profile nothing")
         await c.until(lambda: "There are no profiles yet" in c.notices)
         c.app.chat.preferences.choose_system("Be brief.", own=True)
@@ -819,7 +809,11 @@ async def test_a_profile_is_saved_applied_shown_and_goes_on_in_new_chats(chat: S
         await c.until(lambda: "Deleted the profile terse" in c.notices)
         await c.pilot.press("ctrl+n")
         assert (c.session.system, c.session.profile) == ("", "")
-    async with chat("fast", chat=held) as c:
+    async with chat(
+        "fast",
+        chat=held,
+        ready=False,
+    ) as c:
         await c.until(lambda: c.session.turns)
         assert (c.session.system, c.session.profile) == ("Be brief.", "terse*")
 
@@ -828,7 +822,6 @@ async def test_profiles_are_picked_saved_deleted_and_brought_back(chat: Start, t
     file = tmp_path / "settings.toml"
     file.write_text('[profiles.away]\nmodel = "org/none"\n[profiles.hot]\ntemperature = 0.9\nkey_bits = 8\n')
     async with chat("fast", size=(100, 40)) as c:
-        await ready(c)
         await c.pilot.press("ctrl+x", "p")
         screen = await c.on(ProfilesScreen)
         await c.pilot.press("down")
@@ -861,7 +854,6 @@ async def test_the_profile_of_the_command_line_is_for_one_run_and_flags_go_befor
     file = tmp_path / "settings.toml"
     file.write_text('[profiles.hot]\nmodel = "steady"\ntemperature = 0.9\nsystem = "Be warm."\n')
     async with chat(None, profile="hot", system="Be cold.") as c:
-        await ready(c)
         assert (c.session.engine.load.model, c.session.system, c.session.sampling.temperature) == (
             "steady",
             "Be cold.",
@@ -869,7 +861,7 @@ async def test_the_profile_of_the_command_line_is_for_one_run_and_flags_go_befor
         )
         await c.ask("one")
     assert settings.load(file).settings.profile == ""
-    async with chat("fast", resume=True, profile="") as c:
+    async with chat("fast", resume=True, profile="", ready=False) as c:
         await c.until(lambda: c.session.turns)
         assert c.session.profile == ""
 
@@ -895,7 +887,6 @@ def test_the_sheet_has_a_line_for_each_option_of_the_template_and_says_what_a_mo
 
 async def test_settings_are_searched_walked_and_reset_by_keys(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking", size=(60, 20)) as c:
-        await c.ready()
         screen = await c.opened("ctrl+t", SettingsScreen)
         await c.until(lambda: "Temperature" in c.screen_text())
         await c.pilot.press(*"thinking")

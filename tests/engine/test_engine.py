@@ -22,7 +22,7 @@ from mlx.utils import tree_map
 
 from tests.engine.helpers import ALPHA, RANK, as_mlx, shapes_of, write_fused, write_model, write_peft
 from tests.engine.inside import replies_of, runner_of, runtime_of
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 from tokamac.engine import (
     ContextError,
     DeviceError,
@@ -143,21 +143,6 @@ def test_metrics_of_a_reply_add_up(fresh: Engine) -> None:
     assert metrics.ceiling_tps is None or metrics.decode_tps is None or metrics.decode_tps < metrics.ceiling_tps
 
 
-def test_one_token_has_no_decode_rate(fresh: Engine) -> None:
-    metrics = finish(fresh.generate(ids(5), Sampling(temperature=0, max_tokens=1))).metrics
-    assert metrics.decode_tps is None
-    assert metrics.itl_ms is None
-    assert metrics.ttft_s is not None
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 64, None])
-def test_chunking_does_not_change_logprobs(engine: Engine, chunk: int | None) -> None:
-    prompt = ids(40)
-    whole, cut = np.asarray(engine.logprobs(prompt)), np.asarray(engine.logprobs(prompt, chunk))
-    assert np.abs(whole - cut).max() < 1e-4
-    assert np.abs(np.exp(whole).sum(-1) - 1).max() < 1e-4
-
-
 def test_prefill_and_decode_agree_with_logprobs(engine: Engine) -> None:
     prompt = ids(20)
     text = finish(engine.generate(prompt, GREEDY)).text
@@ -209,26 +194,6 @@ def test_cancelling_anywhere_leaves_the_engine_sound(fresh: Engine, steps: int) 
     assert after.reason == "length"
 
 
-def test_dropping_the_iterator_cancels(fresh: Engine) -> None:
-    for event in fresh.generate(ids(10), Sampling(max_tokens=400)):
-        if isinstance(event, TextChunk):
-            break
-    gc.collect()
-    assert finish(fresh.generate(ids(10), GREEDY)).reason == "length"
-
-
-def test_cancel_from_another_thread_ends_with_a_finished_event(fresh: Engine) -> None:
-    events = fresh.generate(ids(10), Sampling(temperature=0, max_tokens=400))
-    seen = []
-    for event in events:
-        seen.append(event)
-        if len(seen) == 4:
-            threading.Thread(target=fresh.cancel).start()
-    assert isinstance(seen[-1], Finished)
-    assert seen[-1].reason == "cancelled"
-    assert seen[-1].metrics.generated_tokens < 400
-
-
 def test_a_cancelled_chat_keeps_the_partial_answer(fresh: Engine) -> None:
     chat = fresh.chat()
     reply = chat.send("tell me", Sampling(temperature=0, max_tokens=200))
@@ -258,58 +223,9 @@ def test_regenerate_edit_and_branch(fresh: Engine) -> None:
         chat.edit(5, "no such message")
 
 
-def test_an_empty_message_is_refused_and_not_kept(engine: Engine) -> None:
-    chat = engine.chat()
-    with pytest.raises(OptionError, match="empty"):
-        chat.send("  \n")
-    assert chat.messages == ()
-    with pytest.raises(OptionError, match="nothing to regenerate"):
-        chat.regenerate()
-
-
-@pytest.mark.parametrize("prompt", [[], [1, Message("user", "x")], [10_000], [-1]])
-def test_prompts_that_can_not_be(engine: Engine, prompt: list[object]) -> None:
-    with pytest.raises(OptionError):
-        list(engine.generate(prompt))  # type: ignore[arg-type]
-
-
 def test_a_prompt_longer_than_the_context_is_refused_with_numbers(engine: Engine) -> None:
     with pytest.raises(ContextError, match=r"600 tokens.*512"):
         list(engine.generate(ids(600)))
-
-
-def test_the_context_bounds_the_reply(fresh: Engine) -> None:
-    finished = finish(fresh.generate(ids(500), Sampling(temperature=0)))
-    assert finished.reason in {"length", "stop"}
-    assert finished.metrics.generated_tokens <= 12
-
-
-def test_a_stop_text_ends_the_reply_and_is_not_shown(fresh: Engine) -> None:
-    prompt = ids(30)
-    whole = finish(fresh.generate(prompt, Sampling(temperature=0, max_tokens=40))).text
-    stop = whole[8:11]
-    cut = finish(fresh.generate(prompt, Sampling(temperature=0, max_tokens=40, stop=(stop,))))
-    assert cut.reason == "stop"
-    assert cut.text == whole[: whole.index(stop)]
-
-
-def test_the_same_seed_gives_the_same_text(fresh: Engine) -> None:
-    sampling = Sampling(temperature=1.0, seed=11, max_tokens=30, top_p=0.95, repetition_penalty=1.1)
-    assert finish(fresh.generate(ids(9), sampling)).text == finish(fresh.generate(ids(9), sampling)).text
-
-
-def test_requests_from_several_threads_wait_their_turn(fresh: Engine) -> None:
-    texts: dict[int, str] = {}
-
-    def ask(seed: int) -> None:
-        texts[seed] = finish(fresh.generate(ids(20, seed), GREEDY)).text
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {seed: finish(fresh.generate(ids(20, seed), GREEDY)).text for seed in (1, 2, 3)}
 
 
 def test_warming_spares_the_prefill(fresh: Engine) -> None:
@@ -366,13 +282,6 @@ def test_every_kv_spec_talks_and_goes_on_talking(tiny: Path, kv: KVSpec) -> None
         assert len(chat.messages) == 6
 
 
-def test_a_window_outlives_the_context(tiny: Path) -> None:
-    with Engine.load(tiny, kv=KVSpec(window=64, keep=4)) as engine:
-        finished = finish(engine.generate(ids(700), Sampling(temperature=0, max_tokens=20)))
-        assert finished.metrics.prompt_tokens == 700
-        assert finished.metrics.generated_tokens >= 1
-
-
 def test_keep_system_pins_the_system_prompt(tiny: Path) -> None:
     with Engine.load(tiny, kv=KVSpec(window=64, keep="system")) as engine:
         assert finish(engine.chat(system="s" * 20).send("hello", GREEDY)).metrics.prompt_tokens > 20
@@ -394,17 +303,6 @@ def test_a_closed_engine_says_so_and_closes_again(tiny: Path) -> None:
     engine.close()
     engine.close()
     with pytest.raises(EngineClosedError, match="closed"):
-        list(engine.generate([10]))
-
-
-def test_closing_during_a_reply_ends_it(tiny: Path) -> None:
-    before = set(threading.enumerate())
-    engine = Engine.load(tiny)
-    events = engine.generate([10] * 20, Sampling(max_tokens=400))
-    next(events)
-    engine.close()
-    until(lambda: set(threading.enumerate()) <= before)
-    with pytest.raises(EngineClosedError):
         list(engine.generate([10]))
 
 
@@ -431,23 +329,6 @@ def test_a_packed_model_stays_packed_and_says_what_mlx_says(tmp_path: Path) -> N
     logits = model(mx.array([ids(30)]))[0].astype(mx.float32)
     theirs = np.asarray(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     assert np.abs(ours - theirs).max() < 1e-3
-
-
-def test_a_window_without_a_token_limit_writes_on_past_the_context(tiny: Path) -> None:
-    with Engine.load(tiny, kv=KVSpec(window=64, keep=4)) as engine:
-        events = engine.generate(ids(30), Sampling(temperature=0))
-        text = sum(isinstance(event, TextChunk) for event, _ in zip(events, range(20), strict=False))
-        events.close()
-    assert text > 0
-
-
-def test_two_conversations_are_both_kept(tiny: Path) -> None:
-    with Engine.load(tiny) as engine:
-        first, second = ids(120, 1), [ids(120, 1)[0], *ids(119, 2)]  # they begin alike
-        costs = [
-            finish(engine.generate(prompt, GREEDY)).metrics.prefill_tokens for prompt in (first, second, first, second)
-        ]
-    assert costs == [120, 119, 1, 1]
 
 
 def test_cancel_reaches_replies_that_wait(fresh: Engine) -> None:
@@ -510,25 +391,6 @@ def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.Monkey
         list(fresh.warm(prompt))
     monkeypatch.undo()
     assert finish(fresh.generate(prompt, GREEDY)).metrics.cached_tokens == 0
-
-
-@pytest.mark.parametrize("prompt", [[{"role": "user"}], [10, "x"], [1.5]])
-def test_prompts_of_other_kinds_are_refused(engine: Engine, prompt: object) -> None:
-    with pytest.raises(OptionError):
-        list(engine.generate(prompt))  # type: ignore[arg-type]
-
-
-def test_numpy_ids_are_ids(engine: Engine) -> None:
-    assert finish(engine.generate(np.array([10, 11, 12]), GREEDY)).metrics.prompt_tokens == 3  # type: ignore[arg-type]
-
-
-def test_an_edit_during_a_reply_leaves_the_reply_out(fresh: Engine) -> None:
-    chat = fresh.chat()
-    reply = chat.send("one", GREEDY)
-    next(reply)
-    chat.edit(0, "two")
-    list(reply)
-    assert [message.content for message in chat.messages] == ["two"]
 
 
 def test_a_question_that_was_never_answered_does_not_block_the_next(fresh: Engine) -> None:

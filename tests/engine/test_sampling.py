@@ -81,14 +81,6 @@ def test_where_more_counts_than_the_largest_logit_the_host_does_not_choose(more:
     assert not Sampler(Sampling(**{"temperature": 0, **more}), [1, 2]).takes_likeliest
 
 
-@given(LOGITS, st.integers(1, 30))
-@settings(deadline=None)
-def test_top_k_takes_the_k_likeliest(logits: list[float], k: int) -> None:
-    k = min(k, len(logits))
-    taken, ids = take_top_k(mx.array([logits]), k)
-    assert {int(ids[0, place].item()) for place in kept(taken)} == set(np.argsort(logits)[-k:].tolist())
-
-
 @given(st.integers(1, 40), st.integers(0, TIES), st.integers(0, 9))
 @settings(deadline=None)
 def test_top_k_takes_few_of_a_large_vocabulary_in_the_order_of_their_ids(k: int, ties: int, seed: int) -> None:
@@ -225,21 +217,11 @@ def test_temperature_zero_is_greedy() -> None:
     assert len(set(draw(Sampling(temperature=0)))) == 1
 
 
-def test_top_k_one_is_greedy_at_any_temperature() -> None:
-    assert set(draw(Sampling(temperature=2.0, top_k=1))) == set(draw(Sampling(temperature=0)))
-
-
 def test_sampled_shares_follow_the_softmax() -> None:
     logits = mx.log(mx.array([[0.5, 0.3, 0.2]]))
     sampler = Sampler(Sampling(temperature=1, seed=0).resolved(PLAIN), [])
     counts = np.bincount([int(sampler(logits).item()) for _ in range(3000)], minlength=3) / 3000
     assert np.abs(counts - [0.5, 0.3, 0.2]).max() < 0.04
-
-
-def test_a_strong_penalty_ends_repetition() -> None:
-    logits = mx.array([[3.0, 2.9, 2.8, 0.0]])
-    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0).resolved(PLAIN), [])
-    assert [int(sampler(logits).item()) for _ in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -321,11 +303,6 @@ def test_what_neither_model_nor_user_names_is_a_mild_penalty_but_where_the_user_
     assert Sampler(greedy, []).takes_likeliest
 
 
-def test_a_stop_text_alone_is_one_stop() -> None:
-    assert Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
-    assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-
-
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert draw(Sampling(temperature=1e-40)) == draw(Sampling(temperature=0))
 
@@ -388,30 +365,15 @@ def test_presence_is_of_the_reply_alone_and_frequency_grows() -> None:
     assert tokens_of(Sampling(temperature=0, frequency_penalty=1.0), logits, 6) == [0, 1, 0, 1, 0, 2]
 
 
-def test_negative_penalties_ask_for_more_of_the_same() -> None:
-    logits = mx.array([[1.0, 0.9]])
-    biased = Sampling(temperature=0, frequency_penalty=-2, logit_bias={0: -1})
-    assert tokens_of(biased, logits, 3) == [1, 1, 1]
-
-
-def test_the_top_choices_are_excluded_by_hand() -> None:
-    logits = mx.log(mx.array([[0.4, 0.3, 0.15, 0.1, 0.05]]))
-    none = mx.zeros((1, 5), mx.bool_)
-    assert kept(exclude_top(logits, 0.12, none)) == {2, 3, 4}  # of 0.4, 0.3 and 0.15 the last stays
-    assert kept(exclude_top(logits, 0.35, none)) == {0, 1, 2, 3, 4}  # one alone is no choice
-    assert kept(exclude_top(logits, 0.45, none)) == {0, 1, 2, 3, 4}
-    assert kept(exclude_top(logits, 0.12, mx.array([[True, False, False, False, False]]))) == {0, 2, 3, 4}
-
-
 @given(LOGITS, st.floats(0.001, 0.5))
 @settings(deadline=None)
 def test_xtc_leaves_the_least_likely_of_those_above_the_threshold(logits: list[float], threshold: float) -> None:
-    chosen = kept(exclude_top(mx.array([logits]), threshold, mx.zeros((1, len(logits)), mx.bool_)))
+    chosen = kept(exclude_top(mx.array([logits]), threshold, mx.arange(len(logits))[None] == 0))  # token 0 is protected
     chances = probabilities(logits)
     above = [token for token in np.argsort(-chances).tolist() if chances[token] >= threshold]
     if any(abs(chance / threshold - 1) < 1e-5 for chance in chances):
         return  # on the threshold: rounding decides
-    assert chosen == set(range(len(logits))) - set(above[:-1])
+    assert chosen == set(range(len(logits))) - set(above[:-1]) | {0}
 
 
 def test_xtc_strikes_as_often_as_it_is_asked_to() -> None:
@@ -481,17 +443,6 @@ def test_stages_apply_in_the_order_that_is_asked_for(order: list[str], seed: int
         token = int(sampler(logits).item())
         assert token in allowed
         seen.append(token)
-
-
-def test_the_order_makes_a_difference() -> None:
-    # Top-p 0.6 of 0.4, 0.35, 0.25 leaves two; at a temperature of 0.3 the first alone has 0.6.
-    logits = mx.log(mx.array([[0.45, 0.3, 0.25]]))
-    after = Sampling(temperature=0.3, top_p=0.6, seed=5)
-    before = Sampling(
-        temperature=0.3, top_p=0.6, seed=5, order=("penalties", "dry", "top_k", "top_p", "temperature", "min_p", "xtc")
-    )
-    assert set(tokens_of(after, logits, 300)) == {0}
-    assert set(tokens_of(before, logits, 300)) == {0, 1}
 
 
 @given(st.integers(1, 60), st.integers(0, 9))
@@ -572,26 +523,6 @@ def searched(ids: list[int], how: Sampling, breakers: Breakers, vocabulary: int 
     powers = {token: how.dry_base ** (length - how.dry_allowed_length) for token, length in longest.items()}
     spared = {token for token in longest if longest[token] < how.dry_allowed_length or token in breakers.single}
     return [0.0 if token in spared else how.dry_multiplier * powers[token] for token in longest]
-
-
-def test_what_would_repeat_a_sequence_is_penalised_by_its_length() -> None:
-    # 1 2 3 4 … 1 2 3: a 4 would be the fourth. Three tokens match, one more than is allowed: 0.5 × 2^(3 − 2).
-    assert penalties(Dry(HOW, [1, 2, 3, 4, 0, 1, 2, 3], NONE, VOCABULARY)) == [0, 0, 0, 0, 1.0, 0]
-    # Two match: 0.5 × 2^0. One does not count.
-    assert penalties(Dry(HOW, [2, 3, 4, 0, 1, 2, 3], NONE, VOCABULARY)) == [0, 0, 0, 0, 0.5, 0]
-    assert penalties(Dry(HOW, [3, 4, 0, 1, 2, 3], NONE, VOCABULARY)) == [0.0] * VOCABULARY
-
-
-def test_a_run_of_one_token_repeats_itself() -> None:
-    # 5 5 5 5: the first three, but for the last place, are followed by a 5.
-    assert penalties(Dry(HOW, [5, 5, 5, 5], NONE, VOCABULARY)) == [0, 0, 0, 0, 0, 1.0]
-
-
-def test_no_sequence_reaches_across_a_breaker_and_none_is_penalised() -> None:
-    prompt = [1, 0, 2, 3, 4, 5, 1, 0, 2, 3]
-    assert penalties(Dry(HOW, prompt, NONE, VOCABULARY)) == [0, 0, 0, 0, 2.0, 0]
-    assert penalties(Dry(HOW, prompt, Breakers(frozenset({0})), VOCABULARY)) == [0, 0, 0, 0, 0.5, 0]
-    assert penalties(Dry(HOW, prompt, Breakers(frozenset({4})), VOCABULARY)) == [0.0] * VOCABULARY
 
 
 def test_a_breaker_of_several_tokens_breaks_where_it_ends() -> None:

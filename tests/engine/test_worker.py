@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
 from tests.engine.helpers import DEADLINE_S, within
@@ -577,21 +575,6 @@ def test_the_loop_that_reads_a_reply_may_call(
 
 
 @pytest.mark.usefixtures("one_token_a_batch")
-def test_a_call_from_the_loop_is_answered_in_the_middle_of_the_reply(own_engine: Engine) -> None:
-    def read() -> int:
-        events = own_engine.generate([5, 6, 7], MANY_TOKENS)
-        next(events)
-        first = next(event for event in events if isinstance(event, TextChunk))
-        assert first.text
-        written = own_engine.between(lambda: own_engine.live().metrics.generated_tokens)  # type: ignore[union-attr]
-        assert finish(events).metrics.generated_tokens == 400
-        return written
-
-    # The reply was in progress then: after it, live() is None and the call would have failed.
-    assert 1 <= within(read) < 400
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
 def test_calls_do_not_change_what_the_reply_says(own_engine: Engine) -> None:
     alone = finish(own_engine.generate([5, 6, 7], MANY_TOKENS)).text
 
@@ -628,18 +611,6 @@ def test_another_reply_comes_after_the_one_that_is_half_read_and_both_are_whole(
         return finish(first).metrics.generated_tokens, second.metrics.generated_tokens
 
     assert within(read) == (400, 8)
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
-def test_replies_may_be_asked_for_in_the_loop_that_reads_one(own_engine: Engine) -> None:
-    def read() -> list[int]:
-        counts = []
-        for event in own_engine.generate([5, 6, 7], MANY_TOKENS):
-            if isinstance(event, TextChunk) and len(counts) < 3:
-                counts.append(finish(own_engine.chat().send("hi", GREEDY)).metrics.generated_tokens)
-        return counts
-
-    assert within(read) == [8, 8, 8]
 
 
 @pytest.mark.usefixtures("one_token_a_batch")
@@ -728,21 +699,6 @@ def test_a_reply_that_rests_while_another_is_made_may_be_let_go_of(own_engine: E
 
 
 @pytest.mark.usefixtures("one_token_a_batch")
-def test_a_cancelled_reply_without_an_end_may_be_read_after_another(rolling: Engine) -> None:
-    def read() -> tuple[str, int]:
-        endless = rolling.generate([5, 6, 7], ENDLESS)
-        next(endless)
-        parked(rolling)
-        (stream,) = replies_of(rolling).open
-        rolling.cancel()
-        until(lambda: stream.ended)
-        after = finish(rolling.generate([5, 6, 7], GREEDY)).metrics.generated_tokens
-        return finish(endless).reason, after
-
-    assert within(read) == ("cancelled", 8)
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
 def test_cancelling_reaches_a_reply_that_waits_for_its_reader_though_nobody_reads(own_engine: Engine) -> None:
     events = own_engine.generate([5, 6, 7], MANY_TOKENS)
     next(events)
@@ -766,37 +722,6 @@ def test_closing_ends_a_reply_that_waits_for_its_reader(tiny: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_token_a_batch")
-def test_an_iterator_that_was_let_go_of_waits_for_nobody(rolling: Engine) -> None:
-    events = rolling.generate([5, 6, 7], ENDLESS)
-    next(events)
-    parked(rolling)
-    del events
-    gc.collect()
-    assert within(lambda: finish(rolling.generate([5, 6, 7], GREEDY))).metrics.generated_tokens == 8
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
-def test_two_readers_on_two_threads_both_get_all(own_engine: Engine) -> None:
-    counts: dict[int, int] = {}
-
-    def read(number: int) -> None:
-        called = 0
-        for event in own_engine.generate([5, 6, number], MANY_TOKENS):
-            if isinstance(event, TextChunk) and called < 5:
-                own_engine.memory()
-                called += 1
-            if isinstance(event, Finished):
-                counts[number] = event.metrics.generated_tokens
-
-    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in (7, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert counts == {7: 400, 8: 400}
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
 def test_a_reply_rests_at_its_bound_also_while_another_waits(own_engine: Engine) -> None:
     events = own_engine.generate([5, 6, 7], MANY_TOKENS)
     next(events)
@@ -811,19 +736,6 @@ def test_a_reply_rests_at_its_bound_also_while_another_waits(own_engine: Engine)
     assert batches_of(stream).qsize() <= LOOK_AHEAD + 1
     assert not stream.ended
     assert finish(events).metrics.generated_tokens == 400
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
-def test_comparing_and_checking_go_on_while_a_reply_is_half_read(rolling: Engine) -> None:
-    def read() -> int:
-        events = rolling.generate([5, 6, 7], ENDLESS)
-        next(events)
-        steps = list(rolling.compare_kv([5, 6, 7, 8] * 4, [(8, 8)], KVSpec(group_size=32), depths=(8,)))
-        assert list(rolling.check_cache()) == []
-        events.close()
-        return len(steps)
-
-    assert within(read) > 2
 
 
 @pytest.mark.usefixtures("one_token_a_batch")
@@ -848,13 +760,3 @@ def test_a_call_says_what_went_wrong_to_its_caller_and_the_reply_goes_on(own_eng
         return finish(events).metrics.generated_tokens
 
     assert within(read) == 400
-
-
-@pytest.mark.usefixtures("one_token_a_batch")
-def test_arrays_of_ids_are_read_on_the_callers_thread(own_engine: Engine) -> None:
-    array = mx.array([10, 11, 12])
-    assert within(lambda: own_engine.price([10, 11, 12])).prompt_tokens == 3
-    assert own_engine.price(array).prompt_tokens == 3  # type: ignore[arg-type]
-    assert own_engine.logprobs(array).shape == (3, 272)  # type: ignore[arg-type]
-    assert finish(own_engine.generate(array, GREEDY)).metrics.prompt_tokens == 3  # type: ignore[arg-type]
-    assert np.array(own_engine.logprobs(np.array([10, 11, 12]))).shape == (3, 272)  # type: ignore[arg-type]

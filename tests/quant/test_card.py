@@ -36,7 +36,7 @@ from tokamac.quant.report import (
     safe_name,
     source_id,
 )
-from tokamac.quant.writer import card, command, packing_name
+from tokamac.quant.writer import card, command
 
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
 BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)
@@ -348,14 +348,6 @@ def test_the_command_asks_for_the_same_again() -> None:
         parser = command_line.parser()
         asked = command_line.requested(parser, parser.parse_args(words))
         assert Options(**asked) == options
-
-
-def test_packings_have_names() -> None:
-    assert [packing_name(each) for each in (None, Packing(3, 32), Packing(4, 16, "nvfp4"))] == [
-        "not packed",
-        "3 bits, groups of 32",
-        "nvfp4, groups of 16",
-    ]
 
 
 # Time ---------------------------------------------------------------------------------------------------------------------

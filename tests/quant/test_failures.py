@@ -3,10 +3,7 @@ was."""
 
 import json
 import os
-import signal
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,8 +12,6 @@ import pytest
 
 from tests.quant.dying import interpreter
 from tests.quant.models import make_source, names_in
-from tests.waiting import PATIENCE_S
-from tokamac import quant
 from tokamac.engine import files
 from tokamac.engine.errors import (
     ConversionError,
@@ -217,24 +212,6 @@ def test_overwriting_replaces_the_whole_folder(tmp_path):
     assert names_in(tmp_path) == {"source", "out"}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_stopping_after_any_tensor_leaves_the_old_folder_and_what_is_needed_to_go_on(tmp_path, error):
-    source = make_source(tmp_path, "tied")
-    convert(source, tmp_path / "out", bits=8)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    total = len(convert(source, dry_run=True).tensors)
-    for stop in range(1, total + 1):
-
-        def stopping(step, stop=stop):
-            if step.done == stop:
-                raise error
-
-        with pytest.raises(error):
-            convert(source, tmp_path / "out", overwrite=True, progress=stopping, calibration="none")
-        assert names_in(tmp_path) == {"source", "out", ".out.partial"}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, exchanges):
     source = make_source(tmp_path, "tied")
@@ -268,54 +245,10 @@ def test_a_disk_without_room_is_refused_before_any_work(tmp_path, monkeypatch):
     refuse(ConversionError, tmp_path, r"needs 1\d\.\d MB and its disk has 1\.00 kB left")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written(tmp_path):
-    make_source(tmp_path, "llama")
-    (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(ConversionError, match="Permission denied"):
-        convert(tmp_path / "source", tmp_path / "locked" / "out")
-
-
 @pytest.fixture(scope="module")
 def converting():
     with interpreter() as started:
         yield started
-
-
-@pytest.mark.parametrize("limit", [100, 150_000])
-def test_a_disk_that_fills_up_on_the_way(converting, tmp_path, limit):
-    """RLIMIT_FSIZE stands in for the full disk: a write beyond it fails the same way, half way through a file."""
-    source = make_source(tmp_path, "llama")
-    full = converting.convert(source, tmp_path / "out", whole=True, file_bytes=limit)
-    assert "can't be written: File too large" in full.error
-    assert "out" not in names_in(tmp_path)
-
-
-@pytest.mark.parametrize("stop", [1, 7])
-def test_ctrl_c_in_the_middle(tmp_path, stop):
-    source = make_source(tmp_path, "llama")
-    code = f"""
-        import signal, sys, time
-        from tokamac.quant import convert
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        def step(done):
-            if done.done == {stop}:
-                print("half way", flush=True)
-                time.sleep(600)
-        try:
-            convert({str(source)!r}, {str(tmp_path / "out")!r}, progress=step, calibration="none")
-        except KeyboardInterrupt:
-            sys.exit(130)
-        """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "half way\n"
-    assert names_in(tmp_path) == {"source", ".out.partial"}
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, err
-    assert names_in(tmp_path) == {"source", ".out.partial"}
 
 
 def test_ctrl_c_between_the_two_renames_of_the_swap(tmp_path, monkeypatch):
@@ -340,16 +273,6 @@ def test_ctrl_c_between_the_two_renames_of_the_swap(tmp_path, monkeypatch):
 # should be.
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize("name", quant.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(quant, name).__name__ == name
-
-
-def test_a_name_that_is_not_public_is_no_attribute() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = quant.nothing
 
 
 @pytest.mark.parametrize("text", ["notes.txt", "", "Shipped"])

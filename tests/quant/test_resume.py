@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,20 +202,6 @@ def test_an_old_model_that_a_crash_left_aside_is_put_back_by_the_next_look(
     assert ("already exists" in again.error) != overwrite
 
 
-def test_killed_again_and_again_it_still_arrives(converting, source, uninterrupted, tmp_path):
-    out, resumed = tmp_path / "out", [0]
-    while converting.convert(source, out, dies_at=45).signal and not out.exists():
-        resumed.append(len(journalled(out)))
-        assert len(resumed) < 40
-    assert resumed == sorted(resumed)
-    assert len(set(resumed)) > 3
-    assert contents(out) == uninterrupted[0]
-
-
-def journalled(out):
-    return (partial_folder(out) / "journal").read_text().splitlines()[1:]
-
-
 @points_of(7, 20)
 def test_ctrl_c_anywhere_leaves_what_the_next_run_goes_on_with(converting, source, uninterrupted, tmp_path, count):
     expected, points = uninterrupted
@@ -337,16 +322,6 @@ def test_a_shard_that_is_not_what_was_written_is_written_again(converting, own_s
     assert damage != "link" or (tmp_path / "elsewhere").read_bytes() == content
 
 
-@pytest.mark.parametrize("left", [0, 1, 50, 61, 62, 400, -1])
-def test_a_journal_that_is_cut_anywhere_costs_only_what_it_no_longer_tells(
-    converting, own_source, begun, tmp_path, left
-):
-    journal = partial_folder(tmp_path / "out") / "journal"
-    journal.write_bytes(journal.read_bytes()[:left])
-    assert converting.convert(own_source, tmp_path / "out").error == ""
-    assert contents(tmp_path / "out") == begun
-
-
 def test_foreign_files_in_the_partial_folder_do_not_get_into_the_model(converting, own_source, begun, tmp_path):
     root = partial_folder(tmp_path / "out")
     for folder in (root, root / MODEL, root / "kept"):
@@ -376,27 +351,6 @@ def test_a_disk_that_fills_up_keeps_what_is_written(converting, own_source, tmp_
     assert "out" not in names_in(tmp_path)
     assert converting.convert(own_source, tmp_path / "out").error == ""
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_a_small_disk_fills_up_and_is_freed(converting, own_source, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("mounting is not permitted")
-    try:
-        refused = converting.convert(own_source, disk / "out")
-        assert refused.error.endswith(" needs 17.0 MB and its disk has 102 kB left")
-        assert names_in(disk) == set()
-        full = converting.convert(own_source, disk / "out", spare_bytes=-(1 << 30))  # as if others had taken the room
-        assert "can't be written: No space left on device" in full.error
-        assert full.hint.startswith("Free some space, then run the same command again")
-        assert len(full.seen) > 3
-        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
-        assert converting.convert(own_source, disk / "out").resumed == len(full.seen)
-        converting.convert(own_source, tmp_path / "whole")
-        assert contents(disk / "out") == contents(tmp_path / "whole")
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_bytes_that_are_written_already_need_no_more_room(tmp_path, monkeypatch):

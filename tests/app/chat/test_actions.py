@@ -149,7 +149,7 @@ def test_whatever_a_terminal_may_keep_for_itself_has_a_command_or_stands_in_the_
 
 
 async def test_the_page_is_turned_by_commands(chat: Callable[..., Any]) -> None:
-    async with chat("prose") as c:
+    async with chat("prose", ready=False) as c:
         await c.ask("one")
         end = c.transcript.scroll_offset.y
         c.prompt.insert("/up")
@@ -314,7 +314,7 @@ def test_whatever_is_chosen_no_key_has_two_meanings_and_no_entry_is_lost_in_sile
 async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_path: Path) -> None:
     chosen = {"explain": ("f18",), "branches": ("ctrl+k",), "again": ("x",), "nobody": ("f19",)}
     settings.save(tmp_path / "settings.toml", Settings(keys=chosen))
-    async with chat("fast", size=(110, 90)) as c:
+    async with chat("fast", size=(110, 90), ready=False) as c:
         await c.until(lambda: "[keys] nobody: there is no such action" in c.notices)
         await c.phase(EnginePhase.IDLE)
         await c.ask("hi")
@@ -347,7 +347,6 @@ def test_no_second_key_is_one_that_the_prompt_needs_or_that_another_action_has()
 
 async def test_the_second_keys_do_what_the_first_do_while_something_is_written(chat: Start) -> None:
     async with chat("list", size=(100, 20)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("list")
         await c.type("half a thought")
         await c.until(lambda: c.transcript.scroll_y == c.transcript.max_scroll_y > 40)
@@ -404,7 +403,6 @@ def test_the_session_names_the_keys_that_hold(event: str) -> None:
 async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Path) -> None:
     settings.save(tmp_path / "settings.toml", Settings(keys=CHANGED, toured=True))
     async with chat("slow", size=(110, 30)) as c:
-        await c.phase(EnginePhase.IDLE)
         shown = c.screen_text()
         assert "F18  chooses a model" in shown
         assert "F19  shows every key" in shown

@@ -494,7 +494,7 @@ def asked_for(sequence: str) -> str:
 async def test_the_terminal_and_a_private_file_get_the_text_exactly(
     chat: Start, tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         said = await copied(c, written, monkeypatch, tmp_path / "home")
     file = tmp_path / "home" / external_programs.FILE
     assert f"Copied {len(TEXT)} characters. Nothing to paste?" in said
@@ -516,7 +516,7 @@ async def test_in_tmux_the_outer_terminal_is_asked_as_well(
     chat: Start, tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMUX", "/tmp/tmux-0/default,1,0")
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await copied(c, written, monkeypatch, tmp_path)
     plain, wrapped = [sequence for sequence in written if "]52" in sequence]
     assert asked_for(plain) == TEXT
@@ -531,7 +531,7 @@ async def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_s
     precious = tmp_path / "precious.txt"
     precious.write_text("mine")
     (tmp_path / external_programs.FILE).symlink_to(precious)
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await copied(c, written, monkeypatch, tmp_path)
         assert precious.read_text() == "mine"
         assert (tmp_path / external_programs.FILE).read_bytes().decode() == TEXT

@@ -421,7 +421,6 @@ async def test_the_chip_tells_characters_while_nothing_can_count_then_tokens(
     monkeypatch.chdir(tmp_path)
     tokens = -(-len(whole("", (Attachment("notes.md", "word " * 500, "markdown"),))) // 4)
     async with chat("slow") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         c.app.view.do("attach", "notes.md")
@@ -440,7 +439,6 @@ async def test_a_real_engine_counts_what_its_tokenizer_makes_of_it(
     with Engine.load("guide", prompt_cache=None) as engine:
         tokens = len(engine.tokenizer.encode(whole("", (Attachment("notes.md", text.strip("\n"), "markdown"),))))
     async with chat("guide", scripted=False) as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.do("attach", "notes.md")
         await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")
 
@@ -732,7 +730,7 @@ def age(c: Chat) -> None:
 
 
 async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start, kept: Any) -> None:
-    async with chat("entitles") as c:
+    async with chat("entitles", ready=False) as c:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("what is slow here?")
         assert kept()[:2] == ("what is slow here?", "words")
@@ -748,7 +746,7 @@ async def test_an_idle_chat_gets_its_title_and_nothing_else_changes(chat: Start,
 
 
 async def test_who_types_is_not_idle(chat: Start) -> None:
-    async with chat("entitles") as c:
+    async with chat("entitles", ready=False) as c:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await c.phase(EnginePhase.IDLE)

@@ -216,7 +216,6 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
     whole = SCENARIOS["fast"].answer
     cut = Sampling(max_tokens=12)
     async with chat("fast", sampling=cut) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         begun = c.session.turns[-1].reply
         assert begun is not None
@@ -244,7 +243,6 @@ async def test_what_is_continued_is_stored_with_its_beginning_before_anything_ne
     chat: Start, tmp_path: Any
 ) -> None:
     async with chat("slow", sampling=Sampling(max_tokens=2)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         c.session.sampling = Sampling()
         await c.send("/continue")
@@ -258,7 +256,7 @@ async def test_what_is_continued_is_stored_with_its_beginning_before_anything_ne
 
 
 async def test_the_embedded_guide_goes_on_word_for_word(chat: Start) -> None:
-    async with chat("guide", scripted=False, sampling=Sampling(temperature=0)) as c:
+    async with chat("guide", scripted=False, sampling=Sampling(temperature=0), ready=False) as c:
         await _loaded(c)
         await c.ask("Why is decode memory-bound?")
         whole = c.session.turns[-1].reply
@@ -724,7 +722,6 @@ def test_settings_keep_it_as_a_table(tmp_path: Path) -> None:
 
 async def test_it_is_turned_off_in_this_chat_kept_with_it_and_shown(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking") as c:
-        await c.ready()
         await c.send("/thinking")
         await c.until(lambda: "thinking supports: on, off." in c.notices)
         assert "thinking off" not in c.screen_text()
@@ -739,7 +736,7 @@ async def test_it_is_turned_off_in_this_chat_kept_with_it_and_shown(chat: Start,
         assert c.session.turns[-1].reply.thinking
     with Store.open(tmp_path / "chats" / "chats.db") as store:
         assert store.chat(held).settings["template"]["thinking"] == "off"
-    async with chat("thinking", chat=held) as c:
+    async with chat("thinking", chat=held, ready=False) as c:
         await c.until(lambda: c.session.turns)
         assert c.session.template == OFF
         await c.until(lambda: "thinking off" in c.screen_text())
@@ -747,7 +744,6 @@ async def test_it_is_turned_off_in_this_chat_kept_with_it_and_shown(chat: Start,
 
 async def test_what_the_model_does_not_know_is_not_taken(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.send("/thinking off")
         await c.until(lambda: "has no switch for it" in c.notices)
         assert c.session.template == TemplateOptions()
@@ -755,12 +751,11 @@ async def test_what_the_model_does_not_know_is_not_taken(chat: Start) -> None:
 
 async def test_a_budget_that_was_spent_is_said_over_the_thinking(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking") as c:
-        await c.ready()
         await c.send("/thinking 3")
         await c.ask("one")
         assert "s, ended at its budget of 3 tokens" in c.shown(c.replies[-1])
         held = c.held
-    async with chat("thinking", chat=held) as c:
+    async with chat("thinking", chat=held, ready=False) as c:
         await c.until(
             lambda: c.replies and "ended at its budget of 3 tokens" in c.shown(c.replies[-1]), "as it was stored"
         )
@@ -772,7 +767,6 @@ async def test_a_budget_that_was_spent_is_said_over_the_thinking(chat: Start, tm
 
 async def test_the_settings_hold_in_every_chat_but_those_with_their_own(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking") as c:
-        await c.ready()
         await c.opened("ctrl+t", SettingsScreen)
         await c.find_setting("thinking")
         await c.pilot.press("left")
@@ -789,7 +783,6 @@ async def test_the_settings_hold_in_every_chat_but_those_with_their_own(chat: St
 
 async def test_the_command_line_goes_first(chat: Start) -> None:
     async with chat("thinking", template=OFF) as c:
-        await c.ready()
         assert c.session.template == OFF
         await c.send("/thinking default")
         await c.until(lambda: c.session.template == TemplateOptions())

@@ -167,7 +167,6 @@ def test_a_path_that_needs_the_disk_alone_is_not_ready() -> None:
 )
 async def test_the_next_prompt_takes_what_an_action_would(chat: Start, price: Price, width: int, said: str) -> None:
     async with chat("fast", size=(width, 24)) as c:
-        await c.phase(EnginePhase.IDLE)
         c.session.warmup.price = price
         assert said in await drawn(c)
 
@@ -180,7 +179,6 @@ async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look
     chat: Start, width: int, said: str
 ) -> None:
     async with chat("fast", size=(width, 24)) as c:
-        await c.phase(EnginePhase.IDLE)
         again = KnownPrice(PriceQuestion("again", ()), MUCH)
         c.session.prices.known = (
             again,
@@ -193,7 +191,6 @@ async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look
 @pytest.mark.parametrize("width", [40, 60, 120])
 async def test_a_name_in_wide_letters_takes_no_more_room_than_there_is(chat: Start, width: int) -> None:
     async with chat("fast", size=(width, 24)) as c:
-        await c.phase(EnginePhase.IDLE)
         assert c.session.engine.info is not None
         c.session.engine.info = replace(c.session.engine.info, name="通义千问大语言模型指令微调版本四比特-7B")
         *_, line = (line for line in (await drawn(c)).splitlines() if "7B" in line)  # the panel names it too
@@ -407,7 +404,6 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
     monkeypatch.chdir(tmp_path)
     attached = (Attachment("small.md", "small", "markdown"), Attachment("notes.md", text, "markdown"))
     async with chat("guide", scripted=False, size=(120, 40)) as c:
-        await c.ready()
         capacity = c.session.engine.info.capacity
         for name in ("small.md", "notes.md"):
             c.app.view.do("attach", name)
@@ -538,7 +534,6 @@ def test_what_is_left_out_stays_so_in_a_stored_chat(tmp_path: Path) -> None:
 
 async def test_the_context_is_a_bar_and_a_list_from_which_parts_are_left_out(chat: Start) -> None:
     async with chat("fast", size=(100, 30)) as c:
-        await c.ready()
         await c.ask("about apples")
         await c.pilot.press("ctrl+x", "i")
         await c.until(lambda: "about apples" in c.screen_text() and "free" in c.screen_text(), "the context")
@@ -706,7 +701,6 @@ def test_memory_that_was_short_is_told(resting: Session) -> None:
 async def test_the_whole_way(chat: ChatStart, tmp_path: Path) -> None:
     """Set on the settings screen; the process is gone, the status says so; typing brings it back with the conversation."""
     async with chat() as it:
-        await it.phase(EnginePhase.IDLE)
         await it.ask("one")
         it.app.view.do("settings")
         await it.until(lambda: isinstance(it.app.screen, SettingsScreen))

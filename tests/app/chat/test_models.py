@@ -376,7 +376,6 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
     chat: Start, tmp_path: Path, model: str, remembered: KVSpec
 ) -> None:
     async with chat(model) as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.dialogs.apply(
             Sheet(sampling=Sampling(temperature=0.5), kv=PACKED, settings=Settings(unload_after_min=7))
         )
@@ -402,7 +401,6 @@ async def test_what_the_model_is_loaded_with_loads_it_again_and_is_remembered(
     chat: Start, tmp_path: Path, name: str, value: object, loaded: tuple[str, object]
 ) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         assert setup.current_sheet(c.app.chat).settings == Settings(model="fast", toured=True)
         c.app.view.dialogs.apply(Sheet(settings=replace(Settings(), **{name: value})))
         assert c.session.engine.phase is EnginePhase.LOADING
@@ -414,7 +412,6 @@ async def test_what_the_model_is_loaded_with_loads_it_again_and_is_remembered(
 
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.dialogs.apply(Sheet(sampling=Sampling(temperature=0.5), settings=Settings(memory_gb=2.0)))
         assert c.session.engine.phase is EnginePhase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
@@ -422,7 +419,6 @@ async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path:
 
 async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", kv=PACKED) as c:
-        await c.phase(EnginePhase.IDLE)
         assert kept(tmp_path) == CHAT_KV  # flags are for one run
         c.app.view.dialogs.apply(Sheet(kv=PACKED))
         assert c.session.engine.phase is EnginePhase.IDLE
@@ -454,7 +450,6 @@ async def test_a_folder_is_remembered_by_its_whole_path(
     begun = begin(ChatOptions(model="./models/mine", settings_path=tmp_path / "settings.toml"))
     assert begun.session.engine.load.model == whole
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.library.choose("models/mine")
         assert (c.app.chat.chosen.model, c.session.engine.load.model) == (whole, whole)
 
@@ -494,7 +489,6 @@ def test_another_model_is_checked_and_has_what_the_settings_have_for_it() -> Non
 async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(chat: Start, tmp_path: Path) -> None:
     settings.save(tmp_path / "settings.toml", Settings(adapters={"guide": "poems"}))
     async with chat("fast", unchecked=True, adapter="letters") as c:
-        await c.phase(EnginePhase.IDLE)
         assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (True, "letters")
         c.app.view.library.load("guide")
         await c.phase(EnginePhase.IDLE)
@@ -506,7 +500,6 @@ async def test_a_draft_model_is_chosen_kept_for_its_model_and_taken_away(chat: S
         return settings.load(tmp_path / "settings.toml").settings.drafts
 
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         setup.draft(c.app.chat, "org/small")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.draft == "org/small"
@@ -516,7 +509,6 @@ async def test_a_draft_model_is_chosen_kept_for_its_model_and_taken_away(chat: S
         assert c.session.engine.load.draft is None
         await c.until(lambda: kept() == {})
     async with chat("fast", speculation=False) as c:
-        await c.phase(EnginePhase.IDLE)
         with pytest.raises(RefusedError, match="Guessing ahead is off"):
             setup.draft(c.app.chat, "org/small")
 
@@ -533,7 +525,6 @@ async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Star
         return settings.load(tmp_path / "settings.toml").settings.adapters
 
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         setup.adapter(c.app.chat, "org/letters")
         assert held() == {}
         await c.phase(EnginePhase.IDLE)
@@ -707,7 +698,7 @@ async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
     chat: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         c.app.view.library.downloads.cancel("org/empty")
         await c.until(lambda: "Download of empty cancelled: nothing had arrived." in c.notices, "the notice")
 
@@ -817,7 +808,6 @@ async def test_one_that_ends_without_a_reason_can_be_tried_again_too(tmp_path: P
 
 async def test_a_notice_names_the_whole_id_and_what_was_wrong(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         c.app.view.library._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
         said = f"nope/nope: {UNREACHABLE}. Press Enter on it in the list to retry."
         await c.until(lambda: said in c.notices, "the notice")
@@ -829,7 +819,6 @@ async def test_enter_on_one_that_failed_tries_again(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         c.app.view.library.choose("nope/nope")
         said = "Downloading nope/nope. It loads when it is complete. Ctrl+O shows the progress."
         await c.until(lambda: said in c.notices, "the notice")

@@ -374,7 +374,6 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
     chat: Start, tmp_path: Path
 ) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         assert "not saved" not in c.screen_text()
         c.refuse_writes()
@@ -394,7 +393,6 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
 
 async def test_a_title_that_is_not_kept_is_not_said_to_be_another(chat: Start) -> None:
     async with chat() as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await c.ready()
         c.refuse_writes()
@@ -409,7 +407,7 @@ async def test_a_title_that_is_not_kept_is_not_said_to_be_another(chat: Start) -
 async def test_a_store_that_can_not_be_opened_is_a_sign_that_stands(chat: Start, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    async with chat("fast", store_path=blocked / "chats.db") as c:
+    async with chat("fast", store_path=blocked / "chats.db", ready=False) as c:
         await c.until(lambda: "Chats are not saved" in c.notices)
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "not saved" in c.screen_text())
@@ -417,7 +415,6 @@ async def test_a_store_that_can_not_be_opened_is_a_sign_that_stands(chat: Start,
 
 async def test_a_message_of_another_window_is_gone_to(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         name, recording = c.app.chat.recording.chat, c.app.chat.recording
         await c.type("half a thought")
@@ -440,7 +437,6 @@ async def test_what_was_deleted_long_ago_is_removed_once_nobody_uses_the_chat(
         store.undelete(young)
     monkeypatch.setattr(recording, "LOOK_S", 0.05)
     async with chat("fast") as c:
-        await ready(c)
         for _ in range(5):
             await c.pilot.pause(0.05)
         assert c.app.chat.recording.store.known(old) is not None, "the user was here a moment ago"

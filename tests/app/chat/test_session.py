@@ -134,15 +134,6 @@ def test_every_send_carries_the_whole_conversation(ready: Session) -> None:
     )
 
 
-def test_a_turn_without_reply_is_left_out(ready: Session) -> None:
-    ready.submit("one")
-    ready.stop()
-    ready.on_event(done(1, "", "cancelled"))
-    (request,) = asked(ready.submit("two"))
-    assert isinstance(request, Generate)
-    assert request.messages == (Message("user", "two"),)
-
-
 def test_a_prompt_sent_while_loading_waits(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
@@ -518,19 +509,6 @@ def test_what_may_be_too_long_is_sent_where_it_is_not(clock: Clock) -> None:
     session.on_event(Loaded(model_spec("guide", capacity=100)))
     assert [type(each) for each in asked(session.submit("word " * 30))] == [AskCount]
     assert kinds(session.on_event(Counted(1, 30))) == [TurnBegun, Ask]
-
-
-def test_new_chat_forgets(ready: Session) -> None:
-    ready.submit("one")
-    ready.on_event(done(1))
-    assert ready.new_chat() == [Opened((), new=True)]
-    assert ready.turns == []
-    assert ready.progress.metrics is None
-
-
-def test_choosing_while_loading_starts_afresh(ready: Session) -> None:
-    assert StartEngine() not in ready.choose(Load("a"))
-    assert StartEngine() in ready.choose(Load("b"))
 
 
 def test_regenerate(ready: Session) -> None:

@@ -108,15 +108,6 @@ def test_export_without_a_name_takes_the_title_and_replaces_nothing(tokamac: Run
 
 
 @pytest.mark.usefixtures("_own_chats")
-def test_a_system_message_of_another_programs_file_is_the_chats_own(tokamac: Run, tmp_path: Path) -> None:
-    (tmp_path / "other.md").write_text("# Title\n\n## System\n\nBe brief.\n\n## User\n\nhi\n\n## Assistant\n\nhello\n")
-    made = one(tokamac("chats", "import", tmp_path / "other.md", "--json"))
-    with Store.open() as store:
-        assert store.chat(made["id"]).settings == {"system": "Be brief."}
-        assert [m.role for m in store.path(made["id"])] == ["user", "assistant"]
-
-
-@pytest.mark.usefixtures("_own_chats")
 def test_what_was_deleted_is_listed_apart_and_restored(tokamac: Run) -> None:
     chat = said("about apples", "yes")
     assert f"tokamac chats restore {chat.id}" in tokamac("chats", "delete", chat.id).out
@@ -171,26 +162,6 @@ def test_what_is_beyond_repair_is_set_aside_when_asked_and_a_new_file_is_begun(t
 
 
 @pytest.mark.usefixtures("_own_chats")
-def test_a_file_that_another_window_has_open_is_set_aside_with_its_log(tokamac: Run, tmp_path: Path) -> None:
-    file = tmp_path / "data" / "chats" / "chats.db"
-    with Store.open() as store:
-        chat = store.new_chat().id
-        for number in range(200):
-            store.add_message(chat, None, "user", f"{number} " * 200)
-        with closing(sqlite3.connect(file)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        with file.open("r+b") as raw:
-            raw.seek(file.stat().st_size // 4096 // 2 * 4096)
-            raw.write(b"\xff" * 64)
-        store.set_draft(chat, "only in the log so far")
-        kept = Path(one(tokamac("chats", "repair", "--set-aside", "--json"))["set_aside"])
-        assert kept.with_name("chats.db-wal").stat().st_size > 0
-        assert [path.name for path in file.parent.glob("chats.db*")] == []
-        with closing(sqlite3.connect(kept)) as connection:
-            assert connection.execute("SELECT draft FROM chats").fetchone() == ("only in the log so far",)
-
-
-@pytest.mark.usefixtures("_own_chats")
 def test_a_file_that_can_be_mended_is_not_set_aside(tokamac: Run, tmp_path: Path) -> None:
     chat = said("about apples", "yes")
     file = tmp_path / "data" / "chats" / "chats.db"
@@ -217,16 +188,6 @@ def test_what_was_deleted_long_ago_is_removed_by_what_writes(tokamac: Run, tmp_p
     with Store.open() as store:
         assert (store.known(old.id) is None) == (action != "list")
         assert store.known(other.id) is not None
-
-
-@pytest.mark.usefixtures("_own_chats")
-def test_a_chat_that_was_deleted_long_ago_and_is_still_there_is_restored(tokamac: Run, tmp_path: Path) -> None:
-    old = said("about apples", "yes")
-    with Store.open(clock=lambda: 1.0) as store:
-        store.delete(old.id)
-    assert one(tokamac("chats", "restore", old.id, "--json"))["id"] == old.id
-    with Store.open() as store:
-        assert [each.id for each in store.chats()] == [old.id]
 
 
 @pytest.mark.usefixtures("_own_chats")
@@ -258,13 +219,6 @@ def test_what_is_not_there_is_one_line(tokamac: Run, arguments: str, text: str) 
     done = tokamac("chats", *arguments.split(), "--json")
     assert failed(done, 1, text)
     assert set(json.loads(done.out)) == {"event", "error", "hint"}
-
-
-@pytest.mark.usefixtures("_own_chats")
-def test_help_has_examples(tokamac: Run) -> None:
-    text = tokamac("chats", "--help").out
-    assert "tokamac chats export k3v7 -o bandwidth.html" in text
-    assert "TOKAMAC_DATA_DIR" in text
 
 
 @pytest.mark.usefixtures("_own_chats")
@@ -359,15 +313,6 @@ def test_messages_and_titles_that_hold_all_the_words_are_found(tokamac: Run) -> 
     assert line.startswith(memory)
     assert "assistant  Memory is slow, and bandwidth \ufffdis the limit." in line
     assert number.startswith("2 places;")
-
-
-@pytest.mark.usefixtures("_own_data")
-def test_where_a_message_is_cut_is_shown(tokamac: Run) -> None:
-    said_chats_search("Why?", f"{'before ' * 100}needle{' after' * 100}")
-    line = tokamac("chats", "search", "needle").out.splitlines()[1]
-    text = line.split("assistant  ")[1]
-    assert (text[0], text[-1]) == ("…", "…")
-    assert "needle" in text
 
 
 @pytest.mark.usefixtures("_own_data")

@@ -124,12 +124,6 @@ def test_a_token_that_the_model_has_not_is_an_error(tokamac: Run, tiny: Path) ->
     assert done.err.count("\n") == 1
 
 
-def test_ask_of_one_token_has_no_decode_rate(tokamac: Run, tiny: Path) -> None:
-    done = tokamac("ask", "Hello", "-m", tiny, "--max-tokens", "1", "--json")
-    metrics = lines(done.out)[-1]["metrics"]
-    assert (metrics["decode_tps"], metrics["itl_ms"]) == (None, None)
-
-
 def test_ask_verbose_measures_on_stderr(tokamac: Run, tiny: Path) -> None:
     done = tokamac("ask", "Hello", "-m", tiny, "--max-tokens", "8", "-v")
     assert "first token" in done.err

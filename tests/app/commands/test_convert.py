@@ -400,29 +400,6 @@ def test_a_model_is_no_distance_from_itself(tokamac: Run, tiny: Path) -> None:
     assert found["positions"] == 100
 
 
-def test_a_conversion_is_nearer_to_its_source_than_another_model(
-    tokamac: Run, tiny: Path, other: Path, tmp_path: Path
-) -> None:
-    converted = tmp_path / "converted"
-    flags = ("--bits", "8", "--group-size", "32", "--no-verify", "--method", "round")
-    assert tokamac("convert", tiny, "-o", converted, *flags).status == 0
-    near, far = (json.loads(tokamac("quality", tiny, b, "--json", "--tokens", "64").out) for b in (converted, other))
-    assert 0 < near["kl"] < far["kl"] / 20
-    assert near["top1"] > far["top1"]
-    assert all(0 < error < 0.05 for error in near["layers"])
-    assert all(error > 0.5 for error in far["layers"])
-
-
-def test_the_first_model_is_the_reference(tokamac: Run, tiny: Path, other: Path) -> None:
-    one, two = (
-        json.loads(tokamac("quality", *pair, "--json", "--tokens", "64").out) for pair in ((tiny, other), (other, tiny))
-    )
-    assert (one["a"], one["b"]) == (str(tiny), str(other))
-    assert one["perplexity"] == pytest.approx(two["reference_perplexity"])
-    assert one["perplexity_ratio"] == pytest.approx(1 / two["perplexity_ratio"])
-    assert one["perplexity_ratio"] == pytest.approx(one["perplexity"] / one["reference_perplexity"])
-
-
 def test_a_users_text_is_read_from_its_beginning(
     tokamac: Run, tiny: Path, other: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -476,18 +453,6 @@ def test_different_tokenizers_are_refused(tokamac: Run, tiny: Path) -> None:
     assert "Compare a model with its conversions" in done.err
 
 
-def test_a_word_more_is_another_tokenizer(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
-    grown = tmp_path / "grown"
-    shutil.copytree(tiny, grown)
-    tokenizer = json.loads((grown / "tokenizer.json").read_text())
-    last = {**tokenizer["added_tokens"][-1], "id": tokenizer["added_tokens"][-1]["id"] + 1, "content": "<|more|>"}
-    tokenizer["added_tokens"].append(last)
-    (grown / "tokenizer.json").write_text(json.dumps(tokenizer))
-    done = tokamac("quality", tiny, grown)
-    assert done.status == 1
-    assert "different tokenizers" in done.err
-
-
 def test_no_more_than_the_context_is_compared_and_that_is_said(tokamac: Run, tmp_path: Path) -> None:
     short = make_tiny(tmp_path / "short", context=64)
     done = tokamac("quality", short, short, "--json")
@@ -529,24 +494,6 @@ def test_a_model_of_numbers_that_are_none_is_unknown_not_zero(tokamac: Run, tiny
     found = json.loads(tokamac("quality", tiny, broken, "--json", "--tokens", "32").out)
     assert found["kl"] is found["perplexity"] is found["top1"] is None
     assert found["reference_perplexity"] is not None
-
-
-def test_a_long_text_is_compared_in_windows(tokamac: Run, tiny: Path, other: Path, text: Path) -> None:
-    flags = ("-f", text, "--tokens", "1200", "--window", "256", "--json")
-    done = tokamac("quality", tiny, other, *flags)
-    assert done.status == 0
-    found = json.loads(done.out)
-    assert (found["text"]["tokens"], found["text"]["window"], found["positions"]) == (1200, 256, 1200)
-    assert "layers" not in found
-    alone = json.loads(tokamac("quality", other, *flags).out)
-    assert alone["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
-    shown = tokamac("quality", tiny, "-f", text)
-    assert shown.status == 0
-    assert "perplexity" in shown.out
-    refused = tokamac("quality", tiny, other, "-f", text, "--window", "4096")
-    assert refused.status == 1
-    assert "context" in refused.err
-    assert tokamac("quality", tiny, other, "--stride", "4").status == 2
 
 
 # What a KV setting costs: `bench --kv-quality` and inspect's table, on tiny models.

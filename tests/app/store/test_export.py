@@ -15,9 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.app.conftest import Chat as Running
 from tokamac.app.chat.recording import tree_of
-from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.export import export_chat, free_name, to_html, to_svg, with_system_apart
 from tokamac.app.store import export
 from tokamac.app.store.export import figures_line, parse, read, to_json, to_markdown, write
@@ -578,18 +576,12 @@ def test_a_system_message_becomes_the_chats_own_system_prompt() -> None:
 # In the chat ----------------------------------------------------------------------------------------------------------------
 
 
-async def ready(c: Running) -> None:
-    await c.phase(EnginePhase.IDLE)
-    await c.until(lambda: c.app.chat.recording is not None)
-
-
 async def test_export_writes_asks_for_another_name_and_import_opens_it(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     async with chat("fast") as c:
-        await ready(c)
         await c.send("/export")
         await c.until(lambda: "nothing to export" in c.notices)
         await c.ask("about apples")
@@ -619,7 +611,6 @@ NOWHERE = ("~nobody-of-that-name/x", "a" * 300)
 async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("hi")
         for command, said in (
             (f"/export {tmp_path}/x.docx", "names no format"),

@@ -97,19 +97,6 @@ def test_a_title_is_one_short_line(text: str) -> None:
     assert title == " ".join(title.split())
 
 
-def test_chats_are_listed_by_last_use_and_without_empty_ones(file: Path) -> None:
-    with Store.open(file, clock=itertools.count(1.0).__next__) as store:
-        a, b, empty = chat_about(store, "a"), chat_about(store, "b"), store.new_chat().id
-        assert [chat.id for chat in store.chats()] == [b, a]
-        store.add_message(a, store.chat(a).head, "user", "again")
-        store.set_draft(empty, "not sent")
-        assert [chat.id for chat in store.chats()] == [a, empty, b]
-        assert [chat.id for chat in store.chats(limit=1, offset=1)] == [empty]
-        latest = store.latest()
-        assert latest is not None
-        assert latest.id == a
-
-
 def test_a_store_without_chats_has_no_latest(store: Store) -> None:
     assert store.latest() is None
     assert store.chats() == []
@@ -134,17 +121,6 @@ def test_settings_change_by_key_so_two_windows_lose_nothing_of_each_other(file: 
         with pytest.raises(StoreError, match="can't be stored"):
             one.set_settings(chat, {"temperature": float("nan")})
         assert one.set_model(chat, "other").model == "other"
-
-
-def test_a_deleted_chat_is_out_of_sight_until_it_is_brought_back(store: Store) -> None:
-    chat = chat_about(store, "quokka")
-    store.delete(chat)
-    assert store.chats() == []
-    assert store.search("quokka") == []
-    assert store.history() == []
-    assert [one.id for one in store.chats(deleted=True)] == [chat]
-    assert store.undelete(chat).deleted_at is None
-    assert len(store.search("quokka")) == 1
 
 
 def test_the_chat_deleted_last_is_the_first_to_be_brought_back(file: Path) -> None:
@@ -253,36 +229,6 @@ def test_what_no_file_can_hold_becomes_a_replacement_character(store: Store) -> 
     assert store.add_message(chat, None, "user", "a\x00b\ud800c").text == "a�b�c"
 
 
-def test_editing_and_regenerating_make_siblings_and_nothing_is_overwritten(store: Store) -> None:
-    chat = store.new_chat().id
-    first = store.add_message(chat, None, "user", "one").id
-    reply = store.add_message(chat, first, "assistant", "answer").id
-    again = store.add_message(chat, first, "assistant", "other answer").id
-    edited = store.add_message(chat, None, "user", "one, edited").id
-    assert [message.text for message in store.path(chat)] == ["one, edited"]
-    assert [message.text for message in store.path(chat, reply)] == ["one", "answer"]
-    assert [(m.id, m.position, m.siblings) for m in store.siblings(reply)] == [(reply, 0, 2), (again, 1, 2)]
-    assert [message.id for message in store.children(chat, None)] == [first, edited]
-    assert [(b.id, b.parent, b.children, b.preview) for b in store.tree(chat)] == [
-        (first, None, 2, "one"),
-        (reply, first, 0, "answer"),
-        (again, first, 0, "other answer"),
-        (edited, None, 0, "one, edited"),
-    ]
-
-
-def test_choosing_a_branch_goes_on_at_its_newest_end(store: Store) -> None:
-    chat = store.new_chat().id
-    a = store.add_message(chat, None, "user", "a").id
-    b = store.add_message(chat, a, "assistant", "b").id
-    c = store.add_message(chat, b, "user", "c").id
-    other = store.add_message(chat, None, "user", "other").id
-    assert store.tip(a) == c
-    assert store.tip(other) == other
-    assert store.set_head(chat, store.tip(a)).head == c
-    assert [message.id for message in store.path(chat)] == [a, b, c]
-
-
 def test_messages_stay_within_their_chat(store: Store) -> None:
     one, two = store.new_chat().id, store.new_chat().id
     a = store.add_message(one, None, "user", "a").id
@@ -328,16 +274,6 @@ def test_a_reply_that_continues_another_begins_with_its_text(store: Store) -> No
     store.finish_reply(first.id, "half", state="stopped")
     second = store.begin_reply(chat, None, text="half")
     assert (second.text, second.position, second.siblings) == ("half", 1, 2)
-
-
-def test_closing_stops_what_is_still_being_written(file: Path) -> None:
-    with Store.open(file) as store:
-        chat = store.new_chat().id
-        reply = store.begin_reply(chat, None).id
-        store.checkpoint(reply, "so far")
-    with Store.open(file) as store:
-        assert (store.message(reply).state, store.message(reply).text) == ("stopped", "so far")
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_another_open_store_leaves_a_reply_that_is_being_written_alone(file: Path) -> None:

@@ -59,7 +59,7 @@ Start = Callable[..., Any]
 
 
 async def test_it_paints_before_the_model_is_loaded(chat: Start) -> None:
-    async with chat("slow-load") as c:
+    async with chat("slow-load", ready=False) as c:
         assert "Nothing leaves it" in c.screen_text()
         await c.until(lambda: c.session.engine.loading is not None)
         await c.until(lambda: "loading slow-load" in c.screen_text(), "progress")
@@ -68,7 +68,6 @@ async def test_it_paints_before_the_model_is_loaded(chat: Start) -> None:
 
 async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         text = await c.ask("Why is decode slow?")
         assert "every weight once per token" in text
         assert re.match(r"([\d.,]+ tok/s · )?\d+ tokens .*· first token ", text.splitlines()[-1].strip())
@@ -81,7 +80,7 @@ async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
 
 
 async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
-    async with chat("slow") as c:
+    async with chat("slow", ready=False) as c:
         await c.send("hi")
         await c.until(lambda: c.session.progress.live and c.session.progress.live.metrics.generated_tokens > 3)
         await c.pilot.press("escape")
@@ -93,7 +92,7 @@ async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
 
 
 async def test_regenerate_replaces_the_last_reply(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.ask("hi")
         first = c.replies[-1]
         await c.pilot.press("ctrl+x", "r")
@@ -103,7 +102,7 @@ async def test_regenerate_replaces_the_last_reply(chat: Start) -> None:
 
 
 async def test_newline_keys(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         for key in ("shift+enter", "ctrl+j", "alt+enter"):
             await c.pilot.press("a", key, "b")
             assert c.prompt.text == "a\nb", key
@@ -112,7 +111,7 @@ async def test_newline_keys(chat: Start) -> None:
 
 
 async def test_a_backslash_at_the_end_of_the_line_breaks_it(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.type("a\\")
         await c.pilot.press("enter", "b")
         assert c.prompt.text == "a\nb"
@@ -136,7 +135,6 @@ async def test_escape_and_what_is_typed_right_after_it_are_heard(chat: Start, tm
 
 async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("a", "enter", "b", "ctrl+j", "c")
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         assert c.prompt.text == "b\nc"
@@ -144,13 +142,12 @@ async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
 
 async def test_enter_sends(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("h", "i", "enter")
         await c.until(lambda: c.session.turns and c.session.turns[0].prompt == "hi")
 
 
 async def test_the_prompt_grows_and_stops_growing(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         height = c.prompt.outer_size.height
         await c.type("a\nb\nc")
         assert c.prompt.outer_size.height == height + 2
@@ -160,7 +157,6 @@ async def test_the_prompt_grows_and_stops_growing(chat: Start) -> None:
 
 async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.type("  \n ")
         await c.pilot.press("enter")
         assert not c.session.turns
@@ -168,7 +164,7 @@ async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
 
 
 async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) -> None:
-    async with chat("steady") as c:
+    async with chat("steady", ready=False) as c:
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
         await c.send("two")
@@ -180,7 +176,7 @@ async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) 
 
 
 async def test_thinking_is_open_while_live_and_folded_after(chat: Start) -> None:
-    async with chat("thinking", size=(100, 48)) as c:
+    async with chat("thinking", size=(100, 48), ready=False) as c:
         await c.send("hi")
         await c.until(lambda: "The user asks" in c.screen_text(), "open thinking")
         await c.until(lambda: c.session.turns[-1].reply)
@@ -192,7 +188,7 @@ async def test_thinking_is_open_while_live_and_folded_after(chat: Start) -> None
 
 
 async def test_prefill_shows_how_much_is_left(chat: Start) -> None:
-    async with chat("prefill") as c:
+    async with chat("prefill", ready=False) as c:
         await c.send("hi")
         await c.until(lambda: c.session.progress.prefill and c.session.progress.prefill.done > 2000)
         await c.until(lambda: "tokens ·" in c.screen_text() and " s left" in c.screen_text(), "an ETA")
@@ -201,7 +197,7 @@ async def test_prefill_shows_how_much_is_left(chat: Start) -> None:
 
 
 async def test_the_readers_scroll_is_not_moved(chat: Start) -> None:
-    async with chat("list", size=(80, 20)) as c:
+    async with chat("list", size=(80, 20), ready=False) as c:
         await c.send("list")
         await c.until(lambda: c.transcript.max_scroll_y > 30)
         await c.pilot.press("pageup")
@@ -218,7 +214,7 @@ async def test_the_readers_scroll_is_not_moved(chat: Start) -> None:
 
 
 async def test_scrolling_back_to_the_end_follows_again(chat: Start) -> None:
-    async with chat("list", size=(80, 20)) as c:
+    async with chat("list", size=(80, 20), ready=False) as c:
         await c.send("list")
         await c.until(lambda: c.transcript.max_scroll_y > 30)
         await c.pilot.press("pageup")
@@ -229,7 +225,7 @@ async def test_scrolling_back_to_the_end_follows_again(chat: Start) -> None:
 
 
 async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
-    async with chat("dies-decoding") as c:
+    async with chat("dies-decoding", ready=False) as c:
         await c.send("hi")
         await c.until(lambda: "Restarting it" in c.notices, "a notice")
         assert "scripted: the engine dies" in c.notices
@@ -244,13 +240,13 @@ async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
 
 
 async def test_an_engine_that_dies_idle_is_started_again(chat: Start) -> None:
-    async with chat("dies-idle") as c:
+    async with chat("dies-idle", ready=False) as c:
         await c.until(lambda: "Restarting it" in c.notices, "a notice")
         assert c.session.turns == []
 
 
 async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: Start) -> None:
-    async with chat("missing") as c:
+    async with chat("missing", ready=False) as c:
         await c.until(lambda: "no model is called" in c.notices, "a notice")
         await c.type("draft")
         await c.pilot.press("ctrl+o")
@@ -264,7 +260,6 @@ async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: S
 
 async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         for model, kept in (("missing", False), ("steady", True)):
             await c.pilot.press("ctrl+o")
             await c.pilot.pause()
@@ -278,7 +273,6 @@ async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path:
 
 async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         screen = await c.opened("ctrl+t", SettingsScreen)
         assert len(screen.query("*")) < 10, "each of a hundred settings is a row, none is a widget"
         await c.write_setting("temperature", "hot")
@@ -303,7 +297,7 @@ async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> Non
 
 
 async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None:
-    async with chat("guide", size=(50, 40)) as c:
+    async with chat("guide", size=(50, 40), ready=False) as c:
         await c.ask("hi")
         rows = c.transcript._page
         first = next(y for y in range(rows.height) if rows.row(y).row.content.plain.startswith("Decode reads"))
@@ -316,7 +310,7 @@ async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None
 
 async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_programs, "_tool", lambda: None)
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.type("some words")
         c.prompt.select_all()
         await c.pilot.press("ctrl+c")
@@ -326,7 +320,6 @@ async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyP
 
 async def test_ctrl_c_stops_a_reply_then_asks_once_and_quits_when_pressed_again(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         await c.type("a draft")
@@ -343,7 +336,7 @@ async def test_ctrl_c_stops_a_reply_then_asks_once_and_quits_when_pressed_again(
 
 
 async def test_ctrl_c_closes_a_dialog_and_the_palette_unless_text_is_selected_there(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         for key in ("f1", "ctrl+t", "ctrl+l", "ctrl+x", "ctrl+p"):
             await c.pilot.press(key)
             await c.until(lambda: c.app.screen is not c.app.view, key)
@@ -357,7 +350,7 @@ async def test_ctrl_c_closes_a_dialog_and_the_palette_unless_text_is_selected_th
 
 
 async def test_the_leader_and_a_letter_do_what_a_key_does_and_cut_what_is_selected(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.pilot.press("ctrl+x", "h")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen))
         await c.pilot.press("escape", "ctrl+x", "ctrl+b")
@@ -378,7 +371,6 @@ async def test_keys_are_changed_in_the_app_conflicts_are_named_and_moved_and_res
     file = tmp_path / "settings.toml"
     file.write_text("# mine\n[keys] # of actions\n")
     async with chat("fast", size=(110, 40)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("/keys")
         screen = await c.on(KeysScreen)
         await c.pilot.press(*"explain", "enter")
@@ -406,7 +398,7 @@ async def test_keys_are_changed_in_the_app_conflicts_are_named_and_moved_and_res
 
 
 async def test_themes_are_previewed_and_kept_only_when_chosen(chat: Start, tmp_path: Path) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         before = c.app.theme
         await c.send("/theme")
         await c.on(ThemeScreen)
@@ -425,7 +417,7 @@ async def test_themes_are_previewed_and_kept_only_when_chosen(chat: Start, tmp_p
 
 
 async def test_the_help_is_searched_as_one_types(chat: Start) -> None:
-    async with chat("fast", size=(60, 20)) as c:
+    async with chat("fast", size=(60, 20), ready=False) as c:
         await c.opened("f1", HelpScreen)
         await c.pilot.press(*"quantize")
         await c.until(lambda: "Quantize a model" in c.screen_text() and "Ctrl+N" not in c.screen_text())
@@ -438,7 +430,7 @@ async def test_the_help_is_searched_as_one_types(chat: Start) -> None:
 
 
 async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: Path) -> None:
-    async with chat("fast", engine=(str(tmp_path / "nothing"),)) as c:
+    async with chat("fast", engine=(str(tmp_path / "nothing"),), ready=False) as c:
         await c.until(lambda: "could not be started" in c.notices)
         await c.phase(EnginePhase.FAILED)
 
@@ -446,12 +438,11 @@ async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: P
 async def test_a_log_that_can_not_be_written_is_said_and_the_engine_runs(chat: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with chat("fast", log_path=tmp_path / "file" / "engine.log") as c:
-        await c.phase(EnginePhase.IDLE)
         assert c.notices.count("The engine's log is not kept") == 1
 
 
 async def test_the_panel_hides_and_the_status_line_takes_over(chat: Start) -> None:
-    async with chat("guide", size=(100, 30)) as c:
+    async with chat("guide", size=(100, 30), ready=False) as c:
         await c.ask("hi")
         assert "LAST REPLY" in c.screen_text()
         await c.pilot.press("ctrl+b")
@@ -462,7 +453,7 @@ async def test_the_panel_hides_and_the_status_line_takes_over(chat: Start) -> No
 
 @pytest.mark.parametrize("size", walked([(20, 5), (1, 1), (40, 12), (80, 24), (200, 60)], [(20, 5), (1, 1), (200, 60)]))
 async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("guide", size=size) as c:
+    async with chat("guide", size=size, ready=False) as c:
         c.app.chat.perform(c.session.submit("hi"))
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         for key in ("f1", "ctrl+s", "ctrl+t", "ctrl+o"):
@@ -477,7 +468,6 @@ async def test_a_server_on_the_chats_engine_is_told_with_a_panel_and_without(
     chat: Start, size: tuple[int, int]
 ) -> None:
     async with chat("fast", size=size) as c:
-        await c.ready()
         server = c.app.chat.server
         server.job.begin()
         server._changed()
@@ -491,7 +481,7 @@ async def test_a_server_on_the_chats_engine_is_told_with_a_panel_and_without(
 
 
 async def test_resizing_while_a_reply_streams(chat: Start) -> None:
-    async with chat("steady", size=(120, 40)) as c:
+    async with chat("steady", size=(120, 40), ready=False) as c:
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         for size in ((20, 5), (60, 15), (200, 50), (90, 24)):
@@ -503,7 +493,7 @@ async def test_resizing_while_a_reply_streams(chat: Start) -> None:
 
 
 async def test_quit_ends_the_child(chat: Start) -> None:
-    async with chat("steady") as c:
+    async with chat("steady", ready=False) as c:
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         await c.pilot.press("ctrl+q")
@@ -512,7 +502,7 @@ async def test_quit_ends_the_child(chat: Start) -> None:
 
 async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "tiny", context=100_000)  # it is stopped long before it could come to that
-    async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=40)) as c:
+    async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=40), ready=False) as c:
         await c.ask("hi")
         first = c.session.turns[0].reply
         assert first.ending == "length"
@@ -576,7 +566,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
     begin: Callable[[], None], chat: Start
 ) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.send("one")
         await c.send("two")
         assert c.app.chat.bridge.process_number == 0
@@ -591,7 +581,7 @@ async def test_a_command_that_is_given_before_the_engine_starts_is_done(
     begin: Callable[[], None], chat: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "resolve", str)  # scenarios are in no catalogue
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.send("/model steady")
         begin()
         await c.until(lambda: c.session.engine.load.model == "steady")
@@ -667,12 +657,10 @@ def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() 
 
 async def test_the_tour_is_shown_at_the_first_start_alone(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         assert all(text in c.screen_text() for _, text in with_keys(TOUR, Keymap()))
         assert "F2, Ctrl+X E  how fast it was, and why" in c.screen_text()
     assert tomllib.loads((tmp_path / "settings.toml").read_text())["toured"] is True
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         assert not any(text in c.screen_text() for _, text in with_keys(TOUR, Keymap()))
         assert all(text in c.screen_text() for hint in with_keys(HINTS, Keymap()) for text in hint)
 
@@ -708,7 +696,7 @@ def test_what_mac_terminals_do_with_keys_is_said_first_on_a_mac_and_last_elsewhe
 
 async def test_the_help_begins_with_it_on_a_mac(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screens_help, "MAC", True)
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.opened("f1", HelpScreen)
         await c.until(lambda: "On a Mac keyboard" in c.screen_text(), "what is said first")
 
@@ -728,7 +716,7 @@ def test_a_narrow_help_keeps_its_columns_or_puts_keys_above(width: int) -> None:
 
 
 async def test_the_help_hands_on_to_the_guide(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.pilot.press("f1")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen), "the help")
         await c.pilot.press("f7")
@@ -773,7 +761,7 @@ def screen(c: Chat) -> GuideScreen:
 
 
 async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alone(chat: Start) -> None:
-    async with chat("steady") as c:
+    async with chat("steady", ready=False) as c:
         await c.send("Why?")
         await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING)
         life = c.app.chat.bridge.process_number
@@ -798,7 +786,6 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
 
 async def test_the_command_asks_at_once_and_the_embedded_guide_answers(chat: Start) -> None:
     async with chat("guide", scripted=False) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("/guide How do I choose another model?")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen) and screen(c).guide_chat.said)
         await c.until(lambda: screen(c).guide_chat.said[-1].over, "an answer")
@@ -839,7 +826,6 @@ def test_what_is_said_otherwise_of_a_key_is_a_key_of_either_welcome() -> None:
 
 async def test_it_is_said_of_the_guide_and_of_no_other_model(chat: Start) -> None:
     async with chat("guide", size=(40, 13)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: ALONE in lines(c), "what the guide is for")
         assert "Ctrl+O get a model for real chats" in lines(c)
         c.session.engine.load = replace(c.session.engine.load, model="fast")  # as when another is chosen
@@ -852,7 +838,7 @@ async def test_it_is_said_of_the_guide_and_of_no_other_model(chat: Start) -> Non
 
 
 async def test_a_reply_that_repeats_itself_goes_on_by_a_key_and_ends_without_it(chat: Start) -> None:
-    async with chat("loops") as c:
+    async with chat("loops", ready=False) as c:
         await c.send("one")
         await c.until(lambda: c.session.loop is not None, "a loop")
         told = "repeats itself: 256 tokens left · Ctrl+K keeps it going"
@@ -871,7 +857,7 @@ async def test_a_reply_that_repeats_itself_goes_on_by_a_key_and_ends_without_it(
 
 
 async def test_at_a_full_context_what_helps_stands_below_the_reply_and_works(chat: Start) -> None:
-    async with chat("fills") as c:
+    async with chat("fills", ready=False) as c:
         await c.ask("one")
         assert c.session.turns[-1].reply.ending == "full"
         told = "stopped: the context is full · /undo drops it · /shorter rewrites it"
@@ -890,7 +876,7 @@ async def test_at_a_full_context_what_helps_stands_below_the_reply_and_works(cha
 
 
 async def test_a_failed_prompt_comes_back_into_an_empty_box_alone_and_is_replaced_when_sent_again(chat: Start) -> None:
-    async with chat("fails") as c:
+    async with chat("fails", ready=False) as c:
         await c.type("meanwhile")
         c.app.chat.perform(c.session.submit("one"))
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply, "the failure")

@@ -266,7 +266,6 @@ async def test_what_is_typed_points_at_what_fits_first(chat: Start, file: Path) 
 
 async def test_an_answer_from_before_a_deletion_does_not_list_the_chat_again(chat: Start, file: Path) -> None:
     async with chat("fast", size=(140, 40)) as c:
-        await c.ready()
         slow = Slow(file)
         screen = ChatsScreen(slow, None, Keymap())
         await c.app.push_screen(screen)
@@ -420,7 +419,6 @@ def test_a_thousand_versions_deep_is_no_matter() -> None:
 
 async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
     async with chat("fast", size=(100, 40)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("f6")
         await c.until(lambda: "There are no messages yet" in c.notices)
         await c.ask("one")
@@ -444,7 +442,6 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
 async def test_each_version_says_what_going_on_there_would_take_and_so_does_the_line_of_a_message(chat: Start) -> None:
     long = "word " * 799 + "word"  # a thousand of the scripted tokens
     async with chat("fast", size=(120, 40)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask(long)
         await edited(c, long, "short")
         await c.pilot.press("f6")
@@ -486,7 +483,7 @@ async def test_a_path_that_is_no_version_has_no_price_and_versions_out_of_view_a
 
 async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
-    async with chat("slow", size=(120, 40)) as c:
+    async with chat("slow", size=(120, 40), ready=False) as c:
         bridge = c.app.chat.bridge
         ask = bridge.ask
         monkeypatch.setattr(bridge, "ask", lambda request: (asked.append(request), ask(request)))
@@ -565,7 +562,6 @@ def kept(c: Chat) -> list[str]:
 
 async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_last_one_first(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         for prompt in ("about apples", "about pears"):
             await c.ask(prompt)
             await c.pilot.press("ctrl+n")
@@ -587,7 +583,6 @@ async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_las
 
 async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.ready()
         await c.ask("about apples")
         first = c.held
         await c.pilot.press("ctrl+n")
@@ -604,7 +599,6 @@ async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: S
 async def test_while_a_prompt_is_queued_its_chat_is_not_deleted(chat: Start) -> None:
     why = "A prompt is queued in this chat: wait, or take it back with Up, then delete."
     async with chat("fast", size=(140, 40)) as c:
-        await c.ready()
         await c.ask("about apples")
         c.session.engine.enter(EnginePhase.LOADING)
         await c.send("and pears")
@@ -624,7 +618,7 @@ async def test_while_a_prompt_is_queued_its_chat_is_not_deleted(chat: Start) -> 
 async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat: Start, tmp_path: Any) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    async with chat("fast", store_path=blocked / "chats.db") as c:
+    async with chat("fast", store_path=blocked / "chats.db", ready=False) as c:
         await c.until(lambda: "Chats are not saved" in c.notices)
         for action in ("delete_chat", "restore_chat"):
             c.app.clear_notifications()
@@ -663,7 +657,7 @@ async def listed(c: Chat, *prompts: str) -> None:
 
 
 async def test_the_open_chat_is_deleted_in_the_list_for_a_new_one_and_comes_back(chat: Start) -> None:
-    async with chat("fast", size=(100, 30)) as c:
+    async with chat("fast", size=(100, 30), ready=False) as c:
         await listed(c, "apples", "pears")
         assert "● pears" in rows_delete_listed(c)[0]
         await c.pilot.press("ctrl+d")
@@ -683,7 +677,6 @@ async def test_the_open_chat_is_deleted_in_the_list_for_a_new_one_and_comes_back
 
 async def test_what_was_not_sent_stays_with_it_and_restore_brings_both_back(chat: Start) -> None:
     async with chat("fast", size=(100, 30)) as c:
-        await c.ready()
         await c.ask("apples")
         await c.type("a thought about")
         await c.pilot.press("ctrl+l")
@@ -699,7 +692,7 @@ async def test_what_was_not_sent_stays_with_it_and_restore_brings_both_back(chat
 
 
 async def test_one_that_is_found_by_what_was_said_is_deleted_too(chat: Start) -> None:
-    async with chat("fast", size=(100, 30)) as c:
+    async with chat("fast", size=(100, 30), ready=False) as c:
         await listed(c, "pears", "apples and quinces")
         await c.pilot.press(*"quinces")
         await c.until(lambda: any("in apples" in row for row in rows_delete_listed(c)))
@@ -710,7 +703,7 @@ async def test_one_that_is_found_by_what_was_said_is_deleted_too(chat: Start) ->
 
 
 async def test_where_not_all_of_it_could_be_saved_it_stays(chat: Start) -> None:
-    async with chat("fast", size=(100, 30)) as c:
+    async with chat("fast", size=(100, 30), ready=False) as c:
         await listed(c, "apples")
         await c.pilot.press("escape")
         c.refuse_writes()
@@ -747,7 +740,6 @@ async def test_chats_are_pinned_and_put_into_folders_in_the_list(chat: Start, fi
 
 async def test_the_title_is_not_shown_above_the_prompt_that_it_repeats(chat: Start) -> None:
     async with chat("fast", size=(60, 16)) as c:
-        await c.ready()
         await c.send("Why is decode slow?")
         await c.until(lambda: c.transcript.max_scroll_y, "a reply that is longer than the screen")
         await c.until(lambda: c.screen_text().count("Why is decode slow?") == 1, "the title, of a prompt out of sight")
@@ -760,7 +752,6 @@ async def test_the_title_is_not_shown_above_the_prompt_that_it_repeats(chat: Sta
 
 async def test_a_reply_in_the_background_is_marked_and_its_chat_not_deleted(chat: Start) -> None:
     async with chat("slow", size=(120, 30)) as c:
-        await c.ready()
         await c.send("about apples")
         await c.until(lambda: c.held)
         first = c.held
@@ -775,7 +766,6 @@ async def test_a_folder_is_folded_and_unfolded_and_stays_so_until_the_app_quits(
     with Store.open(file) as store:
         inside = [store.move(each.id, "work").title.split()[0] for each in store.chats()[1:3]]
     async with chat("fast", size=(100, 40)) as c:
-        await c.ready()
         screen = await c.opened("ctrl+l", ChatsScreen)
         await c.until(lambda: len(rows(screen)) == len(FRUITS) + 1)
 

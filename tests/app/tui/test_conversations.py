@@ -53,7 +53,6 @@ async def ready(c: Chat) -> None:
 
 async def test_a_prompt_is_stored_before_its_reply_is_and_the_reply_with_its_figures(chat: Start, kept: Any) -> None:
     async with chat("slow") as c:
-        await ready(c)
         await c.send("What is decode?")
         await c.until(lambda: c.session.progress.live and c.session.progress.live.metrics.generated_tokens > 1)
         _, messages = kept()
@@ -69,11 +68,9 @@ async def test_a_prompt_is_stored_before_its_reply_is_and_the_reply_with_its_fig
 
 async def test_a_chat_is_opened_again_with_its_figures_and_goes_on(chat: Start, kept: Any) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("first question")
         before = c.session.turns
     async with chat("fast", resume=True) as c:
-        await ready(c)
         await c.until(lambda: len(c.session.turns) == 1)
         (turn,) = c.session.turns
         assert (turn.prompt, turn.reply) == (before[0].prompt, before[0].reply)
@@ -87,7 +84,6 @@ async def test_a_chat_is_opened_again_with_its_figures_and_goes_on(chat: Start, 
 
 async def test_an_edit_stands_beside_and_the_versions_are_walked_by_keys(chat: Start, kept: Any) -> None:
     async with chat("fast", size=(100, 70)) as c:
-        await ready(c)
         await c.ask("one")
         await c.ask("two")
         await c.pilot.press("tab", "up", "e", "enter")
@@ -108,7 +104,6 @@ async def test_an_edit_stands_beside_and_the_versions_are_walked_by_keys(chat: S
 
 async def test_escape_gives_an_edit_up(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text == "one")
@@ -120,7 +115,6 @@ async def test_escape_gives_an_edit_up(chat: Start) -> None:
 
 async def test_a_reply_is_edited_kept_beside_the_old_one_and_stored(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         old = await c.ask("one")
         await c.type("a draft")
         await c.pilot.press("tab", "e", "enter")
@@ -140,7 +134,7 @@ async def test_a_reply_is_edited_kept_beside_the_old_one_and_stored(chat: Start)
         await c.until(lambda: c.app.chat.composer.editing)
         await c.pilot.press("escape")
         assert "Decode reads" in old
-    async with chat("fast", resume=True) as c:
+    async with chat("fast", resume=True, ready=False) as c:
         await c.until(lambda: c.session.turns)
         first = c.session.turns[0]
         assert (first.reply.text, first.reply.edited, first.reply.metrics) == ("My own words.", True, None)
@@ -163,7 +157,6 @@ async def narrowed(c: Chat, word: str, lines: int) -> None:
 
 async def test_the_list_searches_opens_renames_deletes_and_brings_back(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("about apples")
         await c.pilot.press("ctrl+n")
         await c.ask("about pears")
@@ -186,7 +179,6 @@ async def test_the_list_searches_opens_renames_deletes_and_brings_back(chat: Sta
 
 async def test_a_hit_stands_for_its_chat_which_is_renamed_deleted_and_brought_back(chat: Start) -> None:
     async with chat("fast", size=(140, 40)) as c:
-        await ready(c)
         await c.ask("about apples")
         await c.ask("and about medlars")  # in no title
         await c.pilot.press("ctrl+n")
@@ -210,7 +202,6 @@ async def test_a_hit_stands_for_its_chat_which_is_renamed_deleted_and_brought_ba
 
 async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("about bananas")
         await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text)
@@ -229,7 +220,6 @@ async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) 
 
 async def test_a_fork_goes_on_alone(chat: Start, kept: Any) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         first = c.app.chat.recording.chat
         await c.ask("two")
@@ -250,7 +240,6 @@ def first_row(c: Chat) -> str:
 
 async def test_the_first_row_has_the_title_and_keeps_up_with_it(chat: Start) -> None:
     async with chat("fast", size=(80, 24)) as c:
-        await c.ready()
         assert first_row(c) == ""
         await c.ask("Why is decode slow?")
         await c.until(lambda: first_row(c) == "Why is decode slow?", "its first words")
@@ -264,7 +253,6 @@ async def test_the_first_row_has_the_title_and_keeps_up_with_it(chat: Start) -> 
 
 async def test_a_title_that_was_given_in_the_list_is_shown_once_that_closes(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("one")
         await c.pilot.press("ctrl+l")
         await c.until(lambda: isinstance(c.app.screen, ChatsScreen), "the list")
@@ -275,7 +263,6 @@ async def test_a_title_that_was_given_in_the_list_is_shown_once_that_closes(chat
 
 async def test_a_long_title_is_cut_to_the_window(chat: Start) -> None:
     async with chat("fast", size=(40, 12)) as c:
-        await c.ready()
         await c.ask("one")
         await c.send("/title " + "word " * 30)
         await c.until(lambda: first_row(c).startswith("word word"), "the title")
@@ -291,7 +278,6 @@ async def test_the_terminal_is_named_after_the_chat_and_has_its_title_back_at_th
 ) -> None:
     written = recorder(monkeypatch)
     async with chat("fast") as c:
-        await c.ready()
         assert SAVE + terminal_title("") in written()
         await c.ask("Why is decode slow?")
         await c.until(lambda: "\x1b]2;Why is decode slow? · tokamac\a" in written(), "the chat's name")
@@ -346,7 +332,6 @@ def drafts(c: Chat) -> list[str]:
 
 async def test_a_new_chat_ends_an_edit(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("one")
         await edit(c, "one")
         await c.pilot.press("ctrl+n")
@@ -358,7 +343,6 @@ async def test_a_new_chat_ends_an_edit(chat: Start) -> None:
 
 async def test_an_edit_does_not_reach_the_chat_that_is_opened(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("one")
         first = c.held
         await c.pilot.press("ctrl+n")
@@ -376,7 +360,6 @@ async def test_an_edit_does_not_reach_the_chat_that_is_opened(chat: Start) -> No
 
 async def test_a_draft_stays_with_its_chat_however_often_one_goes_to_and_fro(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("one")
         first = c.held
         await c.type("a thought about one")
@@ -396,7 +379,6 @@ async def test_a_draft_stays_with_its_chat_however_often_one_goes_to_and_fro(cha
 
 async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.ready()
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
         first = c.held
@@ -422,7 +404,6 @@ async def test_a_reply_goes_on_in_the_background_and_its_end_is_told(chat: Start
     (tmp_path / "other.md").write_text("# Other\n\n## You\n\nsaid elsewhere\n")
     ways = {"new": "/new", "open": "/open {}", "import": f"/import {tmp_path / 'other.md'}"}
     async with chat("slow") as c:
-        await c.ready()
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
         await c.pilot.press("escape")
@@ -455,7 +436,6 @@ async def test_a_reply_goes_on_in_the_background_and_its_end_is_told(chat: Start
 
 async def test_prompts_wait_in_a_chat_that_was_left_and_are_its_draft_until_they_are_sent(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.ready()
         reply = await running(c, "one")
         first = c.held
         await c.send("two")
@@ -472,7 +452,6 @@ async def test_prompts_wait_in_a_chat_that_was_left_and_are_its_draft_until_they
 
 async def test_a_reply_that_could_not_be_kept_is_stopped(chat: Start, tmp_path: Path) -> None:
     async with chat("slow") as c:
-        await c.ready()
         await running(c, "one")
         c.refuse_writes()
         await c.pilot.press("ctrl+n")
@@ -480,7 +459,7 @@ async def test_a_reply_that_could_not_be_kept_is_stopped(chat: Start, tmp_path: 
             assert c.session.elsewhere is not None
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    async with chat("slow", store_path=blocked / "chats.db") as c:
+    async with chat("slow", store_path=blocked / "chats.db", ready=False) as c:
         await c.phase(EnginePhase.IDLE)
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
@@ -491,7 +470,6 @@ async def test_a_reply_that_could_not_be_kept_is_stopped(chat: Start, tmp_path: 
 
 async def test_a_chat_that_is_saved_late_goes_on(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.ready()
         c.refuse_writes()
         await c.send("one")
         await c.until(lambda: c.session.conversation.partial.text and c.session.engine.phase is EnginePhase.DECODING)
@@ -512,7 +490,7 @@ async def test_a_chat_that_is_saved_late_goes_on(chat: Start) -> None:
 async def test_where_chats_are_not_kept_the_box_keeps_what_is_written(chat: Start, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    async with chat("fast", store_path=blocked / "chats.db") as c:
+    async with chat("fast", store_path=blocked / "chats.db", ready=False) as c:
         await c.until(lambda: "Chats are not saved" in c.notices)
         await c.ask("one")
         await edit(c, "one")
@@ -532,12 +510,10 @@ async def test_what_is_typed_before_the_last_chat_is_there_goes_into_it(
 
     begin_recording = ChatScreen.begin_recording
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("one")
         await c.type("half a thought")
     monkeypatch.setattr(ChatScreen, "begin_recording", typed_before)
     async with chat("fast", resume=True) as c:
-        await c.ready()
         await c.until(lambda: c.prompts == ["one"])
         assert c.prompt.text == "half a thought\n\ntyped at once"
         assert len(drafts(c)) == 1
@@ -566,7 +542,6 @@ async def seen(c: Chat) -> str:
 
 async def test_what_was_written_is_there_again_after_esc_and_it_is_told_once(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         screen = await c.opened("ctrl+s", SystemScreen)
         assert not screen.query("#draft")
         await c.pilot.press(*"Be brief.")
@@ -591,7 +566,6 @@ async def test_what_was_written_is_there_again_after_esc_and_it_is_told_once(cha
 
 async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("about apples")
         first = c.held
         await c.opened("ctrl+s", SystemScreen)
@@ -616,7 +590,6 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
 
 async def test_a_draft_can_be_discarded_for_what_holds(chat: Start) -> None:
     async with chat("fast", system="Shout.") as c:
-        await c.ready()
         screen = await c.opened("ctrl+s", SystemScreen)
         screen.query_one("#system", TextArea).text = "Whisper."
         await left(c)
@@ -663,7 +636,7 @@ def shown(c: Chat) -> list[type]:
 async def test_one_at_the_beginning_stays_when_the_first_turn_is_made_anew(
     chat: Start, tmp_path: Path, wish: str
 ) -> None:
-    async with chat("fast", size=(100, 40)) as c:
+    async with chat("fast", size=(100, 40), ready=False) as c:
         await imported(c, tmp_path, FIRST + "\n## User\n\nand?\n\n## Assistant\n\nSO\n")
         c.app.chat.perform(c.session.edit(2, "ho") if wish == "edit" else c.session.regenerate(3))
         await c.phase(EnginePhase.IDLE)
@@ -675,7 +648,6 @@ async def test_one_at_the_beginning_stays_when_the_first_turn_is_made_anew(
 @pytest.mark.parametrize("later", [True, False], ids=["an earlier turn", "the last turn"])
 async def test_one_before_a_reply_stays_when_that_is_made_again(chat: Start, later: bool) -> None:
     async with chat("fast", size=(100, 40)) as c:
-        await c.ready()
         tree = Tree()
         tree.ask("hi", None)
         tree.add(MessageNode(2, 1, system="shout"))
@@ -703,7 +675,7 @@ async def opened(c: Chat) -> None:
 
 
 async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: Start) -> None:
-    async with chat("fast", size=(80, 20)) as c:
+    async with chat("fast", size=(80, 20), ready=False) as c:
         await opened(c)
         for key, word in ((5, "shout"), (3, "whisper")):
             c.app.view.dialogs.jump(key)
@@ -717,7 +689,7 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
 
 
 async def test_one_at_the_beginning_has_none_before_it(chat: Start, tmp_path: Path) -> None:
-    async with chat("fast", size=(80, 20)) as c:
+    async with chat("fast", size=(80, 20), ready=False) as c:
         await imported(c, tmp_path, FIRST)
         c.app.view.dialogs.jump(1)
         await c.pilot.pause()

@@ -94,7 +94,6 @@ async def explain(chat: Any) -> None:
 
 async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start) -> None:
     async with chat("steady", size=(120, 36)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         for size in ((120, 36), (60, 20), (40, 12)):
             await c.pilot.resize_terminal(*size)
@@ -115,7 +114,6 @@ async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start) 
 
 async def test_earlier_replies_are_explained_too(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await c.ask("two")
         await explain(c)
@@ -129,7 +127,6 @@ async def test_earlier_replies_are_explained_too(chat: Start) -> None:
 
 async def test_without_a_reply_it_says_so(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("f2")
         assert not isinstance(c.app.screen, ExplainScreen)
         assert "no reply to explain" in c.notices
@@ -137,7 +134,6 @@ async def test_without_a_reply_it_says_so(chat: Start) -> None:
 
 async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -> None:
     async with chat("steady") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await c.send("two")
         await c.until(lambda: c.session.engine.replying, "a second reply")
@@ -147,7 +143,6 @@ async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -
 
 async def test_f3_leads_on_to_what_if(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await explain(c)
         await c.pilot.press("f3")
@@ -176,7 +171,6 @@ async def walk(chat: Any) -> StepsScreen:
 @pytest.mark.parametrize("size", [(200, 50), (60, 20)])
 async def test_a_reply_is_walked_step_by_step(chat: Start, size: tuple[int, int]) -> None:
     async with chat("guide", size=size) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         screen = await walk(c)
         text = shown_steps(c)
@@ -205,7 +199,6 @@ async def test_a_reply_is_walked_step_by_step(chat: Start, size: tuple[int, int]
 
 async def test_s_in_f2_walks_through_the_reply_that_f2_shows(chat: Start) -> None:
     async with chat("guide", size=(200, 50)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         await c.ask("Why is that so?")
         await c.pilot.press("f2")
@@ -219,7 +212,6 @@ async def test_s_in_f2_walks_through_the_reply_that_f2_shows(chat: Start) -> Non
 
 async def test_steps_of_an_engine_that_died_end_and_are_computed_again(chat: Start) -> None:
     async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         os.kill(c.engine.pid, signal.SIGSTOP)  # it is asked, and does not answer
         await c.pilot.press("f10")
@@ -233,7 +225,6 @@ async def test_steps_of_an_engine_that_died_end_and_are_computed_again(chat: Sta
 
 async def test_a_reply_goes_on_from_a_step_with_another_token(chat: Start) -> None:
     async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         whole = c.session.turns[-1].reply.text
         await walk(c)
@@ -251,7 +242,6 @@ async def test_a_reply_goes_on_from_a_step_with_another_token(chat: Start) -> No
 
 async def test_steps_are_played_and_paused(chat: Start) -> None:
     async with chat("steady") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         await walk(c)
         first = shown_steps(c).splitlines()[0]
@@ -266,11 +256,9 @@ async def test_steps_are_played_and_paused(chat: Start) -> None:
 
 async def test_a_stored_reply_has_its_steps_when_it_is_opened_again(chat: Start) -> None:
     async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         said, held = c.session.turns[-1].reply.passes, c.held
     async with chat("guide", chat=held) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.session.turns, "the chat")
         assert c.session.turns[-1].reply.passes == said
         await walk(c)
@@ -280,7 +268,6 @@ async def test_a_stored_reply_has_its_steps_when_it_is_opened_again(chat: Start)
 
 async def test_of_a_reply_whose_times_were_not_recorded_the_likely_tokens_are_shown(chat: Start) -> None:
     async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         tree = c.session.conversation.tree
         tree.end(tree.head, replace(tree.nodes[tree.head].reply, passes=None))
@@ -293,7 +280,6 @@ async def test_of_a_reply_whose_times_were_not_recorded_the_likely_tokens_are_sh
 
 async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why_it_has_no_times(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("Why?")
         await c.until(
             lambda: c.session.progress.metrics is not None and c.session.progress.metrics.generated_tokens, "figures"
@@ -308,14 +294,12 @@ async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why
 
 async def test_without_a_reply_there_are_no_steps(chat: Start) -> None:
     async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("f10")
         assert "no reply to walk through" in c.notices
 
 
 async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         reply = c.session.turns[-1].reply
         assert reply is not None
@@ -374,7 +358,7 @@ async def explained(c: Chat) -> str:
 
 
 async def test_tab_goes_from_the_prompt_to_the_messages_to_the_gauges_and_back(chat: Start) -> None:
-    async with chat("fast", size=SIZE) as c:
+    async with chat("fast", size=SIZE, ready=False) as c:
         await c.ask("Why?")
         places = []
         for _ in range(4):
@@ -386,7 +370,7 @@ async def test_tab_goes_from_the_prompt_to_the_messages_to_the_gauges_and_back(c
 
 
 async def test_enter_explains_the_figure_and_the_arrows_go_to_the_others(chat: Start) -> None:
-    async with chat("fast", size=SIZE) as c:
+    async with chat("fast", size=SIZE, ready=False) as c:
         await c.ask("Why?")
         await c.pilot.press("tab", "tab")
         assert gauges(c).selected == "ttft"
@@ -408,7 +392,7 @@ async def test_enter_explains_the_figure_and_the_arrows_go_to_the_others(chat: S
 
 
 async def test_a_figure_below_the_window_is_brought_into_view(chat: Start) -> None:
-    async with chat("fast", size=(110, 20)) as c:
+    async with chat("fast", size=(110, 20), ready=False) as c:
         await c.ask("Why?")
         await c.pilot.press("f5")
         await c.until(lambda: "FIRST TOKEN" in c.screen_text())
@@ -420,7 +404,7 @@ async def test_a_figure_below_the_window_is_brought_into_view(chat: Start) -> No
 
 
 async def test_a_click_explains(chat: Start) -> None:
-    async with chat("fast", size=SIZE) as c:
+    async with chat("fast", size=SIZE, ready=False) as c:
         await c.ask("Why?")
         row = next(y for y, row in enumerate(gauges(c)._rows) if row.figure == "ttft")
         await c.pilot.click(Gauges, offset=(3, row))
@@ -429,7 +413,7 @@ async def test_a_click_explains(chat: Start) -> None:
 
 
 async def test_the_panel_and_f2_are_of_the_message_that_is_selected(chat: Start) -> None:
-    async with chat("fast", size=(120, 36)) as c:
+    async with chat("fast", size=(120, 36), ready=False) as c:
         await c.ask("one")
         await c.ask("two")
         assert "LAST REPLY" in c.screen_text()
@@ -444,7 +428,7 @@ async def test_the_panel_and_f2_are_of_the_message_that_is_selected(chat: Start)
 
 
 async def test_a_click_on_the_line_below_a_reply_explains_that_one(chat: Start) -> None:
-    async with chat("fast", size=(120, 60)) as c:
+    async with chat("fast", size=(120, 60), ready=False) as c:
         await c.ask("one")
         await c.ask("two")
         rows = c.screen_text().splitlines()
@@ -457,7 +441,7 @@ async def test_a_click_on_the_line_below_a_reply_explains_that_one(chat: Start) 
 async def test_all_figures_are_shown_on_a_key_a_command_and_a_click_and_that_is_remembered(
     chat: Start, tmp_path: Path
 ) -> None:
-    async with chat("fast", size=(120, 36)) as c:
+    async with chat("fast", size=(120, 36), ready=False) as c:
         await c.ask("one")
         for way in ("key", "command", "click", "hidden"):
             before = c.app.chat.preferences.settings.all_figures
@@ -480,7 +464,7 @@ async def test_what_the_figures_mean_is_told_below_the_first_reply_and_goes_with
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "store_file", lambda name: tmp_path / name)
-    async with chat("steady", size=(120, 60)) as c:
+    async with chat("steady", size=(120, 60), ready=False) as c:
         await c.ask("one")
         meanings = [meaning[:18] for _, meaning in PRIMER]
         await c.until(lambda: all(meaning in c.screen_text() for meaning in meanings))
@@ -493,7 +477,6 @@ async def test_what_the_figures_mean_is_told_below_the_first_reply_and_goes_with
 
 async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None:
     async with chat("fast", size=SIZE) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("ctrl+b")
         await c.until(lambda: not c.app.view.query_one("#panel").display)
         await c.send("/gauges")
@@ -503,13 +486,12 @@ async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None
 
 async def test_a_window_that_is_too_narrow_says_so(chat: Start) -> None:
     async with chat("fast", size=(80, 24)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("/gauges")
         await c.until(lambda: "too narrow for the gauges" in c.notices)
 
 
 async def test_while_a_reply_streams_only_rows_that_changed_are_drawn_and_nothing_is_laid_out(chat: Start) -> None:
-    async with chat("steady", size=SIZE) as c:
+    async with chat("steady", size=SIZE, ready=False) as c:
         await c.ask("Why?")
         drawn: list[int] = []
         laid_out = 0
@@ -783,7 +765,6 @@ def note(chat: Any) -> str:
 
 async def test_a_tab_tells_what_a_cache_is_worth(chat: Start) -> None:
     async with chat("fast", size=(80, 30)) as c:
-        await c.phase(EnginePhase.IDLE)
         await open_screen(c)
         c.app.screen.query_one("#tabs", TabbedContent).active = "cache"
         told = c.app.screen.query_one("#worth-text", Static)
@@ -873,7 +854,7 @@ async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Appl
 
 
 async def test_every_tab_shows_its_answer_at_every_size_and_plots_have_axes(chat: Start) -> None:
-    async with chat("fast", size=(120, 36)) as c:
+    async with chat("fast", size=(120, 36), ready=False) as c:
         for size in ((120, 36), (60, 20), (40, 12)):
             await c.pilot.resize_terminal(*size)
             await open_screen(c)
@@ -948,7 +929,6 @@ async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) 
 
 async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("hi")
         await c.until(lambda: c.session.engine.replying, "a reply")
         await c.opened("f3", WhatIfScreen)
@@ -963,7 +943,6 @@ async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> No
 
 async def test_the_form_comes_first_says_what_it_lacks_and_an_error_takes_the_old_table_away(chat: Start) -> None:
     async with chat("fast", size=(120, 36)) as c:
-        await c.phase(EnginePhase.IDLE)
         screen = await c.opened("f3", WhatIfScreen)
         model, memory, cases = screen.query_one("#model", Input), screen.query_one("#memory", Input), "#case-table"
         assert screen.focused is model
@@ -991,7 +970,6 @@ async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:
 
 async def test_the_model_picker_leads_to_it(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         offered = (await c.opened("ctrl+o", ModelScreen)).query_one(ModelList)
         await c.until(lambda: c.app.view.library.looked, "the disk, whose rows come between")
         await c.pilot.press("pagedown", "pagedown")
@@ -1001,7 +979,6 @@ async def test_the_model_picker_leads_to_it(chat: Start) -> None:
 
 async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start) -> None:
     async with chat("fast", kv=KVSpec(key_bits=8, value_bits=4)) as c:
-        await c.phase(EnginePhase.IDLE)
         question = first_question(c.session, "fast")
         assert (question.model, question.kv.key_bits, question.kv.value_bits) == ("fast", 8, 4)
         assert question.context >= question.prompt
@@ -1010,7 +987,6 @@ async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start
 async def test_its_first_row_has_the_panels_ceiling(chat: Start, tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "tiny", context=20_000)
     async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=20)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("word " * 1200)
         ceiling = c.session.progress.metrics.ceiling_tps
         assert ceiling is not None

@@ -170,7 +170,6 @@ async def test_a_home_that_nobody_has_can_be_typed(chat: Start) -> None:
 @pytest.mark.usefixtures("cache")
 async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_still_there(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         for part in ("#head", "Input", "ModelList"):
             screen = await c.opened("ctrl+o", ModelScreen)
             await screen.query_one(part).remove()
@@ -215,7 +214,6 @@ async def test_a_conversion_is_marked_told_and_asked_about_before_quitting(chat:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     async with chat("fast", size=(100, 40)) as c:
-        await c.phase(EnginePhase.IDLE)
         library = c.app.view.library
         library.conversions._converter = Converter([sys.executable, str(script)])
         library.conversions.begin(ConversionForm("slow"), dry_run=False)
@@ -251,7 +249,7 @@ async def begin_stalled(c: Any, hub: Hub, cache: Path) -> Picker:
 async def test_a_download_is_paused_and_goes_on_where_it_was_and_the_chat_goes_on(
     chat: Start, hub: Hub, cache: Path
 ) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         p = await begin_stalled(c, hub, cache)
         assert "Ctrl+G pauses" in p.keys
         await p.press("escape")
@@ -274,7 +272,7 @@ async def test_a_download_is_paused_and_goes_on_where_it_was_and_the_chat_goes_o
 async def test_after_a_restart_what_is_unfinished_is_offered_and_can_be_cancelled(
     chat: Start, hub: Hub, cache: Path
 ) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await begin_stalled(c, hub, cache)
     async with chat("fast") as c:
         p = await picker(c)
@@ -304,7 +302,6 @@ async def test_enter_on_what_is_not_here_downloads_it_then_loads_it_and_keeps_th
 @pytest.mark.usefixtures("cache")
 async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("hello")
         await c.until(lambda: c.session.engine.replying, "a reply")
         c.app.view.library._ended(Download("org/tiny", loads=True))
@@ -338,7 +335,7 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
     chat: Start, tmp_path: Path
 ) -> None:
     own = make_tiny(tmp_path / "own")
-    async with chat("guide") as c:
+    async with chat("guide", ready=False) as c:
         c.app.view.library._folders.remember(str(own))
         p = await picker(c)
         await p.until(lambda: p.pointed == "embedded:guide", "the loaded model")
@@ -358,7 +355,6 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
 @pytest.mark.usefixtures("cache")
 async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_process(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.do("unload")
         await c.phase(EnginePhase.UNLOADED)
         assert not c.app.chat.bridge.running
@@ -371,7 +367,6 @@ async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_proces
 
 async def test_what_is_written_for_the_app_loads_no_model_and_a_prompt_does(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.do("unload")
         await c.phase(EnginePhase.UNLOADED)
         for text in ("/", "/model small", "!ls"):
@@ -386,7 +381,6 @@ async def test_what_is_written_for_the_app_loads_no_model_and_a_prompt_does(chat
 @pytest.mark.usefixtures("cache")
 async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.do("pull", "not an id")
         await c.until(lambda: "no model 'not an id'" in c.notices, "a notice")
         c.app.view.do("pull", "org/mine")
@@ -787,7 +781,7 @@ async def test_a_process_that_ignores_the_interruption_is_ended(tmp_path: Path) 
 
 
 async def test_the_chat_and_the_model_picker_lead_to_it(chat: Open) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.phase(ChatPhase.IDLE)
         await c.pilot.press("f4")
         await c.until(lambda: isinstance(c.app.screen, ConvertScreen), "the dialog")

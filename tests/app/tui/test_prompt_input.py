@@ -70,7 +70,6 @@ async def paste_long(c: Chat) -> None:
 
 async def test_a_file_named_by_a_part_of_its_path_goes_with_the_prompt(chat: Start, folder: Path) -> None:
     async with chat("fast", size=(100, 60)) as c:
-        await ready(c)
         await pick(c, "see @deco")
         await c.until(lambda: names(c) == ["notes/decode.md"])
         assert c.prompt.text == "see notes/decode.md "
@@ -89,7 +88,6 @@ async def test_a_file_named_by_a_part_of_its_path_goes_with_the_prompt(chat: Sta
 
 async def test_the_name_of_a_file_that_follows_no_words_does_not_stay_in_the_prompt(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await pick(c, "@deco")
         await c.until(lambda: names(c) == ["notes/decode.md"])
         await c.pilot.press(*"Why")
@@ -100,7 +98,7 @@ CLUSTERS = ["👩‍💻", "🇩🇪", "👍🏽", "❤️", "e\u0301", "1️⃣
 
 
 async def test_an_emoji_of_several_code_points_goes_and_is_passed_as_one(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         for cluster in CLUSTERS:
             await c.type(f"a{cluster}b{cluster}")
             await c.pilot.press("backspace")
@@ -129,7 +127,6 @@ async def test_an_emoji_of_several_code_points_goes_and_is_passed_as_one(chat: S
 
 async def test_what_was_sent_is_searched_and_costs_no_reply(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.pilot.press("ctrl+r")
         await c.until(lambda: "You have sent no prompts yet." in c.notices)
         for text in ("red apples", "green\npears", "red cherries"):
@@ -154,7 +151,6 @@ async def test_what_was_sent_is_searched_and_costs_no_reply(chat: Start) -> None
 
 async def test_escape_twice_in_an_empty_box_edits_an_earlier_prompt(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.pilot.press("escape", "escape")
         assert c.app.screen is c.app.view, "there is nothing to edit"
         await c.ask("one")
@@ -173,7 +169,6 @@ async def test_escape_twice_in_an_empty_box_edits_an_earlier_prompt(chat: Start)
 
 async def test_a_turn_is_taken_back_and_its_prompt_returns_to_an_empty_box(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         await c.ask("two")
         await c.send("/undo")
@@ -187,13 +182,11 @@ async def test_a_turn_is_taken_back_and_its_prompt_returns_to_an_empty_box(chat:
         await c.send("/undo")
         await c.until(lambda: c.prompt.text == "two and three")
     async with chat("fast", chat=held) as c:
-        await ready(c)
         assert len(c.session.conversation.tree.nodes) == 6
 
 
 async def test_a_setting_is_changed_by_a_command_and_lines_that_were_asked_for_are_read(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.send("/settings temperature 0.5")
         await c.until(lambda: "temperature is 0.5 in this chat; it was not set." in c.notices)
         await c.send("/set")
@@ -210,7 +203,6 @@ async def test_a_setting_is_changed_by_a_command_and_lines_that_were_asked_for_a
 
 async def test_what_follows_a_command_is_done_at_once(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one apple")
         await c.send("/edit two pears")
         await c.until(lambda: c.prompts == ["two pears"] and c.session.turns[-1].reply)
@@ -225,7 +217,7 @@ async def test_what_follows_a_command_is_done_at_once(chat: Start) -> None:
 
 
 async def test_ctrl_d_quits_where_nothing_is_written_and_deletes_where_something_is(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await c.type("ab")
         await c.pilot.press("home", "ctrl+d")
         assert c.prompt.text == "b"
@@ -237,7 +229,6 @@ async def test_the_arrows_choose_among_the_files_offered_tab_takes_one_and_escap
     chat: Start, folder: Path
 ) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.pilot.press("@", "d")
         await c.until(lambda: c.prompt.completions.option_count == 2)
         assert "data.csv" in c.screen_text()
@@ -253,7 +244,6 @@ async def test_the_arrows_choose_among_the_files_offered_tab_takes_one_and_escap
 
 async def test_a_folder_that_is_chosen_is_looked_into(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await pick(c, "@./no")
         await c.until(lambda: c.prompt.text == "@./notes/" and c.prompt.completions.display)
         await c.pilot.press("enter")
@@ -262,7 +252,6 @@ async def test_a_folder_that_is_chosen_is_looked_into(chat: Start, folder: Path)
 
 async def test_a_path_that_was_only_pasted_is_not_followed(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.paste("as it says in @data.csv")
         await asyncio.sleep(0.3)
         assert not c.prompt.completions.display
@@ -273,7 +262,6 @@ async def test_a_path_that_was_only_pasted_is_not_followed(chat: Start, folder: 
 
 async def test_a_file_is_attached_by_a_command_and_what_is_no_text_is_refused(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.send("/attach data.csv")
         await c.until(lambda: names(c) == ["data.csv"])
         await c.send("/attach photo.png")
@@ -285,7 +273,6 @@ async def test_a_file_is_attached_by_a_command_and_what_is_no_text_is_refused(ch
 
 async def test_backspace_in_an_empty_box_lets_the_last_attachment_go(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await paste_long(c)
         await paste_long(c)
         assert names(c) == ["pasted text 1", "pasted text 2"]
@@ -298,7 +285,6 @@ async def test_backspace_in_an_empty_box_lets_the_last_attachment_go(chat: Start
 
 async def test_a_long_paste_is_an_attachment_priced_sent_and_titled_by_its_name(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", size=(110, 30)) as c:
-        await ready(c)
         await paste_long(c)
         assert c.prompt.text == ""
         await c.until(lambda: c.session.warmup.price is not None or "next:" in c.screen_text(), "its tokens")
@@ -315,12 +301,10 @@ async def test_a_long_paste_is_an_attachment_priced_sent_and_titled_by_its_name(
 
 async def test_a_draft_comes_back_with_what_goes_with_it(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("hi")
         await pick(c, "about @dat")
         await c.until(lambda: names(c) == ["data.csv"])
     async with chat("fast", resume=True) as c:
-        await ready(c)
         await c.until(lambda: names(c) == ["data.csv"])
         assert c.prompt.text == "about data.csv "
 
@@ -329,7 +313,6 @@ async def test_editing_shows_the_users_words_and_files_again_and_gives_the_draft
     chat: Start, folder: Path
 ) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await pick(c, "@dat")
         await c.until(lambda: names(c) == ["data.csv"])
         await c.pilot.press(*"why")
@@ -345,11 +328,9 @@ async def test_editing_shows_the_users_words_and_files_again_and_gives_the_draft
 
 async def test_up_goes_back_in_what_was_sent_in_any_chat_and_down_returns_to_the_draft(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("first")
         await c.ask("second\nof two lines")
     async with chat("fast") as c:
-        await ready(c)
         await c.type("a draft")
         await c.pilot.press("up")
         await c.until(lambda: c.prompt.text == "second\nof two lines")
@@ -364,7 +345,7 @@ async def test_up_goes_back_in_what_was_sent_in_any_chat_and_down_returns_to_the
 
 
 async def test_prompts_wait_in_their_order_and_up_takes_the_last_back(chat: Start) -> None:
-    async with chat("slow", size=(100, 40)) as c:
+    async with chat("slow", size=(100, 40), ready=False) as c:
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
         for text in ("two", "three"):
@@ -393,7 +374,6 @@ def test_what_was_changed_in_the_history_is_a_draft_of_its_own() -> None:
 
 async def test_prompts_that_wait_when_the_app_is_left_are_the_draft_of_the_next_time(chat: Start) -> None:
     async with chat("slow") as c:
-        await ready(c)
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
         await c.send("two")
@@ -401,7 +381,6 @@ async def test_prompts_that_wait_when_the_app_is_left_are_the_draft_of_the_next_
         await c.until(lambda: len(c.session.queued) == 2)
         await c.type("and four")
     async with chat("fast", resume=True) as c:
-        await ready(c)
         await c.until(lambda: c.prompt.text == "two\n\nthree\n\nand four")
 
 
@@ -416,7 +395,6 @@ def sh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("sh")
 async def test_a_command_is_asked_for_run_and_its_output_sent_and_kept(chat: Start, folder: Path) -> None:
     async with chat("fast", size=(100, 40)) as c:
-        await ready(c)
         await c.pilot.press("!", *"echo hi; exit 3")
         assert prompt_input.SHELL in c.screen_text()
         await c.pilot.press("enter")
@@ -439,7 +417,6 @@ async def test_a_command_is_asked_for_run_and_its_output_sent_and_kept(chat: Sta
 @pytest.mark.usefixtures("sh")
 async def test_without_a_yes_nothing_runs_and_the_command_is_in_the_box_again(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         for keys in (("escape",), ("down", "enter")):
             c.prompt.put(Draft("!touch made"))
             c.prompt.submit()
@@ -452,7 +429,6 @@ async def test_without_a_yes_nothing_runs_and_the_command_is_in_the_box_again(ch
 
 async def test_a_space_or_a_backslash_makes_it_a_prompt(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask(" !ls")
         await c.ask("\\!ls")
         assert c.prompts == ["!ls", "!ls"]
@@ -464,7 +440,6 @@ async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attach
     chat: Start, folder: Path, key: str
 ) -> None:
     async with chat("fast") as c:
-        await ready(c)
         c.prompt.put(Draft("!sleep 60 & echo $! | tee pid; wait"))
         c.prompt.submit()
         await c.on(ShellScreen)
@@ -488,7 +463,6 @@ async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attach
 
 async def test_no_text_of_a_model_and_no_edit_runs_a_command(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
-        await ready(c)
         await c.ask("one")
         c.app.view.do("edit")
         c.prompt.put(Draft("!touch made"))
@@ -590,7 +564,6 @@ def test_a_command_is_whole_with_what_has_to_follow_it(text: str, whole: bool) -
 
 async def test_a_slash_offers_every_command_with_what_follows_it_and_what_it_does(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.pilot.press("/")
         await c.until(lambda: offered(c) == SLASHES, "all commands")
         await c.pilot.press("e", "x", "p")
@@ -607,7 +580,6 @@ async def test_a_slash_offers_every_command_with_what_follows_it_and_what_it_doe
 
 async def test_enter_does_a_command_that_is_written_and_completes_one_that_is_not(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await begin(c, "/hel")
         await c.pilot.press("enter")
         await c.until(lambda: c.prompt.text == "/help")
@@ -623,7 +595,6 @@ async def test_enter_does_a_command_that_is_written_and_completes_one_that_is_no
 
 async def test_enter_asks_for_what_has_to_follow_before_it_does_a_command(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("hi")
         await begin(c, "/title")
         await c.pilot.press("enter")
@@ -636,7 +607,6 @@ async def test_enter_asks_for_what_has_to_follow_before_it_does_a_command(chat: 
 
 async def test_the_arrows_choose_and_what_is_chosen_goes_before_what_is_written(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await begin(c, "/new")
         assert c.prompt.completions.chosen == "new"
         await c.pilot.press("down", "enter")
@@ -645,7 +615,6 @@ async def test_the_arrows_choose_and_what_is_chosen_goes_before_what_is_written(
 
 async def test_who_types_faster_than_it_is_drawn_gets_what_was_written(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await begin(c, "/ne")
         assert c.prompt.completions.chosen == "new"
         c.prompt.insert("wer")
@@ -656,7 +625,6 @@ async def test_who_types_faster_than_it_is_drawn_gets_what_was_written(chat: Sta
 
 async def test_escape_closes_and_the_arrows_go_back_in_what_was_sent_again(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("hi")
         await begin(c, "/ne")
         await c.pilot.press("escape", "up")
@@ -669,7 +637,6 @@ async def test_escape_closes_and_the_arrows_go_back_in_what_was_sent_again(chat:
 
 async def test_a_name_is_completed_before_what_follows_it(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.pilot.press(*"/ti Keys", "home", "right", "right", "right")
         assert offered(c) == []
         await c.pilot.press("t")
@@ -681,7 +648,6 @@ async def test_a_name_is_completed_before_what_follows_it(chat: Start) -> None:
 
 async def test_a_path_at_the_beginning_of_a_prompt_is_sent_as_it_is(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.pilot.press("/")
         await c.until(lambda: offered(c))
         await c.pilot.press(*"etc/hosts what is it")
@@ -692,7 +658,6 @@ async def test_a_path_at_the_beginning_of_a_prompt_is_sent_as_it_is(chat: Start)
 
 async def test_a_pasted_command_is_not_completed(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.paste("/he")
         assert offered(c) == []
         await c.pilot.press("enter")
@@ -702,7 +667,6 @@ async def test_a_pasted_command_is_not_completed(chat: Start) -> None:
 
 async def test_in_a_message_that_is_edited_a_slash_is_text(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("hi")
         c.app.view.do("edit")
         await c.until(lambda: c.app.chat.composer.editing is not None)
@@ -734,7 +698,6 @@ async def test_while_a_reply_runs_up_chooses_a_command_and_takes_no_prompt_back(
 async def test_keys_of_the_users_own_close_it_and_escape_does_so_too(chat: Start, tmp_path: Path) -> None:
     settings.save(tmp_path / "settings.toml", Settings(keys={"stop": ("ctrl+k",)}, toured=True))
     async with chat("fast") as c:
-        await c.ready()
         await begin(c, "/he")
         await c.pilot.press("escape")
         assert offered(c) == []
@@ -747,7 +710,6 @@ async def test_keys_of_the_users_own_close_it_and_escape_does_so_too(chat: Start
 
 async def test_in_the_smallest_window_each_has_a_row_and_the_mouse_takes_one(chat: Start) -> None:
     async with chat("fast", size=(40, 12)) as c:
-        await c.ready()
         await c.pilot.press("/")
         await c.until(lambda: offered(c) == SLASHES)
         rows = [row for row in c.screen_text().splitlines() if row.strip().startswith("/")]
@@ -762,7 +724,6 @@ async def test_in_the_smallest_window_each_has_a_row_and_the_mouse_takes_one(cha
 
 async def test_a_misspelt_command_stays_in_the_box_and_is_told_the_nearest(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.send("/titel Keys")
         said = "There is no command /titel; did you mean /title? F1 lists them. To send this as a prompt, put a space before it."
         await c.until(lambda: said in c.notices)
@@ -787,7 +748,7 @@ async def waiting_and_editing(c: Chat) -> None:
 
 
 async def test_a_prompt_that_comes_back_waits_for_the_end_of_the_edit(chat: Start) -> None:
-    async with chat("slow") as c:
+    async with chat("slow", ready=False) as c:
         await waiting_and_editing(c)
         await c.pilot.press("escape")
         await c.phase(EnginePhase.IDLE)
@@ -798,7 +759,7 @@ async def test_a_prompt_that_comes_back_waits_for_the_end_of_the_edit(chat: Star
 
 
 async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
-    async with chat("slow") as c:
+    async with chat("slow", ready=False) as c:
         await waiting_and_editing(c)
         c.app.view.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.process_number))
         await c.until(lambda: "Restarting it" in c.notices)
@@ -809,7 +770,7 @@ async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
 
 
 async def test_up_takes_no_prompt_back_into_an_edit(chat: Start) -> None:
-    async with chat("slow") as c:
+    async with chat("slow", ready=False) as c:
         await waiting_and_editing(c)
         c.prompt.focus()
         await c.pilot.press("up")
@@ -819,21 +780,19 @@ async def test_up_takes_no_prompt_back_into_an_edit(chat: Start) -> None:
 
 
 async def test_an_edit_that_was_not_sent_is_a_draft_the_next_time(chat: Start) -> None:
-    async with chat("slow") as c:
+    async with chat("slow", ready=False) as c:
         await waiting_and_editing(c)
-    async with chat("fast", resume=True) as c:
+    async with chat("fast", resume=True, ready=False) as c:
         await c.until(lambda: c.prompt.text == "queued\n\na draft\n\none, but better")
 
 
 async def test_an_edit_that_changed_nothing_is_none(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
-        await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await c.type("a draft")
         await c.pilot.press("tab", "up", "e", "enter")
         await c.until(lambda: c.prompt.text == "one")
-    async with chat("fast", resume=True) as c:
+    async with chat("fast", resume=True, ready=False) as c:
         await c.until(lambda: c.prompt.text)
         assert c.prompt.text == "a draft"
 
@@ -859,7 +818,7 @@ def edit(c: Chat, key: int) -> None:
 
 
 async def test_an_edit_that_is_left_for_another_one_stays_with_its_message(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await two_edits(c)
         edit(c, 1)
         assert c.prompt.text == "one, but better"
@@ -872,7 +831,7 @@ async def test_an_edit_that_is_left_for_another_one_stays_with_its_message(chat:
 
 
 async def test_sending_the_second_edit_keeps_the_first(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await two_edits(c)
         c.prompt.text = "two, too"
         c.prompt.submit()
@@ -883,10 +842,10 @@ async def test_sending_the_second_edit_keeps_the_first(chat: Start) -> None:
 
 
 async def test_all_edits_that_were_not_sent_are_kept_with_the_chat(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await two_edits(c)
         c.prompt.text = "two, too"
-    async with chat("fast", resume=True) as c:
+    async with chat("fast", resume=True, ready=False) as c:
         await c.until(lambda: c.prompt.text == "a draft\n\none, but better\n\ntwo, too")
 
 
@@ -911,7 +870,6 @@ def watch(chat: Chat) -> list[Request]:
 
 async def test_a_pause_has_the_draft_read_once_and_the_screen_says_so(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type(WARM_LONG)
         await c.until(lambda: "prompt already processed" in c.screen_text(), "ready")
@@ -943,7 +901,6 @@ class Clock:
 
 async def test_every_key_begins_the_pause_anew(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.prompt._rest is not None, "the pause after loading")
         c.prompt._rest.stop()
         asked, clock = watch(c), Clock()
@@ -968,7 +925,6 @@ def pause(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize("pause", [NEVER_S], indirect=True)
 async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, pause: None) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type(WARM_LONG)
         await c.paste("x" * (prompt_input.LONG_PASTE - 1))
@@ -980,7 +936,6 @@ async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, pau
 @pytest.mark.parametrize("pause", [0.01], indirect=True)
 async def test_a_short_draft_is_left_alone(chat: Start, pause: None) -> None:
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type("a few words")
         await c.pilot.pause(0.1)
@@ -988,7 +943,7 @@ async def test_a_short_draft_is_left_alone(chat: Start, pause: None) -> None:
 
 
 async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) -> None:
-    async with chat("slow") as c:
+    async with chat("slow", ready=False) as c:
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         asked = watch(c)
@@ -1004,7 +959,7 @@ async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) 
 
 
 async def test_without_a_prompt_cache_nothing_is_read(chat: Start, tmp_path: Path) -> None:
-    async with chat("thinking", prompt_cache=False, system="Be brief.") as c:
+    async with chat("thinking", prompt_cache=False, system="Be brief.", ready=False) as c:
         asked = watch(c)
         await c.phase(EnginePhase.IDLE)
         await c.paste(WARM_LONG)
@@ -1015,7 +970,6 @@ async def test_without_a_prompt_cache_nothing_is_read(chat: Start, tmp_path: Pat
 
 async def test_a_system_prompt_is_read_once_the_model_is_there(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", system="Be brief.") as c:
-        await c.phase(EnginePhase.IDLE)
         log = tmp_path / "engine.log"
         await c.until(lambda: "warm [('system', 9), ('user', 0)]" in log.read_text(), "reading")
         assert "next:" not in c.screen_text()
@@ -1023,7 +977,6 @@ async def test_a_system_prompt_is_read_once_the_model_is_there(chat: Start, tmp_
 
 async def test_the_price_fits_the_line(chat: Start) -> None:
     async with chat("fast", size=(120, 24)) as c:
-        await c.phase(EnginePhase.IDLE)
         for width, said in ((120, "to read, 310 MB from disk, about 2.1 s"), (80, "about 2.1 s"), (40, "1.24k")):
             await c.pilot.resize_terminal(width, 24)
             c.session.warmup.price = Price(3_000, 1_240, 310_000_000, 2.1)
@@ -1035,7 +988,7 @@ async def test_the_price_fits_the_line(chat: Start) -> None:
 
 
 async def test_trouble_with_the_prompt_cache_is_said_once(chat: Start) -> None:
-    async with chat("full-disk") as c:
+    async with chat("full-disk", ready=False) as c:
         for prompt_text in ("one", "two"):
             await c.ask(prompt_text)
         await c.until(lambda: "disk full" in c.notices, "the notice")
@@ -1051,7 +1004,6 @@ async def test_the_real_engine_has_read_a_pasted_text_before_it_is_sent(chat: St
     text = " ".join(f"The tokamak {i} holds a plasma of hydrogen in a strong magnetic field." for i in range(116))
     assert len(text.split()) > 1_500
     async with chat("guide", scripted=False, sampling=Sampling(temperature=0.0, max_tokens=4)) as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.post_message(Paste(text))  # so long that it is attached
         await c.until(lambda: c.session.warmup.price and is_ready(c.session.warmup.price), "ready", patience_s=180)
         c.prompt.submit()
@@ -1063,7 +1015,6 @@ async def test_the_real_engine_has_read_a_pasted_text_before_it_is_sent(chat: St
 
 async def test_the_help_of_commands_is_beside_them_in_a_small_window_too(chat: Start) -> None:
     async with chat("fast", size=(60, 20)) as c:
-        await c.ready()
         await c.pilot.press("slash")
         await c.until(lambda: "/new" in c.screen_text(), "the commands")
         assert "Start a new chat." in next(line for line in c.screen_text().splitlines() if "/new" in line)

@@ -322,7 +322,7 @@ async def test_every_screen_is_drawn_as_before_and_the_terminals_theme_by_its_si
 ) -> None:
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
-    async with chat("fast", size=SIZES[0], resume=True) as c:
+    async with chat("fast", size=SIZES[0], resume=True, ready=False) as c:
         await pictures(c, album, *(SIZES if theme == THEME else SIZES[:1]))
     album.check()
 
@@ -334,7 +334,7 @@ async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen
     monkeypatch.setenv("NO_COLOR", "1")
     written("tokamac-dark", tmp_path / "settings.toml")
     album = Album("no-color", points="reverse|bold underline")
-    async with chat("fast", size=SIZES[1], resume=True) as c:
+    async with chat("fast", size=SIZES[1], resume=True, ready=False) as c:
         await pictures(c, album, SIZES[1])
     for scene, (name, picture) in zip((*SCENES, MODEL), album.found.items(), strict=True):
         assert not colours(picture), name
@@ -345,11 +345,11 @@ async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen
 async def test_the_first_theme_is_of_the_terminals_background_and_its_own_colours_are_a_choice(
     chat: Start, tmp_path: Path
 ) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         assert c.app.theme == "tokamac-dark"  # a pseudo-terminal says nothing of its background
         assert not c.app.native_ansi_color
     written("terminal", tmp_path / "settings.toml")
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         assert c.app.theme == "terminal"
         assert c.app.native_ansi_color
 
@@ -378,7 +378,6 @@ async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_agai
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         c.app.view.do("ask_guide")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen), "the guide")
         await album.take_at(c, "guide")
@@ -454,7 +453,6 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
     script.write_text(CHILD)
     album = Album(theme)
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         command = [sys.executable, str(script)]
         spawn = c.app.run_worker
         jobs = Conversions(command, time.monotonic, spawn=spawn, changed=lambda: None, ended=lambda _: None)
@@ -577,7 +575,6 @@ async def test_the_picker_is_drawn_as_before_with_all_its_kinds_of_rows(
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("guide") as c:
-        await c.phase(EnginePhase.IDLE)
         stocked(c, tmp_path)
         c.app.view.do("choose_model")
         await c.until(lambda: isinstance(c.app.screen, ModelScreen) and c.app.view.library.looked, "the picker")
@@ -607,7 +604,6 @@ async def test_what_if_draws_the_catalogue_and_a_refusal_as_before(chat: Start, 
         return len(asked)
 
     async with chat("fast") as c:
-        await c.phase(EnginePhase.IDLE)
         question = Question("table", "Qwen3-8B-4bit", where=Where("Apple M4 Max", 40, 64))
         screen = WhatIfScreen(ask, question, (), busy=lambda: False)
         await c.app.push_screen(screen)
@@ -670,7 +666,6 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
     written(theme, tmp_path / "settings.toml", toured=False)
     album = Album(theme)
     async with chat("fast", size=SIZES[0]) as c:
-        await c.phase(EnginePhase.IDLE)
         await album.take_at(c, "chat-tour")
         await c.app.push_screen(FigureScreen([explain(each, c.session) for each in FIGURES], FIGURES.index("gaps")))
         await album.take_at(c, "figure-unknown")

@@ -178,7 +178,6 @@ async def faint(c: Chat, region: Region) -> list[tuple[str, float]]:
 
 async def test_what_stands_beside_the_chat_can_be_read_on_light_themes(chat: Start) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         for theme in LIGHTS:
             c.app.theme = theme
             muted = variables(c.app.available_themes[theme])["text-muted"]
@@ -188,7 +187,6 @@ async def test_what_stands_beside_the_chat_can_be_read_on_light_themes(chat: Sta
 
 async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         await c.ask("what is a ring?")
         for key in ("ctrl+l", "f1", "ctrl+s"):
             await c.pilot.press(key)
@@ -205,7 +203,6 @@ async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start) -> No
 @pytest.mark.parametrize("theme", ["tokamac-dark", "tokamac-light"])
 async def test_what_is_chosen_in_a_dialog_can_be_read_whole(chat: Start, theme: str) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         c.app.theme = theme
         await c.app.push_screen(LinksScreen([OpenableLink("the paper", "https://example.org/paper")]))
         c.app.screen.query_one(OptionList).highlighted = 0
@@ -218,7 +215,6 @@ async def test_what_is_chosen_in_a_dialog_can_be_read_whole(chat: Start, theme: 
 @pytest.mark.parametrize("theme", ["tokamac-dark", "terminal"])
 async def test_a_box_to_tick_is_seen_and_the_button_that_has_the_keyboard_is_filled(chat: Start, theme: str) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         c.app.theme = theme
         await opened(c, "system_prompt", SystemScreen)
         box, button = c.app.screen.query_one(Tick), c.app.screen.query_one("#save", Button)
@@ -237,7 +233,6 @@ async def test_a_box_to_tick_is_seen_and_the_button_that_has_the_keyboard_is_fil
 
 async def test_what_is_said_of_a_reply_and_what_it_thought_can_be_read_on_light_themes(chat: Start) -> None:
     async with chat("thinking", size=(100, 40)) as c:
-        await c.ready()
         await c.ask("what is a ring?")
         for theme in LIGHTS:
             c.app.theme = theme
@@ -287,7 +282,6 @@ async def opened(c: Chat, action: str, kind: type) -> None:
 
 async def test_the_tour_is_seen_whole_in_the_smallest_window(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(EnginePhase.IDLE)
         lines = [line.strip() for line in c.screen_text().splitlines()]
         assert all(f"{key}  {does}" in lines for key, does in with_keys(TOUR, Keymap()))
         assert c.transcript.max_scroll_y == 0
@@ -322,7 +316,6 @@ def test_a_long_key_and_a_narrow_window_wrap_what_is_said_beside_the_keys() -> N
 
 async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(chat: Start) -> None:
     async with chat("steady", size=SMALLEST) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("hello")
         line = row(c, -1)
         assert line.endswith("F1 help")
@@ -335,7 +328,6 @@ async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(ch
 
 async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(EnginePhase.IDLE)
         assert c.session.engine.info is not None
         c.session.engine.info = replace(c.session.engine.info, name="org/a-model-with-a-very-long-name-4bit")
         c.app.view.redraw()
@@ -349,7 +341,6 @@ async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Sta
 
 async def test_how_to_stop_is_said_while_something_runs_and_then_alone(chat: Start) -> None:
     async with chat("slow", size=SMALLEST) as c:
-        await c.phase(EnginePhase.IDLE)
         assert "Esc stop" not in row(c, -1)
         await c.send("hello")
         await c.phase(EnginePhase.DECODING)
@@ -361,7 +352,6 @@ async def test_how_to_stop_is_said_while_something_runs_and_then_alone(chat: Sta
 
 async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start) -> None:
     async with chat("slow", size=USUAL) as c:
-        await c.phase(EnginePhase.IDLE)
         for prompt in ("one", "two", "three"):
             await c.send(prompt)
         await c.phase(EnginePhase.DECODING)
@@ -377,7 +367,6 @@ async def test_a_notice_has_lines_of_its_own_above_the_box_and_covers_nothing(
     chat: Start, size: tuple[int, int]
 ) -> None:
     async with chat("fast", size=size) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.ask("hi")
         for _ in range(2):  # told twice, it is shown once
             await c.pilot.press("ctrl+n")
@@ -420,7 +409,6 @@ def test_where_words_have_no_room_the_widest_is_torn() -> None:
 
 async def test_the_scroll_bar_is_where_the_page_is_after_a_resize_while_text_streams(chat: Start) -> None:
     async with chat("prose", size=(60, 20)) as c:
-        await c.phase(EnginePhase.IDLE)
         await c.send("hello")
         await c.until(lambda: c.transcript.max_scroll_y > 20, "more than a page")
         await c.pilot.resize_terminal(50, 14)
@@ -447,7 +435,6 @@ NOTES = {field.name: field.note for group in GROUPS for field in group.fields}
 
 async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(EnginePhase.IDLE)
         await opened(c, "system_prompt", SystemScreen)
         box = c.app.screen.query_one(".box")
         assert (box.region.x, box.region.width) == (0, 40)
@@ -461,7 +448,6 @@ async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
 @pytest.mark.parametrize("size", [SMALLEST, USUAL])
 async def test_the_note_of_a_setting_is_whole_below_the_list(chat: Start, size: tuple[int, int]) -> None:
     async with chat("fast", size=size) as c:
-        await c.phase(EnginePhase.IDLE)
         screen = await c.opened("ctrl+t", SettingsScreen)
         about = screen.query_one("#about", Static)
         for name in set(NOTES) - {
@@ -482,7 +468,7 @@ async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
     monkeypatch.delenv("NO_COLOR", raising=False)
     if variable:
         monkeypatch.setenv("NO_COLOR", variable)
-    async with chat("fast", size=USUAL) as c:
+    async with chat("fast", size=USUAL, ready=False) as c:
         c.app.theme = "terminal"
         await c.phase(EnginePhase.IDLE)
         await opened(c, "system_prompt", SystemScreen)
@@ -493,7 +479,6 @@ async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
 
 async def test_the_panel_says_by_a_bar_that_it_goes_on_below(chat: Start) -> None:
     async with chat("fast", size=(100, 24)) as c:
-        await c.phase(EnginePhase.IDLE)
         panel = c.app.view.query_one("#panel")
         assert not panel.show_vertical_scrollbar  # the few figures fit whole
         await c.pilot.press("f5")
@@ -562,7 +547,6 @@ def is_chosen(c: Chat, text: str, other: str) -> bool:
 @pytest.mark.parametrize("dress", LOOKS, indirect=True)
 async def test_what_is_chosen_in_lists_and_menus_is_seen(chat: Start, dress: Callable[[Chat], None]) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         dress(c)
         await c.ask("what is a ring?")
         await c.pilot.press("slash", "c")
@@ -587,7 +571,6 @@ async def test_a_list_that_drops_down_has_an_edge_and_shows_what_is_chosen(
     chat: Start, dress: Callable[[Chat], None]
 ) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         dress(c)
         await c.pilot.press("f4")
         await c.until(lambda: c.app.screen.query(Select), "the form")
@@ -611,7 +594,6 @@ async def test_a_list_that_drops_down_has_an_edge_and_shows_what_is_chosen(
 @pytest.mark.parametrize("dress", LOOKS, indirect=True)
 async def test_an_empty_input_is_seen(chat: Start, dress: Callable[[Chat], None]) -> None:
     async with chat("fast", size=(120, 40)) as c:
-        await c.ready()
         dress(c)
         await opened(c, "system_prompt", SystemScreen)
         empty = c.app.screen.query_one("#name", Input)
@@ -753,7 +735,6 @@ def test_all_else_is_written_as_it_is(text: str) -> None:
 @pytest.mark.parametrize("size", [(80, 40), (200, 50), (211, 50)])
 async def test_title_and_prompt_stand_where_the_column_of_text_does(chat: Start, size: tuple[int, int]) -> None:
     async with chat("fast", size=size) as c:
-        await c.ready()
         await c.ask("what is a ring?")
         await c.send("/title Rings")
         await c.until(lambda: "Rings" in c.screen_text().splitlines()[0], "the title")

@@ -66,7 +66,7 @@ async def drag(c: Chat, start: Offset, end: Offset) -> None:
 
 
 async def test_a_new_row_lays_no_screen_out(chat: Start) -> None:
-    async with chat("fast", size=(100, 24)) as c:
+    async with chat("fast", size=(100, 24), ready=False) as c:
         await begin(c, paragraphs=8)
         await c.until(
             lambda: c.transcript.show_vertical_scrollbar and not c.app.view._layout_required, "the scroll bar"
@@ -88,7 +88,7 @@ async def test_only_rows_that_changed_are_painted(chat: Start, monkeypatch: Any)
         painted.append(row.row.content.plain)
         return paint(self, row, selected)
 
-    async with chat("fast", size=(100, 40)) as c:
+    async with chat("fast", size=(100, 40), ready=False) as c:
         await begin(c, paragraphs=3)
         monkeypatch.setattr(Painter, "strip", noting)
         await write(c, "More.")
@@ -96,7 +96,7 @@ async def test_only_rows_that_changed_are_painted(chat: Start, monkeypatch: Any)
 
 
 async def test_the_end_stays_in_view_and_the_bar_says_so(chat: Start) -> None:
-    async with chat("fast", size=(100, 24)) as c:
+    async with chat("fast", size=(100, 24), ready=False) as c:
         await begin(c)
         for number in range(30):
             await write(c, f"Paragraph {number}. {WORDS}\n\n")
@@ -111,7 +111,7 @@ async def test_the_end_stays_in_view_and_the_bar_says_so(chat: Start) -> None:
 
 
 async def test_resizing_keeps_the_end_in_view_or_the_readers_place(chat: Start) -> None:
-    async with chat("fast", size=(120, 24)) as c:
+    async with chat("fast", size=(120, 24), ready=False) as c:
         await begin(c, paragraphs=40)
         for size in ((60, 14), (100, 30), (80, 20)):
             await c.pilot.resize_terminal(*size)
@@ -128,7 +128,7 @@ async def test_resizing_keeps_the_end_in_view_or_the_readers_place(chat: Start) 
 
 
 async def test_dragging_selects_what_copying_takes(chat: Start) -> None:
-    async with chat("fast", size=(60, 30)) as c:
+    async with chat("fast", size=(60, 30), ready=False) as c:
         await begin(c)
         await write(c, f"\n\n{WORDS}\n\n- an item")
         await drag(c, place_of(c, "words of a"), place_of(c, "an item") + Offset(7, 0))
@@ -138,7 +138,7 @@ async def test_dragging_selects_what_copying_takes(chat: Start) -> None:
 
 
 async def test_a_selection_from_the_margin_begins_with_the_row(chat: Start) -> None:
-    async with chat("fast", size=(100, 30)) as c:
+    async with chat("fast", size=(100, 30), ready=False) as c:
         await begin(c)
         start = place_of(c, "The end")
         await drag(c, Offset(0, start.y), start + Offset(2, 0))
@@ -146,7 +146,7 @@ async def test_a_selection_from_the_margin_begins_with_the_row(chat: Start) -> N
 
 
 async def test_a_click_unfolds_thinking_where_it_is(chat: Start) -> None:
-    async with chat("fast", size=(80, 24)) as c:
+    async with chat("fast", size=(80, 24), ready=False) as c:
         await begin(c, paragraphs=6)
         c.transcript.end(Reply("first"))
         c.transcript.begin(Turn("again", key=3, reply_key=4), "model", share=1.0, again=False)
@@ -163,7 +163,7 @@ async def test_a_click_unfolds_thinking_where_it_is(chat: Start) -> None:
 
 
 async def test_thinking_that_nobody_timed_unfolds_too(chat: Start) -> None:
-    async with chat("fast", size=(80, 24)) as c:
+    async with chat("fast", size=(80, 24), ready=False) as c:
         c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
         c.transcript.end(Reply("answer", "recovered thought", None))
         await c.pilot.pause()
@@ -174,7 +174,7 @@ async def test_thinking_that_nobody_timed_unfolds_too(chat: Start) -> None:
 
 
 async def test_the_keyboard_chooses_among_thoughts(chat: Start) -> None:
-    async with chat("fast", size=(80, 30)) as c:
+    async with chat("fast", size=(80, 30), ready=False) as c:
         await c.pilot.pause()
         for number in range(3):
             c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
@@ -190,7 +190,7 @@ async def test_the_keyboard_chooses_among_thoughts(chat: Start) -> None:
 
 
 async def test_gauges_that_change_are_the_rows_that_are_drawn(chat: Start) -> None:
-    async with chat("guide", size=(120, 36)) as c:
+    async with chat("guide", size=(120, 36), ready=False) as c:
         await c.ask("hi")
         await c.pilot.press("f5")
         await c.until(
@@ -232,7 +232,7 @@ async def is_written(c: Chat) -> None:
 
 
 async def test_one_letter_only_chooses_and_two_are_a_text(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await pointing(c)
         await c.pilot.press("r")
         await c.until(lambda: "Enter: regenerate this" in c.screen_text())
@@ -245,7 +245,7 @@ async def test_one_letter_only_chooses_and_two_are_a_text(chat: Start) -> None:
 
 
 async def test_what_is_chosen_with_the_arrows_is_done_with_enter(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await pointing(c)
         while c.transcript.chosen is None or c.transcript.chosen.id != "copy_message":
             await c.pilot.press("right")
@@ -256,7 +256,6 @@ async def test_what_is_chosen_with_the_arrows_is_done_with_enter(chat: Start) ->
 
 async def test_selecting_in_a_long_reply_leaves_the_place(chat: Start) -> None:
     async with chat("list", size=(80, 20)) as c:
-        await c.ready()
         await c.ask("list")
         await c.pilot.press("pageup")
         place = c.transcript.scroll_y
@@ -273,7 +272,7 @@ async def test_selecting_in_a_long_reply_leaves_the_place(chat: Start) -> None:
 
 
 async def test_after_a_reply_is_made_again_one_writes_on(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await pointing(c)
         first = c.session.turns[-1].reply_key
         await c.pilot.press("r", "enter")
@@ -282,7 +281,7 @@ async def test_after_a_reply_is_made_again_one_writes_on(chat: Start) -> None:
 
 
 async def test_after_a_fork_one_writes_on(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await pointing(c)
         before = c.held
         await c.pilot.press("f", "enter")
@@ -292,7 +291,6 @@ async def test_after_a_fork_one_writes_on(chat: Start) -> None:
 
 async def test_after_another_chat_is_opened_from_the_list_one_writes_on(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.ready()
         await c.ask("one")
         c.app.view.do("new_chat")
         await pointing(c)
@@ -304,7 +302,7 @@ async def test_after_another_chat_is_opened_from_the_list_one_writes_on(chat: St
 
 
 async def test_what_is_refused_leaves_the_pointer_where_it_is(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         await pointing(c)
         await c.pilot.press("g", "enter")  # the reply is whole: there is no going on with it
         await c.until(lambda: c.notices, "why")
@@ -314,7 +312,6 @@ async def test_what_is_refused_leaves_the_pointer_where_it_is(chat: Start) -> No
 
 async def test_a_prompt_that_waited_begins_and_what_is_pointed_at_stays(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.ready()
         await c.send("one")
         await c.send("two")
         await c.until(lambda: c.session.queued, "a prompt that waits")
@@ -332,7 +329,7 @@ async def test_a_prompt_that_waited_begins_and_what_is_pointed_at_stays(chat: St
 
 
 async def test_the_last_line_has_the_keys_of_a_message_while_one_is_pointed_at(chat: Start) -> None:
-    async with chat("fast", size=(80, 24)) as c:
+    async with chat("fast", size=(80, 24), ready=False) as c:
         await pointing(c)
         assert last_row(c).endswith("r again  e edit  f fork  y copy  Esc back  [ older  ] newer")
         await c.pilot.press("escape")
@@ -341,7 +338,7 @@ async def test_the_last_line_has_the_keys_of_a_message_while_one_is_pointed_at(c
 
 
 async def test_in_the_smallest_window_the_first_keys_and_all_prices_are_seen(chat: Start) -> None:
-    async with chat("fast", size=(40, 12)) as c:
+    async with chat("fast", size=(40, 12), ready=False) as c:
         await pointing(c)
         assert last_row(c).endswith("r again  e edit  f fork")
         assert above_the_box(c) == "nothing to re-read: starts at once"
@@ -350,14 +347,13 @@ async def test_in_the_smallest_window_the_first_keys_and_all_prices_are_seen(cha
 async def test_the_keys_are_those_that_the_user_has_chosen(chat: Start, tmp_path: Path) -> None:
     kept = replace(Settings(), keys={"again": ("x",), "fork": ("ctrl+y",)})
     (tmp_path / "settings.toml").write_text(dumps(kept), encoding="utf-8")
-    async with chat("fast", size=(80, 24)) as c:
+    async with chat("fast", size=(80, 24), ready=False) as c:
         await pointing(c)
         assert "x again  e edit  Ctrl+Y fork" in last_row(c)
 
 
 async def test_while_a_reply_runs_the_first_key_stops_it(chat: Start) -> None:
     async with chat("slow", size=(80, 24)) as c:
-        await c.ready()
         await c.send("hello")
         await c.phase(EnginePhase.DECODING)
         await c.pilot.press("tab")
@@ -370,7 +366,6 @@ async def test_while_a_reply_runs_the_first_key_stops_it(chat: Start) -> None:
 
 async def test_prices_come_when_the_reply_that_is_pointed_at_has_ended(chat: Start) -> None:
     async with chat("prefill") as c:
-        await c.ready()
         await c.send("hello")
         await c.until(lambda: c.session.turns, "the turn")
         await c.pilot.press("tab")
@@ -383,7 +378,6 @@ async def test_prices_come_when_the_reply_that_is_pointed_at_has_ended(chat: Sta
 async def test_the_welcome_names_the_key_that_points_at_messages(chat: Start, tmp_path: Path, size: Any) -> None:
     (tmp_path / "settings.toml").write_text(dumps(replace(Settings(), toured=True)), encoding="utf-8")
     async with chat("fast", size=size) as c:
-        await c.ready()
         await c.pilot.pause()
         lines = [line.strip() for line in c.screen_text().splitlines()]
         assert "Tab  selects a message" in lines
@@ -441,7 +435,7 @@ async def test_a_link_says_where_it_leads_and_code_is_copied_by_a_click(
     chat: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "here and there")  # where a browser would open on the other machine
-    async with chat("fast", size=(100, 30)) as c:
+    async with chat("fast", size=(100, 30), ready=False) as c:
         await begin(c)
         await write(c, "see [this place](https://a.b/c?d=e).\n\n```py\nx = 1\n```\n")
         place = place_of(c, "this place")
@@ -460,7 +454,6 @@ async def test_the_links_of_a_message_are_listed_and_copied_by_keys(
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "here and there")
     async with chat("fast", size=(100, 30)) as c:
-        await c.ready()
         c.app.view.do("links")
         await c.until(lambda: "There is no link here." in c.notices, "none")
         await c.ask("read [one](https://one.example/a) and https://two.example")
@@ -474,7 +467,6 @@ async def test_the_links_of_a_message_are_listed_and_copied_by_keys(
 
 async def test_what_is_left_out_of_the_context_says_so_until_it_is_sent_again(chat: Callable[..., Any]) -> None:
     async with chat("fast", size=(100, 40)) as c:
-        await c.ready()
         c.prompt.attach(Attachment("notes.md", "milk", "markdown"))
         await c.ask("first")
         await c.ask("second")
@@ -518,7 +510,7 @@ def copied(c: Chat) -> str:
 
 
 async def test_keys_that_come_at_once_close_a_dialog_once(chat: Start) -> None:
-    async with chat("fast") as c:
+    async with chat("fast", ready=False) as c:
         screen = await c.opened("ctrl+x", LeaderScreen)
         for key in "zlh":
             screen.post_message(Key(key, key))

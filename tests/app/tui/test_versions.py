@@ -100,7 +100,6 @@ async def test_they_stand_side_by_side_where_there_is_room_and_as_tabs_where_the
 
 async def test_one_is_chosen_and_taken_and_the_chat_goes_on_from_it(chat: Start) -> None:
     async with chat("fast", size=(120, 36)) as c:
-        await c.ready()
         await c.ask("What is decode?")
         screen = await opened(c)
         await c.phase(EnginePhase.IDLE)
@@ -170,7 +169,6 @@ async def test_the_reader_scrolls_one_while_all_grow_and_follows_again(chat: Sta
 
 async def test_thinking_is_folded_and_unfolded_and_the_text_copied(chat: Start) -> None:
     async with chat("thinking", size=(100, 40)) as c:
-        await c.ready()
         await c.send("hi")
         await c.phase(EnginePhase.DECODING)
         c.app.view.do("stop")
@@ -190,7 +188,6 @@ async def test_thinking_is_folded_and_unfolded_and_the_text_copied(chat: Start) 
 async def test_what_models_say_is_made_safe(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     written = recorder(monkeypatch)
     async with chat("hostile", size=(120, 36)) as c:
-        await c.ready()
         await c.ask("hi")
         screen = await opened(c)
         await c.phase(EnginePhase.IDLE)
@@ -243,7 +240,6 @@ async def test_the_end_of_versions_in_another_chat_is_told(chat: Start) -> None:
 
 async def test_another_reply_begun_from_the_palette_closes_them(chat: Start) -> None:
     async with chat("fast", size=(120, 36)) as c:
-        await c.ready()
         await c.ask("hi")
         first = await opened(c)
         await c.phase(EnginePhase.IDLE)
@@ -263,7 +259,6 @@ async def test_another_reply_begun_from_the_palette_closes_them(chat: Start) -> 
 async def test_the_screen_without_colours_says_what_is_chosen(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     async with chat("fast", size=(60, 20)) as c:
-        await c.ready()
         await c.ask("hi")
         await opened(c, "/compare top-k 1 2 3 4")
         await c.phase(EnginePhase.IDLE)
@@ -300,7 +295,6 @@ async def test_the_chat_beneath_fits_a_window_that_was_resized_meanwhile(chat: S
 
 async def test_the_transcript_beneath_is_drawn_once_when_all_have_ended(chat: Start) -> None:
     async with chat("fast", size=(120, 36)) as c:
-        await c.ready()
         await c.ask("hi")
         before = c.replies[-1]
         await opened(c)

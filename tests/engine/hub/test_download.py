@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, piped, spawn
+from tests.app.plain.plain_chat import PATIENCE_S, piped
 from tests.engine.gguf.written import write as write_gguf
 from tests.engine.hub.hub_server import CLIENT, NEWER, Hub, safetensors
 from tests.waiting import until
@@ -25,11 +25,6 @@ from tokamac.engine.hub.cache import meant
 from tokamac.engine.hub.download import ADVICE
 
 # Names that need no hub.
-
-
-def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert download.resolve(tmp_path) == tmp_path
-    assert download.resolve(str(tmp_path)) == tmp_path
 
 
 def test_guide_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,46 +608,3 @@ def test_a_model_is_downloaded_and_waited_for(hub: Hub, own: dict[str, str]) -> 
     assert absent.startswith("org/absent was not downloaded: ")
     (config,) = Path(own["HF_HOME"]).rglob("config.json")
     assert config.read_bytes() == hub.files["config.json"]
-
-
-def test_a_download_is_stopped_while_the_chat_goes_on_and_resumed(hub: Hub, own: dict[str, str]) -> None:
-    hub.stall_at = 200_000
-    chat = Terminal("fast", "--plain", **{**own, "HF_HUB_DOWNLOAD_TIMEOUT": "60"})
-    try:
-        chat.until("you> ")
-        chat.type("/pull org/tiny\n")
-        assert hub.stalled.wait(PATIENCE_S)
-        chat.until("you> ")
-        chat.type("hi\n")
-        chat.until("every weight once per token")
-        chat.until("you> ")
-        chat.type("/jobs stop\n")
-        chat.until("/pull org/tiny resumes it.")
-        chat.until("you> ")
-        chat.type("/jobs\n")
-        chat.until("stopped downloading org/tiny")
-        chat.until("you> ")
-        hub.stall_at = None
-        hub.resume.set()
-        chat.type("/pull org/tiny\n")
-        chat.until("org/tiny is downloaded, ")
-        chat.until("you> ")
-        chat.type("\x04")
-        assert chat.left() == 0
-    finally:
-        chat.end()
-
-
-def test_a_download_that_is_killed_says_by_what(hub: Hub, own: dict[str, str]) -> None:
-    hub.stall_at = 200_000
-    with spawn("fast", env=own) as chat:
-        assert chat.stdin is not None
-        until(lambda: children(chat.pid))
-        engine = set(children(chat.pid))
-        chat.stdin.write("/pull org/tiny\n")
-        chat.stdin.flush()
-        assert hub.stalled.wait(PATIENCE_S)
-        (download,) = set(children(chat.pid)) - engine
-        os.kill(download, signal.SIGKILL)
-        _, err = chat.communicate(timeout=PATIENCE_S)
-    assert "org/tiny was not downloaded: killed by SIGKILL\n" in err

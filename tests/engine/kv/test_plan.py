@@ -303,18 +303,6 @@ def test_a_group_size_that_was_asked_for_is_refused_with_what_can_be_had(head_di
     assert plan.notes == ()
 
 
-def test_a_group_size_that_divides_is_honoured() -> None:
-    assert plan_caches(tiny_llama(head_dim=128), ASKED_LLAMA, KVSpec(8, 8, group_size=128)).layers[0].group_size == 128
-
-
-def test_the_default_group_size_gives_way_with_a_note() -> None:
-    assert "groups of 32, not 64" in notes(KVSpec(8, 8))
-
-
-def test_a_group_size_of_nothing_that_is_packed_is_no_error() -> None:
-    assert notes(KVSpec(group_size=128)) == ""
-
-
 def test_pinned_tokens_without_a_window_are_told_of() -> None:
     assert "keep 5000 has no effect: without a window nothing is dropped" in notes(KVSpec(keep=5000))
     assert "keep system has no effect" in notes(KVSpec(keep="system"))

@@ -39,7 +39,6 @@ from tokamac.engine.perf.roofline import (
     range_of,
     ridge_point,
     size_of,
-    visible_pairs,
 )
 
 # Ceilings and expected speeds: the domain's numbers, the formulas worked by hand, and what must hold of any machine
@@ -415,20 +414,6 @@ def test_constants_are_those_of_the_engine_asked_for():
 ARITHMETIC_H100 = Chip("NVIDIA H100", None, 3350.0, 989.0, "table")
 
 
-def test_the_roofline_of_llama_3_8b_in_fp16_on_an_h100():
-    assert metrics.ceiling_tps(3350, 16_000_000_000) == pytest.approx(209, abs=0.5)
-
-
-def test_one_pass_of_six_prompt_tokens():
-    one = prefill_phase(EIGHT_B, replace(ARITHMETIC_H100, fp16_tflops=990.0), None, 6)
-    arithmetic_s = one.operations / 990e12
-    assert one.ceiling_s * 1e3 == pytest.approx(4.78, abs=0.005)
-    assert arithmetic_s * 1e3 == pytest.approx(0.10, abs=0.005)
-    assert arithmetic_s / one.ceiling_s == pytest.approx(0.020, abs=0.0005)
-    assert one.ceiling_tps == pytest.approx(1256, abs=1)
-    assert one.bound == "memory"
-
-
 def test_a_long_prompt_is_bound_by_arithmetic_above_the_ridge():
     assert ridge_point(3350, 989) == pytest.approx(295, abs=0.5)
     many = prefill_phase(EIGHT_B, ARITHMETIC_H100, None, 600)
@@ -447,24 +432,11 @@ def test_a_70b_at_4_bits(chip, cores, tps):
     assert limits.bandwidth_source == "table"
 
 
-def test_thirty_tokens_a_second_of_35_gigabytes():
-    assert metrics.achieved_gbs(35_000_000_000, 30.0) == 1050
-
-
 def test_kv_of_a_13b():
     config = {"model_type": "llama", "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40}
     layers = kv_layers(config)
     assert kv_bytes_per_token(layers, KVSpec()) == 819_200
     assert kv_bytes(layers, KVSpec(), 4096) / 1e9 == pytest.approx(3.4, abs=0.05)
-
-
-def test_kv_of_a_7b_at_2048_tokens():
-    config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
-    assert kv_bytes(kv_layers(config), KVSpec(), 2048) / 1e9 == pytest.approx(1.07, abs=0.005)
-
-
-def test_fourteen_steps_with_and_without_a_cache():
-    assert sum(visible_pairs(1, cached, None) for cached in range(14)) == visible_pairs(14, 0, None) == 105
 
 
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2])
@@ -524,18 +496,6 @@ def test_what_is_unknown_stays_unknown():
     assert known.ceiling_tps is None
     assert known.bytes_per_step is None
     assert known.expected_tps is None
-
-
-@pytest.mark.parametrize("n", [2, 5, 20])
-def test_steps_of_50_ms_read_20_tokens_a_second(n):
-    assert metrics.decode_rate([7.0 + 0.05 * i for i in range(n)]) == pytest.approx(20.0, rel=1e-9)
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_one_token_has_no_rate(n):
-    assert metrics.decode_rate([1.0] * n) is None
-    assert metrics.gaps_ms([1.0] * n) == ()
-    assert metrics.gap_percentiles(()) is None
 
 
 def test_percentiles_by_hand():

@@ -71,12 +71,6 @@ def test_rows_take_time_in_proportion():
     assert [timed.seconds(rows) for rows in (1, 2, 11, ROWS, 2 * ROWS)] == [1, 3, 21, 511, 1023]
 
 
-def test_a_depth_between_two_is_on_their_line():
-    points = ((0, 1.0), (100, 2.0), (300, 6.0))
-    assert [interpolate(points, depth) for depth in (0, 50, 100, 200, 300, 400)] == [1, 1.5, 2, 4, 6, 8]
-    assert interpolate(((10, 1.0), (20, 3.0)), 0) == 0  # no time is below nothing
-
-
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=4).map(sorted), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_a_greater_depth_never_takes_less(seconds, depth, more):
     points = tuple(zip((0, 64, 1024, 4096), seconds, strict=False))
@@ -90,15 +84,6 @@ def test_a_greater_depth_never_takes_less(seconds, depth, more):
 )  # fmt: skip
 def test_attention_is_timed_at_two_depths_or_more(limit, depths):
     assert attention_depths(limit) == depths
-
-
-def test_a_step_is_the_sum_of_its_parts():
-    multiplying, attending, others = 3 * 1e-3 + 5e-3, 2 * 1.5e-3, 10 * 1e-4
-    assert LATENCY.decode_s(EIGHT_B, 500) == pytest.approx(multiplying + attending + others + 7e-3)
-
-
-def test_several_sequences_were_not_timed():
-    assert LATENCY.decode_s(EIGHT_B, 500, batch=2) is None
 
 
 def test_a_windowed_layer_takes_no_longer_beyond_its_window():
@@ -127,13 +112,6 @@ def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(token
         rows = min(chunk, end - at)
         expected += latency._products(rows) + latency._attention_and_kernels(rows, at)
     assert latency.prefill_s(EIGHT_B, tokens, cached, chunk) == pytest.approx(expected)
-
-
-def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
-    asked = []
-    called(monkeypatch, AttentionLatency, "seconds", lambda *given: asked.append(given))
-    assert LATENCY.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
-    assert len(asked) < 50
 
 
 @dataclass(eq=False)
@@ -319,22 +297,6 @@ def test_a_value_that_can_not_be_right_is_measured_again(loaded, tmp_path):
     for wrong in (0, -1, "1", None, True, 1e9, float("nan"), [1]):
         file.write_text(json.dumps({**kept, next(iter(kept)): wrong}))
         assert LatencyProfiler(subject_of(loaded), file).remaining == 1, wrong
-
-
-def test_where_nothing_can_be_written_the_latency_is_known_all_the_same(loaded, tmp_path):
-    blocked = tmp_path / "a file"
-    blocked.write_text("no folder")
-    measure = LatencyProfiler(subject_of(loaded), blocked / "parts.json")
-    list(measure.steps())
-    assert isinstance(measure.latency(), MeasuredLatency)
-    assert LatencyProfiler(subject_of(loaded), blocked / "parts.json").missing == 17
-
-
-def test_the_file_is_its_owners_alone(loaded, tmp_path):
-    file = tmp_path / "parts.json"
-    list(LatencyProfiler(subject_of(loaded), file).steps())
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_model_whose_caches_stay_its_own_is_not_measured(loaded, tmp_path):
@@ -823,12 +785,6 @@ def test_measuring_happens_on_the_engines_thread(engine: Engine, monkeypatch: py
     engine.measure()
     assert threading.current_thread() not in threads
     assert len(threads) == (published is None)
-
-
-def test_a_second_engine_finds_what_the_first_measured(engine: Engine, folder: Path) -> None:
-    engine.measure()
-    with Engine.load(folder, prompt_cache=None) as second:
-        assert second.limits(100).expected_tps == engine.limits(100).expected_tps
 
 
 def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,11 +121,6 @@ def test_seconds_are_unknown_then_estimated_then_measured(tiny: Path) -> None:
         assert not price.estimated
 
 
-def test_a_message_that_is_not_there_has_no_price(talk: Chat) -> None:
-    with pytest.raises(OptionError, match="no message 9"):
-        talk.price(Edit(9, "x"))
-
-
 def test_switching_between_branches_computes_what_differs(talk: Chat) -> None:
     other = talk.branch(1)
     costs = [finish(chat.send(text, SHORT)).metrics.prefill_tokens for chat, text in ((talk, "a b c"), (other, "x"))]
@@ -167,15 +162,6 @@ def test_warming_ahead_gives_way_at_once(engine: Engine) -> None:
     assert chat.price(Send(long)).tokens > 16
     with pytest.raises(OptionError):
         engine.warm_ahead([Message("assistant", "x")])
-
-
-def test_warming_ahead_says_the_same_as_not_warming(engine: Engine, tiny: Path) -> None:
-    chat = engine.chat()
-    chat.warm(TEXT)
-    until(lambda: chat.price(Send(TEXT)).tokens < 20)
-    warm = finish(chat.send(TEXT, SHORT)).text
-    with Engine.load(tiny, prompt_cache=None) as cold:
-        assert finish(cold.chat().send(TEXT, SHORT)).text == warm
 
 
 FORGETS = (
@@ -256,13 +242,6 @@ def test_what_is_on_disk_is_read_between_the_tokens_of_others(tmp_path: Path, mo
     assert warm.metrics.prefill_tokens == 1
     assert len(seen) >= 3
     assert seen == sorted(set(seen))  # a token of the other's between two of them
-
-
-def test_a_cache_that_is_off_has_nothing_to_check(tiny: Path) -> None:
-    with Engine.load(tiny, prompt_cache=None) as engine:
-        assert list(engine.check_cache()) == []
-        engine.warm_ahead([Message("user", "x")])
-        assert engine.price([1, 2, 3]).tokens == 3
 
 
 def test_where_nothing_can_be_cut_chats_still_share_their_system_prompt(tiny: Path) -> None:

@@ -72,13 +72,6 @@ def test_any_flipped_byte_and_any_missing_one_is_a_miss_and_the_file_goes(tmp_pa
     assert folder.read(entry) is None
 
 
-def test_a_removed_file_is_a_miss(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    entry = store(folder, 1)
-    entry.path.unlink()
-    assert folder.read(entry) is None
-
-
 def test_the_total_is_kept_by_dropping_what_was_not_used_for_longest(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Budgets(total=3500))
     entries = [store(folder, number) for number in range(3)]

@@ -463,19 +463,6 @@ def test_a_reply_that_waits_for_a_seat_is_cancelled_at_once(folder: Path) -> Non
         until(is_read.is_set)
 
 
-def test_cancelling_at_the_first_text_ends_samples_that_begin_with_it(folder: Path) -> None:
-    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        engine.tokenizer.eos_ids = frozenset()
-        ends, is_cancelled = [], False
-        for _, _, event in engine.generate_many(PROMPTS[:1], Sampling(temperature=0, max_tokens=1500), n=4):
-            if isinstance(event, TextChunk) and not is_cancelled:
-                engine.cancel()
-                is_cancelled = True
-            if isinstance(event, Finished):
-                ends.append(event.reason)
-        assert ends == ["cancelled"] * 4
-
-
 def test_caches_that_nobody_uses_cut_no_reply_short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tokamac.engine.schedule.stream.LOOK_AHEAD", 4
@@ -592,12 +579,6 @@ def test_memory_is_reckoned_for_replies_of_all_bits_together(folder: Path) -> No
         for reply in replies:
             reply.close()
         until(lambda: not engine.between(lambda: store.leases))
-
-
-@pytest.mark.parametrize("bits", [(8,), "84", (7, 8), (8.5, 8), 8])
-def test_bits_that_keys_and_values_can_not_have_are_refused(either: Engine, bits: Any) -> None:
-    with pytest.raises(OptionError):
-        next(either.generate(PROMPTS[0], kv_bits=bits))
 
 
 def test_bits_that_the_model_can_not_have_are_refused_as_loading_does(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from tokamac.engine import (
     PromptCacheSpec,
     Sampling,
     Speculation,
-    TextChunk,
 )
 from tokamac.engine.kv.attention import leaves
 from tokamac.engine.kv.plan import plan_caches
@@ -340,33 +339,6 @@ def test_any_sampling_chooses_the_same_and_two_equal_models_always_agree(engine:
     assert (count.source, count.drafted) == ("draft", drafted.metrics.drafted_tokens)
     if runtime_of(engine).kv == KVSpec():
         assert count.accepted == count.drafted > NEW // 2
-
-
-@pytest.mark.parametrize("most", [1, 2, 5, 11])
-def test_no_more_tokens_come_than_were_asked_for(engine: Engine, most: int) -> None:
-    plain, drafted = both(engine, replace(GREEDY, max_tokens=most))
-    assert (drafted.ids, drafted.reason, len(drafted.ids)) == (plain.ids, "length", most)
-
-
-@pytest.mark.parametrize("place", [3, 11, 26])
-def test_an_end_or_a_stop_text_inside_a_draft_ends_the_reply(engine: Engine, place: int) -> None:
-    whole = engine.ask(PROMPT, SEEDED)
-    end = whole.ids[place]
-    plain, drafted = both(engine, replace(SEEDED, stop_token_ids=(end,)))
-    assert (drafted.ids, drafted.reason, drafted.stopped_by) == (plain.ids, "stop", end)
-    stop = engine.tokenizer.decode(list(whole.ids[place : place + 3]))
-    plain, drafted = both(engine, replace(SEEDED, stop=(stop,)))
-    assert (drafted.text, drafted.ids, drafted.reason) == (plain.text, plain.ids, plain.reason)
-
-
-def test_a_cancelled_reply_and_the_next_one_are_the_same(engine: Engine) -> None:
-    plain = engine.ask(PROMPT, GREEDY)
-    events = engine.generate(PROMPT, GREEDY)
-    for event in events:
-        if isinstance(event, TextChunk):
-            events.cancel()
-    _, again = both(engine, GREEDY)
-    assert again.ids == plain.ids
 
 
 def test_as_it_is_loaded_it_is_said_planned_and_decided_by_the_ledger(engine: Engine) -> None:

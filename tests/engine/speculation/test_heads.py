@@ -15,7 +15,7 @@ from tests.engine.helpers import write_model
 from tests.engine.inside import runtime_of, speculating, speculation_of
 from tests.engine.speculation.checkpoints import FAMILIES, QWEN, mtp_parts, write_medusa, write_mtp
 from tests.engine.speculation.scripted import EagerDrafting
-from tests.engine.speculation.test_replies import NEW, PROMPT, SAMPLINGS
+from tests.engine.speculation.test_replies import NEW, PROMPT
 from tests.families import walked
 from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, PromptCacheSpec, Sampling, Speculation, TextChunk
 from tokamac.engine.device import device_kind
@@ -156,39 +156,6 @@ def engines(folders: dict[bool, Path]) -> Iterator[tuple[Engine, ...]]:
     """Engines of both."""
     with loaded(folders[True]) as right, loaded(folders[False]) as wrong:
         yield right, wrong
-
-
-# tests/engine/speculation/test_replies.py tries each sampling on what verifies drafts, whoever makes them.
-@pytest.mark.parametrize("sampling", walked(SAMPLINGS, frozenset({"filtered", "penalties", "XTC", "scored"})))
-def test_any_sampling_chooses_the_same(engines: tuple[Engine, ...], sampling: str) -> None:
-    for engine in engines:
-        plain, found = both(engine, SAMPLINGS[sampling])
-        assert (found.ids, found.text, found.reason) == (plain.ids, plain.text, plain.reason)
-        assert found.metrics.drafted_tokens
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 12])
-def test_no_more_tokens_come_than_were_asked_for(engines: tuple[Engine, ...], most: int) -> None:
-    for engine in engines:
-        plain, found = both(engine, replace(GREEDY, max_tokens=most))
-        assert (found.ids, found.reason) == (plain.ids, "length")
-        assert len(found.ids) == most
-
-
-@pytest.mark.parametrize("place", [3, 8, 14])
-def test_an_end_inside_a_draft_ends_the_reply(engines: tuple[Engine, ...], place: int) -> None:
-    for engine in engines:
-        end = engine.ask(PROMPT, SEEDED).ids[place]
-        plain, found = both(engine, replace(SEEDED, stop_token_ids=(end,)))
-        assert (found.ids, found.reason, found.stopped_by) == (plain.ids, "stop", end)
-
-
-def test_a_stop_text_inside_a_draft_ends_the_reply(engines: tuple[Engine, ...]) -> None:
-    for engine in engines:
-        whole = engine.ask(PROMPT, SEEDED).text
-        stop = next(each for each in whole[6:] if each.isascii() and each.isprintable())
-        plain, found = both(engine, replace(SEEDED, stop=(stop,)))
-        assert (found.text, found.reason) == (plain.text, "stop")
 
 
 def test_several_replies_at_once_say_what_each_says_alone(folders: dict[bool, Path]) -> None:
