@@ -19,16 +19,8 @@ from tokamac.app.store.store import Store
 from tokamac.app.tui.run import run_chat
 
 NOTED = (
-    "add_message",
-    "begin_reply",
-    "checkpoint",
-    "finish_reply",
-    "set_draft",
-    "delete",
-    "undelete",
-    "set_head",
-    "fork",
-)
+    "add_message", "begin_reply", "checkpoint", "finish_reply", "set_draft", "delete", "undelete", "set_head", "fork",
+)  # fmt: skip
 CHECKPOINT_S = 0.1  # an hour's checkpoints in a minute
 
 

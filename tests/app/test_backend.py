@@ -1077,20 +1077,15 @@ def test_garbage_is_a_wire_error(line: bytes) -> None:
         b'{"type":"prefill","id":1,"done":1,"total":2}',
         b'{"type":"prefill","id":1,"done":1,"total":2,"cached":0,"extra":1}',
         b'{"type":"prefill","id":true,"done":1,"total":2,"cached":0}',
-        b'{"type":"prefill","id":1.5,"done":1,"total":2,"cached":0}',
-        b'{"type":"text","id":1,"text":"a","kind_":"x"}',
+        b'{"type":"prefill","id":1.5,"done":1,"total":2,"cached":0}', b'{"type":"text","id":1,"text":"a","kind_":"x"}',
         b'{"type":"text","id":1,"text":null}',
         b'{"type":"priced","asker":"draft","id":1,"price":{"prompt_tokens":1,"tokens":1,"disk_bytes":0}}',
-        b'{"type":"priced","asker":"someone","id":1,"price":null}',
-        b'{"type":"notice"}',
+        b'{"type":"priced","asker":"someone","id":1,"price":null}', b'{"type":"notice"}',
         b'{"type":"loading","stage":"else","done":0,"total":1}',
-        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":NaN}',
-        b'{"type":"send","id":1,"messages":[]}',
-        b'{"type":["text"]}',
-        b"[" * 100_000,
-        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":1e999}',
+        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":NaN}', b'{"type":"send","id":1,"messages":[]}',
+        b'{"type":["text"]}', b"[" * 100_000, b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":1e999}',
     ],
-)
+)  # fmt: skip
 def test_almost_messages_are_wire_errors(line: bytes) -> None:
     with pytest.raises(protocol.WireError):
         protocol.decode_message(line)

@@ -95,15 +95,12 @@ def test_every_control_is_replaced_alone(code: int) -> None:
     [
         ("plain é 🦊 text\n\tindented", "plain é 🦊 text\n\tindented"),
         ("a\x1b[31;1mred\x1b[0m b", f"a{REPLACEMENT}red{REPLACEMENT} b"),
-        ("x\x1b]52;c;c2VjcmV0\x07y", f"x{REPLACEMENT}y"),
-        ("x\x1b]8;;http://e\x1b\\y", f"x{REPLACEMENT}y"),
-        ("a\r\nb\rc\u2028d", "a\nb\nc\nd"),
-        ("open \x1b]0;title\nnext line", f"open {REPLACEMENT}\nnext line"),
-        ("\x1b(Bok", f"{REPLACEMENT}ok"),
-        ("a\x9b2Jb", f"a{REPLACEMENT}b"),
+        ("x\x1b]52;c;c2VjcmV0\x07y", f"x{REPLACEMENT}y"), ("x\x1b]8;;http://e\x1b\\y", f"x{REPLACEMENT}y"),
+        ("a\r\nb\rc\u2028d", "a\nb\nc\nd"), ("open \x1b]0;title\nnext line", f"open {REPLACEMENT}\nnext line"),
+        ("\x1b(Bok", f"{REPLACEMENT}ok"), ("a\x9b2Jb", f"a{REPLACEMENT}b"),
         ("a family 👨‍👩‍👧 and a flag 🏳️‍🌈", "a family 👨‍👩‍👧 and a flag 🏳️‍🌈"),
     ],
-)
+)  # fmt: skip
 def test_known_cases(raw: str, shown: str) -> None:
     assert sanitise(raw) == shown
 
@@ -140,16 +137,9 @@ def test_the_last_gate_takes_away_and_keeps_the_cells(text: str) -> None:
 
 Start = Callable[..., Any]
 SEQUENCES = [
-    "\x1b[2J",
-    "\x1b[31;1m",
-    "\x1b]0;a title\x07",
-    "\x1b]52;c;c2VjcmV0\x1b\\",
-    "\x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\",
-    "\x1bP$q\x1b\\",
-    "\x1b(0",
-    "\x9b5n",
-    "\x9d0;t\x9c",
-]
+    "\x1b[2J", "\x1b[31;1m", "\x1b]0;a title\x07", "\x1b]52;c;c2VjcmV0\x1b\\",
+    "\x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\", "\x1bP$q\x1b\\", "\x1b(0", "\x9b5n", "\x9d0;t\x9c",
+]  # fmt: skip
 MARKUP = "[red]red[/red] [@click=app.quit]quit[/] [link=http://evil.example]go[/link]"
 LINK = "[words](http://evil.example/x)"
 # All of it each time, in another order: what comes in chunks is cut at every place.
@@ -164,17 +154,9 @@ FEW = settings(
 )
 # Those last that have the engine's process reckon, which goes on after they are closed.
 SCREENS = (
-    "chats",
-    "branches",
-    "system_prompt",
-    "settings",
-    "explain",
-    "convert",
-    "help",
-    "palette",
-    "what_if",
+    "chats", "branches", "system_prompt", "settings", "explain", "convert", "help", "palette", "what_if",
     "choose_model",
-)
+)  # fmt: skip
 
 
 def segments(c: Chat) -> Iterator[Segment]:
@@ -230,16 +212,10 @@ def test_an_address_of_the_web_may_be_opened(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "javascript:a()",
-        "file:///bin/sh",
-        "a.b",
-        "",
-        "https://a b",
-        "https://a\x1b\\b",
-        "https://é",
+        "javascript:a()", "file:///bin/sh", "a.b", "", "https://a b", "https://a\x1b\\b", "https://é",
         f"https://{'a' * 3000}",
     ],
-)
+)  # fmt: skip
 def test_no_other_address_may_be_opened(address: str) -> None:
     assert safe_link(address) == ""
 

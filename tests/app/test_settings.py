@@ -223,20 +223,11 @@ def test_what_the_form_shows_it_reads(sampling: Sampling) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("logit_bias", "5"),
-        ("logit_bias", "a=1"),
-        ("stop_token_ids", "end"),
-        ("min_tokens", "few"),
-        ("temperature", "99"),
-        ("thinking", "loud"),
-        ("keywords", "style"),
-        ("key_bits", "7"),
-        ("models_folder", "here"),
-        ("models_folder", "~nobody-of-that-name"),
-        ("panel", "perhaps"),
-        ("titles", "me"),
+        ("logit_bias", "5"), ("logit_bias", "a=1"), ("stop_token_ids", "end"), ("min_tokens", "few"),
+        ("temperature", "99"), ("thinking", "loud"), ("keywords", "style"), ("key_bits", "7"),
+        ("models_folder", "here"), ("models_folder", "~nobody-of-that-name"), ("panel", "perhaps"), ("titles", "me"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_value_is_refused_at_its_field(name: str, text: str) -> None:
     form = Form()
     with pytest.raises(FieldError) as caught:
@@ -316,19 +307,14 @@ def test_unknown_keys_are_named_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("model = 3", "model"),
-        ("[sampling]\ntemperature = -1", "temperature"),
-        ('[sampling]\ntop_k = "many"', "top_k"),
-        ("[kv]\nkey_bits = 7", "key_bits"),
-        ("sampling = 3", "sampling"),
-        ('titles = "nobody"', "titles"),
-        ("unload_after_min = -1", "unload_after_min"),
-        ("parallel = 0", "not a number of replies at once"),
-        ('keys = "f7"', "keys"),
+        ("model = 3", "model"), ("[sampling]\ntemperature = -1", "temperature"),
+        ('[sampling]\ntop_k = "many"', "top_k"), ("[kv]\nkey_bits = 7", "key_bits"), ("sampling = 3", "sampling"),
+        ('titles = "nobody"', "titles"), ("unload_after_min = -1", "unload_after_min"),
+        ("parallel = 0", "not a number of replies at once"), ('keys = "f7"', "keys"),
         ('models_folder = "~nobody-of-that-name/m"', "no home folder for ~nobody-of-that-name/m"),
         ('[tools]\nfolders = ["~nobody-of-that-name/m"]', "no home folder for ~nobody-of-that-name/m"),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, line: str, named: str) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(f"{line}\n")

@@ -238,13 +238,10 @@ def test_what_a_user_waits_for_a_model_is_in_the_replys_time() -> None:
 @pytest.mark.parametrize(
     ("ending", "saved_s", "said"),
     [
-        ("stop", None, True),
-        ("tool_calls", 0.2, True),
-        ("stop", -0.01, False),
-        ("stop", 0.0, False),
+        ("stop", None, True), ("tool_calls", 0.2, True), ("stop", -0.01, False), ("stop", 0.0, False),
         *((ending, None, False) for ending in ("loop", "length", "cancelled", "failed", "lost")),
     ],
-)
+)  # fmt: skip
 def test_nobody_says_that_nothing_helps_where_that_is_not_known(ending: str, saved_s: float | None, said: bool) -> None:
     metrics = replace(RECORDED[0].metrics, saved_s=saved_s)
     assert (verdict.help_text(metrics, ending) == verdict.NOTHING_HELPS) == said

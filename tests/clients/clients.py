@@ -79,24 +79,19 @@ class Client:
 AGENTS, CALLING = ("claude_code", "codex"), ("instructor", "smolagents")  # those whose every turn is a call
 JS = ("openai_js", "anthropic_js", "ai_openai", "ai_compatible", "ai_anthropic", *AGENTS)
 CLIENTS = (
-    Client("openai_chat", ("openai",), "openai"),
-    Client("openai_responses", ("openai",), "openai"),
-    Client("anthropic", ("anthropic",), "anthropic"),
-    Client("openai_agents", ("openai-agents",), "agents", 4),
+    Client("openai_chat", ("openai",), "openai"), Client("openai_responses", ("openai",), "openai"),
+    Client("anthropic", ("anthropic",), "anthropic"), Client("openai_agents", ("openai-agents",), "agents", 4),
     Client("pydantic_ai", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_ai", 4),
     Client("langchain", ("langchain-openai",), "langchain_openai"),
-    Client("langgraph", ("langgraph", "langchain-openai"), "langgraph", 3),
-    Client("litellm", ("litellm",), "litellm"),
-    Client("instructor", ("instructor",), "instructor", 1),
-    Client("smolagents", ("smolagents[openai]",), "smolagents"),
+    Client("langgraph", ("langgraph", "langchain-openai"), "langgraph", 3), Client("litellm", ("litellm",), "litellm"),
+    Client("instructor", ("instructor",), "instructor", 1), Client("smolagents", ("smolagents[openai]",), "smolagents"),
     Client("dspy", ("dspy",), "dspy", 1),
     Client("llama_index", ("llama-index-llms-openai-like", "llama-index-core"), "llama_index", 1),
-    Client("ollama", ("ollama",), "ollama"),
-    Client("openai_js", ("openai",), "openai"),
+    Client("ollama", ("ollama",), "ollama"), Client("openai_js", ("openai",), "openai"),
     Client("anthropic_js", ("@anthropic-ai/sdk",), "@anthropic-ai/sdk"),
     Client("ai_openai", ("ai", "@ai-sdk/openai", "zod"), "@ai-sdk/openai"),
     Client("ai_compatible", ("ai", "@ai-sdk/openai-compatible", "zod"), "@ai-sdk/openai-compatible"),
     Client("ai_anthropic", ("ai", "@ai-sdk/anthropic", "zod"), "@ai-sdk/anthropic"),
     Client("claude_code", ("@anthropic-ai/claude-code",), "@anthropic-ai/claude-code", 2, "claude-code"),
     Client("codex", ("@openai/codex",), "@openai/codex", 2, "codex"),
-)
+)  # fmt: skip

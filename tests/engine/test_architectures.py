@@ -410,16 +410,12 @@ def test_flags_that_its_caches_can_not_take_are_errors_that_say_why(kv: KVSpec, 
 @pytest.mark.parametrize(
     "change",
     [
-        {"compress_ratios": [0, 4, 16, 4]},
-        {"scoring_func": "tanh"},
-        {"norm_topk_prob": False},
-        {"mlp_layer_types": ["dense"] * 4},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"compress_ratios": [0, 4]},
-        {"num_key_value_heads": 2},
+        {"compress_ratios": [0, 4, 16, 4]}, {"scoring_func": "tanh"}, {"norm_topk_prob": False},
+        {"mlp_layer_types": ["dense"] * 4}, {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"compress_ratios": [0, 4]}, {"num_key_value_heads": 2},
     ],
     ids=lambda change: next(iter(change)),
-)
+)  # fmt: skip
 def test_what_no_deepseek_v4_is_known_to_have_is_refused_by_name(change: dict[str, Any]) -> None:
     named = (
         "layer_types"

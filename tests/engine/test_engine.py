@@ -580,14 +580,11 @@ def test_the_prompt_cache_never_serves_another_adapters_keys(tmp_path: Path, tin
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"r": 8}, r"lora_A\.weight has shape .*the rank is 8"),
-        ({"use_dora": True}, "says DoRA"),
-        ({"peft_type": "LOHA"}, "LOHA"),
-        ({"init_lora_weights": "pissa_niter_16"}, "pissa"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"alpha_pattern": {"(a+)+$": 2}}, "not tried"),
+        ({"r": 8}, r"lora_A\.weight has shape .*the rank is 8"), ({"use_dora": True}, "says DoRA"),
+        ({"peft_type": "LOHA"}, "LOHA"), ({"init_lora_weights": "pissa_niter_16"}, "pissa"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"), ({"alpha_pattern": {"(a+)+$": 2}}, "not tried"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_says_something_else_is_refused(
     tmp_path: Path, tiny: Path, config: dict[str, Any], what: str
 ) -> None:

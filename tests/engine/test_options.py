@@ -68,25 +68,14 @@ def test_ids_of_any_kind_are_ids(engine: Engine, take: Callable[[Engine, object]
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        (b"Hello", "a text is not"),
-        ([], "no token"),
-        (None, "NoneType"),
-        (5, "int is not"),
-        (np.array(5), "single number"),
-        ({"role": "user"}, "dict is not"),
-        (Message("user", "x"), "Message is not"),
-        ([True, 5], "True is no token id"),
-        ([1.5], "1.5 is no token id"),
-        (["a"], "'a' is no token id"),
-        ([[1, 2]], "is no token id"),
-        (np.array([1.0]), "is no token id"),
-        (np.array([[1, 2]]), "is no token id"),
-        (mx.array([True]), "is no token id"),
-        ([-1], "not in the vocabulary"),
-        ([10_000], "not in the vocabulary"),
+        (b"Hello", "a text is not"), ([], "no token"), (None, "NoneType"), (5, "int is not"),
+        (np.array(5), "single number"), ({"role": "user"}, "dict is not"), (Message("user", "x"), "Message is not"),
+        ([True, 5], "True is no token id"), ([1.5], "1.5 is no token id"), (["a"], "'a' is no token id"),
+        ([[1, 2]], "is no token id"), (np.array([1.0]), "is no token id"), (np.array([[1, 2]]), "is no token id"),
+        (mx.array([True]), "is no token id"), ([-1], "not in the vocabulary"), ([10_000], "not in the vocabulary"),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_what_is_no_prompt_is_said(
     engine: Engine, take: Callable[[Engine, object], object], prompt: object, said: str
 ) -> None:

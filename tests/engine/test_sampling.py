@@ -146,13 +146,10 @@ def test_a_seed_draws_the_tokens_that_filters_over_the_whole_vocabulary_give(  #
 @pytest.mark.parametrize(
     ("asked", "searches"),
     [
-        (Sampling(top_k=20, top_p=0.9, min_p=0.05), 1),
-        (Sampling(top_k=20), 1),
-        (Sampling(top_p=0.9), 1),
-        (Sampling(min_p=0.05), 0),
-        (Sampling(temperature=0, top_k=20, top_p=0.9), 0),
+        (Sampling(top_k=20, top_p=0.9, min_p=0.05), 1), (Sampling(top_k=20), 1), (Sampling(top_p=0.9), 1),
+        (Sampling(min_p=0.05), 0), (Sampling(temperature=0, top_k=20, top_p=0.9), 0),
     ],
-)
+)  # fmt: skip
 def test_a_token_searches_the_vocabulary_once_at_most(
     asked: Sampling, searches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,39 +224,16 @@ def test_sampled_shares_follow_the_softmax() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"temperature": -0.1},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"min_p": 1},
-        {"repetition_penalty": 0},
-        {"seed": -1},
-        {"max_tokens": 0},
-        {"stop": ("",)},
-        {"stop_token_ids": (-1,)},
-        {"min_tokens": -1},
-        {"min_tokens": 5, "max_tokens": 4},
-        {"logit_bias": {3: 101}},
-        {"logit_bias": {-3: 1}},
-        {"logit_bias": ((3, 1), (3, 2))},
-        {"logit_bias": (3, 1)},
-        {"logit_bias": "3=1"},
-        {"presence_penalty": 2.1},
-        {"frequency_penalty": -2.1},
-        {"xtc_probability": 1.1},
-        {"xtc_threshold": 0.6},
-        {"dry_multiplier": -1},
-        {"dry_base": 0.9},
-        {"dry_allowed_length": 0},
-        {"dry_sequence_breakers": ("",)},
-        {"order": ("top_k", "xtc")},
-        {"order": (*STAGES, "dry")},
-        {"order": ("typical_p", *STAGES[1:])},
-        {"order": "top_k"},
-        {"logprobs": 101},
+        {"temperature": -0.1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1}, {"repetition_penalty": 0},
+        {"seed": -1}, {"max_tokens": 0}, {"stop": ("",)}, {"stop_token_ids": (-1,)}, {"min_tokens": -1},
+        {"min_tokens": 5, "max_tokens": 4}, {"logit_bias": {3: 101}}, {"logit_bias": {-3: 1}},
+        {"logit_bias": ((3, 1), (3, 2))}, {"logit_bias": (3, 1)}, {"logit_bias": "3=1"}, {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1}, {"xtc_probability": 1.1}, {"xtc_threshold": 0.6}, {"dry_multiplier": -1},
+        {"dry_base": 0.9}, {"dry_allowed_length": 0}, {"dry_sequence_breakers": ("",)}, {"order": ("top_k", "xtc")},
+        {"order": (*STAGES, "dry")}, {"order": ("typical_p", *STAGES[1:])}, {"order": "top_k"}, {"logprobs": 101},
         {"logprobs": -1},
     ],
-)
+)  # fmt: skip
 def test_sampling_out_of_range_is_refused_with_a_remedy(change: dict[str, object]) -> None:
     with pytest.raises(OptionError) as caught:
         Sampling(**change)  # type: ignore[arg-type]

@@ -8,16 +8,10 @@ from tokamac.engine.files import figures, size, sizes
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1_250, "1.25 kB"),
-        (1_250_000, "1.25 MB"),
-        (10**8, "100 MB"),
-        (2**34, "17.2 GB"),
-        (1_023_400_000_000, "1.02 TB"),
-        (-5, "-5 B"),
+        (0, "0 B"), (999, "999 B"), (1_250, "1.25 kB"), (1_250_000, "1.25 MB"), (10**8, "100 MB"), (2**34, "17.2 GB"),
+        (1_023_400_000_000, "1.02 TB"), (-5, "-5 B"),
     ],
-)
+)  # fmt: skip
 def test_a_size_is_written_in_three_figures(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
 

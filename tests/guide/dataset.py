@@ -380,19 +380,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 SYSTEM_PROMPTS = (
-    "Answer briefly.",
-    "You are a helpful assistant.",
-    "You are guide, the small model inside Tokamac.",
-    "Be concise and clear.",
-    "You are a helpful, honest assistant. Answer in plain words.",
-    "Explain things simply.",
-    "You are an expert on local language models.",
-    "Keep your answers short.",
-    "Answer the user's questions about Tokamac.",
-    "You are a terminal assistant. Use short sentences.",
-    "Help the user with this program.",
-    "Answer as well as you can.",
-)
+    "Answer briefly.", "You are a helpful assistant.", "You are guide, the small model inside Tokamac.",
+    "Be concise and clear.", "You are a helpful, honest assistant. Answer in plain words.", "Explain things simply.",
+    "You are an expert on local language models.", "Keep your answers short.",
+    "Answer the user's questions about Tokamac.", "You are a terminal assistant. Use short sentences.",
+    "Help the user with this program.", "Answer as well as you can.",
+)  # fmt: skip
 NONSENSE_SHARE = 0.2  # of in-scope questions, how many are copied as nonsense that must be declined
 
 CHAINED_SHARE = 0.04  # of all questions, how many come again in chains

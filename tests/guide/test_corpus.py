@@ -26,14 +26,11 @@ from tokamac.app.guide import REFUSAL, stems
 
 MODEL = Path(__file__).parents[2] / "assets" / "guide" / "model"
 DIALOGUE = [
-    {"role": "system", "content": "Answer briefly."},
-    {"role": "user", "content": "What is prefill?"},
+    {"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "What is prefill?"},
     {"role": "assistant", "content": "Prefill is the first phase of a reply."},
-    {"role": "user", "content": "  and `make chat` ... really\n\n? Grüße 🙂"},
-    {"role": "assistant", "content": ""},
-    {"role": "user", "content": "<|end|> ok"},
-    {"role": "assistant", "content": "Ctrl+O opens the list."},
-]
+    {"role": "user", "content": "  and `make chat` ... really\n\n? Grüße 🙂"}, {"role": "assistant", "content": ""},
+    {"role": "user", "content": "<|end|> ok"}, {"role": "assistant", "content": "Ctrl+O opens the list."},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -175,17 +172,13 @@ def test_facts_are_alternatives_found_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("? a question before any entry\n", "x.txt:1"),
-        ("[a]\n? q\n= an answer\nnonsense\n", "x.txt:4"),
-        ("[a]\n= an answer without a question\n", "x.txt:2"),
-        ("[a]\n? q\n+ fact\n", "x.txt:3"),
-        ("[a]\n? q\n= one\n~ late\n", "x.txt:4"),
-        ("[a]\n? q\n= one\n= two\n", "x.txt:4"),
-        ("[a]\n? q\n= answer\n+ missing\n", "[a]"),
-        ("[a]\n? q\n", "[a]"),
+        ("? a question before any entry\n", "x.txt:1"), ("[a]\n? q\n= an answer\nnonsense\n", "x.txt:4"),
+        ("[a]\n= an answer without a question\n", "x.txt:2"), ("[a]\n? q\n+ fact\n", "x.txt:3"),
+        ("[a]\n? q\n= one\n~ late\n", "x.txt:4"), ("[a]\n? q\n= one\n= two\n", "x.txt:4"),
+        ("[a]\n? q\n= answer\n+ missing\n", "[a]"), ("[a]\n? q\n", "[a]"),
         ("[a]\n? q\n= a\n+ a\n[a]\n? q\n= a\n+ a\n", "[a]"),
     ],
-)
+)  # fmt: skip
 def test_a_slip_is_an_error_that_names_its_place(tmp_path: Path, text: str, where: str) -> None:
     (tmp_path / "x.txt").write_text(text, encoding="utf-8")
     with pytest.raises(CorpusError, match=re.escape(where)):

@@ -181,15 +181,10 @@ def test_a_folder_without_a_record_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
-        {"format": None},
-        {"quality": 7},
-        {"quality": {}},
-        {"quality": []},
-        {"bits_per_weight": None},
+        {"format": 2}, {"format": None}, {"quality": 7}, {"quality": {}}, {"quality": []}, {"bits_per_weight": None},
         {"bits_per_weight": -1},
     ],
-)
+)  # fmt: skip
 def test_a_record_that_is_none_is_not_believed(plan: Plan, tmp_path: Path, change: dict[str, Any]) -> None:
     good = json.loads(record(plan, {}, Outcome(5.0, 0.1, GOOD), MADE))
     (tmp_path / RECORD).write_text(json.dumps({**good, **change}))
@@ -199,22 +194,11 @@ def test_a_record_that_is_none_is_not_believed(plan: Plan, tmp_path: Path, chang
 @pytest.mark.parametrize(
     "change",
     [
-        {"kl": "0"},
-        {"kl": True},
-        {"kl": float("nan")},
-        {"kl": 10**400},
-        {"top1": 1.1},
-        {"perplexity_ratio": 0},
-        {"positions": 0},
-        {"relative_error": -1},
-        {"layers": [{}]},
-        {"layers": None},
-        {"layers": [0] * 10_001},
-        {"changed": ["x"] * 4},
-        {"changed": ["x" * 601]},
-        {"changed": [1]},
+        {"kl": "0"}, {"kl": True}, {"kl": float("nan")}, {"kl": 10**400}, {"top1": 1.1}, {"perplexity_ratio": 0},
+        {"positions": 0}, {"relative_error": -1}, {"layers": [{}]}, {"layers": None}, {"layers": [0] * 10_001},
+        {"changed": ["x"] * 4}, {"changed": ["x" * 601]}, {"changed": [1]},
     ],
-)
+)  # fmt: skip
 def test_a_figure_that_is_none_is_not_believed(plan: Plan, tmp_path: Path, change: dict[str, Any]) -> None:
     good = json.loads(record(plan, {}, Outcome(5.0, 0.1, GOOD), MADE))
     good["quality"] |= change

@@ -257,14 +257,11 @@ def test_two_conversions_give_the_same_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("layers", "asked"),
     [
-        (12, {"method": "round", "verify": False}),
-        (12, {"method": "round"}),
-        (2, {}),
-        (2, {"mode": "nvfp4", "verify": False}),
-        (1, {"calibration": "shipped", "verify": False}),
+        (12, {"method": "round", "verify": False}), (12, {"method": "round"}), (2, {}),
+        (2, {"mode": "nvfp4", "verify": False}), (1, {"calibration": "shipped", "verify": False}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_memory_stays_within_the_plan_and_that_of_a_few_tensors(tmp_path, layers, asked):
     source = make_source(tmp_path, "llama", num_hidden_layers=layers, hidden_size=256, intermediate_size=512)
     plan = convert(source, dry_run=True, **asked)

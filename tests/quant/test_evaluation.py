@@ -98,13 +98,10 @@ def test_the_shipped_text_is_varied_and_nothing_in_it_is_filler() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "0 characters"),
-        (b" \n" * 2000, "0 characters"),
-        (b"short", "5 characters"),
-        (b"\xff\xfe" + b"x\0" * 2000, "not UTF-8"),
-        (b"abc\0" * 2000, "not text"),
+        (b"", "0 characters"), (b" \n" * 2000, "0 characters"), (b"short", "5 characters"),
+        (b"\xff\xfe" + b"x\0" * 2000, "not UTF-8"), (b"abc\0" * 2000, "not text"),
     ],
-)
+)  # fmt: skip
 def test_a_text_that_says_nothing_is_refused_by_name(tmp_path: Path, content: bytes, said: str) -> None:
     file = tmp_path / "mine.txt"
     file.write_bytes(content)

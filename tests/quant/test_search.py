@@ -242,19 +242,14 @@ def test_a_group_too_small_for_mlx_is_kept() -> None:
 @pytest.mark.parametrize(
     ("weight", "packing", "importance"),
     [
-        (mx.zeros((4, 64)), Packing(7), None),
-        (mx.zeros((4, 64)), Packing(4, 16), None),
-        (mx.zeros((4, 64)), Packing(4, 32, "mxfp4"), None),
-        (mx.zeros((4, 96)), Packing(4), None),
-        (mx.zeros((4, 64), mx.int32), Packing(4), None),
-        (mx.zeros((4, 64)), Packing(4), np.ones(32)),
-        (mx.zeros((4, 64)), Packing(4), np.ones((4, 64))),
-        (mx.zeros((2, 4, 64)), Packing(4), np.ones((4, 64))),
-        (mx.zeros((4, 64)), Packing(4), -np.ones(64)),
-        (mx.zeros((4, 64)), Packing(4), np.full(64, np.nan)),
+        (mx.zeros((4, 64)), Packing(7), None), (mx.zeros((4, 64)), Packing(4, 16), None),
+        (mx.zeros((4, 64)), Packing(4, 32, "mxfp4"), None), (mx.zeros((4, 96)), Packing(4), None),
+        (mx.zeros((4, 64), mx.int32), Packing(4), None), (mx.zeros((4, 64)), Packing(4), np.ones(32)),
+        (mx.zeros((4, 64)), Packing(4), np.ones((4, 64))), (mx.zeros((2, 4, 64)), Packing(4), np.ones((4, 64))),
+        (mx.zeros((4, 64)), Packing(4), -np.ones(64)), (mx.zeros((4, 64)), Packing(4), np.full(64, np.nan)),
         (mx.zeros((4, 64)), Packing(4), np.full(64, np.inf)),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_searched_is_refused(weight, packing, importance) -> None:
     with pytest.raises(ValueError, match=r"can't be|does not fit|must be"):
         search(weight, packing, importance)
@@ -494,15 +489,11 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("kind", "memory", "weight_bytes", "weights"),
     [
-        ("cpu", 64 * GIB, 80, SMALLEST),
-        ("metal", None, 80, SMALLEST),
-        ("metal", 8 * GIB, 80, 1 << 23),
-        ("metal", 16 * GIB, 80, 1 << 24),
-        ("metal", 8 * GIB, 140, 1 << 22),
-        ("metal", 512 * GIB, 80, LARGEST),
+        ("cpu", 64 * GIB, 80, SMALLEST), ("metal", None, 80, SMALLEST), ("metal", 8 * GIB, 80, 1 << 23),
+        ("metal", 16 * GIB, 80, 1 << 24), ("metal", 8 * GIB, 140, 1 << 22), ("metal", 512 * GIB, 80, LARGEST),
         ("cuda", 1 * GIB, 140, SMALLEST),
     ],
-)
+)  # fmt: skip
 def test_a_block_grows_with_the_gpus_memory(
     kind: DeviceKind, memory: int | None, weight_bytes: int, weights: int
 ) -> None:

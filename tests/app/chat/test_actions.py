@@ -220,22 +220,15 @@ def test_a_key_can_be_given_up_where_a_command_or_the_palette_is_left() -> None:
         ("explian", ("f18",), "no such action; the nearest: explain"),
         ("explian", ("f18",), "/keys, or tokamac help keys, lists all"),
         ("explain", ("ctrl+k x",), "does not begin with the leader key"),
-        ("explain", ("leader up",), "does not end with one letter"),
-        ("zzz", ("f18",), "no such action"),
-        ("send", ("f18",), "fixed"),
-        ("explain", ("f3",), "already a key of what_if"),
-        ("explain", ("enter",), "already a key of send"),
-        ("edit", ("ctrl+r",), "already a key of search_prompts"),
-        ("explain", ("x",), "needed for writing"),
-        ("explain", ("shift+x",), "needed for writing"),
-        ("explain", ("left",), "needed for writing"),
-        ("explain", ("ctrl+m",), "as Enter"),
-        ("explain", ("hyper+x",), "no key"),
-        ("explain", ("f99",), "no key"),
-        ("explain", ("ctrl+",), "no key"),
+        ("explain", ("leader up",), "does not end with one letter"), ("zzz", ("f18",), "no such action"),
+        ("send", ("f18",), "fixed"), ("explain", ("f3",), "already a key of what_if"),
+        ("explain", ("enter",), "already a key of send"), ("edit", ("ctrl+r",), "already a key of search_prompts"),
+        ("explain", ("x",), "needed for writing"), ("explain", ("shift+x",), "needed for writing"),
+        ("explain", ("left",), "needed for writing"), ("explain", ("ctrl+m",), "as Enter"),
+        ("explain", ("hyper+x",), "no key"), ("explain", ("f99",), "no key"), ("explain", ("ctrl+",), "no key"),
         ("again", (), "could not be reached"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_had_is_named_with_its_reason(name: str, keys: tuple[str, ...], why: str) -> None:
     made = keymap({name: keys})
     (warning,) = made.warnings

@@ -145,18 +145,14 @@ def test_a_hostile_file_is_made_safe_in_its_text_and_its_name(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("none.txt", "There is no file none.txt"),
-        ("folder", "folder is a folder"),
-        ("picture.png", "picture.png is a binary file"),
-        ("latin.txt", "latin.txt is not UTF-8 text"),
-        ("pipe", "pipe is not a regular file"),
-        ("socket", "socket is not a regular file"),
-        ("large.txt", "large.txt has 4.0 MB; the limit is 4"),
-        ("a\0b", "a�b can't be read"),
+        ("none.txt", "There is no file none.txt"), ("folder", "folder is a folder"),
+        ("picture.png", "picture.png is a binary file"), ("latin.txt", "latin.txt is not UTF-8 text"),
+        ("pipe", "pipe is not a regular file"), ("socket", "socket is not a regular file"),
+        ("large.txt", "large.txt has 4.0 MB; the limit is 4"), ("a\0b", "a�b can't be read"),
         ("~nobody-of-that-name/x", "There is no file ~nobody-of-that-name/x"),
         ("/dev/zero", "/dev/zero is not a regular file"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_text_is_refused_by_name_and_at_once(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
@@ -235,14 +231,10 @@ def test_a_pdf_without_text_and_one_that_is_none_are_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("@", PartialPath(0, "")),
-        ("see @app/tu", PartialPath(4, "app/tu")),
-        ("(@x", PartialPath(1, "x")),
-        ("somebody@home", None),
-        ("@done and more", None),
-        ("", None),
+        ("@", PartialPath(0, "")), ("see @app/tu", PartialPath(4, "app/tu")), ("(@x", PartialPath(1, "x")),
+        ("somebody@home", None), ("@done and more", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_a_file_is_named_in_a_word_that_begins_with_an_at_sign(line: str, found: PartialPath | None) -> None:
     assert path_at(line, len(line)) == found
     assert path_at(line + " more", len(line)) == found

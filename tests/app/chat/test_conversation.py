@@ -690,15 +690,12 @@ def test_what_a_model_can_not_be_told_is_left_out_and_said_once() -> None:
 @pytest.mark.parametrize(
     ("options", "short"),
     [
-        (TemplateOptions(), ""),
-        (OFF, "thinking off"),
-        (TemplateOptions("off", 5), "thinking off"),
-        (TemplateOptions("high"), "thinking high"),
-        (TemplateOptions(None, 2000), "thinking ≤ 2.00k"),
+        (TemplateOptions(), ""), (OFF, "thinking off"), (TemplateOptions("off", 5), "thinking off"),
+        (TemplateOptions("high"), "thinking high"), (TemplateOptions(None, 2000), "thinking ≤ 2.00k"),
         (TemplateOptions("on", 32_000, ["a=1"]), "thinking on ≤ 32.0k, 1 template option"),
         (TemplateOptions(keywords=["a=1", "b=2"]), "2 template options"),
     ],
-)
+)  # fmt: skip
 def test_the_state_is_said_in_few_words(options: TemplateOptions, short: str) -> None:
     assert state(options) == short
     assert sentences(options, THINKS).endswith("qwen supports: on, off.")

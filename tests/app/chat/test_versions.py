@@ -244,16 +244,11 @@ def test_each_value_of_a_setting_is_a_variant(answered: Session) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("temperature 1", "2 to 8"),
-        ("temperature 1 2 3 4 5 6 7 8 9", "2 to 8"),
-        ("temperature warm cold", "Temperature"),
-        ("temperature 1 -3", "temperature"),
-        ("kv-bits 16 7", "7"),
-        ("order a b", "can't be compared"),
-        ("\x1b[2J a b", "can't be compared"),
-        ("thinking on off", "no switch"),
+        ("temperature 1", "2 to 8"), ("temperature 1 2 3 4 5 6 7 8 9", "2 to 8"),
+        ("temperature warm cold", "Temperature"), ("temperature 1 -3", "temperature"), ("kv-bits 16 7", "7"),
+        ("order a b", "can't be compared"), ("\x1b[2J a b", "can't be compared"), ("thinking on off", "no switch"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_compared_is_refused(answered: Session, text: str, why: str) -> None:
     with pytest.raises(TokamacError, match=why) as refused:
         versions.compared(text, answered.settings, model_spec("m"))

@@ -243,29 +243,23 @@ WRONG = "PRAGMA ignore_check_constraints = ON; UPDATE "
     [
         (given(chats=b"not a database" * 999), "can't be used"),
         (lambda members, _: {**members, "chats.db": members["chats.db"][:9000]}, "can't be used"),
-        (worked("PRAGMA application_id = 1"), "another program"),
-        (worked("PRAGMA user_version = 99"), "newer tokamac"),
-        (worked(VIEW), "can't be used"),
-        (worked("DROP TABLE attachments"), "can't be used"),
-        (worked(COMPUTED), "can't be used"),
-        (worked(LOOSE, f"{WRONG} messages SET role = 'root'"), "is no backup"),
+        (worked("PRAGMA application_id = 1"), "another program"), (worked("PRAGMA user_version = 99"), "newer tokamac"),
+        (worked(VIEW), "can't be used"), (worked("DROP TABLE attachments"), "can't be used"),
+        (worked(COMPUTED), "can't be used"), (worked(LOOSE, f"{WRONG} messages SET role = 'root'"), "is no backup"),
         (worked(LOOSE, f"{WRONG} messages SET text = x'00ff'"), "is no backup"),
         (worked(LOOSE, f"{WRONG} messages SET created_at = 'noon'"), "is no backup"),
         (worked(LOOSE, f"{WRONG} messages SET created_at = 1e300"), "is no backup"),
         (worked(LOOSE, f"{WRONG} messages SET metrics = '['"), "is no backup"),
         (worked(LOOSE, f"{WRONG} chats SET draft = x'00ff'"), "is no backup"),
-        (worked(LOOSE, f"{WRONG} chats SET id = '../' || id"), ""),
-        (given(settings=b"model = "), "is no backup"),
-        (given(settings=b"\xff"), "is no backup"),
-        (given(settings=b"a" * (5 << 20)), "too large"),
-        (given(other=b"x"), "which no backup does"),
-        (given(manifest=b"["), "is no backup"),
+        (worked(LOOSE, f"{WRONG} chats SET id = '../' || id"), ""), (given(settings=b"model = "), "is no backup"),
+        (given(settings=b"\xff"), "is no backup"), (given(settings=b"a" * (5 << 20)), "too large"),
+        (given(other=b"x"), "which no backup does"), (given(manifest=b"["), "is no backup"),
         (given(manifest=b'{"format": "other"}'), "tokamac-backup"),
         (given(manifest=b'{"format": "tokamac-backup", "version": 2}'), "Update tokamac"),
         (given(manifest=b" " * (1 << 20)), "too large"),
         (lambda members, _: {name: members[name] for name in ("manifest.json", "settings.toml")}, "missing"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_or_foreign_backup_is_one_line(
     tokamac: Run, tmp_path: Path, members: dict[str, bytes], change: Callable[[dict[str, bytes], Path], Any], why: str
 ) -> None:

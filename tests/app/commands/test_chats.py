@@ -194,18 +194,14 @@ def test_what_was_deleted_long_ago_is_removed_by_what_writes(tokamac: Run, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("eat", "'eat'"),
-        ("show", "show needs an ID"),
-        ("import", "import needs a FILE"),
-        ("list abc", "takes neither"),
-        ("repair abc", "takes neither"),
+        ("eat", "'eat'"), ("show", "show needs an ID"), ("import", "import needs a FILE"),
+        ("list abc", "takes neither"), ("repair abc", "takes neither"),
         ("show abc -o x.md", "--output has no effect with show"),
         ("export abc --deleted", "--deleted has no effect with export"),
         ("list --set-aside", "--set-aside has no effect with list"),
-        ("delete abc --set-aside", "--set-aside has no effect with delete"),
-        ("show abc def", "unrecognized"),
+        ("delete abc --set-aside", "--set-aside has no effect with delete"), ("show abc def", "unrecognized"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage(tokamac: Run, arguments: str, text: str) -> None:
     assert failed(tokamac("chats", *arguments.split()), 2, text)
 

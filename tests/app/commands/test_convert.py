@@ -94,18 +94,14 @@ def test_calibration_is_the_shipped_text_or_a_file() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--bits", "7"), "--bits"),
-        (("--bits", "4", "--target-bpw", "4.5"), "contradict"),
+        (("--bits", "7"), "--bits"), (("--bits", "4", "--target-bpw", "4.5"), "contradict"),
         (("--recipe", "mixed_4_6", "--target-bpw", "4.5"), "contradict"),
-        (("--mode", "mxfp4", "--bits", "8"), "mxfp4 has 4 bits"),
-        (("--mode", "mxfp8", "--method", "search"), "affine"),
-        (("--mode", "mxfp4", "--method", "gptq"), "affine"),
-        (("--dequantize", "--bits", "4"), "--dequantize"),
-        (("--method", "round", "--calibration"), "looks at no text"),
-        (("--target-bpw", "1"), "out of range"),
+        (("--mode", "mxfp4", "--bits", "8"), "mxfp4 has 4 bits"), (("--mode", "mxfp8", "--method", "search"), "affine"),
+        (("--mode", "mxfp4", "--method", "gptq"), "affine"), (("--dequantize", "--bits", "4"), "--dequantize"),
+        (("--method", "round", "--calibration"), "looks at no text"), (("--target-bpw", "1"), "out of range"),
         (("--target-bpw", "four"), "--target-bpw"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_contradict_each_other_are_wrong_usage(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
     done = tokamac("convert", "source", *flags)
     assert (done.status, done.out) == (2, "")

@@ -86,14 +86,9 @@ def test_json_lines_have_their_own_sampling_over_what_the_flags_say() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("not json", "it is not JSON"),
-        ("[" * 100_000, "it is not JSON"),
-        ("9" * 5000, "too many digits"),
-        ("3", "JSON object"),
-        ("{}", "neither prompt nor messages"),
-        ('{"prompt": "a", "messages": []}', "both"),
-        ('{"prompt": 3}', "its prompt is not a string"),
-        ('{"prompt": "  "}', "its prompt is empty"),
+        ("not json", "it is not JSON"), ("[" * 100_000, "it is not JSON"), ("9" * 5000, "too many digits"),
+        ("3", "JSON object"), ("{}", "neither prompt nor messages"), ('{"prompt": "a", "messages": []}', "both"),
+        ('{"prompt": 3}', "its prompt is not a string"), ('{"prompt": "  "}', "its prompt is empty"),
         ('{"prompt": "a", "temp": 1}', "Did you mean temperature?"),
         ('{"prompt": "a", "max_token": 1}', "Did you mean max_tokens?"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature 'hot' is not a number"),
@@ -108,7 +103,7 @@ def test_json_lines_have_their_own_sampling_over_what_the_flags_say() -> None:
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "it has no message of the user"),
         ('{"messages": "a"}', "not a list"),
     ],
-)
+)  # fmt: skip
 def test_a_line_that_can_not_be_used_says_why_and_stands_alone(line: str, said: str) -> None:
     before, bad, after = parsed(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "b"}}\n'.encode())
     assert (before.error, after.error) == (None, None)

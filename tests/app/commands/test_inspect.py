@@ -113,22 +113,15 @@ def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--chip", "Apple M4 Max"), "32 or 40"),
-        (("--chip", "M4 Mox"), "M4 Max"),
-        (("--chip", "M4 Max", "--gpu-cores", "20"), "32, 40"),
-        (("--gpu-cores", "40"), "without --chip"),
-        (("--memory", "0"), "--memory"),
-        (("--memory", "nan"), "--memory"),
-        (("--group-size", "32"), "without --bits"),
-        (("--bits", "16", "--group-size", "32"), "without --bits"),
-        (("--bits", "7"), "--bits"),
-        (("--context", "100", "--prompt", "101"), "--prompt"),
-        (("--plot", "--json"), "--plot"),
-        (("--parallel", "0"), "--parallel"),
-        (("--acceptance", "0.7,1.2"), "'1.2' is not an acceptance rate"),
+        (("--chip", "Apple M4 Max"), "32 or 40"), (("--chip", "M4 Mox"), "M4 Max"),
+        (("--chip", "M4 Max", "--gpu-cores", "20"), "32, 40"), (("--gpu-cores", "40"), "without --chip"),
+        (("--memory", "0"), "--memory"), (("--memory", "nan"), "--memory"), (("--group-size", "32"), "without --bits"),
+        (("--bits", "16", "--group-size", "32"), "without --bits"), (("--bits", "7"), "--bits"),
+        (("--context", "100", "--prompt", "101"), "--prompt"), (("--plot", "--json"), "--plot"),
+        (("--parallel", "0"), "--parallel"), (("--acceptance", "0.7,1.2"), "'1.2' is not an acceptance rate"),
         (("--acceptance", "most"), "such as 0.7 or 70%"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
     done = tokamac("inspect", "guide", *flags)
     assert done.status == 2

@@ -255,20 +255,12 @@ NAME = "x" * 10_000
 @pytest.mark.parametrize(
     "arguments",
     [
-        (NAME,),
-        (f"--{NAME}",),
-        ("ask", "hi", "-m", NAME),
-        ("ask", "hi", "-m", f"/{NAME}"),
-        ("ask", "hi", "-f", NAME),
-        ("ask", "hi", f"--{NAME}"),
-        ("inspect", "a b " * 3000),
-        ("convert", "y/" * 5000),
-        ("models", "pull", f"org/{NAME}"),
-        ("models", "remove", NAME),
-        ("chats", "show", NAME),
+        (NAME,), (f"--{NAME}",), ("ask", "hi", "-m", NAME), ("ask", "hi", "-m", f"/{NAME}"), ("ask", "hi", "-f", NAME),
+        ("ask", "hi", f"--{NAME}"), ("inspect", "a b " * 3000), ("convert", "y/" * 5000),
+        ("models", "pull", f"org/{NAME}"), ("models", "remove", NAME), ("chats", "show", NAME),
     ],
     ids=lambda arguments: " ".join(word[:12] for word in arguments),
-)
+)  # fmt: skip
 def test_a_name_of_thousands_of_characters_is_not_printed_whole(tokamac: Run, arguments: tuple[str, ...]) -> None:
     done = tokamac(*arguments)
     assert done.status in (1, 2)

@@ -62,29 +62,20 @@ def test_the_general_help_lists_every_command(tokamac: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["frobnicate"], "no command 'frobnicate'"),
-        (["ask", "hi", "--frobnicate"], "--frobnicate"),
-        (["ask", "hi", "--temp", "hot"], "--temp"),
-        (["ask", "hi", "--temp", "-1"], "--temp"),
-        (["ask", "hi", "--temp", "nan"], "--temp"),
-        (["ask", "hi", "--top-p", "0"], "--top-p"),
-        (["ask", "hi", "--top-k", "-1"], "--top-k"),
-        (["ask", "hi", "--min-p", "1"], "--min-p"),
-        (["ask", "hi", "--repetition-penalty", "9"], "--repetition-penalty"),
-        (["ask", "hi", "--seed", "-3"], "--seed"),
-        (["ask", "hi", "--max-tokens", "0"], "--max-tokens"),
-        (["ask", "hi", "--stop", ""], "--stop"),
-        (["ask", "hi", "--kv-bits", "7"], "--kv-bits"),
-        (["ask", "hi", "--kv-bits", "8,4,2"], "--kv-bits"),
+        (["frobnicate"], "no command 'frobnicate'"), (["ask", "hi", "--frobnicate"], "--frobnicate"),
+        (["ask", "hi", "--temp", "hot"], "--temp"), (["ask", "hi", "--temp", "-1"], "--temp"),
+        (["ask", "hi", "--temp", "nan"], "--temp"), (["ask", "hi", "--top-p", "0"], "--top-p"),
+        (["ask", "hi", "--top-k", "-1"], "--top-k"), (["ask", "hi", "--min-p", "1"], "--min-p"),
+        (["ask", "hi", "--repetition-penalty", "9"], "--repetition-penalty"), (["ask", "hi", "--seed", "-3"], "--seed"),
+        (["ask", "hi", "--max-tokens", "0"], "--max-tokens"), (["ask", "hi", "--stop", ""], "--stop"),
+        (["ask", "hi", "--kv-bits", "7"], "--kv-bits"), (["ask", "hi", "--kv-bits", "8,4,2"], "--kv-bits"),
         (["ask", "hi", "--kv-bits", ""], "--kv-bits"),
         (["ask", "hi", "--kv-group-size", "48", "--kv-bits", "8"], "--kv-group-size"),
         (["ask", "hi", "--kv-group-size", "32"], "without --kv-bits"),
-        (["ask", "hi", "--kv-window", "1"], "--kv-window"),
-        (["ask", "hi", "--kv-keep", "8"], "without --kv-window"),
+        (["ask", "hi", "--kv-window", "1"], "--kv-window"), (["ask", "hi", "--kv-keep", "8"], "without --kv-window"),
         (["ask", "hi", "--kv-keep", "some", "--kv-window", "64"], "--kv-keep"),
         (["ask", "hi", "--kv-keep", "64", "--kv-window", "64"], "--kv-keep"),
-        (["ask", "hi", "--logprobs"], "without --json"),
-        (["ask", "hi", "--json", "--logprobs", "-1"], "--logprobs"),
+        (["ask", "hi", "--logprobs"], "without --json"), (["ask", "hi", "--json", "--logprobs", "-1"], "--logprobs"),
         (["ask", "--json", "--logprobs", "hi"], "PROMPT stands before --logprobs"),
         (["ask", "hi", "--logit-bias", "5"], "'5' is not a token id with a bias"),
         (["ask", "hi", "--logit-bias", "5=900"], "--logit-bias"),
@@ -95,31 +86,22 @@ def test_the_general_help_lists_every_command(tokamac: Run) -> None:
         (["ask", "hi", "--dry-base", "2"], "without --dry-multiplier"),
         (["ask", "hi", "--sampler-order", "top_k,top_p"], "leaves out penalties"),
         (["bench", "--dry-multiplier", "1", "--compare", "mlx-lm"], "--dry-multiplier has no effect with --compare"),
-        (["ask"], "prompt is empty"),
-        (["ask", "  "], "prompt is empty"),
-        (["ask", "-"], "prompt is empty"),
-        (["convert"], "SOURCE"),
-        (["convert", "x", "--bits", "7"], "--bits"),
-        (["convert", "x", "--group-size", "8"], "--group-size"),
-        (["convert", "x", "--dtype", "int8"], "--dtype"),
-        (["inspect"], "MODEL"),
-        (["inspect", "guide", "--context", "0"], "--context"),
+        (["ask"], "prompt is empty"), (["ask", "  "], "prompt is empty"), (["ask", "-"], "prompt is empty"),
+        (["convert"], "SOURCE"), (["convert", "x", "--bits", "7"], "--bits"),
+        (["convert", "x", "--group-size", "8"], "--group-size"), (["convert", "x", "--dtype", "int8"], "--dtype"),
+        (["inspect"], "MODEL"), (["inspect", "guide", "--context", "0"], "--context"),
         (["bench", "--runs", "0"], "--runs"),
         (["bench", "--machine", "--temp", "0"], "--temp has no effect with --machine"),
         (["bench", "--kv-quality", "--plot", "a.svg"], "--plot has no effect with --kv-quality"),
-        (["bench", "--prompt", "many"], "--prompt"),
-        (["models", "eat"], "'eat'"),
+        (["bench", "--prompt", "many"], "--prompt"), (["models", "eat"], "'eat'"),
         (["ask", "hi", "-m", "gpt2"], "the nearest are gpt-oss-20b"),
         (["ask", "hi", "-m", "llama3.2"], "several models: Llama-3.2-1B, Llama-3.2-3B"),
-        (["chat", "-m", "guide", "guide"], "MODEL once"),
-        (["models", "pull", "qwen3"], "several models: Qwen3-0.6B, "),
-        (["models", "pull"], "needs an ID"),
-        (["models", "list", "org/name"], "takes no ID"),
-        (["chat", "--continue", "--chat", "k3v7q2ab"], "--chat"),
-        (["chat", "--temp", "99"], "--temp"),
+        (["chat", "-m", "guide", "guide"], "MODEL once"), (["models", "pull", "qwen3"], "several models: Qwen3-0.6B, "),
+        (["models", "pull"], "needs an ID"), (["models", "list", "org/name"], "takes no ID"),
+        (["chat", "--continue", "--chat", "k3v7q2ab"], "--chat"), (["chat", "--temp", "99"], "--temp"),
         (["--temp", "-1"], "--temp"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_one_line_that_names_the_mistake(tokamac: Run, arguments: list[str], said: str) -> None:
     result = tokamac(*arguments)
     assert result.status == 2
@@ -131,20 +113,17 @@ def test_wrong_usage_is_one_line_that_names_the_mistake(tokamac: Run, arguments:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ask", "hi", "-m", "./nothing"], "no folder"),
-        (["ask", "hi", "-f", "missing.txt"], "no file missing.txt"),
+        (["ask", "hi", "-m", "./nothing"], "no folder"), (["ask", "hi", "-f", "missing.txt"], "no file missing.txt"),
         (["ask", "hi", "-f", "."], "is a folder"),
         (["ask", "hi", "-f", "~nobody-of-that-name/x"], "no file ~nobody-of-that-name/x"),
         (["ask", "hi", "--adapter", "~nobody-of-that-name/x"], "no folder"),
         (["convert", "guide", "-o", "~nobody-of-that-name/x"], "no home folder for ~nobody-of-that-name/x"),
         (["convert", "guide", "--into", "~nobody-of-that-name"], "no home folder for ~nobody-of-that-name"),
-        (["inspect", "./nothing"], "no folder"),
-        (["inspect", "org/name"], "models pull"),
-        (["convert", "./nothing"], "no folder"),
-        (["bench", "./nothing"], "no folder"),
+        (["inspect", "./nothing"], "no folder"), (["inspect", "org/name"], "models pull"),
+        (["convert", "./nothing"], "no folder"), (["bench", "./nothing"], "no folder"),
         (["models", "remove", "org/name"], "not on this disk"),
     ],
-)
+)  # fmt: skip
 def test_a_failure_is_one_line_and_exit_1(tokamac: Run, arguments: list[str], said: str) -> None:
     result = tokamac(*arguments)
     assert result.status == 1
@@ -330,14 +309,10 @@ def test_where_a_command_has_the_name_too_its_own_help_comes_first(tokamac: Run,
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("kvv", "kv"),
-        ("memmory", "memory"),
-        ("exit-codes", "exit"),
-        ("env", "environment"),
-        ("bnech", "bench"),
+        ("kvv", "kv"), ("memmory", "memory"), ("exit-codes", "exit"), ("env", "environment"), ("bnech", "bench"),
         ("qqqq", None),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_topic_is_one_line_with_the_nearest(tokamac: Run, word: str, meant: str | None) -> None:
     done = tokamac("help", word)
     question = f"; did you mean tokamac help {meant}?" if meant else "."
@@ -419,17 +394,11 @@ SHORT = ("--prompt", "16", "--max-tokens", "4")
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("chta", "tokamac chat"),
-        ("askk", "tokamac ask"),
-        ("Bench", "tokamac bench"),
-        ("version", "tokamac --version"),
-        ("settings", "/settings in the chat"),
-        ("pull", "tokamac models pull"),
-        ("qwen3:8b", "tokamac chat qwen3:8b"),
-        ("guide", "tokamac chat guide"),
-        ("mlx-community/Qwen3-8B-4bit", "tokamac chat mlx-community/Qwen3-8B-4bit"),
+        ("chta", "tokamac chat"), ("askk", "tokamac ask"), ("Bench", "tokamac bench"), ("version", "tokamac --version"),
+        ("settings", "/settings in the chat"), ("pull", "tokamac models pull"), ("qwen3:8b", "tokamac chat qwen3:8b"),
+        ("guide", "tokamac chat guide"), ("mlx-community/Qwen3-8B-4bit", "tokamac chat mlx-community/Qwen3-8B-4bit"),
     ],
-)
+)  # fmt: skip
 def test_a_word_that_is_no_command(tokamac: Run, written: str, meant: str) -> None:
     done = tokamac(written)
     said = f"tokamac: there is no command {written!r}; did you mean {meant}? See `tokamac --help`.\n"
@@ -445,15 +414,12 @@ def test_a_word_that_is_like_nothing_gets_no_guess(tokamac: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "piped"),
     [
-        (["What is decode?", "-m", "guide"], b""),
-        (["-m", "guide", "--temp", "0", "What is decode?"], b""),
+        (["What is decode?", "-m", "guide"], b""), (["-m", "guide", "--temp", "0", "What is decode?"], b""),
         (["run", "guide", "What", "is", "decode?", "--temp", "0"], b""),
-        (["run", "guide", "--temp", "0"], b"What is decode?"),
-        (["summarise", "-m", "guide"], b"decode"),
-        (["-m", "guide"], b"What is decode?"),
-        ([], b"What is decode?"),
+        (["run", "guide", "--temp", "0"], b"What is decode?"), (["summarise", "-m", "guide"], b"decode"),
+        (["-m", "guide"], b"What is decode?"), ([], b"What is decode?"),
     ],
-)
+)  # fmt: skip
 def test_a_question_or_a_pipe_is_answered_without_a_command(tokamac: Run, arguments: list[str], piped: bytes) -> None:
     """stdin is a pipe, or a file that nobody can take for one."""
     with pipe_of(piped) if piped else Path(os.devnull).open() as stdin:
@@ -486,15 +452,11 @@ def test_run_is_chat(tokamac: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
-        ("ask hi --jsno", "--json"),
-        ("chat --plian", "--plain"),
-        ("inspect guide --contxt=512", "--context"),
-        ("cache check --kv-bit 8", "--kv-bits"),
-        ("models lst", "list"),
-        ("cache --json claer", "clear"),
+        ("ask hi --jsno", "--json"), ("chat --plian", "--plain"), ("inspect guide --contxt=512", "--context"),
+        ("cache check --kv-bit 8", "--kv-bits"), ("models lst", "list"), ("cache --json claer", "clear"),
         ("chats exprot k3v7", "export"),
     ],
-)
+)  # fmt: skip
 def test_a_flag_or_an_action_that_is_mistyped(tokamac: Run, arguments: str, meant: str) -> None:
     command, *_ = words = arguments.split()
     done = tokamac(*words)

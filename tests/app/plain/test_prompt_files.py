@@ -40,18 +40,13 @@ def test_front_matter_sets_what_it_names_and_words_go_where_the_text_says(tmp_pa
 @pytest.mark.parametrize(
     ("front", "line", "why"),
     [
-        ("temprature: 0.2", 2, "did you mean temperature"),
-        ("\nwindow: 4096", 3, "a prompt has no 'window'"),
-        ("temperature: hot", 2, "temperature"),
-        ("temperature: 99", 2, "temperature"),
-        ("top_k: 1\ntop_k: 2", 3, "given twice"),
-        ("just words", 2, "is no setting"),
-        ("schema: none.json", 2, "can't be read"),
-        ("schema: [1]", 2, "can't be read"),
-        ("description: [1]", 2, "not a text"),
-        ("model: \x1b[31m7", 2, "model"),
+        ("temprature: 0.2", 2, "did you mean temperature"), ("\nwindow: 4096", 3, "a prompt has no 'window'"),
+        ("temperature: hot", 2, "temperature"), ("temperature: 99", 2, "temperature"),
+        ("top_k: 1\ntop_k: 2", 3, "given twice"), ("just words", 2, "is no setting"),
+        ("schema: none.json", 2, "can't be read"), ("schema: [1]", 2, "can't be read"),
+        ("description: [1]", 2, "not a text"), ("model: \x1b[31m7", 2, "model"),
     ],
-)
+)  # fmt: skip
 def test_bad_front_matter_is_one_line_that_names_the_file(tmp_path: Path, front: str, line: int, why: str) -> None:
     folder = made(tmp_path, f"---\n{front}\n---\nText")
     if "\x1b" in front:  # a model's name is whatever it is: it is shown safely, where it is shown

@@ -152,14 +152,10 @@ def test_thinking_is_apart(scripted: Scripted) -> None:
 @pytest.mark.parametrize(
     ("think", "mode", "ignored"),
     [
-        (None, None, []),
-        (True, "on", []),
-        (False, "off", []),
-        ("low", "low", []),
-        ("medium", "on", []),
+        (None, None, []), (True, "on", []), (False, "off", []), ("low", "low", []), ("medium", "on", []),
         ("max", "high", []),
     ],
-)
+)  # fmt: skip
 def test_how_much_is_thought(think: object, mode: str | None, ignored: list[str]) -> None:
     exchange = OllamaChat({"messages": user("Hi"), "think": think}, ServedModel("m", SPEC))
     assert (exchange.request.template.thinking, list(exchange.ignored)) == (mode, ignored)

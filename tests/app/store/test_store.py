@@ -76,16 +76,11 @@ def test_a_models_title_replaces_words_and_never_the_users(store: Store) -> None
 @pytest.mark.parametrize(
     ("text", "title"),
     [
-        ("", ""),
-        (" \n\t\n", ""),
-        ("hello", "hello"),
-        ("\n\n- [ ] todo\nx", "[ ] todo"),
-        ("```python\nprint(1)\n```", "print(1)"),
-        ("a " * 50, "a " * 29 + "a…"),
-        ("x" * 100, "x" * (TITLE_CHARS - 1) + "…"),
-        ("---\nreal", "real"),
+        ("", ""), (" \n\t\n", ""), ("hello", "hello"), ("\n\n- [ ] todo\nx", "[ ] todo"),
+        ("```python\nprint(1)\n```", "print(1)"), ("a " * 50, "a " * 29 + "a…"),
+        ("x" * 100, "x" * (TITLE_CHARS - 1) + "…"), ("---\nreal", "real"),
     ],
-)
+)  # fmt: skip
 def test_a_title_is_the_first_line_that_says_something(text: str, title: str) -> None:
     assert title_of(text) == title
 
@@ -370,33 +365,12 @@ def found(store: Store, typed: str) -> list[int]:
 @pytest.mark.parametrize(
     ("typed", "indices"),
     [
-        ("tokens", [1, 0]),
-        ("TOKENS cafe", [0]),
-        ("tok", [1, 0]),
-        ("tok ", []),
-        ("win keeps", []),
-        ("keeps win", [0]),
-        ("4,096", [0]),
-        ("->", [1]),
-        ("😀", [1]),
-        ("decode 😀", [1]),
-        ("window 😀", []),
-        ("力机", [2]),
-        ("トーク", [2]),
-        ("%", []),
-        ("_", []),
-        ("near(a", [3]),
-        ('"quoted"', [3]),
-        ("text*", [3]),
-        ("col:x", [3]),
-        ("a OR zzz", []),
-        ("quoted NOT text", []),
-        ("{curly}", [3]),
-        ("", []),
-        (" ", []),
-        ("zzz", []),
+        ("tokens", [1, 0]), ("TOKENS cafe", [0]), ("tok", [1, 0]), ("tok ", []), ("win keeps", []), ("keeps win", [0]),
+        ("4,096", [0]), ("->", [1]), ("😀", [1]), ("decode 😀", [1]), ("window 😀", []), ("力机", [2]), ("トーク", [2]),
+        ("%", []), ("_", []), ("near(a", [3]), ('"quoted"', [3]), ("text*", [3]), ("col:x", [3]), ("a OR zzz", []),
+        ("quoted NOT text", []), ("{curly}", [3]), ("", []), (" ", []), ("zzz", []),
     ],
-)
+)  # fmt: skip
 def test_all_words_must_be_there_and_the_last_may_be_a_beginning(texts: Store, typed: str, indices: list[int]) -> None:
     assert found(texts, typed) == indices
 

@@ -51,14 +51,11 @@ def chat(title: str, model: str = "org/model") -> StoredChat:
 @pytest.mark.parametrize(
     ("room", "row"),
     [
-        (80, f"  {'t' * 40}  5 minutes ago · model · {ID}"),
-        (64, f"  {'t' * 23}…  5 minutes ago · model · {ID}"),
-        (60, f"  {'t' * 35}…  model · {ID}"),
-        (50, f"  {'t' * 25}…  model · {ID}"),
-        (40, f"  {'t' * 23}…  {ID}"),
+        (80, f"  {'t' * 40}  5 minutes ago · model · {ID}"), (64, f"  {'t' * 23}…  5 minutes ago · model · {ID}"),
+        (60, f"  {'t' * 35}…  model · {ID}"), (50, f"  {'t' * 25}…  model · {ID}"), (40, f"  {'t' * 23}…  {ID}"),
         (20, f"  {'t' * 17}…"),
     ],
-)
+)  # fmt: skip
 def test_what_gives_way_to_a_long_title(room: int, row: str) -> None:
     assert chat_row(chat("t" * 40), is_open=False, seconds=300, room=room).plain == row
 
@@ -86,14 +83,11 @@ def test_a_row_tells_what_goes_on_in_its_chat_its_date_its_pin_and_its_folder() 
 @pytest.mark.parametrize(
     ("at", "group", "date"),
     [
-        ("2026-11-23 14:05", "Today", "14:05"),
-        ("2026-11-22 23:59", "Yesterday", "Sun 23:59"),
-        ("2026-11-17 08:00", "Last 7 days", "Tue 08:00"),
-        ("2026-11-03 08:00", "Last 30 days", "3 Nov"),
-        ("2026-05-03 08:00", "May 2026", "3 May"),
-        ("2025-12-31 08:00", "December 2025", "2025-12-31"),
+        ("2026-11-23 14:05", "Today", "14:05"), ("2026-11-22 23:59", "Yesterday", "Sun 23:59"),
+        ("2026-11-17 08:00", "Last 7 days", "Tue 08:00"), ("2026-11-03 08:00", "Last 30 days", "3 Nov"),
+        ("2026-05-03 08:00", "May 2026", "3 May"), ("2025-12-31 08:00", "December 2025", "2025-12-31"),
     ],
-)
+)  # fmt: skip
 def test_chats_stand_under_their_day_with_a_date(at: str, group: str, date: str) -> None:
     now, then = (datetime.fromisoformat(each).timestamp() for each in ("2026-11-23 15:00", at))
     assert group_of(replace(chat("t"), updated_at=then), now) == group

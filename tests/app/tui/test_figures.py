@@ -639,16 +639,13 @@ def test_the_form_reads_what_was_written() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"context": "many"}, "The context must be a number"),
-        ({"context": ""}, "The context must be a number"),
-        ({"context": "9" * 5000}, "The context must be a number"),
-        ({"prompt": "0"}, "The prompt must be a number"),
-        ({"context": "²"}, "The context must be a number"),
-        ({"model": "  "}, "Name a model"),
+        ({"context": "many"}, "The context must be a number"), ({"context": ""}, "The context must be a number"),
+        ({"context": "9" * 5000}, "The context must be a number"), ({"prompt": "0"}, "The prompt must be a number"),
+        ({"context": "²"}, "The context must be a number"), ({"model": "  "}, "Name a model"),
         ({"chip": "Apple M1|8", "memory": "-4"}, "The memory must be a size"),
         ({"chip": "Apple M1|8", "memory": "nan"}, "The memory must be a size"),
     ],
-)
+)  # fmt: skip
 def test_a_text_that_means_nothing_is_refused_in_words(change: dict[str, str], why: str) -> None:
     with pytest.raises(FormError, match=why):
         question_of("table", {**TEXTS, **change}, KVSpec())

@@ -252,32 +252,19 @@ class Scene:
 
 
 SCENES = (
-    Scene("chat"),
-    Scene("chat-message", do=pointed, points=False),
-    Scene("chat-edit", do=editing, on=True),
-    Scene("chat-files", do=offered, on=True),
-    Scene("chat-attached", do=attached, on=True),
-    Scene("chat-gauges", do=gauged, least=100),
-    Scene("figure", do=explained, points=False),
-    Scene("help", "help", points=False),
-    Scene("help-end", do=at_its_end, on=True, points=False),
-    Scene("explain", "explain", points=False),
-    Scene("explain-end", do=at_its_end, on=True, points=False),
-    Scene("settings", "settings"),
-    Scene("settings-end", do=at_its_end, on=True),
-    Scene("settings-refused", do=refused, on=True),
-    Scene("system", "system_prompt"),
-    Scene("system-taken", do=taken, on=True),
-    Scene("chats", "chats"),
-    Scene("chats-found", do=found, on=True),
-    Scene("chats-rename", do=renamed, on=True),
-    Scene("branches", "branches", priced),
-    Scene("what-if", "what_if", asked_elsewhere),
-    Scene("what-if-curve", do=turned("curve"), on=True, points=False),
-    Scene("what-if-roof", do=turned("roof"), on=True, points=False),
-    Scene("what-if-chips", do=on_every_chip, on=True),
+    Scene("chat"), Scene("chat-message", do=pointed, points=False), Scene("chat-edit", do=editing, on=True),
+    Scene("chat-files", do=offered, on=True), Scene("chat-attached", do=attached, on=True),
+    Scene("chat-gauges", do=gauged, least=100), Scene("figure", do=explained, points=False),
+    Scene("help", "help", points=False), Scene("help-end", do=at_its_end, on=True, points=False),
+    Scene("explain", "explain", points=False), Scene("explain-end", do=at_its_end, on=True, points=False),
+    Scene("settings", "settings"), Scene("settings-end", do=at_its_end, on=True),
+    Scene("settings-refused", do=refused, on=True), Scene("system", "system_prompt"),
+    Scene("system-taken", do=taken, on=True), Scene("chats", "chats"), Scene("chats-found", do=found, on=True),
+    Scene("chats-rename", do=renamed, on=True), Scene("branches", "branches", priced),
+    Scene("what-if", "what_if", asked_elsewhere), Scene("what-if-curve", do=turned("curve"), on=True, points=False),
+    Scene("what-if-roof", do=turned("roof"), on=True, points=False), Scene("what-if-chips", do=on_every_chip, on=True),
     Scene("palette", "palette", commands),
-)
+)  # fmt: skip
 MODEL = Scene("model", "choose_model", typed)  # the last one: it has the engine's process weigh the whole catalogue
 
 

@@ -612,15 +612,11 @@ async def test_an_empty_input_is_seen(chat: Start, dress: Callable[[Chat], None]
 @pytest.mark.parametrize(
     ("said", "dark"),
     [
-        (b"\x1b]11;rgb:0000/0000/0000\x1b\\\x1b[?62;c", True),
-        (b"\x1b]11;rgb:ffff/ffff/e8e8\a", False),
-        (b"\x1b]11;rgba:ff/ff/ff/ff\x1b\\", False),
-        (b"\x1b]11;rgb:28/2c/34\a", True),
-        (b"\x1b[?62;c", None),
-        (b"", None),
-        (b"\x1b]11;rgb:xx/00/00\a", None),
+        (b"\x1b]11;rgb:0000/0000/0000\x1b\\\x1b[?62;c", True), (b"\x1b]11;rgb:ffff/ffff/e8e8\a", False),
+        (b"\x1b]11;rgba:ff/ff/ff/ff\x1b\\", False), (b"\x1b]11;rgb:28/2c/34\a", True), (b"\x1b[?62;c", None),
+        (b"", None), (b"\x1b]11;rgb:xx/00/00\a", None),
     ],
-)
+)  # fmt: skip
 def test_an_answer_tells_how_dark_the_terminal_is(said: bytes, dark: bool | None) -> None:
     assert is_dark_answer(said) is dark
 

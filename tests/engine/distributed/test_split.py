@@ -190,13 +190,10 @@ def test_every_class_that_divides_has_its_parts_alone(tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("kind", "dtype", "packed", "apart"),
     [
-        ("llama", mx.bfloat16, None, False),
-        ("llama", mx.float16, 4, False),
-        ("qwen3_moe", mx.bfloat16, 8, False),
-        ("qwen3_moe", mx.float32, None, True),
-        ("gpt_oss", mx.bfloat16, 4, False),
+        ("llama", mx.bfloat16, None, False), ("llama", mx.float16, 4, False), ("qwen3_moe", mx.bfloat16, 8, False),
+        ("qwen3_moe", mx.float32, None, True), ("gpt_oss", mx.bfloat16, 4, False),
     ],
-)
+)  # fmt: skip
 def test_packed_half_and_stacked_weights_are_the_same(
     tmp_path: Path, kind: str, dtype: mx.Dtype, packed: int | None, apart: bool
 ) -> None:

@@ -107,17 +107,12 @@ def test_phi_3_takes_the_space_after_its_marks() -> None:
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        ("smollm", {"model": "bert"}, "kind 'bert'"),
-        ("smollm", {"model": MISSING}, "model is missing"),
-        ("smollm", {"model": 7}, "no text"),
-        ("smollm", {"pre": "gpt-9"}, "'gpt-9'"),
-        ("smollm", {"pre": MISSING}, "does not say how"),
-        ("smollm", {"tokens": MISSING}, "no tokenizer.ggml.tokens"),
+        ("smollm", {"model": "bert"}, "kind 'bert'"), ("smollm", {"model": MISSING}, "model is missing"),
+        ("smollm", {"model": 7}, "no text"), ("smollm", {"pre": "gpt-9"}, "'gpt-9'"),
+        ("smollm", {"pre": MISSING}, "does not say how"), ("smollm", {"tokens": MISSING}, "no tokenizer.ggml.tokens"),
         ("smollm", {"tokens": [b"\xff", "a"]}, "other things than text"),
-        ("smollm", {"tokens": ["a", "a"]}, "'a' twice"),
-        ("smollm", {"tokens": ["a" * 5_000]}, "5,000 characters"),
-        ("smollm", {"token_type": [1]}, "token_type has 1 entries"),
-        ("smollm", {"merges": ["a"]}, "joins 'a'"),
+        ("smollm", {"tokens": ["a", "a"]}, "'a' twice"), ("smollm", {"tokens": ["a" * 5_000]}, "5,000 characters"),
+        ("smollm", {"token_type": [1]}, "token_type has 1 entries"), ("smollm", {"merges": ["a"]}, "joins 'a'"),
         ("smollm", {"merges": ["a nowhere"]}, "joins 'a nowhere'"),
         ("smollm", {"merges": MISSING}, "no tokenizer.ggml.merges"),
         ("smollm", {"eos_token_id": 1 << 40}, "EOS is token 1099511627776"),
@@ -128,7 +123,7 @@ def test_phi_3_takes_the_space_after_its_marks() -> None:
         ("kind llama", {"scores": MISSING}, "no tokenizer.ggml.scores"),
         ("kind llama", {"scores": [float("nan")] * len(PIECES)}, "not all numbers"),
     ],
-)
+)  # fmt: skip
 def test_nonsense_is_one_clear_line(case: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises((ModelDamagedError, ModelUnsupportedError), match=re.escape(said)) as caught:
         load(_keys(case, **changes), "x.gguf")

@@ -41,20 +41,12 @@ def test_guide_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("./nothing", "no folder"),
-        ("/no/such/place", "no folder"),
-        ("~/surely-not-here", "no folder"),
-        ("~nobody-of-that-name/x", "no folder"),
-        ("a" * 300, "no model"),
-        ("a/b/c", "no model"),
-        ("gpt2", "no model"),
-        ("", "no model"),
-        ("org/..", "no model"),
-        ("org/name@../../etc", "no model"),
-        ("org/na me", "no model"),
+        ("./nothing", "no folder"), ("/no/such/place", "no folder"), ("~/surely-not-here", "no folder"),
+        ("~nobody-of-that-name/x", "no folder"), ("a" * 300, "no model"), ("a/b/c", "no model"), ("gpt2", "no model"),
+        ("", "no model"), ("org/..", "no model"), ("org/name@../../etc", "no model"), ("org/na me", "no model"),
         ("https://huggingface.co/org/name", "no model"),
     ],
-)
+)  # fmt: skip
 def test_names_that_can_be_nothing(name: str, said: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         download.resolve(name)
@@ -338,13 +330,10 @@ def test_nothing_is_left_open_for_others(client: Client, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("config.json", "../../../../outside"),
-        ("config.json", ""),
-        (WEIGHTS, "../" * 8 + "tmp/outside"),
-        (WEIGHTS, "A" * 64),
-        ("", "../../outside"),
+        ("config.json", "../../../../outside"), ("config.json", ""), (WEIGHTS, "../" * 8 + "tmp/outside"),
+        (WEIGHTS, "A" * 64), ("", "../../outside"),
     ],
-)
+)  # fmt: skip
 def test_what_the_hub_calls_a_hash_and_is_none_becomes_no_path(
     hub: Hub, client: Client, tmp_path: Path, name: str, said: str
 ) -> None:

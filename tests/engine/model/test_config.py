@@ -79,16 +79,13 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (None, "is missing"),
-        (b"", "is not valid JSON"),
-        (b'{"model_type": "lla', "is not valid JSON"),
-        (b"\xff\xfe\x00", "is not valid JSON"),
-        (b"[1, 2]", "holds no JSON object"),
+        (None, "is missing"), (b"", "is not valid JSON"), (b'{"model_type": "lla', "is not valid JSON"),
+        (b"\xff\xfe\x00", "is not valid JSON"), (b"[1, 2]", "holds no JSON object"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model_type": "llama", "rope_parameters": {"rope_type": "linear"}}', "values that can't be right"),
         (b'{"rope_scaling": 3}', "values that can't be right"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_config_is_named_with_a_remedy(tmp_path: Path, content: bytes | None, named: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
@@ -560,40 +557,23 @@ def saved_config_rules(case: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "key", "value"),
     [
-        ("llama", "attn_logit_softcapping", 30.0),
-        ("llama", "final_logit_softcapping", 30.0),
-        ("llama", "query_pre_attn_scalar", 99),
-        ("llama", "logits_scaling", 2.0),
-        ("llama", "embedding_multiplier", 12.0),
-        ("llama", "residual_multiplier", 0.2),
-        ("llama", "attention_multiplier", 0.5),
-        ("llama", "logit_scale", 0.25),
-        ("llama", "partial_rotary_factor", 0.5),
-        ("llama", "hidden_act", "gelu"),
-        ("llama", "hidden_act", "never_heard_of"),
-        ("llama", "use_qk_norm", True),
-        ("llama", "alibi", True),
-        ("qwen2", "head_dim", 32),
-        ("granite", "head_dim", 32),
-        ("olmoe", "clip_qkv", 8.0),
-        ("qwen2_moe", "norm_topk_prob", True),
-        ("qwen2_moe", "mlp_only_layers", [0]),
-        ("gemma3", "final_logit_softcapping", 30.0),
-        ("gemma3", "use_bidirectional_attention", True),
+        ("llama", "attn_logit_softcapping", 30.0), ("llama", "final_logit_softcapping", 30.0),
+        ("llama", "query_pre_attn_scalar", 99), ("llama", "logits_scaling", 2.0),
+        ("llama", "embedding_multiplier", 12.0), ("llama", "residual_multiplier", 0.2),
+        ("llama", "attention_multiplier", 0.5), ("llama", "logit_scale", 0.25), ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "hidden_act", "gelu"), ("llama", "hidden_act", "never_heard_of"), ("llama", "use_qk_norm", True),
+        ("llama", "alibi", True), ("qwen2", "head_dim", 32), ("granite", "head_dim", 32), ("olmoe", "clip_qkv", 8.0),
+        ("qwen2_moe", "norm_topk_prob", True), ("qwen2_moe", "mlp_only_layers", [0]),
+        ("gemma3", "final_logit_softcapping", 30.0), ("gemma3", "use_bidirectional_attention", True),
         ("gemma3", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
         ("cohere2", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
         ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "full_attention"]),
-        ("stablelm", "tie_word_embeddings", True),
-        ("cohere", "tie_word_embeddings", False),
-        ("helium", "tie_word_embeddings", True),
-        ("olmo2", "sliding_window", 64),
-        ("glm4", "num_experts_per_tok", 2),
-        ("llama", "layer_norm_epsilon", 1e-6),
-        ("gemma4_moe", "use_bidirectional_attention", "all"),
-        ("falcon_h1", "attention_in_multiplier", 1.5),
-        ("glm_moe_dsa", "indexer_types", ["shared", "full", "shared"]),
+        ("stablelm", "tie_word_embeddings", True), ("cohere", "tie_word_embeddings", False),
+        ("helium", "tie_word_embeddings", True), ("olmo2", "sliding_window", 64), ("glm4", "num_experts_per_tok", 2),
+        ("llama", "layer_norm_epsilon", 1e-6), ("gemma4_moe", "use_bidirectional_attention", "all"),
+        ("falcon_h1", "attention_in_multiplier", 1.5), ("glm_moe_dsa", "indexer_types", ["shared", "full", "shared"]),
     ],
-)
+)  # fmt: skip
 def test_a_key_that_matters_and_nothing_reads_is_an_error(case: str, key: str, value: Any) -> None:
     with pytest.raises(ModelUnsupportedError, match=key) as caught:
         check(saved_config_rules(case, **{key: value}))

@@ -91,13 +91,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PACKINGS = (
-    Packing(4),
-    Packing(3, 32),
-    Packing(8, 128),
-    Packing(4, 32, "mxfp4"),
-    Packing(8, 32, "mxfp8"),
+    Packing(4), Packing(3, 32), Packing(8, 128), Packing(4, 32, "mxfp4"), Packing(8, 32, "mxfp8"),
     Packing(4, 16, "nvfp4"),
-)
+)  # fmt: skip
 LARGE = {
     "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64,
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 128256, "tie_word_embeddings": False,

@@ -408,24 +408,19 @@ def test_the_tags_of_recorded_wheels():
 @pytest.mark.parametrize(
     ("tags", "version", "chip", "units", "said"),
     [
-        (TAGS_26, "26.2", M5, "neural", None),
-        (TAGS_26, "26.3.1", M5, "neural", None),
-        (TAGS_26, "27.0", ("Apple M6", "applegpu_g18g"), "neural", None),
-        (TAGS_26, None, M5, "neural", None),
-        (TAGS_26, "26.0", M5, "shaders", "Update macOS."),
-        (TAGS_26, "26.1", M5, "shaders", "this is macOS 26.1"),
-        (TAGS_15, "26.2", M5, "shaders", REINSTALL),
-        (TAGS_14, "26.4", M5, "shaders", "built for macOS 14"),
+        (TAGS_26, "26.2", M5, "neural", None), (TAGS_26, "26.3.1", M5, "neural", None),
+        (TAGS_26, "27.0", ("Apple M6", "applegpu_g18g"), "neural", None), (TAGS_26, None, M5, "neural", None),
+        (TAGS_26, "26.0", M5, "shaders", "Update macOS."), (TAGS_26, "26.1", M5, "shaders", "this is macOS 26.1"),
+        (TAGS_15, "26.2", M5, "shaders", REINSTALL), (TAGS_14, "26.4", M5, "shaders", "built for macOS 14"),
         (TAGS_15, "15.7", M5, "shaders", "Update macOS to 26.2 or later, then: "),
         (TAGS_15, "26.1", M5, "shaders", "Update macOS to 26.2 or later, then: "),
-        (None, "26.2", M5, "shaders", "not installed as a wheel"),
-        ((), "26.2", M5, "shaders", REINSTALL),
+        (None, "26.2", M5, "shaders", "not installed as a wheel"), ((), "26.2", M5, "shaders", REINSTALL),
         (TAGS_15, "15.7", ("Apple M4 Max", "applegpu_g16s"), "shaders", None),
         (None, "26.2", ("Apple M1", "applegpu_g13g"), "shaders", None),
         (TAGS_26, "26.2", ("Apple A18 Pro", "applegpu_g17p"), "shaders", None),
         (TAGS_26, "26.2", ("Apple M5 Max", None), "neural", None),
     ],
-)
+)  # fmt: skip
 def test_what_multiplies_matrices(tags, version, chip, units, said):
     found = matrix_units(tags, version, *chip)
     assert found.units == units

@@ -108,15 +108,12 @@ class Unfused:
 
 
 CALLS = (
-    Unfused(256, 8, 1, held=2040, new=32),
-    Unfused(256, 8, 8, held=1000, new=24),
-    Unfused(128, 8, 2, held=2040, new=32),
-    Unfused(128, 4, 4, held=600, new=64),
-    Unfused(256, 8, 2, held=2040, new=9),
+    Unfused(256, 8, 1, held=2040, new=32), Unfused(256, 8, 8, held=1000, new=24), Unfused(128, 8, 2, held=2040, new=32),
+    Unfused(128, 4, 4, held=600, new=64), Unfused(256, 8, 2, held=2040, new=9),
     Unfused(256, 8, 1, held=3500, new=32, kv=KVSpec(key_bits=8, value_bits=4)),
     Unfused(256, 8, 1, held=2040, new=32, kv=KVSpec(window=512)),
     Unfused(128, 4, 4, held=1200, new=80, kv=KVSpec(window=1024)),
-)
+)  # fmt: skip
 
 
 # The predicted peak of a prefill: by hand, by what must hold for any shape, and against caches and models as they

@@ -298,12 +298,8 @@ def test_fewer_kv_bits_are_never_more_bytes(name: str, context: int) -> None:
 
 M4_PRO = elsewhere("M4 Pro", 20, 48)
 NAMED = (
-    "Qwen3-0.6B-4bit",
-    "Qwen3-8B-4bit",
-    "Qwen3-30B-A3B-4bit",
-    "Llama-3.3-70B-Instruct-4bit",
-    "gpt-oss-120b-MXFP4-Q8",
-)
+    "Qwen3-0.6B-4bit", "Qwen3-8B-4bit", "Qwen3-30B-A3B-4bit", "Llama-3.3-70B-Instruct-4bit", "gpt-oss-120b-MXFP4-Q8",
+)  # fmt: skip
 
 
 def of(name: str, place: Machine) -> Suggestion:
@@ -326,17 +322,14 @@ def outcome_suggest(
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
-        (outcome_suggest(10 << 30), "runs well"),
-        (outcome_suggest(10 << 30, expected=9.9), "slow"),
+        (outcome_suggest(10 << 30), "runs well"), (outcome_suggest(10 << 30, expected=9.9), "slow"),
         (outcome_suggest(10 << 30, expected=None), "fits, speed unknown"),
         (outcome_suggest(10 << 30, expected=None, ceiling=None), "fits, speed unknown"),
-        (outcome_suggest(10 << 30, expected=None, ceiling=9.9), "slow"),
-        (outcome_suggest(30 << 30), "tight"),
-        (outcome_suggest(40 << 30), "unknown whether it fits"),
-        (outcome_suggest(49 << 30), "does not fit"),
+        (outcome_suggest(10 << 30, expected=None, ceiling=9.9), "slow"), (outcome_suggest(30 << 30), "tight"),
+        (outcome_suggest(40 << 30), "unknown whether it fits"), (outcome_suggest(49 << 30), "does not fit"),
         (outcome_suggest(1, place=elsewhere("M4 Pro", 20)), "unknown whether it fits"),
     ],
-)
+)  # fmt: skip
 def test_a_verdict(found: WhatIfOutcome, verdict: str) -> None:
     assert verdict_of(found) == verdict
 

@@ -17,15 +17,8 @@ Weights = dict[str, mx.array]
 
 WORDS = CONFIG["vocab_size"]
 FAMILIES = (
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "deepseek_v3",
-    "deepseek_v32",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-)
+    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+)  # fmt: skip
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NESTED = ("qwen3_5", "qwen3_5_moe")
 # What ends each block of a layer: at zero, a model's next token depends on the last one alone.
@@ -34,13 +27,8 @@ SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 OTHER_CLASSES = ("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 # Keys that these classes have no use for.
 OTHER_ROUTERS = (
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    "first_k_dense_replace",
-    "n_routed_experts",
-    "norm_topk_prob",
-)
+    "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "n_routed_experts", "norm_topk_prob",
+)  # fmt: skip
 
 _FUSED = {
     False: {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"},

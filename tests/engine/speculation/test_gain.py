@@ -56,16 +56,12 @@ def test_every_row_says_on_what_it_was_timed_and_who_says_so() -> None:
 @pytest.mark.parametrize(
     ("place", "bits", "timed_on"),
     [
-        (M1, None, "Apple M1 and M2"),
-        (M2, 8, "Apple M1 and M2"),
-        (M3_MAX, None, "Apple M3 Max, 4 bits"),
-        (M3_MAX, 2, "Apple M4 Pro, 2 bits"),
-        (M3_MAX, 8, "Apple chips, 8 and 16 bits"),
-        (M1, 16, "Apple chips, 8 and 16 bits"),
-        (M4_PRO, None, "Apple M4 Pro, 4 bits"),
+        (M1, None, "Apple M1 and M2"), (M2, 8, "Apple M1 and M2"), (M3_MAX, None, "Apple M3 Max, 4 bits"),
+        (M3_MAX, 2, "Apple M4 Pro, 2 bits"), (M3_MAX, 8, "Apple chips, 8 and 16 bits"),
+        (M1, 16, "Apple chips, 8 and 16 bits"), (M4_PRO, None, "Apple M4 Pro, 4 bits"),
         (M5_MAX, 6, "Apple M5 Max, 4 bits"),
     ],
-)
+)  # fmt: skip
 def test_the_nearest_timings_count(place: Machine, bits: int | None, timed_on: str) -> None:
     model = weighed("Qwen3-8B", place, bits)
     assert weight_bits(model.work) == (bits or 4)

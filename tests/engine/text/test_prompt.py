@@ -350,16 +350,13 @@ def test_a_decoder_that_multiplies_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "normalizer",
     [
-        None,
-        sequence({"type": "Prepend", "prepend": "\u2581"}, replace(" ", "\u2581")),
+        None, sequence({"type": "Prepend", "prepend": "\u2581"}, replace(" ", "\u2581")),
         sequence({"type": "NFKC"}, {"type": "Lowercase"}, replace("``", "x")),
         sequence({"type": "NFKD"}, {"type": "Lowercase"}, {"type": "Precompiled", "precompiled_charsmap": ""}),
-        {"type": "Unknown"},
-        {"no": "type"},
-        "nothing",
+        {"type": "Unknown"}, {"no": "type"}, "nothing",
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_published_tokenizers_do_passes(tmp_path: Path, normalizer: Any) -> None:
     check_growth(write(tmp_path, normalizer=normalizer) / "tokenizer.json")
 

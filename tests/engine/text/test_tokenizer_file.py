@@ -21,15 +21,9 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEXTS = (
-    WORDS,
-    "",
-    " ",
-    "<s>Hi<|im_end|> there",
-    "a  10",
-    "\n<|im_start|>user\nno<pad>",
-    "e\u0301 \u0130 \ufb01",
+    WORDS, "", " ", "<s>Hi<|im_end|> there", "a  10", "\n<|im_start|>user\nno<pad>", "e\u0301 \u0130 \ufb01",
     "<img>x<fake>",
-)
+)  # fmt: skip
 
 # What a tokenizer_config.json says beside {eos_token}, and further files of the folder.
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
