@@ -235,12 +235,20 @@ class ToolSettings:
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """An MCP server on stdio. seconds: timeout of a call, and of the start."""
+    """An MCP server: a command that speaks on stdio, or a URL. seconds: timeout of a call, and of the start."""
 
-    command: str
+    command: str = ""
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     seconds: float = 30.0
+    url: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise OptionError("an MCP server has a command or a url, and one of them.", "See tokamac help tools.")
+        if self.url and not self.url.lower().startswith(("http://", "https://")):
+            raise OptionError(f"{self.url:.80} is no web address.", "See tokamac help tools.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,13 +472,15 @@ def _keys(value: object) -> tuple[str, ...]:
 def _server(value: object) -> McpServer:
     if not isinstance(value, dict):
         raise ShapeError("no table")
-    env = value.get("env", {})
-    if not isinstance(env, dict) or not all(isinstance(each, str) for each in env.values()):
-        raise ShapeError("no server: env holds texts alone")
-    given = {**value, "env": [list(pair) for pair in env.items()]}
+    given = dict(value)
+    for name in ("env", "headers"):
+        table = value.get(name, {})
+        if not isinstance(table, dict) or not all(isinstance(each, str) for each in table.values()):
+            raise ShapeError(f"no server: {name} holds texts alone")
+        given[name] = [list(pair) for pair in table.items()]
     try:
         built: McpServer = build(McpServer, given, "it")
-    except ShapeError as error:
+    except (ShapeError, OptionError) as error:
         raise ShapeError(f"no server ({error})") from None
     return built
 

@@ -127,6 +127,7 @@ CALLS = (
     ToolCall("calculate", '{"expression": "6 * 7"}', "scripted1"),
 )
 # Longer in a word, and in a line, than a note may be; what matters is in the middle.
+WRITE_CALL = ToolCall("write_file", '{"path": "a.txt", "content": "one\\nzwei\\nthree\\n"}', "scripted4")
 LONG_CALL = ToolCall(
     "calculate", json.dumps({"expression": f"{'+'.join('7' * 200)}+6*7\n{'1 ' * 1200}and 4+2"}), "scripted2"
 )
@@ -137,6 +138,7 @@ CUT_CALL = ToolCall("read_file", '{"path": "no', "scripted4", problem="it breaks
 SCENARIOS = {
     "calls-and-breaks-off": Scenario(calls=(CALLS[1], CUT_CALL), gap_s=0.04, prefill_step_s=0.0),
     "calls": Scenario(calls=CALLS, gap_s=0.0, prefill_step_s=0.0),
+    "calls-write": Scenario(calls=(WRITE_CALL,), gap_s=0.0, prefill_step_s=0.0),
     "calls-slowly": Scenario(calls=CALLS, gap_s=0.4, prefill_step_s=0.0),
     "calls-at-length": Scenario(calls=(LONG_CALL,), gap_s=0.0, prefill_step_s=0.0),
     "calls-a-server": Scenario(calls=(ToolCall("slow_send", "{}", "scripted3"),), gap_s=0.0, prefill_step_s=0.0),

@@ -554,12 +554,25 @@ def working_folder() -> Path:
 
 
 class ShellCommand:
-    """A one-shot command: ``run`` on any thread, ``stop`` from another or from a signal handler."""
+    """A one-shot command: ``run`` on any thread, ``stop`` from another or from a signal handler.
 
-    def __init__(self, text: str, folder: Path, *, deadline_s: float = DEADLINE_S) -> None:
+    program: what runs instead of the user's shell. env: instead of the user's environment.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        folder: Path,
+        *,
+        deadline_s: float = DEADLINE_S,
+        program: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.text = text
         self._folder = folder
         self._deadline_s = deadline_s
+        self._program = program
+        self._env = os.environ if env is None else env
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -568,21 +581,21 @@ class ShellCommand:
 
     def run(self) -> ShellOutput:
         """Run to the end. Raises ShellError."""
-        shell = user_shell()
+        program = list(self._program) or [user_shell(), "-c", self.text]
         if self._stopped.is_set():
             return ShellOutput(self.text, "", -signal.SIGTERM, ShellEnding.STOPPED)
         try:
             process = subprocess.Popen(
-                [shell, "-c", self.text],
+                program,
                 cwd=self._folder,
-                env={**os.environ, "TERM": "dumb"},
+                env={**self._env, "TERM": "dumb"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:  # no such shell or folder, a NUL
-            raise ShellError(f"{shell} could not be started: {error}", "Check SHELL.") from error
+            raise ShellError(f"{program[0]} could not be started: {error}", "Check SHELL.") from error
         kept = _Kept()
         with process:
             try:

@@ -238,9 +238,10 @@ ACTIONS: tuple[Action, ...] = (
         plain_help="Plan a quantization; FLAGS: see tokamac convert. Without arguments: run the last plan in the background.",
         also=("quantize",)),
     Action("attach", ("@",), "Attach",
-        "Attach a file: type @ and part of its path, then Enter. main.py:10-40 attaches those lines; a folder, its text files.",
-        bound=False, slash="attach", argument="[PATH]", plain_argument="PATH",
-        plain_help="Attach a file, lines of it (main.py:10-40) or a folder's text files to the next prompt.",
+        "Attach a file: type @ and part of its path, then Enter. main.py:10-40 attaches those lines; a folder, its text files; "
+        "/attach URL, a web page.",
+        bound=False, slash="attach", argument="[PATH|URL]", plain_argument="PATH|URL",
+        plain_help="Attach a file, lines of it (main.py:10-40), a folder's text files, or a web page, after asking.",
         also=("add", "file")),
     Action("detach", ("backspace",), "Detach", "In an empty input box: remove the last attachment.", bound=False,
         slash="detach", argument="[NAME]", plain_help="Remove an attachment, or the last one.", also=("drop",)),

@@ -19,10 +19,12 @@ from ..models.local import hub_cache, lasting, must_be_downloaded
 from ..store.store import Store
 from ..store.values import Attachment, StoredChat, StoreError
 from ..text.sanitise import sanitise, sanitise_line
+from ..tools.calls import Line, ToolError
+from ..tools.changes import FileChange, apply
 from . import setup, versions
 from .actions import by_slash
-from .attachments import Draft
-from .controller import ChatController, RefusedError, recording_of
+from .attachments import Draft, attachment
+from .controller import ChatController, RefusedError, UserChoice, recording_of
 from .conversation import Turn
 from .figures import listed
 from .listing import excerpt
@@ -374,6 +376,40 @@ def shorter(chat: ChatController, text: str) -> None:
 
 
 def undo_turn(chat: ChatController, _: str) -> None:
+    """Take the last turn back; first offer to restore the files that it wrote."""
+    box, calls = chat.preferences.toolbox, chat.session.last_calls()
+    if box is None or chat.session.replying or not (back := box.journal.of(calls)[0]):
+        _take_back(chat)
+        return
+
+    def answered(answer: int) -> None:
+        if answer == 0:
+            chat.view.tell(restored(box.journal.of(calls)))
+        _take_back(chat)
+
+    lines: list[Line] = [("", f"{sanitise_line(str(each.path))}{NEW if each.after is None else ''}") for each in back]
+    note: Line = ("note", "They are still as this turn wrote them.")
+    chat.view.choose(UserChoice("Restore the files that this turn wrote?", (*lines, note), RESTORES), answered)
+
+
+RESTORES = ("Restore them, and take the turn back", "Take the turn back, and keep the files")
+NEW = "  (it is deleted: the turn made it)"
+
+
+def restored(found: tuple[list[FileChange], list[Path]]) -> str:
+    """Make these changes; return which files are as before, and which are not."""
+    made, left = [], [f"{path.name} was changed since" for path in found[1]]
+    for change in found[0]:
+        try:
+            apply(change)
+            made.append(change.path.name)
+        except (OSError, ToolError) as error:
+            left.append(f"{change.path.name}: {error}")
+    said = f"Restored: {', '.join(made)}." if made else ""
+    return sanitise_line(f"{said} Not restored: {'; '.join(left)}." if left else said)
+
+
+def _take_back(chat: ChatController) -> None:
     """Take the last turn back; its prompt returns, unless something else is written."""
     steps, busy = chat.session.undo_turn(), bool(chat.composer.unsent.whole)
     chat.perform([step for step in steps if not (busy and isinstance(step, DraftReturned))])
@@ -509,6 +545,42 @@ def links_of(chat: ChatController) -> "list[OpenableLink]":
 def stats(chat: ChatController, _: str) -> None:
     """Say the figures of the last reply."""
     chat.view.show(listed(chat.session, known=True))
+
+
+def fetch_page(chat: ChatController, address: str, attach: Callable[[Attachment], None]) -> None:
+    """Ask for a web page, fetch it, and attach its text. Raises TokamacError for what is no web address."""
+    from ..tools import web
+
+    host = web.check(address).netloc
+    bounds = f"At most {web.MOST_BYTES // 10**6} MB in {web.DEADLINE_S:g} s, from public addresses alone. No cookies."
+
+    def work() -> Callable[[], None]:
+        try:
+            page = web.fetch(address)
+        except ToolError as error:
+            return partial(fetched, error)
+        return lambda: fetched(attachment(page.address, page.text))
+
+    def fetched(found: Attachment | ToolError) -> None:
+        chat.reading.remove(address)
+        if isinstance(found, ToolError):
+            chat.view.tell(found.one_line(), "warning")
+        else:
+            attach(found)
+        chat.view.draw()
+
+    def answered(answer: int) -> None:
+        if answer == 0:
+            chat.reading.append(address)
+            chat.view.draw()
+            chat.view.aside(work)
+
+    lines: tuple[Line, ...] = (
+        ("!", sanitise_line(address)),
+        ("", f"{sanitise_line(host)} sees your address."),
+        ("note", bounds),
+    )
+    chat.view.choose(UserChoice("Fetch this page?", lines, ("Fetch it", "Don't fetch it")), answered)
 
 
 # By the registry's ids. The others are the views': ``ChatView.open`` does them.

@@ -6,7 +6,7 @@ What an action does is in ``commands`` and ``setup``, over a ``Chat``; a view is
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -23,6 +23,7 @@ from ..store.store import Store
 from ..store.values import Attachment, StoredChat, StoreError, ToolResult
 from ..text import units
 from ..text.sanitise import sanitise_line
+from ..tools.calls import Line, ToolError
 from . import figures
 from .attachments import Draft, apart, joined
 from .conversation import MessageNode, Reply
@@ -34,6 +35,7 @@ from .session import Session
 from .settings_form import whole_number
 from .steps import (
     Ask,
+    AskConsent,
     Elsewhere,
     EndEngine,
     Notice,
@@ -42,6 +44,7 @@ from .steps import (
     RunTool,
     StartEngine,
     Step,
+    StopTools,
     TurnBegun,
 )
 from .versions import Versions
@@ -55,6 +58,15 @@ GIVEN_UP = "The reply was stopped: this chat can't be saved, so it would be lost
 
 class RefusedError(TokamacError):
     """An action can't be done now; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserChoice:
+    """A question to the user, and what they can answer."""
+
+    title: str
+    lines: tuple[Line, ...]
+    answers: tuple[str, ...]
 
 
 class ChatView(Protocol):
@@ -81,6 +93,9 @@ class ChatView(Protocol):
 
     def open(self, action: str, argument: str = "") -> None:
         """Do an action that looks different on a screen and in lines: most open a dialog, or list something."""
+
+    def choose(self, choice: UserChoice, then: Callable[[int], None]) -> None:
+        """Have the user answer; ``then`` gets the answer's index, and nothing where there is none."""
 
     def opened(self, chat: str) -> None:
         """Another chat is open; "" is a new one."""
@@ -452,6 +467,14 @@ class ChatController:
                 self.bridge.end()
             case Ask(request):
                 self.bridge.ask(request)
+            case AskConsent(call):
+                try:
+                    self.view.draw(replace(step, preview=self.preferences.preview(call)))
+                except ToolError as error:
+                    why = error.one_line()
+                    self.view.later(lambda: self.session.call_failed(call, why))
+            case StopTools():
+                self.preferences.stop_tools()
             case RunTool(call):
                 self.view.draw(step)
                 self.preferences.run_tool(call, self._tool_ended)

@@ -24,6 +24,7 @@ from .actions import keymap
 from .settings_form import whole_number
 
 if TYPE_CHECKING:
+    from ..tools.calls import Furthest, Preview
     from ..tools.toolbox import Toolbox
     from .session import Session
 
@@ -196,6 +197,7 @@ class Preferences:
         session.profile = self._profile_label
         session.tools.allowed = set(self.settings.tools.allowed)
         session.tools.most = self.settings.tools.calls
+        session.tools.furthest = self.furthest
         if self.toolbox is not None:
             on = self.tools
             self.toolbox.start_later(on, lambda said: self.tools_came(said))  # noqa: PLW0108  # the view may be set later
@@ -214,6 +216,17 @@ class Preferences:
         """Run a call of any chat on a thread; ``then`` runs there too."""
         if self.toolbox is not None:
             self.toolbox.run_later(call, then)
+
+    def furthest(self, tool: str) -> "Furthest":
+        return "always" if self.toolbox is None else self.toolbox.furthest(tool)
+
+    def preview(self, call: ToolCall) -> "Preview | None":
+        """Raises ToolError."""
+        return None if self.toolbox is None else self.toolbox.preview(call)
+
+    def stop_tools(self) -> None:
+        if self.toolbox is not None:
+            self.toolbox.stop()
 
     def allow_tool(self, tool: str, *, always: bool) -> str:
         """Allow a tool in all chats, or revoke that; returns as ``keep``."""

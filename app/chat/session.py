@@ -97,6 +97,7 @@ from .steps import (
     Revised,
     RunTool,
     Step,
+    StopTools,
     ToolAnswered,
     TurnBegun,
     VersionEnded,
@@ -211,6 +212,12 @@ class Session(SessionState):
         self._recall_reply()
         back = returned([Draft(prompt.prompt or "", prompt.attachments)])
         return [Moved(tuple(self.turns)), *back, *self._warm_history()]
+
+    def last_calls(self) -> list[ToolCall]:
+        """Return the calls that were answered since the last prompt."""
+        path = self.conversation.tree.path_to(self.conversation.tree.head)
+        last = next((at for at in reversed(range(len(path))) if path[at].prompt is not None), 0)
+        return [node.result.call for node in path[last:] if node.result is not None]
 
     def shorten(self, tokens: int | None = None) -> list[Step]:
         """Regenerate the last reply with at most ``tokens``; None: a quarter of its length."""
@@ -405,6 +412,19 @@ class Session(SessionState):
             return [RunTool(runs.call)]
         return self._call_answered(ToolResult(waiting, DENIED, "refused"))
 
+    def revise_call(self, call: str, arguments: str) -> list[Step]:
+        """Ask about the waiting call with other arguments."""
+        waiting = self.tools.waiting
+        revised = None if waiting is None or waiting.id != call else self.tools.revise(arguments)
+        return [] if revised is None else [AskConsent(revised)]
+
+    def call_failed(self, call: ToolCall, why: str) -> list[Step]:
+        """Answer the waiting call, which can't be run."""
+        if self.tools.waiting is not call:
+            return []
+        self.tools.decide("deny")
+        return self._call_answered(ToolResult(call, f"Error: {why}", "failed"))
+
     def tool_ended(self, result: ToolResult) -> list[Step]:
         """Handle the running call's result; late ones, also of an equal call, are ignored."""
         return self._call_answered(result) if result.call is self.tools.running else []
@@ -458,7 +478,7 @@ class Session(SessionState):
 
     def _stop_calls(self) -> list[Step]:
         """Answer remaining calls as not run; the caller handles queued prompts."""
-        answered: list[Step] = [self._add_result(result) for result in self.tools.stop()]
+        answered: list[Step] = [StopTools(), *(self._add_result(result) for result in self.tools.stop())]
         self.engine.enter(EnginePhase.IDLE)
         return answered
 

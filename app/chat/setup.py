@@ -19,7 +19,7 @@ from ..options import given_adapter, given_draft
 from ..settings import NO_PROFILE, Profile, differing, gigabytes_of, why_no_name
 from ..text.sanitise import sanitise, sanitise_line
 from ..text.units import count, short, size
-from ..tools.calls import Decision
+from ..tools.calls import Decision, edited_arguments
 from ..tools.toolbox import Consent, ListedTool, Toolbox
 from .actions import Action, no_action, refusal
 from .controller import ChatController, RefusedError, Severity
@@ -38,7 +38,7 @@ from .settings_form import (
     summary,
     whole_number,
 )
-from .steps import EnginePhase
+from .steps import AskConsent, EnginePhase, Step
 
 if TYPE_CHECKING:
     pass
@@ -506,7 +506,7 @@ def switch_tools(chat: ChatController, names: Sequence[str], *, on: bool | None)
     No names: all that are built in, or off, all. Raises TokamacError.
     """
     preferences, info, box = chat.preferences, chat.session.engine.info, _toolbox(chat)
-    named = box.check(names or (box.built_in if on else box.names))
+    named = box.check(names or (box.reading if on else box.names))
     now = [name for name in preferences.tools if name not in named or on]
     now += [name for name in named if name not in preferences.tools and on is not False]
     box.retry(named)
@@ -534,9 +534,25 @@ def ask_again(chat: ChatController, names: Collection[str]) -> str:
 
 def decide(chat: ChatController, call: ToolCall, decision: Decision) -> None:
     """Take the user's answer to a call that asks; one for good goes to the settings."""
+    if decision == "edit":
+        chat.perform(edited_call(chat, call))
+        return
     if decision == "always" and (problem := chat.preferences.allow_tool(call.name, always=True)):
         chat.view.tell(problem, "warning")
     chat.perform(chat.session.consent(call.id, decision))
+
+
+def edited_call(chat: ChatController, call: ToolCall) -> list[Step]:
+    """Let the user edit what a call would write or run, and ask again."""
+    preview = chat.preferences.preview(call)
+    if preview is None:
+        return [AskConsent(call)]
+    try:
+        text = chat.view.edited(sanitise(str(call.values[preview.edits])))
+    except RefusedError as error:
+        chat.view.tell(error.one_line(), "warning")
+        return [AskConsent(call)]
+    return chat.session.revise_call(call.id, edited_arguments(call, preview.edits, text))
 
 
 # Keys ---------------------------------------------------------------------------------------------------------------------

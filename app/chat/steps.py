@@ -8,6 +8,7 @@ from tokamac.engine.events import TextKind, ToolCall
 
 from ..backend.protocol import Request
 from ..store.values import Attachment, ToolResult
+from ..tools.calls import Preview
 from .attachments import Draft
 from .conversation import Conversation, Reply, Turn
 from .versions import Version, Versions
@@ -149,9 +150,15 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class AskConsent:
-    """A tool call needs the user's consent: answer with ``Session.consent``."""
+    """A tool call needs the user's consent: answer with ``Session.consent``. preview: of one that acts."""
 
     call: ToolCall
+    preview: Preview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopTools:
+    """End what a call that runs has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +206,7 @@ Step = (
     | Notice
     | Elsewhere
     | AskConsent
+    | StopTools
     | RunTool
     | ToolAnswered
 )

@@ -60,9 +60,21 @@ from ..parser import Parser
 from ..reports import cache_use
 from ..settings import Profile
 from ..store.values import ToolResult
-from ..text.sanitise import Sanitiser
+from ..text.sanitise import Sanitiser, sanitise
 from ..text.terminal import ModelText, Progress, dim, is_terminal, json_line, note, quote
-from ..tools.calls import DENIED, CallAsks, CallRuns, ToolLoop, call_line, call_lines, decision_of
+from ..tools.calls import (
+    ASKED,
+    DENIED,
+    CallAsks,
+    CallRuns,
+    ToolError,
+    ToolLoop,
+    call_line,
+    decision_of,
+    decisions_text,
+    edited_arguments,
+    question_of,
+)
 from . import loading
 from .prompts import (
     STDIN,
@@ -73,6 +85,7 @@ from .prompts import (
     check_input,
     compose,
     drafted,
+    fetch_pages,
     file_blocks,
     has_prompts_left,
     read_earlier,
@@ -96,9 +109,11 @@ class AskTools:
         self._box = box
         self._loop = ToolLoop()
         self._loop.most = known.calls
-        self._loop.specs = () if box is None else box.specs(names)
-        self._loop.allowed = {spec.name for spec in self.specs} if allow else set(known.allowed)
-        self._allowed: set[str] = set()  # for this answer
+        if box is not None:
+            self._loop.specs = box.specs(names)
+            self._loop.furthest = box.furthest
+        self._loop.allowed = set(known.allowed)
+        self._allowed = {spec.name for spec in self.specs} if allow else set[str]()  # for this answer
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
@@ -132,16 +147,34 @@ class AskTools:
         if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
             note("nobody is here to allow a call; --allow-tools allows all of them")
             return ToolResult(call, DENIED, "refused")
-        quote("\n".join(["The model wants to call:", *call_lines(call)]))
+        assert self._box is not None
+        try:
+            preview = self._box.preview(call)
+        except ToolError as error:
+            return ToolResult(call, f"Error: {error.one_line()}", "failed")
+        decisions = ASKED if preview is None else preview.decisions
+        quote([("", "The model wants to call:"), *question_of(call, preview)])
         decision = None
         while decision is None:
-            sys.stderr.write("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")
+            sys.stderr.write(decisions_text(decisions))
             sys.stderr.flush()
             line = sys.stdin.readline()
-            decision = decision_of(line) if line else "deny"
+            decision = decision_of(line, decisions) if line else "deny"
+        if decision == "edit" and preview is not None:
+            return self._asked(self._edited(call, preview.edits))
         if decision == "always":
             self._keep(call.name)
         return ToolResult(call, DENIED, "refused") if self._loop.decide(decision) is None else self._run(call)
+
+    def _edited(self, call: ToolCall, name: str) -> ToolCall:
+        from ..chat.external_programs import EditorError, edit_text, editor_command
+
+        try:
+            text = edit_text(editor_command(), sanitise(str(call.values[name])))
+        except EditorError as error:
+            note(str(error))
+            return call
+        return self._loop.revise(edited_arguments(call, name, text)) or call
 
     @staticmethod
     def _keep(name: str) -> None:
@@ -160,6 +193,8 @@ def open_tools(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if not names:
         if options.allow_tools:
             parser.error("--allow-tools allows the calls of --tools; name some")
+        if options.allow_changes:
+            parser.error("--allow-changes lets --tools name write_file, edit_file or run; name some")
         yield AskTools(None, (), known.tools, allow=False)
         return
     from platformdirs import user_log_path
@@ -170,6 +205,8 @@ def open_tools(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     try:
         try:
             names = list(box.check(names))
+            if (acting := [name for name in names if name in box.acting]) and not options.allow_changes:
+                parser.error(f"{', '.join(acting)}: add --allow-changes to let the model change files or run commands")
         except TokamacError as error:
             parser.error(error.one_line())
         for name in box.pending(names):
@@ -224,6 +261,12 @@ def parser() -> Parser:
         help="tools and MCP servers the model may call, comma-separated (tokamac help tools)",
     )
     made.add_argument("--allow-tools", action="store_true", help="run tool calls without asking")
+    made.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="let --tools name write_file, edit_file and run; each call asks, unless --allow-tools is given",
+    )
+    made.add_argument("--allow-web", action="store_true", help="fetch -f URL without asking")
     made.add_argument("-n", type=samples, metavar="N", help="write N answers to the prompt")
     made.add_argument(
         "--each",
@@ -266,6 +309,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     check_speculation_flags(parser, options)
     options.sharing = nodes_of(parser, options)
     profile, file = _profile(parser, options), _prompt_file(options)
+    fetch_pages(options.file, allowed=options.allow_web)
     with _kept_chat(options) as kept:
 
         def over_both(base: T) -> T:
@@ -328,7 +372,8 @@ def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
     if options.prompt_file is not None and options.prompt == STDIN:
         parser.error("PROMPT - has no effect with --prompt: pipe the text in")
     single = {
-        "--tools": options.tools, "--allow-tools": options.allow_tools, "--steps": options.steps,
+        "--tools": options.tools, "--allow-tools": options.allow_tools, "--allow-changes": options.allow_changes,
+        "--steps": options.steps,
         "--continue": options.resume_chat, "--chat": options.chat,
     }  # fmt: skip
     for flag, given in single.items():

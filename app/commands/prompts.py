@@ -24,6 +24,7 @@ from ..chat.attachments import AttachError, Draft, PDFError, attachment, decoded
 from ..options import SAMPLING_FLAGS
 from ..parser import did_you_mean
 from ..reports.verdict import pressure_sentence
+from ..text.sanitise import sanitise_line
 from ..text.terminal import Progress, is_terminal, note
 from ..text.units import rate, seconds
 from . import loading
@@ -112,6 +113,33 @@ def file_blocks(files: Sequence[str]) -> list[str]:
     return [_block(f"File {name}:", _read_file(name)) for name in files]
 
 
+PAGES: dict[str, str] = {}  # the web pages that the user allowed, by their addresses
+
+
+def fetch_pages(names: Sequence[str], *, allowed: bool) -> None:
+    """Fetch the web pages among the files, each after asking. Raises InputError."""
+    from ..tools import web
+    from ..tools.calls import ToolError
+
+    for name in filter(web.is_address, names):
+        try:
+            host = web.check(name).netloc
+            if not allowed and not _allows(f"Fetch {sanitise_line(name)} from {sanitise_line(host)}? [y]es, [n]o> "):
+                raise InputError(f"{name} was not fetched", "Without a terminal, --allow-web fetches it.")
+            PAGES[name] = web.fetch(name).text
+        except ToolError as error:
+            raise InputError(error.message, error.hint) from error
+        note(f"fetched {name}: {len(PAGES[name]):,} characters")
+
+
+def _allows(question: str) -> bool:
+    if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(question)
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def _standard_input(*, wanted: bool) -> str:
     if sys.stdin is None or (sys.stdin.isatty() and not wanted):
         return ""
@@ -126,6 +154,8 @@ def read_schema(name: str) -> str:
 
 
 def _read_file(name: str) -> str:
+    if name in PAGES:
+        return PAGES[name]
     with reading(name, "-f", f"tokamac ask PROMPT < {name}"), open_file(name) as file:
         return _text(file.read(LONGEST_INPUT + 1), name)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +55,7 @@ from ..store.values import Attachment, StoredChat
 from ..text import units
 from ..text.sanitise import sanitise, sanitise_line
 from ..text.units import count, short, size
+from ..tools.web import is_address
 from .console import interruptible
 from .view import PlainView, Rarely, WrittenConversion, last_turn, outline
 
@@ -142,7 +144,10 @@ def context(view: PlainView, number: str) -> None:
 def attach(view: PlainView, path: str) -> None:
     if not path:
         raise RefusedError("Write the file after the command: /attach notes.md")
-    _attach(view, read_named(path, Path()))
+    if is_address(path):
+        commands.fetch_page(view.chat, path, partial(_attach, view))
+    else:
+        _attach(view, read_named(path, Path()))
 
 
 def shell(view: PlainView, text: str) -> None:
@@ -156,7 +161,7 @@ def shell(view: PlainView, text: str) -> None:
     view.tell(
         f"This command runs in {folder} with {Path(user_shell()).name}; its output is attached to the next prompt:"
     )
-    view.console.quote(text)
+    view.console.quote([("!", text)])
     try:
         allowed = view.console.read("run it? [y]es, [n]o> ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -177,7 +182,13 @@ def _attach(view: PlainView, made: Attachment) -> None:
     draft = view.line.draft
     others = tuple(each for each in draft.attachments if each.name != made.name)
     view.line.draft = Draft(draft.text, (*others, made))
-    view.tell(f"Attached to the next prompt: {made.name}, {len(made.text):,} characters.")
+    session = view.chat.session
+    if steps := session.count_context(view.line.draft):  # what it costs, which the engine knows
+        view.chat.perform(steps)
+        view.settle_counts()
+    tokens = session.tokens(made)
+    price = f"{len(made.text):,} characters" if tokens is None else f"{count(tokens)} tokens"
+    view.tell(f"Attached to the next prompt: {made.name}, {price}.")
 
 
 def detach(view: PlainView, name: str) -> None:

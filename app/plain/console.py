@@ -137,11 +137,11 @@ class Console:
             self._write("\n")
         note(text)
 
-    def quote(self, text: str) -> None:
+    def quote(self, lines: Iterable[tuple[str, str]]) -> None:
         """Write a consent request in full, line breaks included. Not while a line is read."""
         if self.shown:
             self.end()
-        quote(text)
+        quote(lines)
 
     def announce(self, news: Callable[[], list[str]]) -> None:
         """Write ``news`` above the prompt, or later (without calling it) if something is typed. Thread-safe."""

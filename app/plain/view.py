@@ -18,14 +18,16 @@ from tokamac.engine.events import ToolCall
 from ..backend.client import BackendEvent
 from ..backend.processes import ChatServer, converter_command, models_command
 from ..backend.protocol import LookAgain, LookedAt, StopLooking
+from ..chat import setup
 from ..chat.attachments import Draft
 from ..chat.connection import WITHOUT_BYTES
-from ..chat.controller import Bridge, ChatController, Composer, RefusedError, Severity
+from ..chat.controller import Bridge, ChatController, Composer, RefusedError, Severity, UserChoice
 from ..chat.conversation import EDITED, ENDINGS, REMEDIES, Reply, Tree, Turn
 from ..chat.external_programs import EditorError, edit_text, editor_command
 from ..chat.figures import PRIMER, primer_is_new
 from ..chat.listing import EXCERPT, ending_text, said_in
 from ..chat.preferences import budget_spent
+from ..chat.settings_form import whole_number
 from ..chat.start import ChatStart
 from ..chat.steps import (
     AskConsent,
@@ -49,7 +51,7 @@ from ..models.jobs import ConversionJob, ConversionPhase, Conversions, Download,
 from ..reports.verdict import figures_text, remark
 from ..text import units
 from ..text.units import minutes, size
-from ..tools.calls import call_line, call_lines, decision_of
+from ..tools.calls import ASKED, Preview, call_line, decision_of, decisions_text, question_of
 from .console import Console, LineBox, Meanwhile, interruptible, unbroken
 
 TICK_S = 1.0
@@ -272,8 +274,8 @@ class PlainView(ABC):
             case Notice(text, severity):
                 self.failed = self.failed or severity == "error"
                 self.console.note(text)
-            case AskConsent(call):
-                self.later(lambda: self._asked(call))
+            case AskConsent(call, preview):
+                self.later(lambda: self._asked(call, preview))
             case RunTool(call):
                 self.console.note(f"calling {call_line(call)}")
             case ToolAnswered(result=result) if result.outcome != "done":
@@ -282,27 +284,46 @@ class PlainView(ABC):
             case _:
                 pass
 
-    def _asked(self, call: ToolCall) -> list[Step]:
+    def choose(self, choice: UserChoice, then: Callable[[int], None]) -> None:
+        if not self.console.typed:
+            self.failed = True
+            raise RefusedError(f"Nobody is here to answer: {choice.title}")
+        self.console.quote([("!", choice.title), *choice.lines])
+        words = ", ".join(f"[{number}] {answer}" for number, answer in enumerate(choice.answers, 1))
+        try:
+            number = whole_number(self.console.read(f"{words}> ").strip())
+        except (EOFError, KeyboardInterrupt):
+            number = None
+        if number is not None and 1 <= number <= len(choice.answers):
+            then(number - 1)
+        else:
+            self.tell("Nothing was done.")
+
+    def _asked(self, call: ToolCall, preview: Preview | None) -> list[Step]:
         session = self.chat.session
         if session.tools.waiting != call:
             return []
-        self.console.quote("\n".join(["The model wants to call:", *call_lines(call)]))
+        self.console.quote([("", "The model wants to call:"), *question_of(call, preview)])
         if not self.console.typed:
-            self.console.note("Nobody is here to allow it. [tools] allowed in the settings always allows it.")
+            allows = "" if preview is not None else " [tools] allowed in the settings always allows it."
+            self.console.note(f"Nobody is here to allow it.{allows}")
             return session.consent(call.id, "deny")
+        decisions = ASKED if preview is None else preview.decisions
         while True:
-            if (answer := self._read_answer()) is None:
+            if (answer := self._read_answer(decisions_text(decisions))) is None:
                 return session.stop()
-            if (decision := decision_of(answer)) is None:
+            if (decision := decision_of(answer, decisions)) is None:
                 continue
+            if decision == "edit":
+                return setup.edited_call(self.chat, call)
             if decision == "always" and (problem := self.chat.preferences.allow_tool(call.name, always=True)):
                 self.console.note(problem)
             return session.consent(call.id, decision)
 
-    def _read_answer(self) -> str | None:
+    def _read_answer(self, question: str) -> str | None:
         try:
             self._asking = True
-            return self.console.read("allow it? [o]nce, in this [c]hat, [a]lways, [d]eny> ")
+            return self.console.read(question)
         except (EOFError, KeyboardInterrupt):
             self.console.aside("")
             return None

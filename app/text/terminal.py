@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 from tokamac.engine.errors import shortened
@@ -37,8 +37,19 @@ def note(text: str) -> None:
     print(shortened(sanitise(text).replace("\n", " ")), file=sys.stderr, flush=True)
 
 
-def quote(text: str) -> None:
-    print(reveal(text), file=sys.stderr, flush=True)
+_COLOURS = {"+": "32", "-": "31"}
+
+
+def quote(lines: Iterable[tuple[str, str]]) -> None:
+    """Write lines in full, each after its mark; those of a diff are coloured on a terminal."""
+    coloured = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR")
+    for mark, text in lines:
+        safe = f"{mark if mark in DIFF else ''}{reveal(text)}"
+        print(f"\x1b[{_COLOURS[mark]}m{safe}\x1b[m" if coloured and mark in _COLOURS else safe, file=sys.stderr)
+    sys.stderr.flush()
+
+
+DIFF = ("+", "-", " ")
 
 
 def json_line(value: Any) -> None:

@@ -37,31 +37,31 @@ class AllowedFolders:
     def __init__(self, folders: Sequence[Path]) -> None:
         self.roots = tuple(dict.fromkeys(_resolved(folders)))
 
-    def resolve(self, given: str) -> Path:
-        """Resolve a model's path. Raises ToolError if not allowed or missing."""
+    def resolve(self, given: str, *, new: bool = False) -> Path:
+        """Resolve a model's path. new: it need not exist. Raises ToolError if not allowed or missing."""
         if "\0" in given:
             raise ToolError("a path has no NUL in it")
         try:
             path = (self.roots[0] / expanded(given or ".")).resolve()
-            root = self._root_of(path)
+            root = self.root_of(path)
             if root is None:
                 raise ToolError(
                     f"{given:.200} is outside of the folders that the user allowed: {', '.join(map(str, self.roots))}",
                     "Ask the user: folders under [tools] in the settings allows more.",
                 )
             if why := hidden(path.relative_to(root)):
-                raise ToolError(f"{given:.200} is not read: {why}")
-            if not path.exists():
+                raise ToolError(f"{given:.200} is not for tools: {why}")
+            if not new and not path.exists():
                 raise ToolError(f"there is no {given:.200}")
         except (OSError, RuntimeError, ValueError) as error:
             raise ToolError(f"{given:.200} can't be read: {error}") from error
         return path
 
     def name(self, path: Path) -> str:
-        root = self._root_of(path)
+        root = self.root_of(path)
         return str(path) if root is None or root != self.roots[0] else str(path.relative_to(root))
 
-    def _root_of(self, path: Path) -> Path | None:
+    def root_of(self, path: Path) -> Path | None:
         return max(
             (root for root in self.roots if path.is_relative_to(root)), key=lambda root: len(root.parts), default=None
         )
@@ -82,7 +82,7 @@ def hidden(path: Path) -> str:
     return ""
 
 
-def _text(path: Path, most: int) -> str:
+def text_of(path: Path, most: int) -> str:
     """Return a file's text. Raises ToolError for large or binary files."""
     try:
         with open_regular(path) as file:
@@ -122,7 +122,7 @@ class ReadFile:
         path = self._folders.resolve(arguments["path"])
         if path.is_dir():
             raise ToolError(f"{arguments['path']:.200} is a folder; list_folder lists it")
-        lines = _text(path, LARGEST_FILE).splitlines()
+        lines = text_of(path, LARGEST_FILE).splitlines()
         first, many = arguments.get("from_line", 1), arguments.get("lines")
         if first < 1 or (many is not None and many < 1):
             raise ToolError("from_line and lines are 1 or more")
@@ -240,7 +240,7 @@ class SearchFiles:
     def _lines(self, path: Path, pattern: str, pace: "_Pace") -> Iterator[tuple[Path, int, str]]:
         for file in self._files(path, pattern, pace):
             try:
-                lines = _text(file, LARGEST_SEARCHED).splitlines()
+                lines = text_of(file, LARGEST_SEARCHED).splitlines()
             except ToolError:
                 continue
             yield from ((file, at, line) for at, line in enumerate(lines, 1))
@@ -276,7 +276,7 @@ def _rules(folder: Path) -> Any:
     import pathspec
 
     try:
-        text = _text(folder / ".gitignore", LARGEST_SEARCHED)
+        text = text_of(folder / ".gitignore", LARGEST_SEARCHED)
         return pathspec.GitIgnoreSpec.from_lines(text.splitlines())
     except (ToolError, ValueError):
         return None

@@ -1,8 +1,8 @@
 """A tool and its calls: the protocol, bounds on results, consent, and which call of a reply is next."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from tokamac.engine.errors import TokamacError
@@ -20,8 +20,12 @@ DENIED = "The user did not allow this call."
 STOPPED = "The user stopped before this call was run."
 STOPPED_RUNNING = "Stopped while this call ran; it may have had an effect."
 
-# What the user says to a call: this one, those of its tool in this chat, for good, or not.
-Decision = Literal["once", "chat", "always", "deny"]
+# What the user says to a call: this one, those of its tool in this chat, for good, first another text, or not.
+Decision = Literal["once", "chat", "always", "edit", "deny"]
+Furthest = Literal["once", "chat", "always"]  # the most that calls of a tool can be allowed
+# What a line of a question is: words, a heading, a note, or a row of a diff.
+Mark = Literal["", "!", "note", "warning", "+", "-", " ", "@"]
+Line = tuple[Mark, str]
 
 
 class ToolError(TokamacError):
@@ -35,6 +39,30 @@ class Tool(Protocol):
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         """Run on any thread, within seconds. Raises ToolError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a call would do. furthest: the most that it can be allowed. edits: the argument that a user may edit."""
+
+    lines: tuple[Line, ...]
+    furthest: Furthest
+    edits: str
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return ("once", "chat", "edit", "deny") if self.furthest == "chat" else ("once", "edit", "deny")
+
+
+class ActingTool(Tool, Protocol):
+    """A tool that changes something: its calls ask, unless they are allowed in this chat."""
+
+    @property
+    def furthest(self) -> Furthest:
+        """The most that its calls can be allowed."""
+
+    def preview(self, arguments: Mapping[str, Any]) -> Preview:
+        """Return what a call would do, to be asked about. Raises ToolError where it can't be done."""
 
 
 def result_of(tool: Tool, call: ToolCall) -> ToolResult:
@@ -104,9 +132,31 @@ def call_line(call: ToolCall) -> str:
     return sanitise_line(f"{call.name}({values}){mistyped}")
 
 
-def decision_of(text: str) -> Decision | None:
+ASKED: tuple[Decision, ...] = ("once", "chat", "always", "deny")  # of a call that only reads
+_WORDS: Mapping[Decision, str] = {
+    "once": "[o]nce", "chat": "in this [c]hat", "always": "[a]lways", "edit": "[e]dit it first", "deny": "[d]eny",
+}  # fmt: skip
+
+
+def decisions_text(decisions: Sequence[Decision]) -> str:
+    return f"allow it? {', '.join(_WORDS[each] for each in decisions)}> "
+
+
+def question_of(call: ToolCall, preview: Preview | None) -> tuple[Line, ...]:
+    if preview is not None:
+        return preview.lines
+    first, *rest = call_lines(call)
+    return (("!", first), *(("", line) for line in rest))
+
+
+def edited_arguments(call: ToolCall, name: str, text: str) -> str:
+    """Return a call's arguments with another text; an editor drops the last line's end, which stays."""
+    ends = "\n" if str(call.values[name]).endswith("\n") and not text.endswith("\n") else ""
+    return json.dumps({**call.values, name: text + ends})
+
+
+def decision_of(text: str, decisions: Sequence[Decision] = ASKED) -> Decision | None:
     word = text.strip().lower()
-    decisions: tuple[Decision, ...] = ("once", "chat", "always", "deny")
     names = {"yes": "once", "y": "once", "no": "deny", "n": "deny", "": "deny"}
     word = names.get(word, word)
     return next((each for each in decisions if word in (each, each[0])), None)
@@ -131,13 +181,14 @@ class CallRuns:
 class ToolLoop:
     """The tools of a chat, and the calls being answered.
 
-    allowed: never ask, in any chat. most: call limit per prompt. waiting: the call that awaits consent.
-    exhausted: the limit was reached and the model knows.
+    allowed: never ask, in any chat. furthest: the most that calls of a tool can be allowed. most: call limit per
+    prompt. waiting: the call that awaits consent. exhausted: the limit was reached and the model knows.
     """
 
     def __init__(self) -> None:
         self.specs: tuple[ToolSpec, ...] = ()
         self.allowed: set[str] = set()
+        self.furthest: Callable[[str], Furthest] = lambda _: "always"
         self.most = MOST_CALLS
         self.waiting: ToolCall | None = None
         self.running: ToolCall | None = None
@@ -183,19 +234,30 @@ class ToolLoop:
             return ToolResult(
                 call, f"There is no tool {call.name!r:.80}. There are: {', '.join(names) or 'none'}.", "failed"
             )
-        if call.name not in self.allowed | self._allowed_here:
+        if not self._is_allowed(call.name):
             self.waiting = call
             return CallAsks(call)
         self.running = call
         return CallRuns(call)
 
+    def _is_allowed(self, name: str) -> bool:
+        furthest = self.furthest(name)
+        return furthest != "once" and (name in self._allowed_here or (furthest == "always" and name in self.allowed))
+
+    def revise(self, arguments: str) -> ToolCall | None:
+        """Let the waiting call have what the user made of its arguments."""
+        if self.waiting is not None:
+            self.waiting = replace(self.waiting, arguments=arguments)
+        return self.waiting
+
     def decide(self, decision: Decision) -> CallRuns | None:
         """Apply the user's decision; None: it isn't run and needs an answer."""
         call, self.waiting = self.waiting, None
-        if call is None or decision == "deny":
+        if call is None or decision in ("deny", "edit"):
             return None
-        if decision != "once":
-            (self.allowed if decision == "always" else self._allowed_here).add(call.name)
+        furthest = self.furthest(call.name)
+        if decision != "once" and furthest != "once":
+            (self.allowed if decision == furthest == "always" else self._allowed_here).add(call.name)
         self.running = call
         return CallRuns(call)
 

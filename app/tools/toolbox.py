@@ -1,4 +1,4 @@
-"""Tools by name: the built-in ones, and those of MCP servers over stdio (https://modelcontextprotocol.io)."""
+"""Tools by name: the built-in ones, and those of MCP servers, over stdio or HTTP (https://modelcontextprotocol.io)."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -20,7 +20,9 @@ from ..settings import McpServer, Settings
 from ..store.values import ToolResult
 from ..text.sanitise import sanitise, sanitise_line
 from .builtin import AllowedFolders, Calculate, Clock, ListFolder, ReadFile, SearchFiles
-from .calls import Tool, ToolError, result_of
+from .calls import ActingTool, Furthest, Preview, Tool, ToolError, check_arguments, result_of
+from .changes import RUNNING, EditFile, WriteFile, WriteJournal
+from .sandbox import RunCommand
 
 # Each MCP server has a thread with its own event loop, starts on first use and ends with the chat. If it dies or is
 # slow, only the waiting call fails; the next call restarts it.
@@ -185,16 +187,32 @@ class _Life:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         self._over = asyncio.Event()
-        # Of the environment it gets what mcp passes on (PATH, HOME and the like), so no token that was meant for another program.
-        how = StdioServerParameters(
-            command=self._server.command, args=list(self._server.args), env=dict(self._server.env)
-        )
-        with _opened(self._log) as log:
-            self._written = log.tell()
-            async with stdio_client(how, errlog=log) as (read, write), ClientSession(read, write) as session:
-                await asyncio.wait_for(session.initialize(), self._server.seconds)
-                self._ready.set_result(session)
-                await self._over.wait()
+        async with AsyncExitStack() as stack:
+            if self._server.url:
+                read, write = await self._connect(stack)
+            else:
+                # Of the environment it gets what mcp passes on (PATH, HOME and the like), so no token that was meant for
+                # another program.
+                how = StdioServerParameters(
+                    command=self._server.command, args=list(self._server.args), env=dict(self._server.env)
+                )
+                log = stack.enter_context(_opened(self._log))
+                self._written = log.tell()
+                read, write = await stack.enter_async_context(stdio_client(how, errlog=log))
+            session = await stack.enter_async_context(ClientSession(read, write))
+            await asyncio.wait_for(session.initialize(), self._server.seconds)
+            self._ready.set_result(session)
+            await self._over.wait()
+
+    async def _connect(self, stack: AsyncExitStack) -> tuple[Any, Any]:
+        """Return the streams of a server at a URL; mcp follows no redirect to another one."""
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        headers = {name: os.path.expandvars(value) for name, value in self._server.headers}
+        client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=self._server.seconds))
+        streams = await stack.enter_async_context(streamable_http_client(self._server.url, http_client=client))
+        return streams[0], streams[1]
 
     def close(self) -> None:
         over = self._over
@@ -268,7 +286,15 @@ class Toolbox:
             Calculate(),
             Clock(),
         )
-        self.built_in = {tool.spec.name: tool for tool in built_in}
+        self.journal = WriteJournal()
+        self._command = RunCommand(folders.roots)
+        acting: tuple[ActingTool, ...] = (
+            WriteFile(folders, self.journal),
+            EditFile(folders, self.journal),
+            self._command,
+        )
+        self.acting = {tool.spec.name: tool for tool in acting}
+        self.built_in: dict[str, Tool] = {tool.spec.name: tool for tool in (*built_in, *acting)}
         self.servers: dict[str, McpConnection] = {}
         self._log = log
         self._offered: dict[str, list[McpTool]] = {}  # of the servers that have started
@@ -280,6 +306,24 @@ class Toolbox:
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.built_in, *(name for name in self.servers if name not in self.built_in))
+
+    @property
+    def reading(self) -> tuple[str, ...]:
+        """The built-in tools that change nothing."""
+        return tuple(name for name in self.built_in if name not in self.acting)
+
+    def furthest(self, name: str) -> Furthest:
+        return "always" if (tool := self.acting.get(name)) is None else tool.furthest
+
+    def preview(self, call: ToolCall) -> Preview | None:
+        """Return what a call of a tool that acts would do; None: it only reads. Raises ToolError."""
+        if (tool := self.acting.get(call.name)) is None:
+            return None
+        try:
+            check_arguments(tool.spec, call.values)
+            return tool.preview(call.values)
+        except (OSError, ValueError) as error:
+            raise ToolError(f"it can't be done: {error}") from error
 
     def update(self, servers: Mapping[str, McpServer]) -> None:
         known, wanted = self.servers, {name: each for name, each in servers.items() if is_name(name)}
@@ -395,11 +439,17 @@ class Toolbox:
         tool = next((each for each in self.tools(self.names) if each.spec.name == call.name), None)
         if tool is None:
             return ToolResult(call, f"Error: there is no tool {call.name!r:.60}", "failed")
+        RUNNING.set(call)
         return result_of(tool, call)
 
     def run_later(self, call: ToolCall, then: Callable[[ToolResult], None]) -> None:
         threading.Thread(target=lambda: then(self.run(call)), name=f"tool-{call.name}", daemon=True).start()
 
+    def stop(self) -> None:
+        """End the commands that run."""
+        self._command.stop()
+
     def close(self) -> None:
+        self.stop()
         for server in self.servers.values():
             server.close()

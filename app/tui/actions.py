@@ -19,7 +19,7 @@ from ..chat import actions, commands, setup
 from ..chat.actions import LEADER
 from ..chat.attachments import AttachError, Draft, output_of, read_named, shell_command, unescaped
 from ..chat.background import PATH, ContextUse, PriceQuestion
-from ..chat.controller import ChatController, History, RefusedError, first_question, recording_of
+from ..chat.controller import ChatController, History, RefusedError, UserChoice, first_question, recording_of
 from ..chat.external_programs import NotTakenError, open_address
 from ..chat.listing import ChatSearch, excerpt
 from ..chat.preferences import Written
@@ -28,6 +28,8 @@ from ..chat.settings_form import Sheet
 from ..chat.steps import EnginePhase, Revised, Step, TurnBegun
 from ..store.values import StoreError
 from ..text.sanitise import sanitise, sanitise_line
+from ..tools.calls import Line
+from ..tools.web import is_address
 from .theme import AUTOMATIC
 from .widgets.prompt_input import Prompt
 
@@ -595,8 +597,10 @@ class PromptActions:
         self._prompt.focus()
 
     def attach(self, path: str) -> None:
-        """Attach the file at ``path``; without one, begin to name it."""
-        if path:
+        """Attach the file or the web page at ``path``; without one, begin to name it."""
+        if is_address(path):
+            commands.fetch_page(self._chat, path, self._prompt.attach)
+        elif path:
             self._screen.run_worker(self._read(path))
         else:
             self._prompt.name_file()
@@ -623,7 +627,7 @@ class PromptActions:
 
     def shell(self, text: str) -> None:
         """Ask whether to run a shell command, whose output is attached then; without one, begin to write it."""
-        from .screens.dialog import ShellScreen
+        from .screens.dialog import AFTERWARDS, ChoiceScreen
 
         prompt, folder = self._prompt, working_folder()
         if self._chat.shell is not None:
@@ -633,14 +637,17 @@ class PromptActions:
             self._chat.view.tell("Write the command after the !, at the start of the prompt: !ls")
             return
 
-        def answered(runs: bool | None) -> None:
-            if runs:
+        def answered(answer: int | None) -> None:
+            if answer == 0:
                 self._screen.run_worker(self._run(ShellCommand(text, folder)))
             else:
                 prompt.give_back(f"!{text}")
             prompt.focus()
 
-        self._screen.app.push_screen(ShellScreen(text, folder, user_shell()), answered)
+        where = f"It runs in {sanitise_line(str(folder))} with {sanitise_line(Path(user_shell()).name)}."
+        lines: tuple[Line, ...] = (("!", sanitise(text)), ("", where), ("note", AFTERWARDS))
+        choice = UserChoice("Run this command?", lines, ("Run it", "Don't run it"))
+        self._screen.app.push_screen(ChoiceScreen(choice), answered)
 
     async def _run(self, command: ShellCommand) -> None:
         chat = self._chat

@@ -6,6 +6,8 @@ import os
 import queue
 import re
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +58,7 @@ from tokamac.app.tools.calls import (
 from tokamac.app.tools.toolbox import McpConnection, McpError, McpTool, Toolbox, UnknownToolError
 from tokamac.app.tui.markdown.turns import ReplyMessage, ToolMessage, UserMessage
 from tokamac.app.tui.screens.dialog import ConsentScreen, ToolsScreen
+from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Event, Finished, Message, TextChunk, ToolCall, ToolCallDelta
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
@@ -98,17 +101,12 @@ def test_a_file_is_read_whole_or_in_part(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("../outside.txt", "outside of the folders"),
-        ("link.txt", "outside of the folders"),
-        ("/etc/passwd", "outside of the folders"),
-        (".ssh/id_rsa", "hidden from tools"),
-        ("server.pem", "usually hold secrets"),
-        ("nothing.txt", "there is no"),
-        ("src", "is a folder"),
-        ("image.bin", "binary"),
-        ("a\0b", "NUL"),
+        ("../outside.txt", "outside of the folders"), ("link.txt", "outside of the folders"),
+        ("/etc/passwd", "outside of the folders"), (".ssh/id_rsa", "hidden from tools"),
+        ("server.pem", "usually hold secrets"), ("nothing.txt", "there is no"), ("src", "is a folder"),
+        ("image.bin", "binary"), ("a\0b", "NUL"),
     ],
-)
+)  # fmt: skip
 def test_what_may_not_be_read_is_refused_with_a_reason(folder: Path, path: str, why: str) -> None:
     text = told(ReadFile(AllowedFolders([folder])), path=path)
     assert why in text
@@ -548,7 +546,10 @@ def die() -> str:
     """End the server."""
     os._exit(3)
 
-app.run("stdio")
+if len(sys.argv) > 1:
+    app.run("streamable-http", port=int(sys.argv[1]))
+else:
+    app.run("stdio")
 '''
 
 
@@ -576,6 +577,26 @@ def test_a_server_tells_its_tools_and_is_called_and_survives_its_death(server: C
     assert "probe" in told(tools["probe_die"])
     assert told(tools["probe_shout"], text="c") == "C!"  # it was started again
     connection.close()
+
+
+def test_a_server_is_reached_over_http(server: Callable[..., McpConnection], tmp_path: Path) -> None:
+    del server  # its script is there
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [sys.executable, tmp_path / "server.py", str(port)]
+    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("running on" in line for line in process.stderr)
+        how = McpServer(url=f"http://127.0.0.1:{port}/mcp", headers=(("X-Key", "$HOME"),), seconds=60.0)
+        connection = McpConnection("far", how, tmp_path / "mcp.log")
+        tools = {tool.spec.name: tool for tool in connection.tools()}
+        assert told(tools["far_shout"], text="ab") == "AB"
+        connection.close()
+        process.kill()
+    for wrong in ({}, {"command": "a", "url": "http://b"}, {"url": "file:///b"}):
+        with pytest.raises(OptionError):
+            McpServer(**wrong)
 
 
 def test_a_slow_server_costs_one_call(server: Callable[..., McpConnection]) -> None:
@@ -651,7 +672,7 @@ def test_tools_are_listed_with_their_servers_and_what_the_user_allowed(
     how = McpServer(sys.executable, (str(tmp_path / "server.py"),))
     box = Toolbox(Settings(mcp={"probe": how}), tmp_path, tmp_path / "log")
     before = {each.name: each for each in box.listed(["clock", "probe"], {"calculate"}, {"clock"})}
-    assert [each.consent for each in before.values()] == ["asks", "asks", "asks", "chat", "always", "asks"]
+    assert [each.consent for each in before.values()] == [*["asks"] * 3, "chat", "always", *["asks"] * 4]
     assert (before["clock"].on, before["calculate"].on, before["probe"].about) == (True, False, "not started")
     box.start("probe")
     after = box.listed(["probe"], (), {"probe_shout"})

@@ -26,7 +26,7 @@ from ...backend.processes import ChatServer
 from ...backend.protocol import ReplyEvent
 from ...chat import commands, recording, setup
 from ...chat.attachments import Draft
-from ...chat.controller import Bridge, ChatController, Composer, RefusedError, Severity
+from ...chat.controller import Bridge, ChatController, Composer, RefusedError, Severity, UserChoice
 from ...chat.conversation import Turn
 from ...chat.external_programs import EditorError, edit_text, editor_command
 from ...chat.figures import pointed_at, primer_is_new
@@ -64,7 +64,7 @@ from ..theme import FAINT
 from ..widgets.prompt_input import Chips, Completions, Prompt
 from ..widgets.status import NARROW, Activity, Gauges, StatusLine
 from ..widgets.transcript import SIDE, WIDEST, Transcript, bindings, share_on
-from .dialog import ConsentScreen, EngineSaid, TextScreen
+from .dialog import ChoiceScreen, ConsentScreen, EngineSaid, TextScreen
 
 if TYPE_CHECKING:
     from ...chat.versions import Versions
@@ -323,6 +323,13 @@ class ChatScreen(Screen[None]):
     def wait(self) -> None:
         """Do not wait: it is seen that the model loads."""
 
+    def choose(self, choice: UserChoice, then: Callable[[int], None]) -> None:
+        def answered(answer: int | None) -> None:
+            if answer is not None:
+                then(answer)
+
+        self.app.push_screen(ChoiceScreen(choice), answered)
+
     def later(self, work: Callable[[], list[Step]]) -> None:
         self.post_message(Later(work))
 
@@ -409,8 +416,8 @@ class ChatScreen(Screen[None]):
                     self.tell("Your unanswered prompt is back in the input box after the edit.")
             case Notice(text, severity):
                 self.tell(text, severity)
-            case AskConsent(call):
-                screen = ConsentScreen(call, self.chat.title_elsewhere)
+            case AskConsent(call, preview):
+                screen = ConsentScreen(call, self.chat.title_elsewhere, preview)
                 self.app.push_screen(screen, partial(self._decided, call))
             case ToolAnswered(key, result):
                 self._close_consent(result.call)

@@ -1,7 +1,6 @@
 """What all dialogs share, a titled box with Esc and its keys in the border; and the small ones: text, prompts, links, context."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.cells import cell_len
@@ -22,11 +21,12 @@ from tokamac.engine.events import ToolCall
 
 from ...backend.client import BackendEvent
 from ...chat.background import ContextRow, ContextUse
-from ...chat.controller import Severity
+from ...chat.controller import Severity, UserChoice
 from ...chat.setup import CONSENTS
 from ...text import units
-from ...text.sanitise import sanitise, sanitise_line
-from ...tools.calls import Decision, call_lines
+from ...text.sanitise import sanitise_line
+from ...text.terminal import DIFF
+from ...tools.calls import ASKED, Decision, Line, Preview, question_of
 from ...tools.toolbox import ListedTool
 from ..theme import FAINT
 from ..widgets.prompt_input import TextInput
@@ -367,8 +367,28 @@ CHOICES: dict[Decision, str] = {
     "once": "Allow this call",
     "chat": "Allow {name} in {which} chat",
     "always": "Always allow {name}",
+    "edit": "Edit it first",
     "deny": "Don't allow",
 }
+
+
+MARK_STYLES: Mapping[str, str] = {
+    "!": "bold",
+    "note": FAINT,
+    "warning": "$text-warning",
+    "+": "$text-success",
+    "-": "$text-error",
+    " ": FAINT,
+    "@": FAINT,
+}
+
+
+def question(lines: Sequence[Line]) -> Content:
+    """Draw the lines of a question: rows of a diff after their marks, in its colours."""
+    rows = [
+        Content.styled(f"{mark}{text}" if mark in DIFF else text, MARK_STYLES.get(mark, "")) for mark, text in lines
+    ]
+    return Content("\n").join(rows)
 
 
 class ConsentScreen(Dialog[Decision]):
@@ -376,9 +396,10 @@ class ConsentScreen(Dialog[Decision]):
 
     # Nothing is preselected: keys typed for the prompt, Enter too, can't allow anything.
 
-    def __init__(self, call: ToolCall, chat: str = "") -> None:
+    def __init__(self, call: ToolCall, chat: str = "", preview: Preview | None = None) -> None:
         super().__init__()
         self.call = call
+        self._preview = preview
         self._chat = chat
 
     def compose(self) -> ComposeResult:
@@ -386,17 +407,18 @@ class ConsentScreen(Dialog[Decision]):
         with Vertical(classes="box", id="consent") as box:
             box.border_title = "The model wants to call a tool"
             with VerticalScroll(id="consent-call", can_focus=False):
-                first, *rest = call_lines(self.call)
-                where = [Content.styled(f"In the chat “{sanitise_line(self._chat)}”, in the background:", FAINT)]
-                text = Content("\n").join(
-                    [*(where if self._chat else []), Content.styled(first, "bold"), *map(Content, rest)]
-                )
-                yield Static(text, markup=False)
+                where: Line = ("note", f"In the chat “{sanitise_line(self._chat)}”, in the background:")
+                lines = question_of(self.call, self._preview)
+                yield Static(question([where, *lines] if self._chat else lines), markup=False)
             which = "that" if self._chat else "this"
             yield OptionList(
-                *(Option(Content(text.format(name=name, which=which)), id=each) for each, text in CHOICES.items()),
+                *(Option(Content(CHOICES[each].format(name=name, which=which)), id=each) for each in self._decisions),
                 id="consent-choices",
             )
+
+    @property
+    def _decisions(self) -> tuple[Decision, ...]:
+        return ASKED if self._preview is None else self._preview.decisions
 
     def on_mount(self) -> None:
         super().on_mount()
@@ -407,24 +429,20 @@ class ConsentScreen(Dialog[Decision]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        chosen = next(choice for choice in CHOICES if choice == event.option_id)
-        self.dismiss(chosen)
+        self.dismiss(self._decisions[event.option_index])
 
 
-class ShellScreen(Dialog[bool]):
-    def __init__(self, command: str, folder: Path, shell: str) -> None:
+class ChoiceScreen(Dialog[int]):
+    def __init__(self, choice: UserChoice) -> None:
         super().__init__()
-        self._command, self._folder, self._shell = command, folder, shell
+        self._choice = choice
 
     def compose(self) -> ComposeResult:
-        shell = sanitise_line(Path(self._shell).name)
         with Vertical(classes="box", id="consent") as box:
-            box.border_title = "Run this command?"
+            box.border_title = self._choice.title
             with VerticalScroll(id="consent-call", can_focus=False):
-                yield Static(Content.styled(sanitise(self._command), "bold"), markup=False)
-            yield Static(f"It runs in {sanitise_line(str(self._folder))} with {shell}.", markup=False)
-            yield Static(AFTERWARDS, classes="note", markup=False)
-            yield OptionList("Run it", "Don't run it", id="consent-choices")
+                yield Static(question(self._choice.lines), markup=False)
+            yield OptionList(*(Content(answer) for answer in self._choice.answers), id="consent-choices")
 
     def on_mount(self) -> None:
         super().on_mount()
@@ -433,7 +451,7 @@ class ShellScreen(Dialog[bool]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self.dismiss(event.option_index == 0)
+        self.dismiss(event.option_index)
 
 
 AFTERWARDS = (

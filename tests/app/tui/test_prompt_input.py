@@ -20,7 +20,7 @@ from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.tui.screens.chats import ChatsScreen
-from tokamac.app.tui.screens.dialog import EngineSaid, PromptsScreen, ShellScreen, TextScreen
+from tokamac.app.tui.screens.dialog import ChoiceScreen, EngineSaid, PromptsScreen, TextScreen
 from tokamac.app.tui.screens.help import HelpScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.widgets import prompt_input
@@ -398,7 +398,7 @@ async def test_a_command_is_asked_for_run_and_its_output_sent_and_kept(chat: Sta
         await c.pilot.press("!", *"echo hi; exit 3")
         assert prompt_input.SHELL in c.screen_text()
         await c.pilot.press("enter")
-        await c.on(ShellScreen)
+        await c.on(ChoiceScreen)
         shown = c.screen_text()
         assert "echo hi; exit 3" in shown
         assert str(folder)[:40] in shown
@@ -420,7 +420,7 @@ async def test_without_a_yes_nothing_runs_and_the_command_is_in_the_box_again(ch
         for keys in (("escape",), ("down", "enter")):
             c.prompt.put(Draft("!touch made"))
             c.prompt.submit()
-            await c.on(ShellScreen)
+            await c.on(ChoiceScreen)
             await c.pilot.press(*keys)
             await c.until(lambda: c.prompt.text == "!touch made", "the text")
         assert not (folder / "made").exists()
@@ -442,7 +442,7 @@ async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attach
     async with chat("fast") as c:
         c.prompt.put(Draft("!sleep 60 & echo $! | tee pid; wait"))
         c.prompt.submit()
-        await c.on(ShellScreen)
+        await c.on(ChoiceScreen)
         await c.pilot.press("enter")
         pid = folder / "pid"
         await c.until(lambda: pid.exists() and pid.read_text().strip(), "it runs")
@@ -471,7 +471,7 @@ async def test_no_text_of_a_model_and_no_edit_runs_a_command(chat: Start, folder
         c.app.view.do("shell")
         await c.until(lambda: c.prompt.text == "!", "the beginning of one")
         assert not (folder / "made").exists()
-        assert not isinstance(c.app.screen, ShellScreen)
+        assert not isinstance(c.app.screen, ChoiceScreen)
 
 
 # Slash commands while they are written: offered below the prompt, completed, done at once where nothing lacks.
@@ -497,23 +497,13 @@ async def begin(c: Chat, typed: str) -> None:
 @pytest.mark.parametrize(
     ("text", "row", "column", "named"),
     [
-        ("/", 0, 1, PartialCommand("", 1)),
-        ("/ti", 0, 3, PartialCommand("ti", 3)),
-        ("/title", 0, 3, PartialCommand("ti", 6)),
-        ("/ti Keys and values", 0, 3, PartialCommand("ti", 3)),
-        ("/ti\n", 0, 3, PartialCommand("ti", 3)),
-        ("/ti Keys", 0, 5, None),
-        ("/ti", 0, 0, None),
-        ("/etc/hosts", 0, 4, None),
-        ("//", 0, 2, None),
-        ("/7", 0, 2, None),
-        (" /ti", 0, 4, None),
-        ("what is /ti", 0, 11, None),
-        ("/ti\nmore", 0, 3, None),
-        ("more\n/ti", 1, 3, None),
-        ("", 0, 0, None),
+        ("/", 0, 1, PartialCommand("", 1)), ("/ti", 0, 3, PartialCommand("ti", 3)),
+        ("/title", 0, 3, PartialCommand("ti", 6)), ("/ti Keys and values", 0, 3, PartialCommand("ti", 3)),
+        ("/ti\n", 0, 3, PartialCommand("ti", 3)), ("/ti Keys", 0, 5, None), ("/ti", 0, 0, None),
+        ("/etc/hosts", 0, 4, None), ("//", 0, 2, None), ("/7", 0, 2, None), (" /ti", 0, 4, None),
+        ("what is /ti", 0, 11, None), ("/ti\nmore", 0, 3, None), ("more\n/ti", 1, 3, None), ("", 0, 0, None),
     ],
-)
+)  # fmt: skip
 def test_a_command_is_named_in_the_first_word_of_a_text_that_can_be_one(
     text: str, row: int, column: int, named: PartialCommand | None
 ) -> None:
