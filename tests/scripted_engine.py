@@ -112,9 +112,7 @@ class Scenario:
     freezes_on: str = ""  # send: the whole process stops, its heartbeat too
     deaf: bool = False  # does not hear cancel
     context: int = 32_768
-    rolls: bool = False
     trouble: str = ""  # with the prompt cache, after the first reply or what was read ahead
-    advice: str | None = None  # on the installation, with the model
     calls: tuple[ToolCall, ...] = ()  # before the answer, where the tools are on
     calls_again: bool = False  # for ever
     loops: bool = False  # from the fifth token on; in the grace it waits for somebody to stop it, or to let it go on
@@ -159,7 +157,6 @@ SCENARIOS = {
     "hostile": Scenario(answer="before \x1b]52;c;ZWNobw==\x07 [bold]not markup[/] \x1b[2J\u202eafter <b>html</b>"),
     "slow-load": Scenario(load_steps=20),
     "entitles": Scenario(answer=TITLE, gap_s=0.0, prefill_step_s=0.0),
-    "entitles-slowly": Scenario(answer=TITLE, gap_s=0.3, prefill_step_s=0.0),
     "missing": Scenario(load_error="no model is called 'missing'"),
     "unpackable": Scenario(packs=False),
     "dies-loading": Scenario(load_steps=2, dies_on="load"),
@@ -172,8 +169,6 @@ SCENARIOS = {
     "loops": Scenario(loops=True, gap_s=0.0, prefill_step_s=0.0),
     "fills": Scenario(fills=True, gap_s=0.0, prefill_step_s=0.0),
     "fails": Scenario(fails=2, gap_s=0.0, prefill_step_s=0.0),
-    "rolling": Scenario(context=64, rolls=True),
-    "old-wheel": Scenario(gap_s=0.0, prefill_step_s=0.0, advice="The installed MLX leaves the accelerators unused."),
     "full-disk": Scenario(
         gap_s=0.0, prefill_step_s=0.0, trouble="the prompt cache can't be written \x1b[2J(disk full)"
     ),
@@ -279,7 +274,7 @@ class ScriptedEngine(Engine):
     ) -> Generator[Event, None, None]:
         self._fault("send")
         tokens = self._tokens(prompt)
-        if tokens > self._scenario.context and not self._scenario.rolls:
+        if tokens > self._scenario.context:
             raise ContextError(
                 f"the prompt has {tokens} tokens; the context holds {self._scenario.context}", "Shorten it."
             )
@@ -638,9 +633,7 @@ def info_of(name: str, scenario: Scenario) -> ModelSpec:
         name,
         context_length=scenario.context,
         capacity=scenario.context,
-        rolls=scenario.rolls,
         recommended=Sampling(temperature=0.7),
-        advice=scenario.advice,
         thinks=bool(scenario.thinking),
         thinking_modes=("on", "off") if scenario.thinking else (),
         template_names=("enable_thinking",) if scenario.thinking else (),

@@ -1,6 +1,5 @@
 """caffeinate: begins with the work, ends with it, and never twice. A script stands in for it, which keeps to its arguments."""
 
-import io
 import os
 import signal
 import subprocess
@@ -12,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.scripted_engine import SCRIPTED
 from tests.waiting import until
 from tokamac.app import settings
 from tokamac.app.backend import keep_awake
 from tokamac.app.backend.keep_awake import KeepAwake, awake
-from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.plain.repl import run_plain
 from tokamac.app.settings import Settings
 
 LASTING = 3600.0
@@ -194,14 +190,3 @@ async def test_in_the_chat_the_settings_hold_from_the_next_work_on(
         await c.ask("one")
         assert len(caffeinate.started) == loaded
         assert not caffeinate.running
-
-
-def test_in_the_plain_chat_it_runs_while_a_reply_is_made(
-    caffeinate: Caffeinate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
-    paths = {name: tmp_path / name for name in ("settings_path", "log_path", "store_path")}
-    assert run_plain(ChatOptions(model="fast", engine=SCRIPTED, **paths)) == 0
-    assert capsys.readouterr().out
-    assert len(caffeinate.started) == 1
-    assert not caffeinate.running

@@ -99,19 +99,6 @@ def test_what_two_nodes_serve_is_what_one_does(tmp_path: Path) -> None:
     until(lambda: not is_there(follower))
 
 
-def test_bench_runs_on_two_nodes(tmp_path: Path) -> None:
-    told = subprocess.run(
-        cli("bench", "--prompt", "64", "--max-tokens", "8", "--runs", "1", folder=tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert told.returncode == 0, told.stderr
-    assert "2 nodes hold the model" in told.stderr
-    assert "64 prompt tokens, 8 new" in told.stdout
-
-
 def test_the_plain_chat_runs_on_two_nodes(tmp_path: Path) -> None:
     command = cli("chat", "--plain", "--max-tokens", "5", folder=tmp_path)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.app.chat.test_session import DIED, Clock, done
+from tests.app.chat.test_session import DIED, Clock, done, loaded_session
 from tests.app.chat.test_session import LOADED as SESSION_LOADED
 from tests.app.chat.test_session import METRICS as SESSION_METRICS
 from tests.app.chat.test_session import asked as session_asked
@@ -316,10 +316,7 @@ NOTES, CODE = Attachment("notes.md", "some notes"), Attachment("a.py", "x = 1", 
 
 @pytest.fixture
 def counting() -> Session:
-    session = Session(Load("guide"), Sampling(), "", Clock())
-    session.start()
-    session.on_event(Loaded(model_spec("guide")))
-    return session
+    return loaded_session()
 
 
 def counts(steps: Sequence[Step]) -> list[AskCount]:
@@ -451,9 +448,7 @@ def asked_recounting(steps: Sequence[Step]) -> list[int]:
 
 
 def test_what_could_not_be_counted_is_asked_for_again_once_the_model_is_loaded_again() -> None:
-    session = Session(Load("guide"), Sampling(), "", Clock())
-    session.start()
-    session.on_event(Loaded(model_spec("guide")))
+    session = loaded_session()
     notes, code = asked_recounting(session.draft_paused("", (NOTES, CODE)))
     session.on_event(Counted(notes, None))
     session.on_event(Counted(code, 7))

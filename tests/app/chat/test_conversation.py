@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.chat.test_session import LOADED, METRICS, Clock, done, kinds
+from tests.app.chat.test_session import METRICS, done, kinds, loaded_session
 from tests.app.chat.test_session import asked as session_asked
 from tests.app.conftest import Chat
 from tests.scripted_engine import SCENARIOS, model_spec
@@ -53,10 +53,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 def ready() -> Session:
-    session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
-    session.start()
-    session.on_event(LOADED)
-    return session
+    return loaded_session(system="Be brief.")
 
 
 def sent(steps: list[Step]) -> Generate:
@@ -302,9 +299,7 @@ def tree(*said: Said) -> Tree:
 
 
 def session(*said: Said, later_system: bool = False) -> Session:
-    held = Session(Load("guide"), Sampling(), "Be brief.", Clock())
-    held.start()
-    held.on_event(Loaded(model_spec("guide", later_system=later_system)))
+    held = loaded_session(system="Be brief.", later_system=later_system)
     held.open(tree(*said))
     return held
 
@@ -541,9 +536,7 @@ def session_unpaired(*said: tuple[str, str]) -> Session:
         tree.add(
             MessageNode(key, tree.head, prompt=text) if role == "user" else MessageNode(key, tree.head, reply=reply)
         )
-    held = Session(Load("guide"), Sampling(), "", lambda: 1.0)
-    held.start()
-    held.on_event(Loaded(model_spec("guide")))
+    held = loaded_session()
     held.open(tree)
     return held
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.app.chat.test_session import LOADED, Clock
+from tests.app.chat.test_session import LOADED, Clock, loaded_session
 from tests.scripted_engine import CHIP, LATENCY, SITUATION, WORK, model_spec
 from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ReplyEvent
 from tokamac.app.chat import figures
@@ -718,26 +718,31 @@ def test_the_share_is_unknown_where_a_part_is() -> None:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (units.count(12345), "12,345"), (units.count(None), "unknown"), (units.short(32768), "32.8k"),
-        (units.short(4_022_468_096), "4.02B"), (units.short(7), "7"), (units.size(2_263_000_000), "2.26 GB"),
-        (units.size(0), "0 B"), (units.rate(1234.5), "1,234 tok/s"), (units.rate(9.99), "9.99 tok/s"),
-        (units.rate(9.996), "10.0 tok/s"), (units.rate(None), "unknown"), (units.bandwidth(3350.4), "3,350 GB/s"),
-        (units.bandwidth(4.986), "4.99 GB/s"), (units.bandwidth(None), "unknown"),
-        (units.milliseconds(16.26), "16.3 ms"), (units.seconds(0.0994), "99 ms"), (units.seconds(0.4), "0.4 s"),
-        (units.seconds(12.3), "12 s"), (units.seconds(125), "2 min 05 s"), (units.seconds(3599.4), "59 min 59 s"),
-        (units.seconds(3599.6), "1 h 00 min"), (units.seconds(107_667), "29 h 54 min"),
-        (units.minutes(20), "under a minute"), (units.minutes(3 * 60 + 20), "3 min"),
-        (units.minutes(59.6 * 60), "1 h 00 min"), (units.minutes(None), "unknown"),
+        (units.count(None), "unknown"),
+        (units.short(32768), "32.8k"),
+        (units.short(4_022_468_096), "4.02B"),
+        (units.size(2_263_000_000), "2.26 GB"),
+        (units.rate(1234.5), "1,234 tok/s"),
+        (units.rate(9.996), "10.0 tok/s"),
+        (units.rate(None), "unknown"),
+        (units.bandwidth(4.986), "4.99 GB/s"),
+        (units.bandwidth(None), "unknown"),
+        (units.milliseconds(16.26), "16.3 ms"),
+        (units.seconds(0.0994), "99 ms"),
+        (units.seconds(125), "2 min 05 s"),
+        (units.seconds(3599.6), "1 h 00 min"),
+        (units.seconds(107_667), "29 h 54 min"),
+        (units.minutes(20), "under a minute"),
+        (units.minutes(59.6 * 60), "1 h 00 min"),
+        (units.minutes(None), "unknown"),
     ],
-)  # fmt: skip
+)
 def test_numbers_as_written(written: str, expected: str) -> None:
     assert written == expected
 
 
 def replying() -> Session:
-    session = Session(Load("guide"), Sampling(), "", lambda: 10.0)
-    session.start()
-    session.on_event(Loaded(model_spec("guide")))
+    session = loaded_session(lambda: 10.0)
     session.submit("hi")
     return session
 

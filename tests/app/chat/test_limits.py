@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from textual.app import App
 
-from tests.app.chat.test_session import DIED, LOADED, Clock, asked, done
+from tests.app.chat.test_session import DIED, LOADED, Clock, asked, done, loaded_session
 from tests.app.conftest import Chat
 from tests.app.tui.test_app import Start as ChatStart
 from tests.scripted_engine import model_spec
@@ -234,10 +234,7 @@ WHY = "The prompt has 8,121 tokens, but the model's context is 4,096. Shorten it
 
 @pytest.fixture
 def ready() -> Session:
-    session = Session(Load("guide"), Sampling(), "", lambda: 1.0)
-    session.start()
-    session.on_event(Loaded(model_spec("guide")))
-    return session
+    return loaded_session()
 
 
 # Given back -------------------------------------------------------------------------------------------------------------
@@ -439,9 +436,7 @@ async def test_a_file_over_the_context_is_refused_before_it_is_sent(
     ],
 )
 def test_tools_count_in_what_is_over_the_context(system: int, tokens: int, why: str) -> None:
-    session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
-    session.start()
-    session.on_event(Loaded(model_spec("guide", capacity=100, takes_tools=True)))
+    session = loaded_session(system="Be brief.", capacity=100, takes_tools=True)
     session.offer([ToolSpec("clock", "Tell the time.")])
     asked = [step.request for step in session.submit("What time is it?") if isinstance(step, Ask)]
     counted = {each.id: tokens if each.tools else system for each in asked if isinstance(each, AskCount)}
@@ -453,9 +448,7 @@ def test_tools_count_in_what_is_over_the_context(system: int, tokens: int, why: 
 
 def counted_session() -> Session:
     """A session with two turns, of a model of 4 characters a token, all counted."""
-    session = Session(Load("guide"), Sampling(), "Be brief.", Clock())
-    session.start()
-    session.on_event(Loaded(model_spec("guide", capacity=1000)))
+    session = loaded_session(system="Be brief.", capacity=1000)
     session.submit("one", (NOTES,))
     session.on_event(ReplyEvent(1, Finished("stop", "a" * 40, METRICS)))
     session.submit("two")

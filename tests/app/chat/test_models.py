@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.app.conftest import Chat
 from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
@@ -50,7 +49,7 @@ from tokamac.app.models.local import (
     names_on_disk,
 )
 from tokamac.app.settings import CHAT_KV, Settings
-from tokamac.app.tui.screens.model import ModelScreen, detail, row_line
+from tokamac.app.tui.screens.model import detail, row_line
 from tokamac.assets import asset_path
 from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import KVSpec, Sampling
@@ -425,20 +424,6 @@ async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start,
         assert kept(tmp_path) == PACKED
 
 
-@pytest.mark.parametrize(
-    ("model", "failed", "remembered"),
-    [("unpackable", 1, CHAT_KV), ("fast", 0, replace(CHAT_KV, key_bits=8, value_bits=8))],
-)
-def test_the_same_in_plain_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, failed: int, remembered: KVSpec
-) -> None:
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    environment = {**os.environ, "TEST_SETTINGS": str(tmp_path / "settings.toml")}
-    status, out, err = piped("hi\n/settings key_bits 8\n/settings value_bits 8\nhi\n", model, env=environment)
-    assert (status, "every weight once" in out) == (failed, True), err
-    assert kept(tmp_path) == remembered
-
-
 async def test_a_folder_is_remembered_by_its_whole_path(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,15 +471,6 @@ def test_another_model_is_checked_and_has_what_the_settings_have_for_it() -> Non
     assert known.beside("three") == (None, None)
 
 
-async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(chat: Start, tmp_path: Path) -> None:
-    settings.save(tmp_path / "settings.toml", Settings(adapters={"guide": "poems"}))
-    async with chat("fast", unchecked=True, adapter="letters") as c:
-        assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (True, "letters")
-        c.app.view.library.load("guide")
-        await c.phase(EnginePhase.IDLE)
-        assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (False, "poems")
-
-
 async def test_a_draft_model_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:
     def kept() -> dict[str, str]:
         return settings.load(tmp_path / "settings.toml").settings.drafts
@@ -518,22 +494,6 @@ def test_without_a_draft_model_the_one_that_is_known_is_named() -> None:
     assert "(351 MB)" in setup.no_draft("mlx-community/Qwen3-8B-4bit")
     assert "/draft guide-draft adds it" in setup.no_draft("guide")
     assert "none is known for it" in setup.no_draft("guide-draft")
-
-
-async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:
-    def held() -> dict[str, str]:
-        return settings.load(tmp_path / "settings.toml").settings.adapters
-
-    async with chat("fast") as c:
-        setup.adapter(c.app.chat, "org/letters")
-        assert held() == {}
-        await c.phase(EnginePhase.IDLE)
-        assert c.session.engine.load.adapter == "org/letters"
-        assert held() == {"fast": "org/letters"}
-        setup.adapter(c.app.chat, "none")
-        await c.phase(EnginePhase.IDLE)
-        assert c.session.engine.load.adapter is None
-        assert held() == {}
 
 
 # The picker's speeds name the context they are for, and the inspection's table says why rows are alike or unknown.
@@ -811,33 +771,3 @@ async def test_a_notice_names_the_whole_id_and_what_was_wrong(chat: Start) -> No
         c.app.view.library._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
         said = f"nope/nope: {UNREACHABLE}. Press Enter on it in the list to retry."
         await c.until(lambda: said in c.notices, "the notice")
-
-
-async def test_enter_on_one_that_failed_tries_again(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    async with chat("fast", size=(120, 40)) as c:
-        c.app.view.library.choose("nope/nope")
-        said = "Downloading nope/nope. It loads when it is complete. Ctrl+O shows the progress."
-        await c.until(lambda: said in c.notices, "the notice")
-        await failing(c)
-        c.app.view.dialogs.choose_model("")
-        await c.until(lambda: isinstance(c.app.screen, ModelScreen))
-        await c.pilot.press(*"nope")
-        await c.until(lambda: "Enter retries · Ctrl+K cancels" in c.screen_text())
-        assert "HF_HUB_OFFLINE" in c.screen_text()
-        c.app.clear_notifications()
-        await c.pilot.press("enter")
-        await c.until(lambda: "Downloading nope/nope. It loads" in c.notices)
-        await failing(c)
-
-
-async def failing(c: Chat) -> None:
-    await c.until(lambda: "nope/nope: " in c.notices and AGAIN in c.notices, "the end of the download")
-
-
-def test_the_list_says_the_same_of_the_row() -> None:
-    row = ModelRow("nope/nope", "typed", download=Download("nope/nope", DownloadStage.FAILED, problem=AGAIN))
-    assert str(detail(row, "")) == f"nope/nope\n{AGAIN}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,14 @@ class Clock:
         return self.now
 
 
+def loaded_session(clock: Callable[[], float] | None = None, *, system: str = "", **spec: Any) -> Session:
+    """Return a session of a chat whose model, of which ``spec`` is known, is loaded."""
+    session = Session(Load("guide"), Sampling(), system, clock or Clock())
+    session.start()
+    session.on_event(Loaded(model_spec("guide", **spec)))
+    return session
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -81,11 +90,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def ready(clock: Clock) -> Session:
-    session = Session(Load("guide"), Sampling(), "", clock)
-    session.start()
-    session.on_event(LOADED)
-    assert session.engine.phase is EnginePhase.IDLE
-    return session
+    return loaded_session(clock)
 
 
 def done(request: int, text: str = "answer", reason: str = "stop") -> ReplyEvent:
@@ -460,9 +465,7 @@ def test_an_engine_that_dies_leaves_what_waits_elsewhere_a_draft_there(ready: Se
 
 
 def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) -> None:
-    session = Session(Load("guide"), Sampling(), "", clock)
-    session.start()
-    session.on_event(Loaded(model_spec("guide", capacity=100)))
+    session = loaded_session(clock, capacity=100)
     big = Attachment("big.txt", "x" * 4000)
     counts = session.submit("why?", (big,))
     assert [type(each) for each in asked(counts)] == [AskCount, AskCount]
@@ -480,9 +483,7 @@ def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) ->
 
 
 def test_what_was_too_long_is_tried_again_in_another_chat_and_with_another_model(clock: Clock) -> None:
-    session = Session(Load("guide"), Sampling(), "", clock)
-    session.start()
-    session.on_event(Loaded(model_spec("guide", capacity=100)))
+    session = loaded_session(clock, capacity=100)
     session.submit("one")
     session.on_event(done(1, "word " * 90))
     draft = Draft("word " * 20)
@@ -504,9 +505,7 @@ def test_what_was_too_long_is_tried_again_in_another_chat_and_with_another_model
 
 
 def test_what_may_be_too_long_is_sent_where_it_is_not(clock: Clock) -> None:
-    session = Session(Load("guide"), Sampling(), "", clock)
-    session.start()
-    session.on_event(Loaded(model_spec("guide", capacity=100)))
+    session = loaded_session(clock, capacity=100)
     assert [type(each) for each in asked(session.submit("word " * 30))] == [AskCount]
     assert kinds(session.on_event(Counted(1, 30))) == [TurnBegun, Ask]
 
@@ -634,9 +633,7 @@ def test_an_unchecked_model_is_doubted_with_every_reply(clock: Clock) -> None:
 
 
 def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
-    session = Session(Load("guide"), Sampling(), "", clock)
-    session.start()
-    session.on_event(Loaded(model_spec("guide", context_length=100, capacity=40, rolls=True)))
+    session = loaded_session(clock, context_length=100, capacity=40, rolls=True)
     session.submit("hi")
     assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (None, 0)
     session.on_event(ReplyEvent(1, Truncated(1, 7)))
@@ -657,9 +654,7 @@ CANCELLED = ReplyEvent(1, Finished("cancelled", "half", METRICS))
 @pytest.fixture
 def stopping(clock: Clock) -> Session:
     """A reply that was told to stop, and a prompt that was sent after; one that had waited came back."""
-    session = Session(Load("guide"), Sampling(), "", clock)
-    session.start()
-    session.on_event(Loaded(model_spec("guide")))
+    session = loaded_session(clock)
     session.submit("one")
     session.on_event(ReplyEvent(1, TextChunk("half")))
     session.submit("waited")

@@ -31,11 +31,9 @@ from tokamac.app.commands.bench.report import (
     medians,
     pair_ratios,
     render,
-    span,
     spread,
 )
 from tokamac.app.commands.bench.runs import BenchPoint, MeasuredPoint, measure, points
-from tokamac.app.text.units import rate, seconds
 from tokamac.engine import Engine, Sampling
 from tokamac.engine.events import Event
 from tokamac.engine.metrics import Metrics, share
@@ -193,12 +191,6 @@ def test_spread_and_ratios_of_pairs_worked_by_hand() -> None:
     assert (share(30.0, 40.0), share(None, 40.0), share(30.0, None)) == (0.75, None, None)
 
 
-def test_a_unit_that_both_ends_share_is_written_once() -> None:
-    assert span(rate, 20.0, 31.5) == "20.0–31.5 tok/s"
-    assert span(seconds, 0.05, 2.0) == "50 ms–2.0 s"
-    assert span(seconds, 61.0, 125.0) == "61 s–2 min 05 s"
-
-
 def test_a_run_above_the_ceiling_is_said_to_prove_the_bandwidth_wrong() -> None:
     sentence = "above the ceiling: the bandwidth figure must be wrong"
     for each, told in (
@@ -324,14 +316,6 @@ def test_it_measures_the_machine_and_then_expects_a_speed(tokamac: Run, tiny: Pa
     (row,) = found["expected"]
     assert 0 < row["expected_tps"] <= row["ceiling_tps"]
     assert row["ttft_s"] > 0
-
-
-def test_for_people_the_unknown_is_said(tokamac: Run, tiny: Path) -> None:
-    done = tokamac("bench", tiny, "--machine")
-    assert done.status == 0, done.err
-    assert "unknown" in next(line for line in done.out.splitlines() if line.startswith("matrix × vector, read"))
-    assert "expected decode" in done.out
-    assert "computing on cpu" in done.out.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -580,16 +564,6 @@ def test_every_width_is_measured_beside_the_peers_batches(tokamac: Run, tiny: Pa
         assert row["peer"]["ratio"]["overall_tps"]["median"] == pytest.approx(sum(pairs) / 2)
     assert found["parallel"][0]["times_one"] == 1.0
     until_gone(tiny)
-
-
-def test_widths_are_rows_for_people(tokamac: Run, tiny: Path) -> None:
-    done = tokamac("bench", tiny, "--prompt", "16", "--max-tokens", "12", "--runs", "1", "--parallel", "2,1,2")
-    assert done.status == 0, done.err
-    title, table, told, *_ = done.out.split("\n\n")
-    assert title.endswith(": 16 prompt tokens and 12 new ones each; one run, so no spread is known")
-    assert [line.split()[0] for line in table.splitlines()] == ["at", "2", "1"]
-    assert told.startswith("together ")
-    assert "run 1, 2 at once: " in done.err
 
 
 def test_the_prediction_is_of_that_width(tiny: Path) -> None:

@@ -19,7 +19,6 @@ from tests.app.commands.conftest import Run
 from tests.engine.helpers import write_model
 from tests.quant.models import make_source
 from tests.tiny import make_tiny, write_safetensors
-from tokamac.assets import asset_path
 from tokamac.engine.errors import MemoryLimitError
 from tokamac.engine.files import WANTED, raise_open_files
 from tokamac.engine.metrics import Metrics
@@ -29,7 +28,6 @@ from tokamac.engine.perf.diagnosis import Diagnosis
 # Every command on a tiny model, against the public contract.
 
 METRICS = {field.name for field in fields(Metrics)}
-GUIDE = asset_path("guide", "model")
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -117,30 +115,11 @@ def test_ask_json_says_what_stopped_it(tokamac: Run, tiny: Path) -> None:
     assert lines(tokamac(*asked, "--stop-token-id", tokens[7]).out)[-1]["stopped_by"] == tokens[7]
 
 
-def test_a_token_that_the_model_has_not_is_an_error(tokamac: Run, tiny: Path) -> None:
-    done = tokamac("ask", "Hello", "-m", tiny, "--logit-bias", "99999999=1")
-    assert done.status == 1
-    assert "token id 99999999 is not in the vocabulary" in done.err
-    assert done.err.count("\n") == 1
-
-
 def test_ask_verbose_measures_on_stderr(tokamac: Run, tiny: Path) -> None:
     done = tokamac("ask", "Hello", "-m", tiny, "--max-tokens", "8", "-v")
     assert "first token" in done.err
     assert done.err.strip().splitlines()[-1].endswith(".")
     assert "first token" not in done.out
-
-
-def test_a_prompt_longer_than_the_context_says_by_how_much(tokamac: Run, tiny: Path) -> None:
-    for flags in ([], ["--json"]):
-        done = tokamac("ask", "x" * 2000, "-m", tiny, *flags)
-        assert done.status == 1
-        assert "512" in done.err
-        assert "2,0" in done.err
-        assert done.err.count("\n") == 1
-    (error,) = lines(done.out)
-    assert error.keys() == {"event", "error", "hint"}
-    assert error["event"] == "error"
 
 
 def test_a_prompt_that_does_not_fit_may_lose_its_middle(tokamac: Run, tiny: Path) -> None:
@@ -152,14 +131,6 @@ def test_a_prompt_that_does_not_fit_may_lose_its_middle(tokamac: Run, tiny: Path
     assert first["event"] == "truncated"
     assert first["tokens"] > 1400
     assert last["event"] == "finished"
-
-
-def test_a_reply_that_the_context_cuts_off_may_be_an_error(tokamac: Run, tmp_path: Path) -> None:
-    model = make_tiny(tmp_path / "short", context=64)
-    done = tokamac("ask", "Hello", "-m", model, "--on-full", "error", "--json", "--temp", "0")
-    *_, before, last = lines(done.out)
-    assert (done.status, before["event"], last["event"]) == (1, "finished", "error")
-    assert "--on-full" in last["hint"]
 
 
 def broken(tiny: Path, folder: Path) -> Path:
@@ -190,13 +161,6 @@ def test_broken_models_are_one_line_and_exit_1(tokamac: Run, tiny: Path, tmp_pat
         assert done.err.count("\n") == 1, folder.name
         assert "this should not happen" not in done.err, done.err
         assert done.out == "", folder.name
-
-
-def test_a_flag_that_can_not_be_honoured_is_an_error(tokamac: Run, tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "odd", head_size=48)
-    done = tokamac("ask", "Hello", "-m", folder, "--kv-bits", "8")
-    assert done.status == 1
-    assert "48" in done.err
 
 
 def test_kv_flags_are_honoured(tokamac: Run, tiny: Path) -> None:
@@ -291,13 +255,6 @@ def test_the_model_picked_last_is_the_default(
 
     settings.save(settings.default_path(), settings.Settings(model=str(tiny)))
     assert tokamac("ask", "Hello", "--max-tokens", "2").status == 0
-
-
-@pytest.mark.skipif(not GUIDE.is_dir(), reason="the embedded model is not built yet")
-def test_the_embedded_model_answers(tokamac: Run) -> None:
-    done = tokamac("ask", "What is Tokamac?", "--temp", "0")
-    assert done.status == 0
-    assert "Tokamac" in done.out
 
 
 # `ask -v` and `-vv`: what a reply cost, why, and the arithmetic, on stderr; with the model that ships.
@@ -404,15 +361,6 @@ def test_mlx_lm_lowers_no_limit() -> None:
     assert limited(3000, 4000, "-c", code).stdout.split() == ["3000", "4000", "True"]
     assert limited(100, 4000, "-c", code).stdout.split() == ["2048", "4000", "True"]
     assert limited(100, 300, "-c", code).stdout.split() == ["300", "300", "True"]
-
-
-def test_mlx_lm_leaves_a_high_hard_limit() -> None:
-    code = (
-        "import resource; from tokamac.engine.mlx_lm_package import import_mlx_lm\n"
-        "asked = []; resource.setrlimit = lambda which, limits: asked.append(limits)\n"
-        "resource.getrlimit = lambda which: (256, 20000); import_mlx_lm(); print(asked)"
-    )
-    assert limited(256, 4000, "-c", code).stdout.strip() == "[(2048, 20000)]"
 
 
 def test_the_chats_engine_raises_its_own_limit() -> None:

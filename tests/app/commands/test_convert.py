@@ -556,18 +556,6 @@ def test_kv_quality_for_people(tokamac: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_short_runs")
-def test_a_setting_the_model_can_not_take_is_a_row_that_says_why(tokamac: Run, tmp_path: Path, kv_text: Path) -> None:
-    folder = make_tiny(tmp_path / "odd", head_size=48)
-    flags = ("bench", folder, "--kv-quality", "-f", kv_text, "--depths", "4")
-    rows = tokamac(*flags).out.splitlines()[3:9]
-    assert [row.split()[0] for row in rows] == ROWS
-    assert all("48 numbers per head can't be packed" in row for row in rows[1:])
-    settings = json.loads(tokamac(*flags, "--json").out)["settings"]
-    assert [each["refused"] is None for each in settings] == [True, *[False] * 5]
-    assert settings[1]["kl_nats"] is settings[1]["bytes_per_token"] is None
-
-
-@pytest.mark.usefixtures("_short_runs")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -669,12 +657,3 @@ def test_inspect_json_counts_as_the_table_does_and_keeps_its_fields(tokamac: Run
     assert list(plain) == list(windowed)
     assert windowed["kv_bytes_per_token"] == 2 * 2 * 2 * (64 + 8)
     assert windowed["memory"]["kv"] == 128 * windowed["kv_bytes_per_token"]
-
-
-@pytest.mark.usefixtures("_short_runs")
-def test_inspect_refuses_what_the_engine_would(tokamac: Run, tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "odd", head_size=48)
-    result = tokamac("inspect", folder, "--kv-bits", "8")
-    assert result.status == 1
-    assert "48 numbers per head" in result.err
-    assert tokamac("inspect", folder, "--kv-group-size", "32").status == 2

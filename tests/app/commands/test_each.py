@@ -471,16 +471,6 @@ def test_a_reader_that_leaves_ends_it_in_silence(start: Start, endless: Path, tm
     assert process.wait(PATIENCE_S) == 141
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_line(start: Start, tiny: Path, tmp_path: Path) -> None:
-    prompts = written(tmp_path / "p", "one", "two")
-    with Path("/dev/full").open("w") as full:
-        status, _, err = ended(start("ask", "--each", prompts, "-m", tiny, *FLAGS, stdout=full))
-    assert status == 1
-    assert err.startswith("tokamac: output: No space left")
-    assert err.count("\n") == 1
-
-
 def test_what_was_killed_is_resumed_to_the_same_results(start: Start, tokamac: Run, tiny: Path, tmp_path: Path) -> None:
     prompts, out = written(tmp_path / "p", *map(str, range(40))), tmp_path / "out"
     command = ("ask", "--each", prompts, "-m", tiny, *FLAGS, "--resume", out)

@@ -49,15 +49,6 @@ def test_a_gguf_file_tells_what_became_of_its_types_and_of_a_projector(tokamac: 
     assert "mmproj-a.gguf beside it is a vision projector" in tokamac("inspect", tmp_path / "a.gguf").out
 
 
-def test_elsewhere_the_speed_of_a_model_below_all_that_was_published_is_unknown(tokamac: Run, tiny: Path) -> None:
-    plain = found(tokamac, tiny, *M4_MAX)
-    assert plain["ceiling_tps"] > 0
-    assert not {"expected_tps", "prefill_tps", "ttft_s"} & {name for name, value in plain.items() if value is not None}
-    shown = tokamac("inspect", tiny, *M4_MAX)
-    assert "waits for the processor" in shown.err
-    assert "bench --machine" not in shown.err  # which measures this machine
-
-
 def test_a_model_that_was_not_downloaded_is_predicted_and_that_is_said(tokamac: Run) -> None:
     plain = found(tokamac, QWEN, *M4_MAX)
     assert plain["model"] == QWEN
@@ -66,13 +57,6 @@ def test_a_model_that_was_not_downloaded_is_predicted_and_that_is_said(tokamac: 
     assert "not downloaded" in shown.out
     assert "waits for memory" in shown.out
     assert "waits for arithmetic" in shown.out
-
-
-def test_a_config_alone_is_enough_and_agrees_with_the_files(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    files, alone = found(tokamac, tiny, *M4_MAX), found(tokamac, tmp_path, *M4_MAX)
-    assert {**files, "model": ""} == {**alone, "model": ""}
-    assert "no weights in this folder" in tokamac("inspect", tmp_path, *M4_MAX).out
 
 
 def test_heads_for_further_tokens_are_named_counted_and_of_unknown_gain(tokamac: Run, tmp_path: Path) -> None:
@@ -89,20 +73,6 @@ def test_heads_for_further_tokens_are_named_counted_and_of_unknown_gain(tokamac:
     (tmp_path / "named" / "config.json").write_text(json.dumps(config))
     with_them = found(tokamac, folder)["memory"]["weights"]
     assert with_them - found(tokamac, tmp_path / "named")["memory"]["weights"] == heads[0]["bytes"]
-
-
-def test_other_bits_change_what_is_read(tokamac: Run, tiny: Path) -> None:
-    whole, packed, coarse = (
-        found(tokamac, tiny, *M4_MAX, *flags) for flags in ((), ("--bits", "4"), ("--bits", "4", "--group-size", "32"))
-    )
-    assert packed["bits_per_weight"] < coarse["bits_per_weight"] < whole["bits_per_weight"]
-    assert packed["ceiling_tps"] > coarse["ceiling_tps"] > whole["ceiling_tps"]
-
-
-def test_without_memory_whether_it_fits_is_unknown(tokamac: Run, tiny: Path) -> None:
-    memory = found(tokamac, tiny, "--chip", "M3", "--gpu-cores", "10")["memory"]
-    assert (memory["budget"], memory["fits"]) == (None, None)
-    assert "unknown whether it fits" in tokamac("inspect", tiny, "--chip", "M3").out
 
 
 def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> None:
@@ -194,14 +164,6 @@ def test_how_many_replies_at_once(tokamac: Run) -> None:
     said = f"At least {several['fitting']} replies of 8,192 tokens fit at once on Apple M4 Max with 64 GB. 4 give"
     assert said in " ".join(shown.split())
     assert "TTFT" in shown
-
-
-def test_how_many_replies_at_once_is_unknown_without_the_memory(tokamac: Run, tiny: Path) -> None:
-    flags = ("--chip", "M3", "--gpu-cores", "10", "--parallel", "2")
-    several = found(tokamac, tiny, *flags)["parallel"]
-    assert (several["fitting"], [each["replies"] for each in several["widths"]]) == (None, [1, 2])
-    shown = " ".join(tokamac("inspect", tiny, *flags).out.split())
-    assert "fit at once is unknown without the machine's memory. 2 give at most" in shown
 
 
 def test_every_chip_of_the_table(tokamac: Run) -> None:

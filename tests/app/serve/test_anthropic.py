@@ -113,22 +113,6 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
         assert none.stop_reason == "end_turn"
 
 
-def test_a_call_that_breaks_off_stays_as_it_is_and_no_reason(scripted: Scripted) -> None:
-    with scripted("calls-and-breaks-off") as served, client_of(served) as client:
-        asked: Any = {"model": "calls-and-breaks-off", "max_tokens": 999, "tools": [TOOL], "messages": user("Read it")}
-        with client.messages.stream(**asked) as stream:
-            told = list(stream)
-            final = stream.get_final_message()
-        assert [each.type for each in final.content] == ["text", "tool_use", "tool_use", "text"]
-        assert [each.index for each in told if each.type == "content_block_stop"] == [0, 1, 2, 3]
-        pieces = [each.partial_json for each in told if each.type == "input_json"]
-        assert len(pieces) > 4
-        assert "".join(pieces).endswith('{"path": "no')
-        assert final.stop_reason == "max_tokens"
-        whole = client.messages.create(**asked)
-        assert [each.type for each in whole.content] == ["text", "tool_use"]
-
-
 def test_thinking_is_a_block_and_goes_back_as_it_came(scripted: Scripted) -> None:
     with scripted("thinks-fast") as served, client_of(served) as client:
         asked: Any = {"model": "thinks-fast", "max_tokens": 999}

@@ -554,27 +554,6 @@ def kept(c: Chat) -> list[str]:
         return sorted(chat.title for chat in store.chats())
 
 
-async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_last_one_first(chat: Start) -> None:
-    async with chat("fast") as c:
-        for prompt in ("about apples", "about pears"):
-            await c.ask(prompt)
-            await c.pilot.press("ctrl+n")
-        await c.pilot.press("ctrl+l")
-        await c.until(lambda: isinstance(c.app.screen, ChatsScreen) and shown(c) == 2)
-        await c.pilot.press("down", "down", "ctrl+d")  # the one that was used first is deleted first
-        await c.until(lambda: shown(c) == 1)
-        await c.pilot.press("ctrl+d")
-        await c.until(lambda: shown(c) == 0)
-        assert "Ctrl+Z restores it; once the list is closed, /restore does." in c.notices
-        await c.pilot.press("escape")
-        await c.until(lambda: c.app.screen is c.app.view)
-        for prompt in ("about pears", "about apples"):
-            await c.send("/restore")
-            await c.until(lambda prompt=prompt: c.prompts == [prompt])
-        await c.send("/restore")
-        await c.until(lambda: "No chat is deleted." in c.notices)
-
-
 async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: Start) -> None:
     async with chat("slow") as c:
         await c.ask("about apples")
@@ -618,11 +597,6 @@ async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat:
             c.app.clear_notifications()
             c.app.view.do(action)
             await c.until(lambda: "Chats are not saved in this session" in c.notices)
-
-
-def shown(c: Chat) -> int:
-    lists = c.app.screen.query(OptionList)
-    return sum(not option.disabled for option in lists.first().options) if lists else -1
 
 
 # The open chat deleted in the list of chats: what Ctrl+D does there, and how it comes back.
@@ -683,17 +657,6 @@ async def test_what_was_not_sent_stays_with_it_and_restore_brings_both_back(chat
         await c.send("/restore")
         await c.until(lambda: c.prompts == ["apples"])
         assert c.prompt.text == "a thought about"
-
-
-async def test_one_that_is_found_by_what_was_said_is_deleted_too(chat: Start) -> None:
-    async with chat("fast", size=(100, 30), ready=False) as c:
-        await listed(c, "pears", "apples and quinces")
-        await c.pilot.press(*"quinces")
-        await c.until(lambda: any("in apples" in row for row in rows_delete_listed(c)))
-        point(c.app.screen, -1)
-        await c.pilot.press("ctrl+d")
-        await c.until(lambda: rows_delete_listed(c) == [] and not c.app.screen.workers)
-        assert (deleted(c), kept(c), c.held) == (["apples and quinces"], ["pears"], None)
 
 
 async def test_where_not_all_of_it_could_be_saved_it_stays(chat: Start) -> None:

@@ -10,7 +10,6 @@ from textual.events import Key, Paste
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
-from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import AskPrice, Generate, Load, Request, Warm
 from tokamac.app.chat.actions import ACTIONS, ALIASES, PartialCommand, by_slash, command_at, matching, parse, unknown
 from tokamac.app.chat.attachments import Draft
@@ -20,7 +19,7 @@ from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.tui.screens.chats import ChatsScreen
-from tokamac.app.tui.screens.dialog import ChoiceScreen, EngineSaid, PromptsScreen, TextScreen
+from tokamac.app.tui.screens.dialog import ChoiceScreen, PromptsScreen, TextScreen
 from tokamac.app.tui.screens.help import HelpScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.widgets import prompt_input
@@ -84,14 +83,6 @@ async def test_a_file_named_by_a_part_of_its_path_goes_with_the_prompt(chat: Sta
         assert turn.prompt == "see notes/decode.md"
         assert turn.asked.startswith("File notes/decode.md:\n```\n# Decode\nreads every weight\n```\n\nsee ")
         assert "+ notes/decode.md" in c.screen_text()
-
-
-async def test_the_name_of_a_file_that_follows_no_words_does_not_stay_in_the_prompt(chat: Start, folder: Path) -> None:
-    async with chat("fast") as c:
-        await pick(c, "@deco")
-        await c.until(lambda: names(c) == ["notes/decode.md"])
-        await c.pilot.press(*"Why")
-        assert c.prompt.text == "Why"
 
 
 CLUSTERS = ["👩‍💻", "🇩🇪", "👍🏽", "❤️", "e\u0301", "1️⃣", "👨‍👩‍👧‍👦"]
@@ -258,17 +249,6 @@ async def test_a_path_that_was_only_pasted_is_not_followed(chat: Start, folder: 
         await c.pilot.press("enter")
         await c.until(lambda: c.session.turns)
         assert c.session.turns[0].asked == "as it says in @data.csv"
-
-
-async def test_a_file_is_attached_by_a_command_and_what_is_no_text_is_refused(chat: Start, folder: Path) -> None:
-    async with chat("fast") as c:
-        await c.send("/attach data.csv")
-        await c.until(lambda: names(c) == ["data.csv"])
-        await c.send("/attach photo.png")
-        await c.until(lambda: "photo.png is a binary file" in c.notices)
-        assert names(c) == ["data.csv"]
-        await c.send("/detach data.csv")
-        await c.until(lambda: names(c) == [])
 
 
 async def test_backspace_in_an_empty_box_lets_the_last_attachment_go(chat: Start, folder: Path) -> None:
@@ -748,17 +728,6 @@ async def test_a_prompt_that_comes_back_waits_for_the_end_of_the_edit(chat: Star
         assert c.prompt.text == "queued\n\na draft"
 
 
-async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
-    async with chat("slow", ready=False) as c:
-        await waiting_and_editing(c)
-        c.app.view.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.process_number))
-        await c.until(lambda: "Restarting it" in c.notices)
-        assert c.prompt.text == "one, but better"
-        await c.phase(EnginePhase.IDLE)
-        await c.pilot.press("escape")
-        assert c.prompt.text == "queued\n\na draft"
-
-
 async def test_up_takes_no_prompt_back_into_an_edit(chat: Start) -> None:
     async with chat("slow", ready=False) as c:
         await waiting_and_editing(c)
@@ -767,13 +736,6 @@ async def test_up_takes_no_prompt_back_into_an_edit(chat: Start) -> None:
         await c.until(lambda: "stays queued" in c.notices)
         assert c.prompt.text == "one, but better"
         assert [draft.text for draft in c.session.queued] == ["queued"]
-
-
-async def test_an_edit_that_was_not_sent_is_a_draft_the_next_time(chat: Start) -> None:
-    async with chat("slow", ready=False) as c:
-        await waiting_and_editing(c)
-    async with chat("fast", resume=True, ready=False) as c:
-        await c.until(lambda: c.prompt.text == "queued\n\na draft\n\none, but better")
 
 
 async def test_an_edit_that_changed_nothing_is_none(chat: Start) -> None:
@@ -818,17 +780,6 @@ async def test_an_edit_that_is_left_for_another_one_stays_with_its_message(chat:
         assert c.prompt.text == "a draft"
         edit(c, 1)  # it was given up
         assert c.prompt.text == "one"
-
-
-async def test_sending_the_second_edit_keeps_the_first(chat: Start) -> None:
-    async with chat("fast", ready=False) as c:
-        await two_edits(c)
-        c.prompt.text = "two, too"
-        c.prompt.submit()
-        await c.until(lambda: c.session.turns[-1].place == (2, 2) and c.session.engine.phase is EnginePhase.IDLE)
-        assert (c.session.turns[-1].prompt, c.prompt.text) == ("two, too", "a draft")
-        edit(c, 1)
-        assert c.prompt.text == "one, but better"
 
 
 async def test_all_edits_that_were_not_sent_are_kept_with_the_chat(chat: Start) -> None:

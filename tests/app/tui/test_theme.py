@@ -133,14 +133,6 @@ def test_a_colour_becomes_darker_on_a_light_ground_and_lighter_on_a_dark_one() -
         assert LEAST <= contrast(found.rgb, TextualColor.parse(behind).rgb) < LEAST + 0.5
 
 
-def test_where_nothing_stands_out_so_well_the_best_is_taken() -> None:
-    grounds = [
-        TextualColor.parse("#707070"),
-        TextualColor.parse("#808080"),
-    ]  # white has 3.9 on the one, black 4.2 on the other
-    assert readable(TextualColor.parse("#7a7a7a"), grounds).rgb == (0, 0, 0)
-
-
 def test_a_terminals_own_colours_stay_its_own() -> None:
     found = text_colours(TERMINAL, TERMINAL.to_color_system().generate())
     assert not {"text-muted", "text-disabled"} & set(found)
@@ -156,15 +148,6 @@ def drawn(c: Chat, region: Region) -> Iterator[tuple[str, tuple[int, int, int], 
             style = segment.style
             if any(map(str.isalnum, segment.text)) and style is not None and style.color and style.bgcolor:
                 yield segment.text.strip(), tuple(style.color.get_truecolor()), tuple(style.bgcolor.get_truecolor())
-
-
-@pytest.mark.parametrize("theme", RGB, ids=lambda theme: theme.name)
-def test_muted_text_stands_out_less_than_the_rest(theme: Theme) -> None:
-    known = variables(theme)
-    behind = TextualColor.parse(known["background"])
-    rest = contrast(TextualColor.parse(known["foreground"]).rgb, behind.rgb)
-    muted = contrast(TextualColor.parse(known["text-muted"]).rgb, behind.rgb)
-    assert muted < rest or rest < LEAST + 0.5
 
 
 async def faint(c: Chat, region: Region) -> list[tuple[str, float]]:
@@ -280,13 +263,6 @@ async def opened(c: Chat, action: str, kind: type) -> None:
 # The first keys -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_tour_is_seen_whole_in_the_smallest_window(chat: Start) -> None:
-    async with chat("fast", size=SMALLEST) as c:
-        lines = [line.strip() for line in c.screen_text().splitlines()]
-        assert all(f"{key}  {does}" in lines for key, does in with_keys(TOUR, Keymap()))
-        assert c.transcript.max_scroll_y == 0
-
-
 def shown(welcome: Welcome, width: int) -> list[str]:
     return [each.row.content.plain.strip() for each in welcome.rows(width)]
 
@@ -337,29 +313,6 @@ async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Sta
         c.app.view.redraw()
         await c.until(lambda: "not saved" in row(c, -1), "the warning")
         assert row(c, -1).endswith("name-4bit · not saved   F1 help")
-
-
-async def test_how_to_stop_is_said_while_something_runs_and_then_alone(chat: Start) -> None:
-    async with chat("slow", size=SMALLEST) as c:
-        assert "Esc stop" not in row(c, -1)
-        await c.send("hello")
-        await c.phase(EnginePhase.DECODING)
-        assert "Esc stop" in row(c, -1)
-        c.app.view.do("stop")
-        await c.phase(EnginePhase.IDLE)
-        assert "Esc stop" not in row(c, -1)
-
-
-async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start) -> None:
-    async with chat("slow", size=USUAL) as c:
-        for prompt in ("one", "two", "three"):
-            await c.send(prompt)
-        await c.phase(EnginePhase.DECODING)
-        await c.until(lambda: "tok/s" in c.screen_text(), "a rate")
-        above = next(line.strip() for line in c.screen_text().splitlines() if "prompts queued" in line)
-        assert above.startswith("2 prompts queued: Up takes the last back · writing ")
-        assert above.endswith("tok/s")
-        c.app.view.do("stop")
 
 
 @pytest.mark.parametrize("size", [SMALLEST, USUAL])
@@ -486,20 +439,6 @@ async def test_the_panel_says_by_a_bar_that_it_goes_on_below(chat: Start) -> Non
         assert panel.vertical_scrollbar.region.width == 1
         await c.pilot.resize_terminal(120, 50)
         await c.until(lambda: not panel.show_vertical_scrollbar, "no bar")
-
-
-# 256 colours --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("theme", [DARK, LIGHT], ids=lambda theme: theme.name)
-def test_grounds_and_text_are_different_greys_where_there_are_256_colours(theme: Theme) -> None:
-    found = []
-    for name in ("background", "surface", "panel", "foreground"):
-        red, green, blue = Color.parse(getattr(theme, name)).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
-        assert max(red, green, blue) - min(red, green, blue) == 0, name
-        found.append(red)
-    assert len(set(found)) == 4
-    assert found[:3] == sorted(found[:3], reverse=theme is LIGHT)
 
 
 # What is chosen is seen, in few colours and in none --------------------------------------------------------------------------

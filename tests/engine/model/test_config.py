@@ -283,18 +283,6 @@ def test_models_that_do_not_write_text_are_refused(changes: dict[str, Any]) -> N
         model_classes(saved("llama", **changes))
 
 
-def test_code_from_the_model_folder_never_runs(tmp_path: Path) -> None:
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    extra = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_file": "evil.py"}
-    (tmp_path / "config.json").write_text(json.dumps(saved("llama", **extra)))
-    config = read_config(tmp_path)
-    check_config(config, model_classes(config)[1])  # a known architecture: mlx-lm's own class serves
-    assert config["model_file"] is None
-    with pytest.raises(ModelUnsupportedError) as caught:
-        model_classes({**config, "model_type": "their_own"})
-    assert "not run" in caught.value.hint
-
-
 def test_olmo_1_is_taken_in_hugging_faces_form_alone() -> None:
     check(saved("olmo"))
     with pytest.raises(ModelUnsupportedError, match="Ai2") as caught:
@@ -499,7 +487,6 @@ def test_packed_weights_are_words(tmp_path: Path) -> None:
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
-NO_CLASS = "no language model of the kind"
 REFUSED = {
     # model: what the refusal names. Nothing else may be refused.
     "stepfun-ai/Step-3.7-Flash-FP8": "no 'text_config'",  # flat, without rotary bases and the heads of sliding layers

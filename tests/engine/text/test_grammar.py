@@ -331,26 +331,6 @@ def test_guesses_are_verified_within_the_form(folder: Path) -> None:
     assert json.loads(found[0].text)["list"]
 
 
-@pytest.mark.parametrize("names", [("move",), ("move", "stop")])
-def test_nonsense_becomes_a_call(folder: Path, names: tuple[str, ...]) -> None:
-    told = TemplateOptions(tools=(MOVE, STOP), must_call=names)
-    with Engine.load(folder, prompt_cache=None) as engine:
-        end = engine.ask("Go", Sampling(temperature=1, seed=2, max_tokens=300), template=told)
-        assert end.tool_calls
-        assert all(call.name in names and not call.problem for call in end.tool_calls[:1])
-        assert end.reason == "length" or not end.text  # nonsense may begin one call after another
-
-
-def test_nonsense_becomes_arguments_of_a_strict_tool(folder: Path) -> None:
-    begun = [Message("user", "Go"), Message("assistant", '<tool_call>\n{"name": "move", "arguments": ')]
-    told = TemplateOptions(tools=(replace(MOVE, strict=True),))
-    with Engine.load(folder, prompt_cache=None) as engine:
-        events = engine.generate(begun, Sampling(temperature=1, seed=2, max_tokens=200), continues=True, template=told)
-        end = next(each for each in events if isinstance(each, Finished))
-    written = end.text.partition('"arguments": ')[2]
-    assert json.JSONDecoder().raw_decode(written.lstrip())[0]["to"] in ("left", "right")
-
-
 def test_a_reply_that_is_cut_is_continued_in_its_form(folder: Path) -> None:
     how = Sampling(temperature=0, json_schema=PLACE)
     with Engine.load(folder, prompt_cache=None) as engine:

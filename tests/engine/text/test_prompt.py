@@ -570,14 +570,6 @@ def test_stop_ends_the_reply_where_the_context_ends(tiny: Path) -> None:
             list(engine.generate(ids(600), LONG))
 
 
-def test_a_window_that_stops_bounds_the_context(tiny: Path) -> None:
-    with load(tiny, "stop", window=64) as engine:
-        assert (engine.spec.capacity, engine.spec.rolls) == (64, False)
-        assert finished(list(engine.generate(ids(60), LONG))).metrics.generated_tokens == 4
-        with pytest.raises(ContextError, match="KV window holds 64"):
-            list(engine.generate(ids(64), LONG))
-
-
 def test_roll_goes_on_past_the_context_and_takes_longer_prompts(tiny: Path) -> None:
     with load(tiny, "roll") as engine:
         assert (engine.spec.capacity, engine.spec.rolls) == (CONTEXT, True)

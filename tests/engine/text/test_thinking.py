@@ -278,15 +278,6 @@ def test_the_budget_ends_thinking_after_so_many_tokens(
     assert text.thinking.strip("\n") == found.decode(came[:end] if opened else came[1:end]).strip("\n")
 
 
-def test_the_budget_of_a_reply_that_does_not_think_ends_nothing(tmp_path: Path) -> None:
-    found = tokenizer(tmp_path, TURNS)
-    text = ReplyText(found)
-    budget = ThinkingBudget(0, text, found)
-    ids = found.encode("no thought at all")
-    assert fed(text, budget, ids) == ids
-    assert budget.ended_at is None
-
-
 def test_a_channel_of_analysis_is_ended_by_the_header_of_the_answer(tmp_path: Path) -> None:
     marks = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>")
     found = tokenizer(tmp_path, TURNS, thinking=False, marks=marks)
@@ -303,7 +294,6 @@ def test_a_channel_of_analysis_is_ended_by_the_header_of_the_answer(tmp_path: Pa
 
 # The engine -----------------------------------------------------------------------------------------------------------------
 
-FLAG = FAMILIES["a flag, on unless it is false"][0]
 OPENS = (
     TURNS
     + "{% if add_generation_prompt %}<assistant>"
@@ -398,14 +388,6 @@ def test_the_next_turn_goes_on_warm_as_it_does_cold(folder: Path, kv: KVSpec) ->
     warm, cold = second(warm=True), second(warm=False)
     assert (warm.text, warm.thinking, warm.thinking_ended_at) == (cold.text, cold.thinking, cold.thinking_ended_at)
     assert warm.thinking_ended_at == 4
-
-
-def test_without_a_budget_nothing_is_ended_and_a_large_one_changes_nothing(engine: Engine) -> None:
-    asked = [Message("user", "What is prefill?")]
-    free = finish(engine.generate(asked, SAMPLED))
-    bounded = finish(engine.generate(asked, SAMPLED, template=TemplateOptions(thinking_budget=10_000)))
-    assert free.thinking_ended_at is bounded.thinking_ended_at is None
-    assert (free.text, free.thinking) == (bounded.text, bounded.thinking)
 
 
 def test_a_budget_that_was_used_up_ends_a_reply_that_goes_on_thinking(engine: Engine) -> None:
