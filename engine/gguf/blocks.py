@@ -20,7 +20,8 @@ from .file import GgufTensor
 
 Kind = GGMLQuantizationType
 Bytes = NDArray[np.uint8]
-# Codes (blocks, weights of a block), scales and biases (blocks, groups of a block); of MX formats bytes, and no biases.
+# Codes (blocks, weights of a block), of 4 bits packed; scales and biases (blocks, groups of a block), of MX formats bytes
+# and no biases.
 Codes = tuple[Bytes, NDArray[Any], NDArray[Any] | None]
 
 CHUNK_WEIGHTS = 1 << 20  # unpacked at a time by each thread: some 10 MB
@@ -51,17 +52,31 @@ def _halves(blocks: Bytes) -> Bytes:
     return np.concatenate([blocks & LOW, blocks >> FOUR], axis=-1)
 
 
+def _packed_halves(blocks: Bytes) -> Bytes:
+    """Return what packing ``_halves`` of bytes (…, n) gives, (…, n): in a quarter of the time."""
+    low = np.array(blocks, order="C").view(np.uint16)
+    high = low >> FOUR
+    packed = np.empty((*blocks.shape[:-1], 2, low.shape[-1]), np.uint8)
+    word = np.uint64 if low.shape[-1] % 8 == 0 else np.uint32
+    for at, half in enumerate((low, high)):
+        half &= np.uint16(0x0F0F)  # noqa: PLW2901
+        half |= half >> FOUR  # noqa: PLW2901
+        packed[..., at, :].view(word)[...] = half.astype(np.uint8).view(word)
+    return packed.reshape(blocks.shape)
+
+
 def _scale(blocks: Bytes, at: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    return blocks.view(np.float16)[:, at // 2, None].astype(np.float32)
 
 
 def _q4_0(blocks: Bytes) -> Codes:
     scale = _scale(blocks, 0)
-    return _halves(blocks[:, 2:]), scale, -8 * scale
+    return _packed_halves(blocks[:, 2:]), scale, -8 * scale
 
 
 def _q4_1(blocks: Bytes) -> Codes:
-    return _halves(blocks[:, 4:]), _scale(blocks, 0), _scale(blocks, 2)
+    numbers = blocks.view(np.float16)
+    return _packed_halves(blocks[:, 4:]), numbers[:, :1], numbers[:, 1:2]
 
 
 def _fifth_bits(blocks: Bytes) -> Bytes:
@@ -74,7 +89,8 @@ def _q5_0(blocks: Bytes) -> Codes:
 
 
 def _q5_1(blocks: Bytes) -> Codes:
-    return _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _scale(blocks, 0), _scale(blocks, 2)
+    numbers = blocks.view(np.float16)
+    return _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), numbers[:, :1], numbers[:, 1:2]
 
 
 def _q8_0(blocks: Bytes) -> Codes:
@@ -88,7 +104,7 @@ def _k_scales(blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _q4_k(blocks: Bytes) -> Codes:
-    return _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256), *_k_scales(blocks)
+    return _packed_halves(blocks[:, 16:].reshape(-1, 4, 32)), *_k_scales(blocks)
 
 
 def _q5_k(blocks: Bytes) -> Codes:
@@ -122,12 +138,12 @@ def _ternary(kind: Kind) -> Callable[[Bytes], Codes]:
 
 
 def _mxfp4(blocks: Bytes) -> Codes:
-    return _halves(blocks[:, 1:]), blocks[:, :1], None
+    return _packed_halves(blocks[:, 1:]), blocks[:, :1], None
 
 
 def _nvfp4(blocks: Bytes) -> Codes:
     scales = np.where(blocks[:, :4] == NOT_A_SCALE, 0, blocks[:, :4]).astype(np.uint8)
-    return _halves(blocks[:, 4:].reshape(-1, 4, 8)).reshape(-1, 64), scales, None
+    return _packed_halves(blocks[:, 4:].reshape(-1, 4, 8)), scales, None
 
 
 # Errors were measured on synthetic blocks (tests/engine/gguf), those of rounding on normally distributed weights.
@@ -188,6 +204,7 @@ def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Orde
 
     leaves: {"": array} of a packed type gets its numbers unpacked.
     """
+    _keep_freed_memory()
     if len(tensor.shape) == 1:  # a bias: each number is a row
         tensor = replace(tensor, shape=(*tensor.shape, 1))
     runs = order.runs or ((0, tensor.rows),)
@@ -220,6 +237,12 @@ def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Orde
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS)
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Let glibc give freed arrays of a chunk to the next one: it asks the kernel for each until it freed a larger one."""
+    np.empty(8 * CHUNK_WEIGHTS, np.uint8)
 
 
 def _ordered(values: NDArray[Any], columns: tuple[int, ...]) -> NDArray[Any]:
@@ -269,14 +292,11 @@ def _rounded(values: NDArray[np.float32], group_size: int) -> Codes:
 
 def _packed(codes: Bytes, bits: int) -> Bytes:
     """Pack codes (…, n) as MLX reads them: the first in the lowest bits."""
-    if bits == 8:
+    if bits in (4, 8):  # as they come
         return codes
-    if bits in (2, 4):
-        each = 8 // bits
-        packed = codes[..., ::each].copy()
-        for at in range(1, each):
-            packed |= codes[..., at::each] << np.uint8(bits * at)
-        return packed
-    eight = codes.reshape(-1, 8).astype(np.uint64) << np.arange(0, 8 * bits, bits, dtype=np.uint64)
-    words: NDArray[np.uint64] = np.bitwise_or.reduce(eight, axis=1)
-    return words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :bits]
+    words = np.ascontiguousarray(codes).view(np.uint64)
+    for lane in (8, 16, 32):  # two by two, of lanes that hold so many bits each
+        held = bits * lane // 8
+        low = sum((1 << held) - 1 << at for at in range(0, 64, 2 * lane))
+        words = words & np.uint64(low) | words >> np.uint64(lane - held) & np.uint64(low << held)
+    return words.view(np.uint8).reshape(-1, 8)[:, :bits]

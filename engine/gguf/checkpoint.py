@@ -132,14 +132,11 @@ class StoredPart:
         """Return the module's arrays, each in memory once."""
         import mlx.core as mx
 
-        made = {  # NumPy, which fills them, has no bfloat16
-            name: _zeros("U16" if dtype == "BF16" else dtype, shape) for name, (dtype, shape) in self.arrays().items()
-        }
+        forms = self.arrays()  # NumPy, which fills them, has no bfloat16
+        made = {name: _zeros("U16" if dtype == "BF16" else dtype, shape) for name, (dtype, shape) in forms.items()}
         mx.eval(list(made.values()))
         self.fill({name: np.asarray(array) for name, array in made.items()})
-        for name, (dtype, _) in self.arrays().items():
-            if dtype == "BF16":
-                made[name] = made[name].view(mx.bfloat16)
+        made |= {name: made[name].view(mx.bfloat16) for name, (dtype, _) in forms.items() if dtype == "BF16"}
         return made
 
     @property
@@ -170,7 +167,8 @@ class Arrays:
         self._folder = folder
         try:
             told = json.loads(read_text(folder / TABLE, INDEX_BYTES))
-            self.sources = tuple(_source(folder, each) for each in told)
+            files = {name: folder / name for name in {each["file"] for each in told}}
+            self.sources = tuple(_source(files[each["file"]], each) for each in told)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ModelDamagedError(
                 f"{folder / TABLE} can't be read: {error}", f"Remove the folder {folder}: it is made again."
@@ -327,12 +325,10 @@ def _write(file: GgufFile, folder: Path) -> None:
         (folder / name).write_text(json.dumps(value), encoding="utf-8")
 
 
-def _source(folder: Path, told: Mapping[str, Any]) -> StoredPart:
-    tensor = GgufTensor(
-        "", GGMLQuantizationType(told["kind"]), tuple(told["stored"]), folder / told["file"], told["begin"]
-    )
-    place = told["place"]
-    runs, order = tuple((begin, end) for begin, end in place["order"]["runs"]), place["order"]
+def _source(file: Path, told: Mapping[str, Any]) -> StoredPart:
+    tensor = GgufTensor("", GGMLQuantizationType(told["kind"]), tuple(told["stored"]), file, told["begin"])
+    place, order = told["place"], told["place"]["order"]
+    runs = tuple((begin, end) for begin, end in order["runs"])
     at = Order(runs, order["turned"], tuple(order["columns"]))
     return StoredPart(tensor, Place(place["module"], place["leaf"], tuple(place["shape"]), at, place["change"]))
 
