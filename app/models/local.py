@@ -118,12 +118,12 @@ def models_on_disk(cache: Path, folders: Iterable[str], models_folder: Path | No
 
 def gguf_models(cache: Path) -> "tuple[KeptGguf, ...]":
     """Return GGUF models of other programs and of the Hugging Face cache."""
-    from tokamac.engine.gguf.library import kept_models
-    from tokamac.engine.hub.cache import lm_studio_models
+    from tokamac.engine.gguf.library import HUB, kept_models
+    from tokamac.engine.hub.cache import lm_studio_models, name_of_gguf
 
-    return kept_models(
-        lm_studio_models().gguf, (path for each in _repositories(cache) for path in each.glob("snapshots/*"))
-    )
+    snapshots = (path for each in _repositories(cache) for path in each.glob("snapshots/*"))
+    found = kept_models(lm_studio_models().gguf, snapshots)
+    return tuple(replace(each, name=name_of_gguf(each.file)) if each.owner == HUB else each for each in found)
 
 
 def _converted(models_folder: Path | None) -> list[Path]:

@@ -63,8 +63,11 @@ def suitable(found: Sequence[GgufVariant], budget: int | None) -> GgufVariant:
 
 
 def projector_beside(files: Iterable[Path]) -> Path | None:
-    """Return a vision tower beside a model's files."""
-    folders = {file.parent for file in files}
+    """Return a vision tower beside a model's files, or beside what links to them: the Hugging Face cache's snapshots."""
+    folders = set[Path]()
+    for file in files:
+        links = file.parent.parent.glob("snapshots/**/*.gguf") if file.parent.name == "blobs" else ()
+        folders |= {file.parent, *(link.parent for link in links if link.resolve() == file)}
     return next((each for folder in folders for each in sorted(folder.glob(f"*{PROJECTOR}*.gguf"))), None)
 
 

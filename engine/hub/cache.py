@@ -116,6 +116,16 @@ def gguf_here(repo: Repo) -> Path | None:
         return None
 
 
+def name_of_gguf(file: Path) -> str:
+    """Return the name of a GGUF file in the cache, ``org/name:VARIANT``; its path where that means none or another."""
+    snapshot = next((folder for folder in file.parents if folder.parent.name == "snapshots"), file)
+    name = f"{id_of(snapshot.parent.parent.name)}:{variants({file.name: 0})[0].name}"
+    try:
+        return name if gguf_here(repo_of(name)) == file else str(file)
+    except ModelNotFoundError:  # a name that the hub does not have
+        return str(file)
+
+
 def whole_adapter(repo: Repo) -> Path | None:
     folder = _recorded(repo)
     if folder is None or not (folder / ADAPTER_CONFIG).is_file():

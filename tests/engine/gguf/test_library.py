@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tokamac.engine.gguf.library import LM_STUDIO, MODEL_LAYER, OLLAMA, kept_models, ollama_file, owner_of
+from tokamac.engine.gguf.places import projector_beside
 
 DIGEST = "sha256:" + "a1" * 32
 
@@ -76,3 +77,14 @@ def test_a_folders_models_are_its_files_parts_together_and_no_projectors(tmp_pat
     assert [(each.file.name, each.nbytes) for each in found] == [("a-Q4.gguf", 3), ("b[1]-00001-of-00002.gguf", 9)]
     assert {each.owner for each in found} == {LM_STUDIO}
     assert owner_of(str(tmp_path / "c.txt"), found) is None
+
+
+def test_a_projector_lies_beside_a_file_or_beside_what_links_to_it(tmp_path: Path) -> None:
+    blob, snapshot = tmp_path / "blobs" / "a1", tmp_path / "snapshots" / "main"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    blob.write_bytes(b"GGUF")
+    (snapshot / "model.gguf").symlink_to(blob)
+    assert projector_beside([blob]) is None
+    (snapshot / "mmproj-model.gguf").write_bytes(b"GGUF")
+    assert projector_beside([blob]) == projector_beside([snapshot / "model.gguf"]) == snapshot / "mmproj-model.gguf"

@@ -224,6 +224,8 @@ def test_one_gguf_model_of_several_is_fetched_with_all_its_parts(
     assert "org/tiny-GGUF:Q4_K_M is fetched" in err
     assert [line.split()[0] for line in err.splitlines() if "suits this machine" in line] == ["Q4_K_M"]
     assert client("resolve", "org/tiny-GGUF:Q4_K_M", HF_HUB_OFFLINE="1")["result"] == out.strip() != got
+    listed = [json.loads(line) for line in models(environment, "list", "--json")[1].splitlines()][-1]["models"]
+    assert {each["id"] for each in listed} >= {"org/tiny-GGUF:Q8_0", "org/tiny-GGUF:Q4_K_M"}
     assert client("remove", "org/tiny-GGUF:Q8_0")["result"] == len(whole) + 32
     refused = client("pull", "org/tiny-GGUF:Q2_K")
     assert (refused["error"], refused["hint"]) == ("ModelNotFoundError", "It has Q4_K_M, Q8_0.")
