@@ -53,7 +53,6 @@ def _halves(blocks: Bytes) -> Bytes:
 
 
 def _packed_halves(blocks: Bytes) -> Bytes:
-    """Return what packing ``_halves`` of bytes (…, n) gives, (…, n): in a quarter of the time."""
     low = np.array(blocks, order="C").view(np.uint16)
     high = low >> FOUR
     packed = np.empty((*blocks.shape[:-1], 2, low.shape[-1]), np.uint8)
@@ -146,6 +145,7 @@ def _nvfp4(blocks: Bytes) -> Codes:
     return _packed_halves(blocks[:, 4:].reshape(-1, 4, 8)), scales, None
 
 
+ROUNDED = ("Q6_K", "Q3_K", "Q2_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 # Errors were measured on synthetic blocks (tests/engine/gguf), those of rounding on normally distributed weights.
 PACKINGS: dict[Kind, BlockPacking] = {
     Kind.Q4_0: BlockPacking(4, 32, _q4_0),
@@ -161,11 +161,7 @@ PACKINGS: dict[Kind, BlockPacking] = {
     Kind.TQ2_0: BlockPacking(2, 128, _ternary(Kind.TQ2_0)),
     Kind.MXFP4: BlockPacking(4, 32, _mxfp4, mode="mxfp4"),
     Kind.NVFP4: BlockPacking(4, 16, _nvfp4, mode="nvfp4"),
-    **dict.fromkeys((Kind.Q6_K, Kind.Q3_K, Kind.Q2_K), BlockPacking(8, 32, None, 0.008)),
-    **dict.fromkeys((Kind.IQ1_S, Kind.IQ1_M), BlockPacking(8, 32, None, 0.008)),
-    **dict.fromkeys(
-        (Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S), BlockPacking(8, 32, None, 0.008)
-    ),
+    **dict.fromkeys(map(Kind.__getitem__, ROUNDED), BlockPacking(8, 32, None, 0.008)),
 }
 FLOATS = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}  # as safetensors call them
 WORDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -188,15 +184,11 @@ MINUS_ONE, LOG = "minus one", "log"  # what is done to unpacked numbers: of a no
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Where a class has a file's numbers.
+    """Which rows and columns of a file a class has, in its order."""
 
-    runs: the file's rows, from and to, in the class's order; none: all as they are. turned: rows of a head whose halves
-    llama.cpp interleaves. columns: equal spans of each row in the class's order.
-    """
-
-    runs: tuple[tuple[int, int], ...] = ()
-    turned: int = 0
-    columns: tuple[int, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()  # of rows, begin and end; none: all
+    turned: int = 0  # rows of a head whose halves llama.cpp interleaves
+    columns: tuple[int, ...] = ()  # equal spans of each row
 
 
 def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Order, change: str = "") -> None:
@@ -241,8 +233,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Let glibc give freed arrays of a chunk to the next one: it asks the kernel for each until it freed a larger one."""
-    np.empty(8 * CHUNK_WEIGHTS, np.uint8)
+    np.empty(8 * CHUNK_WEIGHTS, np.uint8)  # glibc asks the kernel for each array until it has freed a larger one
 
 
 def _ordered(values: NDArray[Any], columns: tuple[int, ...]) -> NDArray[Any]:

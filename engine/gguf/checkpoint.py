@@ -199,9 +199,14 @@ class Arrays:
         return self._last.pop(name)
 
 
+def mlx_folder(folder: Path) -> Path:
+    """Return a folder that mlx-lm can load, for as long as the process lives."""
+    return Path(_in_mlx_form(folder, unpacked=False).name) if (folder / TABLE).is_file() else folder
+
+
 @cache
 def _in_mlx_form(folder: Path, *, unpacked: bool) -> "tempfile.TemporaryDirectory[str]":
-    """Write a folder's arrays as safetensors, once a process; removed at its end."""
+    """Write a folder's arrays as safetensors beside its other files, once a process; removed at its end."""
     sources = [replace(each, unpacked=unpacked and not each.exact) for each in Arrays(folder).sources]
     header = json.dumps(_entries(sources)).encode()
     header += b" " * (-len(header) % 8)
@@ -217,6 +222,8 @@ def _in_mlx_form(folder: Path, *, unpacked: bool) -> "tempfile.TemporaryDirector
     except OSError as error:
         place.cleanup()
         raise unreadable(Path(place.name), error) from error
+    for other in {*folder.glob("*.json")} - {folder / TABLE}:
+        (Path(place.name) / other.name).symlink_to(other)
     return place
 
 

@@ -110,7 +110,8 @@ def _lfm2(params: HyperParameters) -> Config:
     heads = params.find("attention.head_count_kv")
     heads = heads if isinstance(heads, list) else [heads] * params.layers
     types = ["full_attention" if each else "conv" for each in heads[: params.layers]]
-    return {"layer_types": types, "block_ff_dim": params.number("feed_forward_length")}
+    dims = {"block_dim": params.number("embedding_length"), "block_ff_dim": params.number("feed_forward_length")}
+    return {"layer_types": types, **dims}
 
 
 def _exaone4(params: HyperParameters) -> Config:
@@ -145,30 +146,22 @@ def _deepseek(params: HyperParameters) -> Config:
     return config | _experts(params)
 
 
-def _rope_parameters(params: HyperParameters) -> Config:
-    return {
-        "rope_type": "default",
-        "rope_theta": params.number("rope.freq_base", 10_000.0),
-        "partial_rotary_factor": params.number("rope.dimension_count", params.head_dim) / params.head_dim,
-        **(rope_scaling(params) or {}),
-    }
-
-
 def _linear(params: HyperParameters) -> Config:
     keys, key_dim, each, value_dim = _linear_heads(params)
+    rope = {"rope_type": "default", "rope_theta": params.number("rope.freq_base", 10_000.0)}
+    rope["partial_rotary_factor"] = params.number("rope.dimension_count", params.head_dim) / params.head_dim
     config = {
         "linear_num_key_heads": keys,
         "linear_key_head_dim": key_dim,
         "linear_num_value_heads": keys * each,
         "linear_value_head_dim": value_dim,
         "full_attention_interval": params.number("full_attention_interval", 4),
-        "rope_parameters": _rope_parameters(params),
+        "rope_parameters": rope | (rope_scaling(params) or {}),
     }
     return config | (_experts(params) if params.find("expert_count") else {})
 
 
 def _linear_heads(params: HyperParameters) -> tuple[int, int, int, int]:
-    """Return a linear layer's heads of keys, their width, heads of values for each, their width."""
     keys, values = int(params.number("ssm.group_count")), int(params.number("ssm.time_step_rank"))
     if not 0 < keys <= values <= MOST_PARTS or values % keys:
         raise damaged(params.file.files[0], f"it tells of {keys:,} heads of keys and {values:,} of values")
@@ -176,13 +169,11 @@ def _linear_heads(params: HyperParameters) -> tuple[int, int, int, int]:
 
 
 def _tile(keys: int, each: int) -> tuple[int, ...]:
-    """Return where llama.cpp has heads of values: the first of each head of keys, then the second, and so on."""
+    # llama.cpp has heads of values by turns: the first of each head of keys, then the second.
     return tuple(at * keys + key for key in range(keys) for at in range(each))
 
 
 def _tiled(module: str, *, single: bool = False, after: bool = False) -> Callable[[HyperParameters, Shape], Parts]:
-    """Rows of heads of values: single ones, or behind those of queries and keys."""
-
     def parts(params: HyperParameters, shape: Shape) -> Parts:
         keys, key_dim, each, value_dim = _linear_heads(params)
         begin, size = 2 * keys * key_dim if after else 0, 1 if single else value_dim
@@ -198,7 +189,6 @@ def _tiled_columns(params: HyperParameters, shape: Shape) -> Parts:
 
 
 def _grouped(params: HyperParameters, shape: Shape) -> Parts:
-    """Rows of several modules, by head of keys: what Qwen3-Next's class has in one."""
     keys, key_dim, each, value_dim = _linear_heads(params)
     values = each * value_dim
     fields: dict[str, tuple[int, ...]] = {"in_proj_b": (each,), "in_proj_a": (each,)}
@@ -215,7 +205,6 @@ def _grouped(params: HyperParameters, shape: Shape) -> Parts:
 
 
 def halves(shape: Shape, first: str, second: str) -> Parts:
-    """Return two matrices of each expert that are one."""
     experts, rows, width = shape if len(shape) == 3 and shape[0] <= MOST_PARTS else (0, 0, 0)
     return {
         module: (
@@ -273,7 +262,6 @@ def _nemotron_h(params: HyperParameters) -> Config:
 
 
 def _per_layer(params: HyperParameters) -> Config:
-    """Of Gemma 3n and 4: layers with embeddings of their own, and layers that reuse keys."""
     table = params.file.tensors.get("per_layer_token_embd.weight")
     slides = params.slides
     if slides is None:
@@ -359,34 +347,24 @@ GRANITE = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
-LATENT = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    **SHARED,
-}
+LATENT = SHARED | {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+}  # fmt: skip
 DEEPSEEK_KEYS = {
-    "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "n_shared_experts": "expert_shared_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-    "kv_lora_rank": "attention.kv_lora_rank",
-}
+    "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "n_shared_experts": "expert_shared_count", "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count", "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count", "kv_lora_rank": "attention.kv_lora_rank",
+}  # fmt: skip
 GEMMA: Config = {"hidden_activation": "gelu_pytorch_tanh"}
 STATE_SHAPES = {"ssm_a": _flat, "ssm_d": _flat, "ssm_norm": _flat, "ssm_conv1d": _channels}
 STATE_LOGS, STATE_BARE = frozenset({"ssm_a"}), frozenset({"ssm_dt"})
 STATE_KEYS = {"conv_kernel": "ssm.conv_kernel", "ssm_state_size": "ssm.state_size", "n_groups": "ssm.group_count"}
-LINEAR = (
-    NORM_AFTER
-    | _state_space("linear_attn")
-    | {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"}
-    | {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"}
-)
+LINEAR = NORM_AFTER | _state_space("linear_attn") | {
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+}  # fmt: skip
 TILED = {
     "attn_qkv": _tiled("linear_attn.in_proj_qkv", after=True),
     "ssm_conv1d": _tiled("linear_attn.conv1d", after=True),
@@ -411,28 +389,16 @@ MIXTRAL = Architecture(
 OLMO3 = Architecture("olmo3", NORM_AFTER, keys=WINDOW, more=_sliding(4))
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
-    LATENT
-    | {"attn_k_b": "self_attn.embed_q", "attn_v_b": "self_attn.unembed_out"}
-    | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
-    head_dim=False,
-    wide=True,
-    keys=DEEPSEEK_KEYS,
+    LATENT | {"attn_k_b": "self_attn.embed_q", "attn_v_b": "self_attn.unembed_out",
+              "exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    head_dim=False, wide=True, keys=DEEPSEEK_KEYS, bare=frozenset({"exp_probs_b"}), more=_deepseek,
     given={"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    more=_deepseek,
-    bare=frozenset({"exp_probs_b"}),
-)
+)  # fmt: skip
 QWEN35 = Architecture(
-    "qwen3_5_text",
-    LINEAR,
-    {name: f"language_model.{place}" for name, place in TOP.items()},
-    "language_model.model.layers",
-    logs=STATE_LOGS,
-    bare=STATE_BARE,
-    keys=EXPERT_KEYS | {"linear_conv_kernel_dim": "ssm.conv_kernel"},
-    shapes=STATE_SHAPES | GATE_ROW,
-    parts=TILED,
-    more=_linear,
-)
+    "qwen3_5_text", LINEAR, {name: f"language_model.{place}" for name, place in TOP.items()},
+    "language_model.model.layers", logs=STATE_LOGS, bare=STATE_BARE, shapes=STATE_SHAPES | GATE_ROW, parts=TILED,
+    keys=EXPERT_KEYS | {"linear_conv_kernel_dim": "ssm.conv_kernel"}, more=_linear,
+)  # fmt: skip
 FAMILIES: dict[str, Architecture] = {
     "llama": Architecture("llama", turned=True),
     "qwen2": Architecture("qwen2", head_dim=False),

@@ -63,7 +63,7 @@ def suitable(found: Sequence[GgufVariant], budget: int | None) -> GgufVariant:
 
 
 def projector_beside(files: Iterable[Path]) -> Path | None:
-    """Return a vision tower beside a model's files, or beside what links to them: the Hugging Face cache's snapshots."""
+    """Return a vision tower beside a model's files, or what links to them."""
     folders = set[Path]()
     for file in files:
         links = file.parent.parent.glob("snapshots/**/*.gguf") if file.parent.name == "blobs" else ()
@@ -72,7 +72,7 @@ def projector_beside(files: Iterable[Path]) -> Path | None:
 
 
 def told_as(folder: Path) -> Path:
-    """Return what a user knows a model folder as: the GGUF file that it stands for, else itself."""
+    """Return the GGUF file that a folder stands for, else itself."""
     parts = sorted(folder.glob("*.gguf")) if (folder / TABLE).is_file() else []
     return parts[0].resolve() if parts else folder
 

@@ -117,7 +117,7 @@ def gguf_here(repo: Repo) -> Path | None:
 
 
 def name_of_gguf(file: Path) -> str:
-    """Return the name of a GGUF file in the cache, ``org/name:VARIANT``; its path where that means none or another."""
+    """Return ``org/name:VARIANT`` of a cached file, or its path."""
     snapshot = next((folder for folder in file.parents if folder.parent.name == "snapshots"), file)
     name = f"{id_of(snapshot.parent.parent.name)}:{variants({file.name: 0})[0].name}"
     try:

@@ -251,6 +251,7 @@ def _peer(engine: "Engine", plan: BenchPlan, what: str) -> Iterator[peer.PeerPro
 
 def _start_peer(engine: "Engine", kv: KVSpec) -> peer.PeerProcess:
     """Start mlx-lm on the same folder. Raises PeerError, also if the weights don't fit twice."""
+    from tokamac.engine.gguf.checkpoint import mlx_folder
     from tokamac.engine.model.safetensors import find_shards
     from tokamac.engine.perf.memory import giving_way, taken_from_others
 
@@ -262,7 +263,7 @@ def _start_peer(engine: "Engine", kv: KVSpec) -> peer.PeerProcess:
     if kv != KVSpec():
         note(f"note: KV flags apply to the engine alone; {peer.NAME} uses its own cache")
     note(f"loading the model in {peer.NAME} as well")
-    return peer.PeerProcess(engine.spec.path)
+    return peer.PeerProcess(mlx_folder(engine.spec.path))
 
 
 def _run_machine(options: argparse.Namespace, model: str, kv: KVSpec) -> int:

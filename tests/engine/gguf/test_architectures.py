@@ -10,11 +10,12 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model as mlx_lm_load
 
 from tests.engine.gguf import written
 from tests.families import golden
 from tokamac.engine import ModelNotFoundError, ModelUnsupportedError
-from tokamac.engine.gguf.checkpoint import Arrays, folder_of, kept_of
+from tokamac.engine.gguf.checkpoint import Arrays, folder_of, kept_of, mlx_folder
 from tokamac.engine.gguf.places import find_gguf
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.loader import load_model
@@ -76,6 +77,8 @@ def test_packed_weights_compute_the_same_once_converted(case: str, kind: str, tm
     assert own.keys() == other.keys()
     differ = {name for name in own if not mx.array_equal(own[name], other[name])}
     card = (made / "README.md").read_text()
+    peers = dict(tree_flatten(mlx_lm_load(mlx_folder(folder))[0].parameters()))  # what `bench --compare` gives mlx-lm
+    assert all(mx.array_equal(own[name], array.astype(own[name].dtype)) for name, array in peers.items())
     if kind != "Q6_K":
         assert not differ
         written.write(tmp_path / "plain.gguf", row, GGMLQuantizationType[kind], unpacked=True)

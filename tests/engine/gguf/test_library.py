@@ -83,7 +83,6 @@ def test_a_projector_lies_beside_a_file_or_beside_what_links_to_it(tmp_path: Pat
     blob, snapshot = tmp_path / "blobs" / "a1", tmp_path / "snapshots" / "main"
     for folder in (blob.parent, snapshot):
         folder.mkdir(parents=True)
-    blob.write_bytes(b"GGUF")
     (snapshot / "model.gguf").symlink_to(blob)
     assert projector_beside([blob]) is None
     (snapshot / "mmproj-model.gguf").write_bytes(b"GGUF")

@@ -94,7 +94,6 @@ def case_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], int, dict[str, tupl
 
 
 def build(row: Mapping[str, Any], folder: Path) -> None:
-    """Make the case's model folder."""
     config, seed, shapes = case_of(row)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -206,8 +205,7 @@ RENAMED = [
     (re.compile("e_score_correction_bias"), "e_score_correction.bias"),
     (re.compile("dt_bias"), "dt_proj.bias"),
     (re.compile("(layer_scalar|_scale|experts.*_proj)$"), r"\1.weight"),
-    (re.compile(r"model\.layers\.(\d+)\.router\.scale\.weight"), r"blk.\1.ffn_gate_inp.scale"),
-    (re.compile(r"model\.layers\.(\d+)\.router\.scale"), r"blk.\1.ffn_gate_inp.scale"),
+    (re.compile(r"model\.layers\.(\d+)\.router\.scale(\.weight)?"), r"blk.\1.ffn_gate_inp.scale"),
     (re.compile(r"model\.layers\.(\d+)\.router\.per_expert_scale.weight"), r"blk.\1.ffn_down_exps.scale"),
 ]
 
