@@ -29,9 +29,10 @@ from .chat.listing import ending_text
 from .chat.preferences import budget_spent
 from .chat.recording import ReplyRecord, measured_of
 from .reports.verdict import figures_text, prompt_text, sentence
-from .store import export
+from .store import export, foreign
 from .store.export import branch, to_json, to_markdown, write
-from .store.values import Archive, StoredMessage, StoreError
+from .store.store import Store
+from .store.values import Archive, StoredChat, StoredMessage, StoreError
 from .text import markdown
 from .text.latex import to_rows, to_unicode
 from .text.markdown import task_box, tokens
@@ -78,6 +79,22 @@ def _format(path: Path) -> Callable[[Archive], str]:
 def bring(path: Path, *, now: float) -> Archive:
     """Import a file; ``now`` (Unix seconds) dates undated items. Raises StoreError."""
     return with_system_apart(export.read(path, now=now))
+
+
+def bring_all(store: Store, path: Path, *, now: float, dry_run: bool = False) -> tuple[list[StoredChat], str]:
+    """Import a file of ours or another program's, which a second time adds nothing; return the chats and a sentence."""
+    if (found := foreign.read(path)) is None:
+        archive = bring(path, now=now)
+        if dry_run:
+            return [], f"1 chat, {len(archive.messages):,} messages; nothing was imported"
+        chat = store.adopt(archive)
+        return [chat], f"imported as {chat.id}: {sanitise_line(chat.title) or 'untitled'}"
+    if dry_run:
+        return [], f"{found.summary}; nothing was imported"
+    merged = [store.merge(archive) for archive in found.archives]
+    new, added = sum(each.is_new for each in merged), sum(each.added for each in merged)
+    chats = [store.chat(each.chat) for each in merged if each.is_new or each.added]
+    return chats, f"{found.summary}. Imported: {new:,} new chats, {added:,} messages."
 
 
 def with_system_apart(archive: Archive) -> Archive:

@@ -177,15 +177,16 @@ def import_(chat: ChatController, written: str) -> None:
 
 
 def _imported(chat: ChatController, file: Path, written: str) -> Callable[[], None]:
-    from ..export import bring
+    from ..export import bring_all
 
     try:
-        archive = bring(expanded(written), now=time.time())
         with Store.open(file) as store:
-            made = store.adopt(archive).id
+            made, said = bring_all(store, expanded(written), now=time.time())
     except StoreError as error:
         return partial(chat.view.tell, error.one_line(), "error")
-    return lambda: chat.open_chat(made)
+    if len(made) == 1:
+        return lambda: chat.open_chat(made[0].id)
+    return lambda: chat.view.tell(f"{said} {chat.session.keymap.key('chats')} lists them.")
 
 
 def export(chat: ChatController, written: str) -> None:

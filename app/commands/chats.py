@@ -37,7 +37,8 @@ DOES = {
     "search": "find titles and messages with all the words",
     "show": "print a chat",
     "export": "write a chat to a new .md, .json (with all branches), .html or .svg file",
-    "import": "read Markdown or JSON into a new chat",
+    "import": "read a chat of .md or .json; or all of an export of ChatGPT, Claude, Open WebUI (.zip, .json), of LM "
+    "Studio's conversations folder or Ollama's db.sqlite: again, it adds what is new",
     "delete": "delete a chat; it can be restored for 30 days",
     "restore": "bring back a deleted chat",
     "repair": "rebuild the search index and check the file",
@@ -61,11 +62,13 @@ def parser() -> ActionParser:
     made.add_argument(
         "-o", "--output", metavar="FILE", help="export: output file (default: named after the title, .md)"
     )
+    made.add_argument("--dry-run", action="store_true", help="import: count, and change nothing")
     made.add_argument("--deleted", action="store_true", help="list: deleted chats")
     made.add_argument("--set-aside", action="store_true", help="repair: set a file beyond repair aside, unchanged")
     made.add_argument("--json", action="store_true", help="one JSON object")
     made.only([action for action, target in TARGETS.items() if target], "target")
     made.only(("export",), "output")
+    made.only(("import",), "dry_run")
     made.only(("list",), "deleted")
     made.only(("repair",), "set_aside")
     return made
@@ -81,6 +84,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error(f"unrecognized arguments: {' '.join(given[1:])}")
     if options.output and action != "export":
         parser.error(f"--output has no effect with {action}")
+    if options.dry_run and action != "import":
+        parser.error(f"--dry-run has no effect with {action}")
     if options.deleted and action != "list":
         parser.error(f"--deleted has no effect with {action}")
     if options.set_aside and action != "repair":
@@ -189,11 +194,12 @@ def _export(store: "Questions", target: str, options: argparse.Namespace) -> Don
     return {**_plain(chat), "path": str(path)}, f"exported {chat.id} to {sanitise_line(str(path))}"
 
 
-def _import(store: "Store", target: str, _: argparse.Namespace) -> Done:
-    from ..export import bring
+def _import(store: "Store", target: str, options: argparse.Namespace) -> Done:
+    from ..export import bring_all
 
-    chat = store.adopt(bring(expanded(target), now=time.time()))
-    return _plain(chat), f"imported as {chat.id}: {_title(chat)}"
+    chats, said = bring_all(store, expanded(target), now=time.time(), dry_run=options.dry_run)
+    plain = [_plain(chat) for chat in chats]
+    return {**(plain[0] if len(plain) == 1 else {}), "chats": plain, "summary": said}, said
 
 
 def _delete(store: "Store", target: str, _: argparse.Namespace) -> Done:
