@@ -429,7 +429,9 @@ def template_options(
     return result
 
 
-def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: KVSpec | None = None) -> KVSpec:
+def kv_spec(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, base: KVSpec | None = None, *, compacts: bool = False
+) -> KVSpec:
     """Apply the flags to ``base``; exits with status 2 if bad or without effect."""
     result = base or KVSpec()
     given: Mapping[str, Any] = vars(options)
@@ -440,6 +442,8 @@ def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: 
         if not result.quantized:
             parser.error("--kv-group-size has no effect without --kv-bits below 16")
     if (on_full := given.get("on_full")) is not None:
+        if on_full == "compact" and not compacts:
+            parser.error("--on-full compact works in the chat alone: take stop, roll or truncate-middle")
         result = _changed(parser, "--on-full", result, {"on_full": on_full})
     window, keep = given.get("kv_window"), given.get("kv_keep")
     if keep is not None and window is None and result.window is None and result.when_full != "roll":
@@ -554,7 +558,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--on-full": {
         "choices": ON_FULL,
         "help": "when the context is full: drop the oldest tokens, stop (default without a window), leave out the middle of the "
-        "prompt, or fail",
+        "prompt, fail, or, in the chat, go on from a summary",
     },
     "--no-prompt-cache": {"action": "store_true", "help": "compute every prompt from scratch"},
     "--logprobs": {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import OptionError
 
-OnFull = Literal["roll", "stop", "truncate-middle", "error"]
+OnFull = Literal["roll", "stop", "truncate-middle", "error", "compact"]
 ON_FULL: tuple[OnFull, ...] = get_args(OnFull)
 Thinking = Literal["on", "off", "low", "medium", "high"]
 THINKING: tuple[Thinking, ...] = get_args(Thinking)
@@ -347,8 +347,8 @@ class KVSpec:
         keep: Pinned tokens, renumbered as the window rolls; "system": the system prompt, else 4. Position p sees
             q ≤ p where q < keep or q > p − (window − keep).
         on_full: At ``window`` or the model's context: "roll" drops the oldest; "stop" ends the reply ("length")
-            and refuses long prompts; "truncate-middle" cuts those; "error" fails after the text. None: "roll"
-            with a window, else "stop".
+            and refuses long prompts; "truncate-middle" cuts those; "error" fails after the text; "compact" is
+            "stop", for a caller that summarises. None: "roll" with a window, else "stop".
     """
 
     key_bits: int = 16
@@ -390,6 +390,8 @@ class KVSpec:
     @property
     def when_full(self) -> OnFull:
         """What happens when the context is full, with the default resolved."""
+        if self.on_full == "compact":
+            return "stop"  # what a chat does then is its own
         return self.on_full or ("stop" if self.window is None else "roll")
 
     @property

@@ -1,7 +1,7 @@
 """Idle-time engine work: draft warm-up, prices, token counts, titles. Pure, like the session."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Literal
@@ -324,6 +324,13 @@ class Quote:
         self._told = told
         return [Ask(AskPrice("quote", self._id, tuple(messages), template=template))]
 
+    @property
+    def waiting(self) -> bool:
+        return self._told is not None
+
+    def reset(self) -> None:
+        self._told = None
+
     def priced(self, event: Priced) -> list[Step]:
         told = self._told
         if (event.asker, event.id) != ("quote", self._id) or told is None:
@@ -506,7 +513,7 @@ def refusal(found: Sequence[ContextPart], count: Count, limit: int) -> str:
     said = f"This prompt is {units.count(total)} tokens; {context}. "
     return (
         f"{said}The largest part is {largest.name} with {units.count(most)}. /context leaves parts out; "
-        "/undo takes the last turn back; /set on_full roll drops the oldest tokens."
+        "/compact summarises the chat; /undo takes the last turn back; /set on_full roll drops the oldest tokens."
     )
 
 
@@ -542,6 +549,7 @@ class ContextRow:
     left_out: bool = False
     key: int = 0
     file: str = ""
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,13 +610,15 @@ def list_parts(
     *,
     tools: tuple[ToolSpec, ...] = (),
     beside: Sequence[SystemPart] = (),
+    pinned: Collection[int] = (),
 ) -> list[ContextRow]:
     """Return the rows of the next prompt, pruned ones included. tools: those offered to the model."""
     rows: list[ContextRow] = []
     for part in parts(system, turns, draft, tools=tools, beside=beside):
         file = part.counted.name if isinstance(part.counted, Attachment) and part.key else ""
         left_out = (part.key, "") in pruned or (bool(file) and (part.key, file) in pruned)
-        rows.append(ContextRow(part.kind, _said(part.counted), count(part.counted), left_out, part.key, file))
+        row = ContextRow(part.kind, _said(part.counted), count(part.counted), left_out, part.key, file)
+        rows.append(replace(row, pinned=part.key in pinned))
     return rows
 
 

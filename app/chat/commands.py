@@ -418,6 +418,23 @@ def _take_back(chat: ChatController) -> None:
         chat.view.tell(f"Took the last turn back. {chat.session.keymap.key('branches')} shows it.")
 
 
+def compact(chat: ChatController, text: str) -> None:
+    """Tell what compacting costs, or do it."""
+    if text not in ("", "now"):
+        raise RefusedError("Write /compact, which tells its price, or /compact now.")
+    chat.view.wait()
+    chat.perform(chat.session.compact() if text else chat.session.price_compaction())
+
+
+def pin_turn(chat: ChatController, _: str) -> None:
+    """Pin the turn of the selected message, or unpin it."""
+    node = chat.selected()
+    prompt = None if node is None else chat.session.conversation.prompt_of(node.key)
+    if prompt is None:
+        raise RefusedError("There is no turn to pin yet.")
+    chat.perform(chat.session.pin(prompt.key))
+
+
 def compare(chat: ChatController, text: str) -> None:
     """Write the last reply, or the selected one, with several values of one setting at once."""
     session, key = chat.session, _selected_key(chat)
@@ -600,6 +617,8 @@ COMMANDS: Mapping[str, Callable[[ChatController, str], None]] = {
     "regenerate": regenerate,
     "again": again,
     "compare": compare,
+    "compact": compact,
+    "pin_turn": pin_turn,
     "shorter": shorter,
     "undo_turn": undo_turn,
     "continue": continue_,

@@ -600,7 +600,8 @@ class ChatController:
             self.recording, self._aside = self._aside, None
             self.begin_new()
         self.view.forget(private=private)
-        self.load(replace(session.engine.load, private=private))  # another process: what the last one held is gone
+        session.engine.lost()  # so that another process is started: what this one holds is gone with it
+        self.load(replace(session.engine.load, private=private))
 
     def keep_nothing(self) -> None:
         """Save nothing from here on."""
@@ -650,9 +651,9 @@ class ChatController:
                 stays = False
             else:
                 tree, draft = recording.read(wanted)
-                own, pruned = recording.own(wanted), recording.pruned_of(wanted)
+                own, pruned, pinned = recording.own(wanted), recording.pruned_of(wanted), recording.pinned_of(wanted)
                 stays, unsaved = self._switch(
-                    own, lambda: self.session.open(tree, pruned), leaving=leaving and not again
+                    own, lambda: self.session.open(tree, pruned, pinned), leaving=leaving and not again
                 )
                 recording.hold(wanted, tree, draft)
                 self.composer.hold(unsaved if again else joined([apart(draft), unsaved]))

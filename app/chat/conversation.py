@@ -229,6 +229,13 @@ class Tree:
     def add_reply(self, parent: int | None, reply: Reply) -> MessageNode:
         return self._add(MessageNode(self._next(), parent, reply=reply))
 
+    def copy(self, node: MessageNode, parent: int) -> MessageNode:
+        """Add ``node`` again after ``parent``; the figures of a reply are those of its first place."""
+        reply = node.reply
+        if reply is not None:
+            reply = replace(reply, metrics=None, outliers=(), diagnosis=None, passes=None, cache=None)
+        return self._add(replace(node, key=self._next(), parent=parent, reply=reply))
+
     def end(self, key: int, reply: Reply) -> None:
         self.nodes[key] = replace(self.nodes[key], reply=reply)
 
@@ -334,7 +341,7 @@ ENDINGS: dict[Ending, str] = {
 # What helps after a reply that ended so.
 REMEDIES: dict[Ending, str] = {
     "length": "/continue",
-    "full": "/undo drops it · /shorter rewrites it · /set on_full roll",
+    "full": "/undo drops it · /shorter rewrites it · /compact · /set on_full roll",
     "loop": "/continue",
     "lost": "/continue",
 }
@@ -422,13 +429,17 @@ class Conversation:
     Attributes:
         progress: of the running or last reply.
         pruned: kept but not sent: (prompt key, "" for the whole turn or a file's name).
+        pinned: prompts whose turns compaction keeps word for word.
         allowed: tools allowed while it is open.
     """
 
-    def __init__(self, tree: Tree | None = None, pruned: Iterable[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self, tree: Tree | None = None, pruned: Iterable[tuple[int, str]] = (), pinned: Iterable[int] = ()
+    ) -> None:
         self.tree = Tree() if tree is None else tree
         self.progress = ReplyProgress()
         self.pruned = set(pruned)
+        self.pinned = set(pinned)
         self.allowed: set[str] = set()
         self._builder = ReplyBuilder()
         self._reply: int | None = None

@@ -23,6 +23,7 @@ from ..store.store import Store
 from ..store.values import (
     LEFT_OUT,
     OUTCOMES,
+    PINNED,
     FinalState,
     Json,
     Merged,
@@ -563,6 +564,8 @@ class Recording:
         self._open.ledger.add(tree, max(tree.nodes))
         self._open.owed.pop("head", None)
         self._save(self._open, AGAIN)
+        if self._session.conversation.pinned:  # copies of pinned turns are pinned too
+            self._pruned()
 
     def _moved(self) -> None:
         head = self._session.conversation.tree.head
@@ -629,6 +632,10 @@ class Recording:
     def pruned_of(self, chat: str) -> set[tuple[int, str]]:
         """Return pruned (message ID, "" or file name). Raises StoreError."""
         return left_out_of(self.store.chat(chat).settings)
+
+    def pinned_of(self, chat: str) -> set[int]:
+        """Raises StoreError."""
+        return {key for key, _ in left_out_of(self.store.chat(chat).settings, PINNED)}
 
     def own(self, chat: str) -> ChatOverrides:
         """Raises StoreError."""
@@ -756,7 +763,9 @@ class Recording:
         stored = sorted(
             (ledger.stored(key), name) for key, name in conversation.pruned if ledger.stored(key) is not None
         )
-        self.store.set_settings(chat, {LEFT_OUT: [list(each) for each in stored] or None})
+        pinned = sorted((ledger.stored(key), "") for key in conversation.pinned if ledger.stored(key) is not None)
+        marks = {LEFT_OUT: stored, PINNED: pinned}
+        self.store.set_settings(chat, {name: [list(each) for each in found] or None for name, found in marks.items()})
 
     def _keep_draft(self, opened: OpenChat, chat: str, text: str) -> None:
         self.store.set_draft(chat, text)

@@ -52,10 +52,12 @@ from ..backend.protocol import (
 )
 from ..reports.verdict import pressure_sentence
 from ..store.values import Attachment, ToolResult
+from ..text import units
 from ..tools.calls import DENIED, CallAsks, CallRuns, Decision
 from .attachments import Draft, joined
 from .background import (
     IDLE_S,
+    ContextPart,
     amount,
     context_limit,
     is_ready,
@@ -65,6 +67,7 @@ from .background import (
     refusal,
     why_whole,
 )
+from .compaction import APPLIES_AT, PREPARES_AT, branch, is_due, kept_turns, most_tokens, plan
 from .connection import CancelWatchdog
 from .conversation import (
     Conversation,
@@ -107,6 +110,7 @@ from .steps import (
 from .versions import Variant, Version
 
 NO_PROMPT = "There is no prompt to answer again."
+CHARACTERS_A_TOKEN = 4  # about, in English: only when a summary is made depends on it
 LEAST_SHORTER, MOST_SHORTER = 64, 512  # tokens of a reply that is written again, shorter
 
 
@@ -123,6 +127,7 @@ class Session(SessionState):
     def start(self) -> list[Step]:
         self._expect_nothing()
         self.titles.reset()
+        self.compactor.reset()
         self._refused = NOT_REFUSED
         return self.engine.start()
 
@@ -141,7 +146,7 @@ class Session(SessionState):
         match self.engine.phase:
             case EnginePhase.IDLE:
                 self._expect_nothing()
-                return [*self.titles.stop(), *self.engine.unload()]
+                return [*self.titles.stop(), *self._forget_summary(), *self.engine.unload()]
             case EnginePhase.LOADING:
                 return self._stop_loading()
             case EnginePhase.UNLOADED | EnginePhase.FAILED:
@@ -326,13 +331,13 @@ class Session(SessionState):
         self._recall_reply()
         return [Moved(tuple(self.turns)), *self._warm_history()]
 
-    def open(self, tree: Tree, pruned: Iterable[tuple[int, str]] = ()) -> list[Step]:
-        """Open another conversation, keeping model and settings. pruned: what isn't sent."""
+    def open(self, tree: Tree, pruned: Iterable[tuple[int, str]] = (), pinned: Iterable[int] = ()) -> list[Step]:
+        """Open another conversation, keeping model and settings. pruned: what isn't sent; pinned: turns."""
         # The previous one's reply and queue go on, unless ``give_up`` was called.
-        return self.show(Conversation(tree, pruned))
+        return self.show(Conversation(tree, pruned, pinned))
 
     def show(self, conversation: Conversation) -> list[Step]:
-        stopped = self.titles.stop()
+        stopped = [*self.titles.stop(), *self._forget_summary()]
         self.conversation, self._refused = conversation, NOT_REFUSED
         self._told_once.opened()
         self.titles.opened()
@@ -355,6 +360,9 @@ class Session(SessionState):
         # Queued prompts return, except when another chat's reply is stopped: they were waiting for that.
         if self.engine.phase is EnginePhase.LOADING:
             return self._stop_loading()
+        if self.compacting and self.engine.phase is EnginePhase.IDLE:
+            said = Notice("Compacting was stopped. The chat is as it was.")
+            return [*self._forget_summary(), *self._return_queued(), said]
         back = [] if self.elsewhere is not None else self._return_queued()
         if self.engine.phase is EnginePhase.TOOLS:
             return [*self._stop_calls(), *back, *self._send_queued()]
@@ -400,6 +408,115 @@ class Session(SessionState):
             case _:
                 why = f"The engine is not ready: wait, or stop the reply with {self.keymap.key('stop')}."
         return [Notice(why, "warning")]
+
+    # Compaction -----------------------------------------------------------------------------------------------------------
+
+    def price_compaction(self) -> list[Step]:
+        """Tell what ``compact`` reads, writes and keeps."""
+        if (made := plan(self.conversation, self.system_text)) is None:
+            return [Notice("There is nothing to compact yet: that takes two turns.")]
+        if refusal := self._refusal("compact the chat"):
+            return refusal
+        kept = [
+            *parts("", kept_turns(self.conversation, made)),
+            *(ContextPart("file", each) for each in made.attachments),
+        ]
+        counts = self.counts.ask(self.engine.info, [part.counted for part in kept])
+
+        def told(price: Price | None) -> list[Step]:
+            most = most_tokens(None if self.engine.info is None else self.engine.info.capacity)
+            tps = None if self.progress.metrics is None else self.progress.metrics.decode_tps
+            known = price is not None and price.seconds is not None and tps
+            takes = f", {units.seconds(price.seconds + most / tps)} at most" if known else ""  # type: ignore[union-attr, operator]
+            reads = "" if price is None else f"reads {units.count(price.tokens)} tokens and "
+            tokens = units.count(sum(self.tokens(part.counted) or 0 for part in kept))
+            return [
+                Notice(
+                    f"It {reads}writes up to {units.count(most)}{takes}. {made.turns} turns become a summary; {tokens} tokens "
+                    "are kept whole: the last turn, pinned turns and files. Nothing is deleted. /compact now does it."
+                )
+            ]
+
+        return [*counts, *self.quote.ask(made.messages, self._offered(self.settings), told)]
+
+    def compact(self) -> list[Step]:
+        """Go on from the model's summary of the chat, once it has written one."""
+        if refusal := self._refusal("compact the chat"):
+            return refusal
+        if self.compactor.is_for(self.conversation) and self.compactor.ready is not None:
+            return self._apply_summary()
+        begun = self._ask_summary(asked=True)
+        said = "Compacting. Esc stops it." if begun else "There is nothing to compact yet: that takes two turns."
+        return [*begun, Notice(said.replace("Esc", self.keymap.key("stop")))]
+
+    def pin(self, key: int) -> list[Step]:
+        """Toggle whether compaction keeps the turn of prompt ``key`` word for word."""
+        self.conversation.pinned ^= {key}
+        pinned = key in self.conversation.pinned
+        return [Pruned(), Notice("Pinned: /compact keeps this turn whole." if pinned else "No longer pinned.")]
+
+    def _ask_summary(self, *, asked: bool, share: float = 1.0) -> list[Step]:
+        template = self._offered(self.settings)
+        return self.compactor.begin(
+            self.conversation, self.system_text, template, self.engine.info, asked=asked, share=share
+        )
+
+    def _forget_summary(self) -> list[Step]:
+        stopped = self.compactor.stop()
+        self.compactor.reset()
+        return stopped
+
+    def _prepare(self) -> list[Step]:
+        """Ask for a summary early, so that no prompt waits for it."""
+        if self.engine.phase is not EnginePhase.IDLE:
+            return []
+        if self.compactor.is_for(self.conversation):
+            return self._apply_summary() if self.compactor.asked and self.compactor.ready is not None else []
+        due = self._is_full(0, PREPARES_AT)
+        return self._ask_summary(asked=False) if due else []
+
+    def _is_full(self, more: int, share: float) -> bool:
+        used, kv = self.used_tokens, self.engine.load.kv
+        tried = (self.conversation, self.conversation.tree.head) == self.compactor.refused
+        return not tried and is_due(kv, None if used is None else used + more, self.engine.info, share)
+
+    def _compact_before(self, draft: Draft) -> list[Step]:
+        """Compact a context that is nearly full before ``draft`` is sent."""
+        if not self._is_full(len(draft.whole) // CHARACTERS_A_TOKEN, APPLIES_AT):
+            return []
+        compactor = self.compactor
+        if not compactor.is_for(self.conversation):
+            return self._ask_summary(asked=True)
+        if compactor.ready is not None:
+            return self._apply_summary()
+        compactor.asked = True
+        return []
+
+    def _summarised(self) -> list[Step]:
+        """Use the summary that the model wrote, if somebody waits for it."""
+        asked = self.compactor.asked
+        if self.compactor.ready is None:
+            self.compactor.refused = (self.conversation, self.conversation.tree.head)
+            self.compactor.reset()
+            told = [Notice("The model wrote no summary. The chat is as it was.", "warning")] if asked else []
+            return [*told, *(self._send_queued() if self.engine.phase is EnginePhase.IDLE else [])]
+        if not asked or self.engine.phase is not EnginePhase.IDLE:
+            return []
+        return [*self._apply_summary(), *self._send_queued()]
+
+    def _apply_summary(self) -> list[Step]:
+        made, ready = self.compactor.made, self.compactor.ready
+        assert made is not None
+        assert ready is not None
+        kept = len(kept_turns(self.conversation, made))
+        fits = branch(self.conversation, made, ready)
+        self.compactor.reset()
+        if not fits:
+            return [Notice("The chat took another way meanwhile: it was not compacted.", "warning")]
+        self._recall_reply()
+        self.warmup.reset()
+        said = f"Compacted: {made.turns} turns are a summary now, {kept} are kept whole. /older goes back to the whole chat."
+        return [Revised(tuple(self.turns)), Notice(said), *self._warm_history()]
 
     # Calls of tools -------------------------------------------------------------------------------------------------------
 
@@ -544,13 +661,21 @@ class Session(SessionState):
                 if (version := self._version(id)) is not None:
                     return self._on_version(version, said)
                 mine = id == self._id and self.engine.replying
-                return self._on_reply(said) if mine else self.titles.on_reply(id, said)
+                if mine:
+                    return self._on_reply(said)
+                if self.compactor.on_reply(id, said, self._model):
+                    return self._summarised()
+                return self.titles.on_reply(id, said)
             case RequestFailed(int(id), error, hint):
                 if (version := self._version(id)) is not None:
                     failed = self._end_version(version, "failed", why=reason(error, hint))
                     return [*failed, *([] if self.engine.replying else self._go_on())]
-                mine = id == self._id and self.engine.replying
-                return self._reply_failed(reason(error, hint)) if mine else self.titles.failed(id)
+                if id == self._id and self.engine.replying:
+                    return self._reply_failed(reason(error, hint))
+                if (share := self.compactor.failed(id)) is not None:
+                    shorter = self._ask_summary(asked=self.compactor.asked, share=share) if share else []
+                    return shorter or self._summarised()
+                return self.titles.failed(id)
             case MemoryUse():
                 self.engine.memory = event
                 return []
@@ -644,7 +769,7 @@ class Session(SessionState):
             case MemoryPressure():
                 return [Notice(pressure_sentence(event), "warning")]
             case Finished():
-                return [*self._doubts(), *self._end(ending_of(event), event)]
+                return [*self._doubts(), *self._end(ending_of(event), event), *self._prepare()]
             case _:  # of calls, the end of the reply has all
                 return []
 
@@ -754,6 +879,10 @@ class Session(SessionState):
         while self._queue:
             first = self._queue[0]
             here = first.conversation is self.conversation
+            if here:
+                steps += self._compact_before(first.draft)
+                if self.compacting:
+                    return steps
             settings = self.settings if here and not first.own else first.settings
             count, why = self._too_long(first, settings)
             if why is None:

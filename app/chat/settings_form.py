@@ -163,7 +163,9 @@ KV_FIELDS = (
     Field("group_size", "Group size", "32, 64 or 128", int, choices=tuple(map(str, GROUP_SIZES))),
     Field("window", "Window", "tokens kept; empty keeps all", int, None),
     Field("keep", "Keep", "pinned first tokens, or: system", _keep),
-    Field("on_full", "When full", "roll, stop, truncate-middle, error", str.strip, None, choices=("", *ON_FULL)),
+    Field(
+        "on_full", "When full", "roll, stop, compact, truncate-middle, error", str.strip, None, choices=("", *ON_FULL)
+    ),
 )
 MEMORY_FIELDS = (
     Field("memory_gb", "Memory limit", "GB; empty: system limit", float, None),

@@ -34,6 +34,7 @@ from .background import (
     parts,
     refusal,
 )
+from .compaction import Compactor
 from .connection import CancelWatchdog, EngineConnection, Idle, ToldOnce
 from .conversation import (
     Conversation,
@@ -105,6 +106,7 @@ class SessionState:
         self.warmup = DraftWarmup()
         self.prices = ActionPrices()
         self.quote = Quote()
+        self.compactor = Compactor()
         self.counts = TokenCounts()
         self.titles = TitleRequest()
         self.tools = ToolLoop()
@@ -165,6 +167,22 @@ class SessionState:
     @property
     def running(self) -> RunningReply | None:
         return self._running if self.engine.replying else None
+
+    @property
+    def used_tokens(self) -> int | None:
+        """Tokens of the context that the path on screen has, as of its last reply."""
+        metrics = self.progress.metrics
+        return None if metrics is None else metrics.prompt_tokens + metrics.generated_tokens
+
+    @property
+    def compacting(self) -> bool:
+        """Whether the user waits for a summary."""
+        return self.compactor.running and self.compactor.asked
+
+    @property
+    def asking(self) -> bool:
+        """Whether an answer comes that was asked for by a command."""
+        return self.engine.phase is EnginePhase.IDLE and (self.quote.waiting or self.compacting)
 
     @property
     def replying(self) -> bool:
@@ -255,7 +273,16 @@ class SessionState:
     def context_use(self, draft: Draft) -> ContextUse:
         info, pruned = self.engine.info, self.conversation.pruned
         tools = self._offered(self.settings).tools
-        rows = list_parts(self.system, self.turns, draft, pruned, self.tokens, tools=tools, beside=self.beside)
+        rows = list_parts(
+            self.system,
+            self.turns,
+            draft,
+            pruned,
+            self.tokens,
+            tools=tools,
+            beside=self.beside,
+            pinned=self.conversation.pinned,
+        )
         return ContextUse(tuple(rows), None if info is None else info.capacity)
 
     @property
@@ -285,6 +312,7 @@ class SessionState:
         self.warmup.reset()
         self.prices.reset()
         self.counts.reset()
+        self.quote.reset()
 
     def _timed(self, event: Event | Live) -> Event | Live:
         """Complete ``Finished`` with all time since the user asked; other events are unchanged."""

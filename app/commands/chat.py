@@ -96,7 +96,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             model=options.model,
             sampling=sampling(parser, options, over(parser, base, known.sampling)) if sampling_given else None,
             template=template_options(parser, options, over(parser, base, known.template)) if template_given else None,
-            kv=kv_spec(parser, options, over(parser, base, known.kv)) if kv_given else None,
+            kv=kv_spec(parser, options, over(parser, base, known.kv), compacts=True) if kv_given else None,
             profile="" if options.profile == NO_PROFILE else options.profile,
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),

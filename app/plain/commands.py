@@ -135,7 +135,7 @@ def context(view: PlainView, number: str) -> None:
             view.chat.perform(view.chat.session.prune(row.key, row.file))
         return
     for at, row in enumerate(use.rows, 1):
-        left = ", left out" if row.left_out else ""
+        left = ", left out" if row.left_out else ", pinned" if row.pinned else ""
         view.show(f"{at}. {row.kind}, {units.count(row.tokens)} tokens{left}: {row.name[:EXCERPT]}")
     view.show(f"{units.count(use.used)} tokens used, {units.count(use.free)} free of {units.count(use.capacity)}.")
     view.console.aside("/context NUMBER leaves a file or a turn out, or sends it again.")

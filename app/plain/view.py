@@ -390,7 +390,12 @@ class PlainView(ABC):
             chat.perform(session.start())
         self._rarely.begin()
         with interruptible(self._interrupted):
-            while session.engine.replying or session.counting or (session.engine.busy and (loaded or session.queued)):
+            while (
+                session.engine.replying
+                or session.counting
+                or session.asking
+                or (session.engine.busy and (loaded or session.queued))
+            ):
                 match self._next():
                     case None:
                         pass

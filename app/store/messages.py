@@ -18,7 +18,7 @@ from tokamac.engine.events import ToolCall
 
 from ..text.strict_json import ShapeError, build
 from .values import (
-    LEFT_OUT,
+    MARKS,
     Archive,
     Attachment,
     Hit,
@@ -139,11 +139,11 @@ def adopt(connection: sqlite3.Connection, archive: Archive) -> StoredChat:
 
 
 def _with_ids(settings: Json, made: Mapping[int | None, int | None]) -> Json:
-    if LEFT_OUT not in settings:
-        return settings
-    moved = sorted((made[key], file) for key, file in left_out_of(settings) if key in made)
-    rest = {key: value for key, value in settings.items() if key != LEFT_OUT}
-    return {**rest, LEFT_OUT: moved} if moved else rest
+    found = {
+        name: sorted((made[key], file) for key, file in left_out_of(settings, name) if key in made) for name in MARKS
+    }
+    rest = {key: value for key, value in settings.items() if key not in MARKS}
+    return {**rest, **{name: moved for name, moved in found.items() if moved}}
 
 
 def merge(connection: sqlite3.Connection, archive: Archive, *, stopped: bool = False) -> Merged:

@@ -28,10 +28,12 @@ TitleOrigin = Literal["words", "model", "user"]
 Json = Mapping[str, Any]  # an object that JSON can hold. The store keeps it and does not look inside, but for LEFT_OUT.
 # The key, in a chat's settings, of what is kept but not sent: [[message, file], …]; a file of "" is the whole turn.
 LEFT_OUT = "left_out"
+PINNED = "pinned_turns"  # the same of turns that compaction keeps whole; each file is ""
+MARKS = (LEFT_OUT, PINNED)
 
 
-def left_out_of(settings: Json) -> set[tuple[int, str]]:
-    stored = settings.get(LEFT_OUT)
+def left_out_of(settings: Json, mark: str = LEFT_OUT) -> set[tuple[int, str]]:
+    stored = settings.get(mark)
     pairs = [each for each in stored if isinstance(each, list) and len(each) == 2] if isinstance(stored, list) else []
     return {(key, name) for key, name in pairs if type(key) is int and isinstance(name, str)}
 

@@ -516,13 +516,14 @@ class ChatScreen(Screen[None]):
             self._rekey()
         transcript.greet(guide=session.engine.load.model == GUIDE)
         self._head()
+        compacting = "compacting the chat" if session.compactor.running else ""
         library = self._library.activity() if self._library else ""
         server = "" if self._panel_shown else self.chat.server.job.line  # the panel has it
         self.query_one(Activity).show(
             session,
             time.monotonic(),
             following=transcript.following,
-            aside=" · ".join(filter(None, (library, server))),
+            aside=" · ".join(filter(None, (compacting, library, server))),
             elsewhere=self.chat.title_elsewhere,
         )
         running = "" if self.chat.shell is None else self.chat.shell.text
@@ -587,7 +588,7 @@ class ChatScreen(Screen[None]):
             prompt.completions.withdraw()
         elif chat.shell is not None:
             chat.shell.stop()
-        elif chat.session.engine.busy or chat.session.engine.replying:
+        elif chat.session.engine.busy or chat.session.engine.replying or chat.session.compacting:
             chat.perform(chat.session.stop())
         elif not prompt.has_focus or prompt.draft.whole or chat.composer.editing is not None or not chat.session.turns:
             self.clear_selection()

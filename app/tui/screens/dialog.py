@@ -293,7 +293,7 @@ def legend(use: ContextUse) -> Content:
 def part_row(row: ContextRow, width: int) -> Content:
     tokens = "…" if row.tokens is None else units.count(row.tokens)
     lead = f"{tokens:>9}  {NAMES[row.kind]:<7} "
-    note = "  left out" if row.left_out else ""
+    note = "  left out" if row.left_out else "  pinned" if row.pinned else ""
     name = Content(row.name).truncate(max(1, width - len(lead) - len(note)), ellipsis=True)
     shown = name.stylize(f"strike {FAINT}") if row.left_out else name
     return Content.styled(lead, FAINT) + shown + Content.styled(note, "$text-warning")

@@ -33,11 +33,11 @@ ALSO = "Other"
 GROUPS: dict[str, str] = {
     "Writing": "send newline stop attach detach shell earlier later search_prompts prompt_files undo redo editor",
     "Selected message (Tab, then Up and Down)": (
-        "messages edit edit_reply again continue older newer fork copy_message copy_code links"
+        "messages edit edit_reply again continue older newer fork pin_turn copy_message copy_code links"
     ),
     "Conversations": (
-        "new_chat private chats open title pin folder context regenerate edit_earlier undo_turn branches delete_chat restore_chat "
-        "export import"
+        "new_chat private chats open title pin folder context regenerate compact edit_earlier "
+        "undo_turn branches delete_chat restore_chat export import"
     ),
     "Models and settings": (
         "choose_model models pull jobs adapter draft unload convert system_prompt remember project settings show thinking"

@@ -45,6 +45,7 @@ PROMISED = {
     "branches": {"f6", "ctrl+x t"},
     "regenerate": {"ctrl+x r"},
     "search_prompts": {"ctrl+r"},
+    "pin_turn": {"p"},
     "keep_going": {"ctrl+k"},
     "choose_model": {"ctrl+o"},
     "system_prompt": {"ctrl+s"},

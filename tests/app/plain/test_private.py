@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.app.plain.plain_chat import Terminal, piped
+from tests.app.plain.plain_chat import Terminal, children, piped
 from tests.scripted_engine import model_spec
+from tests.waiting import until
 from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, RequestFailed
 from tokamac.app.chat.session import Session
 from tokamac.app.commands.doctor import connections
@@ -61,6 +62,19 @@ def test_the_lines_of_a_private_chat_are_not_recalled(terminal: Callable[..., Te
     chat.type("\x1b[A\n/quit\n")  # up: the line before
     assert chat.left() == 0
     assert SECRET.encode() not in chat.shown[seen:]
+
+
+def test_it_has_an_engine_process_of_its_own(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", "--plain")
+    chat.until("you> ")
+    seen = []
+    for line, prompt in (("hi", "you> "), ("/private", "private> "), ("hi", "private> "), ("/private", "you> ")):
+        chat.type(f"{line}\n")
+        chat.until(prompt)
+        until(lambda: len(children(chat.process.pid)) == 1)
+        seen.append(children(chat.process.pid)[0])
+    assert seen[1] == seen[2]
+    assert len(set(seen)) == 3
 
 
 def test_an_engine_that_falls_back_stays_private() -> None:
