@@ -172,7 +172,7 @@ ACTIONS: tuple[Action, ...] = (
         "Go on from the model's summary of this chat: its price is told, now does it. The whole chat stays as another branch.",
         slash="compact", argument="[now]", also=("summarize", "summarise")),
     Action("compare", (), "Compare",
-        "Write the reply with several values of one setting, side by side: temperature, kv-bits, thinking, seed and others.",
+        "Write the reply with several values of one setting, side by side: temperature, kv-bits, thinking, …; or model A B.",
         slash="compare", argument="SETTING VALUES", also=("versus",)),
     Action("choose_model", ("ctrl+o",), "Model",
         "Choose a model: one on this disk, one to download, a folder or a Hugging Face ID.", footer=True, slash="model",

@@ -4,7 +4,7 @@ What can't be done raises a ``TokamacError``, which ``do`` tells.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from tokamac.engine.files import exists, expanded, read_text
 
 from .. import prompt_files as files
 from ..backend.processes import ShellError, working_folder
+from ..backend.protocol import Load
 from ..models.local import hub_cache, lasting, must_be_downloaded
 from ..store.store import Store
 from ..store.values import Attachment, StoredChat, StoreError
@@ -419,7 +420,6 @@ def _take_back(chat: ChatController) -> None:
 
 
 def compact(chat: ChatController, text: str) -> None:
-    """Tell what compacting costs, or do it."""
     if text not in ("", "now"):
         raise RefusedError("Write /compact, which tells its price, or /compact now.")
     chat.view.wait()
@@ -427,7 +427,6 @@ def compact(chat: ChatController, text: str) -> None:
 
 
 def pin_turn(chat: ChatController, _: str) -> None:
-    """Pin the turn of the selected message, or unpin it."""
     node = chat.selected()
     prompt = None if node is None else chat.session.conversation.prompt_of(node.key)
     if prompt is None:
@@ -440,7 +439,25 @@ def compare(chat: ChatController, text: str) -> None:
     session, key = chat.session, _selected_key(chat)
     if not text:
         raise RefusedError(f"Write a setting and its values: {versions.EXAMPLES}.")
+    setting, *names = text.split()
+    if setting.lower() in ("model", "models"):
+        loads = _loads_of(chat, names)
+        chat.reply(lambda: session.write_versions(versions.of_models(loads, session.settings), key))
+        return
     chat.reply(lambda: session.write_versions(versions.compared(text, session.settings, session.engine.info), key))
+
+
+def _loads_of(chat: ChatController, names: Sequence[str]) -> list[Load]:
+    """Return how each model is loaded; the one that is loaded first, and beside a single other. Raises RefusedError."""
+    now, found = chat.session.engine.load, []
+    if chat.server.job.on:
+        raise RefusedError("Other programs use this engine. /serve stop stops that.")
+    for name in names:
+        model = lasting(setup.full_name(chat, name))
+        if must_be_downloaded(model, hub_cache()):
+            raise RefusedError(f"{sanitise_line(model)} is not on this disk: /pull {sanitise_line(model)} gets it.")
+        found.append(now.for_model(model, *chat.preferences.settings.beside(model)))
+    return list(dict.fromkeys([now, *found] if len(found) == 1 or now in found else found))
 
 
 def continue_(chat: ChatController, _: str) -> None:

@@ -6,6 +6,7 @@
 # The summary is asked for at the end of the path, so its prompt is in the prompt cache. Where path and summary don't fit
 # the context, a shorter part of the path is summarised, and the rest kept whole.
 
+import re
 from dataclasses import dataclass, replace
 
 from tokamac.engine.events import Event, Finished, Live, Message, ModelSpec
@@ -37,7 +38,7 @@ class CompactPlan:
 
 
 def plan(conversation: Conversation, system: str, share: float = 1.0) -> CompactPlan | None:
-    """Return how to compact all but the last turn, or a ``share`` of that; None: there is nothing to compact."""
+    """Return how to compact all but the last turn, or a ``share`` of that; None: nothing."""
     turns = conversation.turns
     starts = [at for at, turn in enumerate(turns) if turn.key]
     cut = starts[max(0, round(share * (len(starts) - 1)))] if starts else 0
@@ -86,11 +87,16 @@ def branch(conversation: Conversation, made: CompactPlan, summary: Reply) -> boo
     return True
 
 
-class Compactor:
-    """Has the model write a summary in the background, of one conversation at a time.
+def once(text: str) -> str:
+    """Return a text that repeats itself with each line and sentence once."""
+    first: dict[str, str] = {}
+    for part in re.findall(r"[^.!?\n]+[.!?\n]*", text):
+        first.setdefault(part.strip(), part)
+    return "".join(first.values()).strip()
 
-    ready: a summary that was prepared. asked: the user waits for it.
-    """
+
+class Compactor:
+    """A summary of one conversation. ready: it is written. asked: the user waits for it."""
 
     def __init__(self) -> None:
         self.conversation: Conversation | None = None
@@ -119,7 +125,6 @@ class Compactor:
         asked: bool,
         share: float = 1.0,
     ) -> list[Step]:
-        """Ask for a summary; no steps: there is nothing to compact."""
         stopped = self.stop()
         if (made := plan(conversation, system, share)) is None:
             return []
@@ -138,8 +143,8 @@ class Compactor:
         if self._request is None or id != self._request.id or not isinstance(event, Finished):
             return False
         self._request = None
-        text = event.text.strip()
-        if text and event.reason in ("stop", "length"):
+        text = once(event.text) if event.reason == "loop" else event.text.strip()
+        if text and event.reason in ("stop", "length", "loop"):
             self.ready = Reply(text, model=model, metrics=event.metrics, diagnosis=event.diagnosis)
         return True
 

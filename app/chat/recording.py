@@ -19,6 +19,7 @@ from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import NOTHING_TOLD, KVBits
 from tokamac.engine.perf.diagnosis import Diagnosis
 
+from ..backend.protocol import Load
 from ..store.store import Store
 from ..store.values import (
     LEFT_OUT,
@@ -489,13 +490,13 @@ class Recording:
     def _versions_begun(self, versions: Versions) -> None:
         ledger = self._of(versions.conversation).ledger
         for each in versions.all:
-            asked = self._request(each.variant.settings, each.variant.kv_bits)
+            asked = self._request(each.variant.settings, each.variant.kv_bits, each.variant.load)
             ledger.ask(versions.conversation.tree, each.key, asked)
         self._begun(versions.conversation, None)
 
-    def _request(self, asked: ReplySettings, kv_bits: KVBits | None = None) -> ReplyRequest:
+    def _request(self, asked: ReplySettings, kv_bits: KVBits | None = None, load: Load | None = None) -> ReplyRequest:
         session = self._session
-        load = session.engine.load
+        load = load or session.engine.load
         kv = load.kv if kv_bits is None else replace(load.kv, key_bits=kv_bits[0], value_bits=kv_bits[1])
         settings = {"sampling": asdict(asked.sampling), "kv": asdict(kv), **_adapter(session)}
         if asked.template != NOTHING_TOLD:

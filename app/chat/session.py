@@ -155,6 +155,8 @@ class Session(SessionState):
                 return [Notice(f"A reply is running: wait, or stop it with {self.keymap.key('stop')}.", "warning")]
 
     def _stop_loading(self) -> list[Step]:
+        if self._compared_from is not None:
+            return self._end_comparison()
         chooses = self.keymap.key("choose_model")
         self.engine.fail(f"Loading was stopped. {chooses} chooses a model; sending a prompt loads this one.")
         return [*self.engine.end(), *self._give_up_queue(), Notice(self.engine.problem)]
@@ -260,12 +262,39 @@ class Session(SessionState):
         self._begin(self._here())
         versions = self.versions = self._room_for(variants, self.conversation.end_of_prompt(prompt.key))
         messages = self.prompt_before(versions.all[0].key)
-        requests = [Ask(self._request(each, messages)) for each in versions.all]
-        return [
-            VersionsBegun(versions),
-            *requests,
-            *self._told_once.notices(self.engine.info, self._template, messages, ()),
-        ]
+        notices = self._told_once.notices(self.engine.info, self._template, messages, ())
+        if versions.all[0].variant.load is not None:
+            self._compared_from = self.engine.load
+            return [VersionsBegun(versions), *self._write_with_its_model(versions.all[0]), *notices]
+        return [VersionsBegun(versions), *(Ask(self._request(each, messages)) for each in versions.all), *notices]
+
+    def _write_with_its_model(self, version: Version) -> list[Step]:
+        wanted = version.variant.load
+        if wanted is not None and wanted != self.engine.load:
+            self.engine.load = wanted
+            return self.start()
+        self.engine.enter(EnginePhase.PREFILL)
+        self._watchdog.begin()
+        version.progress = self.conversation.progress = ReplyProgress()
+        return [Ask(self._request(version, self.prompt_before(version.key)))]
+
+    def _next_model(self) -> list[Step]:
+        versions, stopping = self.versions, self.engine.phase is EnginePhase.STOPPING
+        if versions is None or not versions.running or stopping or versions.chosen is not None:
+            return self._end_comparison()
+        return self._write_with_its_model(versions.running[0])
+
+    def _end_comparison(self) -> list[Step]:
+        ended = (
+            [] if self.versions is None else [self._end_version(each, "cancelled") for each in self.versions.running]
+        )
+        before, self._compared_from = self._compared_from, None
+        told = [step for steps in ended for step in steps]
+        if before is None or before == self.engine.load:
+            self.engine.enter(EnginePhase.IDLE)
+            return [*told, *self._go_on()]
+        self.engine.load = before
+        return [*told, *self.start()]
 
     def _request(self, version: Version, messages: tuple[Message, ...]) -> Generate:
         variant = version.variant
@@ -412,7 +441,6 @@ class Session(SessionState):
     # Compaction -----------------------------------------------------------------------------------------------------------
 
     def price_compaction(self) -> list[Step]:
-        """Tell what ``compact`` reads, writes and keeps."""
         if (made := plan(self.conversation, self.system_text)) is None:
             return [Notice("There is nothing to compact yet: that takes two turns.")]
         if refusal := self._refusal("compact the chat"):
@@ -440,7 +468,6 @@ class Session(SessionState):
         return [*counts, *self.quote.ask(made.messages, self._offered(self.settings), told)]
 
     def compact(self) -> list[Step]:
-        """Go on from the model's summary of the chat, once it has written one."""
         if refusal := self._refusal("compact the chat"):
             return refusal
         if self.compactor.is_for(self.conversation) and self.compactor.ready is not None:
@@ -450,7 +477,7 @@ class Session(SessionState):
         return [*begun, Notice(said.replace("Esc", self.keymap.key("stop")))]
 
     def pin(self, key: int) -> list[Step]:
-        """Toggle whether compaction keeps the turn of prompt ``key`` word for word."""
+        """Toggle whether compaction keeps the turn of prompt ``key``."""
         self.conversation.pinned ^= {key}
         pinned = key in self.conversation.pinned
         return [Pruned(), Notice("Pinned: /compact keeps this turn whole." if pinned else "No longer pinned.")]
@@ -467,7 +494,6 @@ class Session(SessionState):
         return stopped
 
     def _prepare(self) -> list[Step]:
-        """Ask for a summary early, so that no prompt waits for it."""
         if self.engine.phase is not EnginePhase.IDLE:
             return []
         if self.compactor.is_for(self.conversation):
@@ -481,7 +507,6 @@ class Session(SessionState):
         return not tried and is_due(kv, None if used is None else used + more, self.engine.info, share)
 
     def _compact_before(self, draft: Draft) -> list[Step]:
-        """Compact a context that is nearly full before ``draft`` is sent."""
         if not self._is_full(len(draft.whole) // CHARACTERS_A_TOKEN, APPLIES_AT):
             return []
         compactor = self.compactor
@@ -493,7 +518,6 @@ class Session(SessionState):
         return []
 
     def _summarised(self) -> list[Step]:
-        """Use the summary that the model wrote, if somebody waits for it."""
         asked = self.compactor.asked
         if self.compactor.ready is None:
             self.compactor.refused = (self.conversation, self.conversation.tree.head)
@@ -669,7 +693,7 @@ class Session(SessionState):
             case RequestFailed(int(id), error, hint):
                 if (version := self._version(id)) is not None:
                     failed = self._end_version(version, "failed", why=reason(error, hint))
-                    return [*failed, *([] if self.engine.replying else self._go_on())]
+                    return [*failed, *self._after_version()]
                 if id == self._id and self.engine.replying:
                     return self._reply_failed(reason(error, hint))
                 if (share := self.compactor.failed(id)) is not None:
@@ -714,12 +738,16 @@ class Session(SessionState):
         notices = self.engine.loaded(event)
         self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
         self._able_template()
+        if self._compared_from is not None:
+            return [*notices, *self._next_model()]
         self._judge_again()  # the ceiling is that of what is loaded now
         return [*notices, *self._go_on()]
 
     def _load_failed(self, why: str) -> list[Step]:
         if self.engine.phase is not EnginePhase.LOADING:
             return [Notice(why, "error")]
+        if self._compared_from is not None and self.versions is not None:
+            return [*self._end_version(self.versions.running[0], "failed", why=why), *self._next_model()]
         if self.engine.fall_back():
             return [Notice(f"{why} Going back to {self.engine.load.model}.", "error"), *self.start()]
         self.engine.fail(why)
@@ -784,9 +812,14 @@ class Session(SessionState):
                 return [Notice(pressure_sentence(event), "warning")]
             case Finished():
                 ended = self._end_version(version, ending_of(event), event)
-                return [*ended, *([] if self.engine.replying else [*self._doubts(), *self._go_on()])]
+                return [*ended, *([] if self.engine.replying else self._doubts()), *self._after_version()]
             case _:
                 return []
+
+    def _after_version(self) -> list[Step]:
+        if self._compared_from is not None:
+            return self._next_model()
+        return [] if self.engine.replying else self._go_on()
 
     def _end_version(
         self, version: Version, ending: Ending, finished: Finished | None = None, why: str = ""
@@ -954,7 +987,9 @@ class Session(SessionState):
     def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> list[Step]:
         """Close the running reply or versions with the text so far or ``finished``."""
         if self.versions is not None and self.versions.running:
-            return [step for each in self.versions.running for step in self._end_version(each, ending, why=why)]
+            ended = [step for each in self.versions.running for step in self._end_version(each, ending, why=why)]
+            self.engine.load, self._compared_from = self._compared_from or self.engine.load, None
+            return ended
         assert self._running is not None
         conversation = self._running.conversation
         reply = conversation.end(ending, self._clock(), self._model, finished, reason=why)

@@ -111,6 +111,7 @@ class SessionState:
         self.titles = TitleRequest()
         self.tools = ToolLoop()
         self.versions: Versions | None = None
+        self._compared_from: Load | None = None  # what was loaded before models were compared
         self._clock = clock
         self._id = 0
         self._queue: list[QueuedPrompt] = []
@@ -176,13 +177,12 @@ class SessionState:
 
     @property
     def compacting(self) -> bool:
-        """Whether the user waits for a summary."""
         return self.compactor.running and self.compactor.asked
 
     @property
     def asking(self) -> bool:
-        """Whether an answer comes that was asked for by a command."""
-        return self.engine.phase is EnginePhase.IDLE and (self.quote.waiting or self.compacting)
+        idle = self.engine.phase is EnginePhase.IDLE and (self.quote.waiting or self.compacting)
+        return idle or self._compared_from is not None
 
     @property
     def replying(self) -> bool:

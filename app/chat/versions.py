@@ -9,6 +9,8 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Finished, ModelSpec, TextKind
 from tokamac.engine.options import KVBits, Sampling, sample_of
 
+from ..backend.protocol import Load
+from ..models.local import short_name
 from ..options import kv_bits
 from ..text import units
 from ..text.sanitise import sanitise_line
@@ -20,7 +22,7 @@ LEAST, MOST = 2, 8  # how many versions are written at once
 # Each had a share of the machine, and the last one all of it.
 SHARED = "written together: their speeds can't be compared"
 # Of what can be compared.
-EXAMPLES = "/compare temperature 0 0.7 1.2, /compare kv-bits 16 8 4, /compare thinking on off"
+EXAMPLES = "/compare temperature 0 0.7 1.2, /compare kv-bits 16 8 4, /compare model qwen3:4b llama3.2:3b"
 
 
 class NoVariantsError(TokamacError):
@@ -35,12 +37,14 @@ class Variant:
         name: the difference, such as ``temperature 0.7``; a number for samples.
         kv_bits: None: as loaded.
         value: of the compared setting; "" if none.
+        load: the model that writes it; None: the one that is loaded.
     """
 
     name: str
     settings: ReplySettings
     kv_bits: KVBits | None = None
     value: str = ""
+    load: Load | None = None
 
 
 class Version:
@@ -70,7 +74,10 @@ class Version:
             brief = BRIEF_ENDINGS[self.reply.ending]
             metrics = self.reply.metrics
             rate = None if brief or metrics is None else metrics.shown_decode_tps
-            return brief or ("done" if rate is None else units.rate(rate))
+            said = brief or ("done" if rate is None else units.rate(rate))
+            if self.variant.load is None or metrics is None or metrics.peak_memory_bytes is None:
+                return said
+            return f"{said}, {units.size(metrics.peak_memory_bytes)}"
         if (tps := self.tps) is not None:
             return units.rate(tps)
         prefill = self.progress.prefill
@@ -145,12 +152,12 @@ class Versions:
     @property
     def caution(self) -> str:
         """A caveat on the figures of a comparison, or ""."""
-        return SHARED if any(each.variant.value for each in self.all) else ""
+        return SHARED if any(each.variant.value and each.variant.load is None for each in self.all) else ""
 
     @property
     def at_once(self) -> str:
         width = len(self.running)
-        if width < LEAST:
+        if width < LEAST or self.all[0].variant.load is not None:
             return ""
         return f"{width} at once" + ("" if self.tps is None else f" · {units.rate(self.tps)} together")
 
@@ -197,10 +204,18 @@ def compared(text: str, settings: ReplySettings, info: ModelSpec | None) -> list
     return list(_variants(name, distinct, settings, info))
 
 
+def of_models(loads: Sequence[Load], settings: ReplySettings) -> list[Variant]:
+    """Return a variant a model; they are written one after the other. Raises NoVariantsError."""
+    _check(len(loads))
+    names = [short_name(each.model) for each in loads]
+    shown = names if len(set(names)) == len(names) else [sanitise_line(each.model) for each in loads]
+    return [Variant(name, settings, value=name, load=load) for name, load in zip(shown, loads, strict=True)]
+
+
 def _variants(name: str, values: Sequence[str], settings: ReplySettings, info: ModelSpec | None) -> Iterator[Variant]:
     field = NUMBERS.get(name)
     if field is None and name not in ("thinking", "kv", "kv-bits"):
-        known = ", ".join(("kv-bits", "thinking", *NUMBERS))
+        known = ", ".join(("model", "kv-bits", "thinking", *NUMBERS))
         raise NoVariantsError(f"{sanitise_line(name):.40} can't be compared", f"These can: {known}.")
     for value in values:
         shown = sanitise_line(value)

@@ -5,10 +5,11 @@ import json
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokamac.engine.errors import TokamacError, access_hint
@@ -60,7 +61,7 @@ from ..parser import Parser
 from ..reports import cache_use
 from ..settings import Profile
 from ..store.values import ToolResult
-from ..text.sanitise import Sanitiser, sanitise
+from ..text.sanitise import Sanitiser, sanitise, sanitise_line
 from ..text.terminal import ModelText, Progress, dim, is_terminal, json_line, note, quote
 from ..tools.calls import (
     ASKED,
@@ -88,6 +89,7 @@ from .prompts import (
     fetch_pages,
     file_blocks,
     has_prompts_left,
+    is_stream,
     read_earlier,
     read_schema,
 )
@@ -235,7 +237,8 @@ def parser() -> Parser:
         '  tokamac ask "Name a colour" -n 4 --seed 1\n'
         '  tokamac ask -c "And in one sentence?"\n'
         '  tokamac ask "Describe the guide" --schema answer.json\n'
-        "  tokamac ask --each prompts.txt > answers.jsonl",
+        "  tokamac ask --each prompts.txt > answers.jsonl\n"
+        '  tokamac ask --compare qwen3:4b,llama3.2:3b "Why is the sky blue?"',
     )
     made.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question; - or nothing reads standard input")
     add_flags(made, "-m --model", "-f --file", "--system", "--prompt")
@@ -275,6 +278,11 @@ def parser() -> Parser:
         "order (tokamac help each)",
     )
     made.add_argument(
+        "--compare",
+        metavar="A,B",
+        help="answer with several models in turn, and print a table of speed, first token and memory; with --each for every line",
+    )
+    made.add_argument(
         "--resume", metavar="OUT", help="with --each: skip what OUT answers already, as in --resume OUT >> OUT"
     )
     add_flags(made, "--parallel")
@@ -294,7 +302,52 @@ def parser() -> Parser:
         help="print metrics and a diagnosis to stderr; -vv with all formulas",
     )
     add_reply_flags(made)
+    made.set_defaults(hear=None)
     return made
+
+
+def _compare(parser: Parser, options: argparse.Namespace) -> int:
+    """Answer with each model in turn, then print what each took."""
+    names = [name.strip() for name in options.compare.split(",") if name.strip()]
+    if len(names) < 2:
+        parser.error("--compare takes two models or more: --compare qwen3:4b,llama3.2:3b")
+    models = list(dict.fromkeys(map(model_name, names)))
+    fetch_pages(options.file, allowed=options.allow_web)
+    piped = None if options.each is not None else compose(options.prompt, options.file)
+    measured: dict[str, list[Metrics]] = {model: [] for model in models}
+    status = 0
+    for number, model in enumerate(models):
+        own = argparse.Namespace(**{**vars(options), "compare": None, "model": model, "hear": measured[model].append})
+        if piped is not None:
+            own.prompt, own.file = piped, []
+            if not options.json:
+                print(f"{DIVIDER}\n" * bool(number) + f"{sanitise_line(model)}:", flush=True)
+        status = max(status, run(parser, own))
+        if status == INTERRUPTED:
+            break
+    out = sys.stderr if options.json or options.each is not None else sys.stdout
+    print("\n" + "\n".join(compared(measured)), file=out, flush=True)
+    return status
+
+
+def compared(measured: Mapping[str, Sequence[Metrics]]) -> list[str]:
+    """Return a table: medians of each model's answers, and the most memory of one."""
+    from ..text.units import UNKNOWN, count, rate, seconds, size
+
+    rows: list[tuple[str, ...]] = [("model", "answers", "tok/s", "first token", "memory")]
+    for model, all_ in measured.items():
+        tps, ttft = (
+            median(known) if (known := [value for each in all_ if (value := getattr(each, name)) is not None]) else None
+            for name in ("decode_tps", "ttft_s")
+        )
+        peak = max((each.peak_memory_bytes for each in all_ if each.peak_memory_bytes is not None), default=None)
+        shown = ("" if tps is None else rate(tps).removesuffix(" tok/s"), "" if ttft is None else seconds(ttft))
+        rows.append((sanitise_line(model), count(len(all_)), *(each or UNKNOWN for each in shown), size(peak)))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(each.rjust(w) for each, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
 
 
 def samples(text: str) -> int:
@@ -306,6 +359,8 @@ def samples(text: str) -> int:
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     _refuse_flags(parser, options)
+    if options.compare is not None:
+        return _compare(parser, options)
     check_speculation_flags(parser, options)
     options.sharing = nodes_of(parser, options)
     profile, file = _profile(parser, options), _prompt_file(options)
@@ -371,6 +426,13 @@ def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
             parser.error("--resume: OUT is empty")
     if options.prompt_file is not None and options.prompt == STDIN:
         parser.error("PROMPT - has no effect with --prompt: pipe the text in")
+    if options.compare is not None:
+        beside = {"-m": options.model, "-n": options.n, "--resume": options.resume, "--steps": options.steps}
+        beside |= {"--continue": options.resume_chat, "--chat": options.chat}
+        if options.each is not None and is_stream(options.each):
+            parser.error("--compare reads the prompts once a model: give --each a file")
+        if flag := next((flag for flag, given in beside.items() if given), ""):
+            parser.error(f"{flag} has no effect with --compare")
     single = {
         "--tools": options.tools, "--allow-tools": options.allow_tools, "--allow-changes": options.allow_changes,
         "--steps": options.steps,
@@ -451,6 +513,8 @@ def _answer(
                 messages = [*messages, said, *(each.as_message for each in results)]
                 if kept is not None:
                     kept.answer(results)
+            if end is not None and options.hear is not None:
+                options.hear(end.metrics)
             if end is not None and options.steps is not None:
                 with loading.interrupting(engine.cancel):
                     write_steps(engine, messages, end, options.steps, told)
@@ -465,6 +529,12 @@ def _answer(
         raise
     finally:
         writer.close()
+
+
+def _hear(options: argparse.Namespace, metrics: Mapping[str, Any] | None) -> None:
+    """Tell a comparison the figures of an answer."""
+    if options.hear is not None and metrics is not None:
+        options.hear(Metrics(**metrics))
 
 
 def _loaded(options: argparse.Namespace, kv: KVSpec) -> "Engine":
@@ -495,7 +565,17 @@ def _answer_each(
     options.model = options.model or profile.model
     with _loaded(options, kv) as engine:
         parallel = parallel_of(options)
-        return answer_each(engine, options.each, earlier, every, parallel=parallel, verbose=bool(options.verbose))
+        more = {} if options.hear is None else {"model": options.model}
+        return answer_each(
+            engine,
+            options.each,
+            earlier,
+            every,
+            parallel=parallel,
+            verbose=bool(options.verbose),
+            more=more,
+            hear=lambda result: _hear(options, result.get("metrics")),
+        )
 
 
 def _answer_samples(

@@ -705,9 +705,17 @@ class EachRun:
 
 
 def answer_each(
-    engine: "Engine", name: str, earlier: Earlier, options: EachOptions, *, parallel: int, verbose: bool
+    engine: "Engine",
+    name: str,
+    earlier: Earlier,
+    options: EachOptions,
+    *,
+    parallel: int,
+    verbose: bool,
+    more: Mapping[str, Any] | None = None,
+    hear: Callable[[Result], None] = lambda _: None,
 ) -> int:
-    """Answer all prompts without an earlier result; return the exit status. Raises InputError."""
+    """Answer all prompts without an earlier result; return the exit status. more: of each result. Raises InputError."""
     live = is_terminal(sys.stderr)
     typed = name == STDIN and is_terminal(sys.stdin)  # no bar is drawn over what a person writes
     total = count_prompts(name) if live else None
@@ -731,7 +739,8 @@ def answer_each(
                 if results and live and is_terminal(out):
                     bar.clear()
                 for result in results:
-                    print(json.dumps(result, allow_nan=False), file=out, flush=True)
+                    hear(result)
+                    print(json.dumps({**result, **(more or {})}, allow_nan=False), file=out, flush=True)
                 if live and not typed:
                     _draw(bar, run, total)
             run.wait(0)  # what reading raised

@@ -256,7 +256,8 @@ class PlainView(ABC):
                 self._ended(reply)
             case VersionsBegun(versions):
                 self._told = 0
-                self.console.note(f"Writing {len(versions.all)} versions at once.")
+                how = "at once" if versions.all[0].variant.load is None else "with one model after the other"
+                self.console.note(f"Writing {len(versions.all)} versions {how}.")
             case VersionEnded(versions):
                 self._tell_versions(versions)
             case Titled(title):
@@ -376,6 +377,8 @@ class PlainView(ABC):
             self.console.head(versions.heading(version))
             self.console.grow(reply.text, "answer")
             self._ended(reply)
+            if version.variant.load is not None:
+                self.console.note(f"{version.variant.name}: {version.state}")
         if versions.caution:
             self.console.note(f"{versions.caution[0].upper()}{versions.caution[1:]}.")
         kept = versions.all.index(versions.kept) + 1

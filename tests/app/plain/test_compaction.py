@@ -17,7 +17,7 @@ from tokamac.app.backend.protocol import (
     RequestFailed,
     Warm,
 )
-from tokamac.app.chat.compaction import INSTRUCTION
+from tokamac.app.chat.compaction import INSTRUCTION, once
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, Notice, Revised, Step, TurnBegun
 from tokamac.app.store.store import Store
@@ -145,6 +145,17 @@ def test_a_prompt_waits_for_the_summary_where_none_was_prepared_and_goes_on_with
     (shorter,) = requests(session.on_event(RequestFailed(request.id, "too long", ""))) or [None]
     steps = [] if shorter is None else session.on_event(RequestFailed(shorter.id, "too long", ""))
     assert session.turns[-1].prompt == "three" or any(isinstance(step, TurnBegun) for step in steps)
+
+
+def test_a_summary_that_repeats_itself_is_taken_once() -> None:
+    assert once("Ada is 7. Ada is 7. Bo is 8.\nBo is 8.\nBo is 8.\nBo") == "Ada is 7. Bo is 8.\nBo"
+    session = chat()
+    say(session, "one")
+    say(session, "two")
+    (request,) = requests(session.compact())
+    session.on_event(ReplyEvent(request.id, Finished("loop", "a line\n" * 9, used(50))))
+    assert session.turns[0].reply is not None
+    assert session.turns[0].reply.text == "a line"
 
 
 def test_what_took_another_way_meanwhile_is_left_alone() -> None:
