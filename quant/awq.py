@@ -1,51 +1,47 @@
-"""AWQ by mlx-lm: scales salient input channels and clips group ranges (Lin et al., arXiv 2306.00978)."""
+"""AWQ: scales input channels, so that what packing loses falls on those that matter least."""
 
 import inspect
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from tokamac.engine.device import device_kind
 from tokamac.engine.errors import OptionError
-from tokamac.engine.perf.config_cost import Packing
 
+from . import gptq
 from .options import Options
 from .packing import (
-    FLOAT_BYTES,
     OTHERWISE,
     Choices,
-    Silent,
-    attention_bytes,
+    Ends,
+    Search,
     check_plain,
+    dequantized,
     packed_arrays,
-    running,
     uniform,
     with_packed,
     working,
 )
 from .report import StageDone, StageProgress
-from .source import Method, Packed, Source, check_finite, clone, fresh, layer_paths, leaves, override
-from .streaming import LENGTH, rows_here
+from .source import Packed, Source, check_finite, clone, fresh, layer_paths, leaves
+from .streaming import Inputs, Streamed, streamable_source
 
-# Columns are multiplied by factors that the preceding norm or layer is divided by; factors and clipping are kept where
-# they lower a block's error. Layers with a window are calibrated with full causal attention.
-
-# mlx-lm packs the embedding too, and computes block inputs from that, without e.g. Gemma's factor. Here the
-# first block's true inputs stand in for it. mlx-lm's list of blocks is a generator here: it reads a block on
-# request and takes over the result at the next request, so one block is in memory.
+# Lin et al., arXiv 2306.00978. Columns are multiplied by s = (root mean square of their inputs)^α, and the norm or layer
+# before them is divided by it. α is the one of GRID with the least error of the layers' outputs, tr(D H Dᵀ) with H = Σ x xᵀ
+# and D what packing changes, on some rows of each. Scales and biases of groups are the search's: between a group's two
+# ends, as mlx-lm's awq has them, its result was worse than plain search. Which layers follow which norm is mlx-lm's table.
 
 
-# Of `calibration.LENGTH` tokens. AWQ takes means of inputs and compares a block's errors, which needs fewer tokens than
-# GPTQ's sums of products, and it runs every block some sixty times.
-SEQUENCES = 8
+# Of `streaming.LENGTH` tokens.
+SEQUENCES = 16
 
 STAGE = "scaling and packing by awq"
+GRID = tuple(step / 10 for step in range(10))
+ROWS = 128  # of each layer, evenly spread, that α is chosen on
+LEAST = 1e-4  # of a channel's scale before scales are centred: its inputs may all be 0
 
 
 def check(config: Mapping[str, Any], module: Any, options: Options) -> None:
@@ -60,7 +56,7 @@ def check(config: Mapping[str, Any], module: Any, options: Options) -> None:
         if not _fits(layer, AWQ_MODEL_CONFIGS[kind]):
             raise OptionError(f"awq's rules for {kind} do not fit the layers of this model", OTHERWISE)
         for path, linear in leaves(layer):
-            if _is_linear(linear) and linear.weight.shape[-1] % options.group:
+            if gptq.is_linear(linear) and linear.weight.shape[-1] % options.group:
                 width = f"{path} has rows of {linear.weight.shape[-1]} weights"
                 raise OptionError(f"awq needs rows that groups of {options.group} divide, and {width}", OTHERWISE)
 
@@ -68,168 +64,120 @@ def check(config: Mapping[str, Any], module: Any, options: Options) -> None:
 def pack(
     source: Source, options: Options, chosen: Choices, sequences: Sequence[Sequence[int]], progress: StageProgress
 ) -> Source:
-    """Return ``source`` with its blocks' linear layers scaled, clipped and packed as ``chosen``.
+    """Return ``source`` with its blocks' linear layers scaled and packed as ``chosen``.
 
     sequences: of equal length. Raises ConversionError, and OptionError for unknown tokens.
     """
-    from mlx_lm.quant import awq
+    blocks = _Blocks(source, options, chosen)
+    within = tuple(f"{path}." for path in blocks.paths)
+    inside = {path for path, _ in leaves(source.module) if path.startswith(within)}
+    ends = Ends(source, chosen, inside)
 
-    # Our model is the language model already, wherever its class keeps it.
-    rules = replace(awq.AWQ_MODEL_CONFIGS[str(source.config["model_type"])], lm_key=None)
-    blocks = _Blocks(source, uniform(options), chosen, progress)
-    run_layer = partial(awq.run_layer, batch_size=_at_once(source.module, len(sequences), len(sequences[0])))
-    with running("awq", awq, tqdm=Silent(), run_layer=run_layer):
-        hidden = _entering(source, rules, mx.array([list(sequence) for sequence in sequences]))
-        model = _Blockwise(rules.embed, blocks.one_by_one())
-        # Given as the token ids, which mlx-lm only hands to the embedding and asks for the sequences' length.
-        awq.awq_quantize(model, hidden, rules, group_size=options.group, bits=options.packed_bits)
-    return with_packed(source, blocks.packed, blocks.changed)
+    def add(inputs: Inputs) -> None:
+        ends.add(inputs.path, inputs.rows)
+        if inputs.path in inside:
+            blocks.add(inputs)
 
+    def layer_done(done: int, total: int) -> None:
+        if done <= len(blocks.paths):
+            blocks.pack(done - 1)
+        progress(StageDone(STAGE, done, total))
 
-def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:  # noqa: ARG001
-    blocks = [
-        [tuple(each.weight.shape) for _, each in leaves(layer) if _is_linear(each)] for layer in source.module.layers
-    ]
-    sizes: list[int] = [sum(math.prod(shape) for shape in shapes) for shapes in blocks]
-    # For all tokens: what is kept of a layer's inputs, and its outputs twice; the block's own inputs, outputs and their errors.
-    values: int = max(sum(shape[-1] + 2 * shape[-2] for shape in shapes) + 8 * shapes[0][-1] for shapes in blocks)
-    kept = sum(sizes) * options.packed_bits // 8 + FLOAT_BYTES * (4 * max(sizes) + SEQUENCES * LENGTH * values)
-    return kept + attention_bytes(source.config, SEQUENCES)
+    Streamed(streamable_source(source), progress=layer_done).observe(sequences, add)
+    return with_packed(source, {**blocks.packed, **ends.packed()}, blocks.changed)
 
 
-def _at_once(module: Any, sequences: int, length: int) -> int:
-    sizes = (each.weight.shape[-2] * each.weight.shape[-1] for _, each in leaves(module) if _is_linear(each))
-    rows = rows_here(2 * max(sizes, default=1))
-    return sequences if rows is None else min(max(rows // length, 1), sequences)
+def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:
+    return gptq.peak_bytes(source, options, chosen, SEQUENCES)
 
 
 class _Blocks:
-    def __init__(self, source: Source, packing: Packing, chosen: Choices, progress: StageProgress) -> None:
+    def __init__(self, source: Source, options: Options, chosen: Choices) -> None:
+        from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS
+
+        self.paths = layer_paths(source.module)
         self.packed: dict[str, Packed] = {}
         self.changed: dict[str, mx.array] = {}
-        self._source, self._packing, self._chosen, self._progress = source, packing, chosen, progress
-        self._on_cpu = device_kind() == "cpu"
+        self._source, self._chosen, self._packing = source, chosen, uniform(options)
+        self._rules = AWQ_MODEL_CONFIGS[str(source.config["model_type"])].scale_configs
+        self._left = fresh(source)
+        self._sums: dict[str, np.ndarray] = {}
 
-    def one_by_one(self) -> Iterator[nn.Module]:
-        left = fresh(self._source)
-        paths, layers = layer_paths(self._source.module), self._source.module.layers
-        for done, (path, template) in enumerate(zip(paths, layers, strict=True), start=1):
-            block = self._filled(path, template, left)
-            yield block
-            self._collect(path, block)
-            self._progress(StageDone(STAGE, done, len(paths)))
+    def add(self, inputs: Inputs) -> None:
+        squares = gptq.squares_of(inputs.rows)
+        before = self._sums.get(inputs.path)
+        self._sums[inputs.path] = squares if before is None else before + squares
 
-    def _filled(self, path: str, template: nn.Module, left: dict[str, mx.array]) -> Any:
+    def pack(self, number: int) -> None:
+        from mlx_lm.quant.awq import apply_scale, submodule_from_key
+
+        path = self.paths[number]
+        block = self._filled(path, self._source.module.layers[number])
+        importance = {name: np.diag(squares) for name, squares in self._sums.items()}
+        for rule in self._rules:
+            if rule.use_config is not None and not rule.use_config(block):
+                continue
+            inside, prefix = (block[rule.block], f"{path}.{rule.block}") if rule.block else (block, path)
+            layers = {f"{prefix}.{name}": submodule_from_key(inside, name) for name in rule.layers}
+            seen = next((self._sums[name] for name in layers if name in self._sums), None)
+            if seen is None:
+                continue
+            scales = self._best({name: layer.weight for name, layer in layers.items()}, seen)
+            apply_scale(submodule_from_key(block, rule.prev), list(layers.values()), mx.array(scales))
+            importance |= {name: importance[name] / scales**2 for name in layers if name in importance}
+        self._collect(path, block, importance)
+        self._sums.clear()
+
+    def _filled(self, path: str, template: nn.Module) -> Any:
         block = clone(template)
         for name, parameter in tree_flatten(block.parameters()):
-            weight = left.pop(f"{path}.{name}")
+            weight = self._left.pop(f"{path}.{name}")
             floating = mx.issubdtype(parameter.dtype, mx.floating)
             block.update(tree_unflatten([(name, working(f"{path}.{name}", weight) if floating else weight)]))
-        for name, leaf in leaves(block):
-            if "to_quantized" in dir(leaf):
-                self._prepare(leaf, packs=self._chosen.get(f"{path}.{name}") == self._packing)
         return block
 
-    def _prepare(self, leaf: Any, *, packs: bool) -> None:
-        methods: dict[str, Method] = {}
-        if self._on_cpu and isinstance(leaf, nn.Linear):
-            methods |= {"__call__": _multiply, "to_quantized": _multiplying}
-        if not packs or not _is_linear(leaf):
-            methods["to_quantized"] = _itself
-        if methods:
-            override(leaf, **methods)
+    def _best(self, weights: Mapping[str, mx.array], squares: np.ndarray) -> np.ndarray:
+        """Return the factors (in,) float32 with the least output error of what is packed; ones where nothing is."""
+        diagonal = np.diag(squares)
+        rows = {name: _some(weight) for name, weight in weights.items() if self._chosen.get(name) == self._packing}
+        found, least = np.ones(len(diagonal), np.float32), np.inf
+        for power in GRID if rows else ():
+            scales = np.maximum(np.sqrt(diagonal / (diagonal.mean() or 1)) ** power, LEAST).astype(np.float32)
+            scales /= np.sqrt(scales.max() * scales.min())
+            error = sum(self._error(name, each, scales, squares) for name, each in rows.items())
+            if error < least:
+                found, least = scales, error
+        return found
 
-    def _collect(self, path: str, block: Any) -> None:
+    def _error(self, name: str, rows: np.ndarray, scales: np.ndarray, squares: np.ndarray) -> float:
+        dtype = self._source.weights[f"{name}.weight"].dtype
+        quantizer = Search({name: np.diag(squares) / scales**2})
+        arrays = quantizer.pack(name, mx.array(rows * scales).astype(dtype), self._packing)
+        changes = np.array(dequantized(arrays, self._packing).astype(mx.float32)) / scales - rows
+        return float(np.einsum("ij,ij->", changes @ squares, changes))
+
+    def _collect(self, path: str, block: Any, importance: Mapping[str, np.ndarray]) -> None:
         weights = self._source.weights
-        packed = {f"{path}.{name}": leaf for name, leaf in leaves(block) if "scales" in leaf}
-        for whole, leaf in packed.items():
-            dtype = weights[f"{whole}.weight"].dtype
-            arrays = (leaf.weight, leaf.scales.astype(dtype), leaf.biases.astype(dtype))
-            self.packed[whole] = packed_arrays(arrays, whole, self._packing)
-        for leaf_name, array in tree_flatten(block.parameters()):
-            name = f"{path}.{leaf_name}"
-            # AWQ leaves the inputs it saw with a layer that it did not pack.
-            if name in weights and name.removesuffix(".weight") not in packed:
-                self.changed[name] = array.astype(weights[name].dtype)
-                check_finite(name, self.changed[name], hint=OTHERWISE)
+        for name, array in tree_flatten(block.parameters()):
+            whole = f"{path}.{name}"
+            module = whole.removesuffix(".weight")
+            if whole not in weights:
+                continue
+            cast = array.astype(weights[whole].dtype)
+            check_finite(whole, cast, hint=OTHERWISE)
+            if name.endswith(".weight") and self._chosen.get(module) == self._packing and module in importance:
+                stack = np.broadcast_to(importance[module], (array.shape[0], array.shape[-1]))
+                quantizer = Search({module: np.ascontiguousarray(stack) if array.ndim > 2 else importance[module]})
+                arrays = quantizer.pack(module, cast, self._packing)
+                self.packed[module] = packed_arrays(arrays, module, self._packing)
+            else:
+                self.changed[whole] = cast
+        mx.eval(list(self.changed.values()))
 
 
-class _Blockwise(nn.Module):
-    def __init__(self, embed: str, layers: Iterator[nn.Module]) -> None:
-        super().__init__()
-        self.model = {embed: _Hidden()}
-        self.layers = layers
-
-
-class _Hidden(nn.Module):
-    def __call__(self, hidden: mx.array) -> mx.array:
-        return hidden
-
-    def to_quantized(self, **_: object) -> "_Hidden":
-        return self
-
-
-class _ReachedError(Exception):
-    """Ends a run at the first block."""
-
-
-def _entering(source: Source, rules: Any, ids: mx.array) -> mx.array:
-    found: list[mx.array] = []
-
-    def stop(_: nn.Module, x: mx.array) -> mx.array:
-        found.append(x)
-        raise _ReachedError
-
-    model: Any = clone(source.module).eval()
-    weights = fresh(source)
-    known = next(weight.shape[0] for name, weight in weights.items() if name.endswith(f"{rules.embed}.weight"))
-    if int(mx.max(ids)) >= known:  # MLX would read past the end of the table
-        raise OptionError("the text has tokens that the model does not know", "Use the model's own tokenizer.")
-    # Lazy: nothing is read but what the first block's inputs need.
-    model.update(tree_unflatten([(name, _float32(weight)) for name, weight in weights.items()]))
-    del weights
-    override(model.layers[0][rules.scale_configs[0].prev], __call__=stop)
-    try:
-        model(ids)
-    except _ReachedError:
-        mx.eval(found)
-    return found[0]
-
-
-def _float32(weight: mx.array) -> mx.array:
-    return weight.astype(mx.float32) if mx.issubdtype(weight.dtype, mx.floating) else weight
-
-
-def _multiply(layer: Any, x: mx.array) -> mx.array:
-    # AWQ runs a block some sixty times, and MLX's CPU product is slow there.
-    return _dense(layer.weight, layer, x)
-
-
-def _multiplying(layer: Any, **how: Any) -> Any:
-    packed = nn.Linear.to_quantized(layer, **how)
-    override(packed, __call__=_multiply_packed)
-    return packed
-
-
-def _multiply_packed(layer: Any, x: mx.array) -> mx.array:
-    how = {"group_size": layer.group_size, "bits": layer.bits}
-    return _dense(mx.dequantize(layer.weight, layer.scales, layer.biases, **how), layer, x)
-
-
-def _dense(weight: mx.array, layer: Any, x: mx.array) -> mx.array:
-    from tokamac.engine.cpu.layers import DenseLinear
-
-    return DenseLinear(weight, layer.get("bias"))(x)
-
-
-def _itself(module: nn.Module, **_: object) -> nn.Module:
-    return module
-
-
-def _is_linear(layer: Any) -> bool:
-    from mlx_lm.models.switch_layers import SwitchLinear
-
-    return isinstance(layer, nn.Linear | SwitchLinear)
+def _some(weight: mx.array) -> np.ndarray:
+    rows = weight.reshape(-1, weight.shape[-1])
+    return np.array(rows[:: max(1, rows.shape[0] // ROWS)])
 
 
 def _fits(layer: Any, rules: Any) -> bool:

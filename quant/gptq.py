@@ -18,6 +18,7 @@ from .packing import (
     FLOAT_BYTES,
     OTHERWISE,
     Choices,
+    Ends,
     attention_bytes,
     check_plain,
     packed_arrays,
@@ -48,7 +49,7 @@ DAMPING = 0.01  # of H's mean diagonal, added to it, as in the paper: few tokens
 
 def check(config: Mapping[str, Any], module: Any, options: Options) -> None:  # noqa: ARG001
     check_plain("gptq", options)
-    if not any(_is_linear(layer) for _, layer in leaves(module)):
+    if not any(is_linear(layer) for _, layer in leaves(module)):
         raise OptionError("gptq packs linear layers, and this model has none", OTHERWISE)
 
 
@@ -60,19 +61,24 @@ def pack(
     sequences: of equal length. Raises ConversionError, and OptionError for unknown tokens.
     """
     packer = _Packer(source, uniform(options), _paths(source, options, chosen))
+    ends = Ends(source, chosen, packer.wanted)
+
+    def add(inputs: Inputs) -> None:
+        packer.add(inputs)
+        ends.add(inputs.path, inputs.rows)
 
     def layer_done(done: int, total: int) -> None:
         packer.pack()
         progress(StageDone(STAGE, done, total))
 
-    Streamed(streamable_source(source), progress=layer_done).observe(sequences, packer.add)
+    Streamed(streamable_source(source), progress=layer_done).observe(sequences, add)
     packer.pack()  # the output head, which is no layer
     if unseen := packer.wanted - packer.packed.keys():
         raise ConversionError(f"gptq saw no input of {min(unseen)} on this text", OTHERWISE)
-    return with_packed(source, packer.packed, changed={})
+    return with_packed(source, {**packer.packed, **ends.packed()}, changed={})
 
 
-def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:
+def peak_bytes(source: Source, options: Options, chosen: Choices, sequences: int | None = None) -> int:
     """Return about the peak bytes of ``pack``: packed weights; a layer's weights, H and activations."""
     packing, paths = uniform(options), _paths(source, options, chosen)
     shapes = {path: tuple(source.weights[f"{path}.weight"].shape) for path in paths}
@@ -83,8 +89,9 @@ def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:
     ]
     of_layer = max(sum(math.prod(shape) + shape[-1] ** 2 for shape in layer) for layer in layers)
     of_weight = max((4 * math.prod(shape) + 8 * shape[-1] ** 2 for shape in shapes.values()), default=0)
-    activations = 5 * SEQUENCES * LENGTH * max((max(shape[-2:]) for layer in layers for shape in layer), default=0)
-    return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes(source.config, SEQUENCES)
+    count = sequences or SEQUENCES
+    activations = 5 * count * LENGTH * max((max(shape[-2:]) for layer in layers for shape in layer), default=0)
+    return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes(source.config, count)
 
 
 class _Packer:
@@ -99,7 +106,7 @@ class _Packer:
         # A model may run a layer again: it is packed by then, for what came first.
         if inputs.path not in self.wanted or inputs.path in self.packed:
             return
-        squares = _squares(inputs.rows)
+        squares = squares_of(inputs.rows)
         before = self._sums.get(inputs.path)
         self._sums[inputs.path] = squares if before is None else before + squares
 
@@ -114,7 +121,7 @@ class _Packer:
             self.packed[path] = replace(packed, error=error)
 
 
-def _squares(rows: mx.array) -> np.ndarray:
+def squares_of(rows: mx.array) -> np.ndarray:
     """Return Σ x xᵀ over rows (n, in): float32 (in, in)."""
     rows = rows.astype(mx.float32)
     if device_kind() == "cpu":  # NumPy's matrix product is some thirty times faster there: see engine/cpu/layers.py
@@ -170,10 +177,10 @@ def _inverse_root(squares: np.ndarray) -> np.ndarray:
 
 def _paths(source: Source, options: Options, chosen: Choices) -> list[str]:
     packing = uniform(options)
-    return [path for path, layer in leaves(source.module) if _is_linear(layer) and chosen.get(path) == packing]
+    return [path for path, layer in leaves(source.module) if is_linear(layer) and chosen.get(path) == packing]
 
 
-def _is_linear(layer: Any) -> bool:
+def is_linear(layer: Any) -> bool:
     """Whether GPTQ packs a layer: by exact class, since a subclass may differ."""
     from mlx_lm.models.switch_layers import SwitchLinear
 

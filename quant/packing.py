@@ -3,22 +3,21 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
 from tokamac.engine.device import device_kind
-from tokamac.engine.errors import ConversionError, OptionError, TokamacError
+from tokamac.engine.errors import OptionError
 from tokamac.engine.model.weights import text_config
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import PartName, Tensor, part_of
 
 from .options import DEFAULT_GROUP_SIZE, SEARCHED, UNQUANTIZED, Options
-from .source import HeadSource, Packed, Source, check_finite, leaves
+from .report import WeightError
+from .source import HeadSource, Packed, Source, check_finite, fresh, leaves
 from .streaming import LENGTH
 
 if TYPE_CHECKING:
@@ -203,9 +202,6 @@ FLOAT_BYTES = 4
 
 OTHERWISE = "Use --method search."  # the way out where a calibrated method fails on what another one can pack
 
-# What mlx-lm's code raises for a model that it did not expect.
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
-
 
 class Quantizer(Protocol):
     def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
@@ -308,25 +304,33 @@ def with_packed(source: Source, packed: dict[str, Packed], changed: dict[str, mx
     return replace(source, weights={**source.weights, **seen, **changed}, packed={**source.packed, **packed})
 
 
-@contextmanager
-def running(method: str, module: ModuleType, **replaced: object) -> Iterator[None]:
-    """Run mlx-lm's ``module`` with names patched, restored at the end; failures are ConversionErrors."""
-    before = {name: module.__dict__[name] for name in replaced}
-    module.__dict__.update(replaced)
-    try:
-        yield
-    except TokamacError:  # ours, on the way through: an OptionError is a ValueError too
-        raise
-    except FAILURES as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConversionError(f"{method} fails on this model: {reason}", OTHERWISE) from error
-    finally:
-        module.__dict__.update(before)
+class Ends:
+    """Packs by search, weighed by their inputs, what a method leaves: a tied embedding is the head as well."""
 
+    def __init__(self, source: Source, chosen: Choices, beside: Iterable[str]) -> None:
+        shapes = {path: source.weights[f"{path}.weight"].ndim for path, packing in chosen.items() if packing}
+        self._paths = {path for path, axes in shapes.items() if axes == 2 and path not in (*beside, *source.packed)}
+        self._source, self._chosen = source, chosen
+        self._squares: dict[str, mx.array] = {}
 
-class Silent:
-    def __call__(self, items: Iterable[Any], **_: object) -> Iterable[Any]:
-        return items
+    def add(self, path: str, rows: mx.array) -> None:
+        """rows: (n, in)."""
+        if path in self._paths:
+            squares = mx.sum(mx.square(rows.astype(mx.float32)), axis=0)
+            self._squares[path] = squares + self._squares.get(path, 0)
+            mx.eval(self._squares[path])
 
-    def write(self, message: str) -> None:
-        """Drop mlx-lm's message."""
+    def packed(self) -> dict[str, Packed]:
+        """Return what was seen, packed. Raises ConversionError if not finite."""
+        import numpy as np
+
+        from .search import squared_error
+
+        weights, found = fresh(self._source), dict[str, Packed]()
+        quantizer = Search({path: np.array(squares) for path, squares in self._squares.items()})
+        for path in self._squares:
+            packing, weight = self._chosen[path], weights.pop(f"{path}.weight")
+            assert packing is not None
+            packed = packed_arrays(quantizer.pack(path, weight, packing), path, packing)
+            found[path] = replace(packed, error=WeightError(*squared_error(weight, packed.arrays, packing)))
+        return found

@@ -45,7 +45,7 @@ REFERENCE_GROUP = 64
 
 # Read for each tensor. Both readings say the same words, so little text is needed: on the model that ships, 128 tokens
 # led to as good a choice as 512.
-TOKENS = 256
+TOKENS = 128
 
 FLOOR = 0.1  # of the median α: the least that is believed of a tensor. A short text may not use some weights at all.
 

@@ -169,7 +169,7 @@ METHODS = {
     "round": "by rounding to the nearest step between a group's two ends (`mx.quantize`)",
     "search": "by searching, for every group, the scale and bias of least squared error",
     "gptq": "by GPTQ with searched scales, which uses a calibration text",
-    "awq": "by AWQ (mlx-lm's), which uses a calibration text",
+    "awq": "by AWQ, which scales input channels by a calibration text, with the scales of least squared error",
 }
 
 

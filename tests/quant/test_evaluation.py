@@ -27,13 +27,12 @@ from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.model.config import read_config
 from tokamac.engine.perf.hardware import lookup
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
-from tokamac.quant import Quality, awq, convert, gptq, quality, streaming
+from tokamac.quant import Quality, convert, gptq, quality, streaming
 from tokamac.quant import report as quality_module
 from tokamac.quant.evaluation import changed_words, comparison_s, sample, verify
 from tokamac.quant.report import MOST_KL, TOLERATED, TYPICAL_KL, compare, concerns, typical_kl
 from tokamac.quant.source import open_source
 from tokamac.quant.streaming import (
-    LENGTH,
     LONGEST_S,
     STEP,
     Inputs,
@@ -416,27 +415,10 @@ def test_a_calibration_sees_the_same(tmp_path: Path, request: pytest.FixtureRequ
 def test_gptqs_sums_are_the_same(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     mx.random.seed(4)
     rows = mx.random.normal((700, 96))
-    whole = gptq._squares(rows)
+    whole = gptq.squares_of(rows)
     request.getfixturevalue("slow_gpu")
     monkeypatch.setattr(gptq, "device_kind", lambda: "metal")
-    np.testing.assert_allclose(np.asarray(gptq._squares(rows)), np.asarray(whole), rtol=1e-4, atol=1e-3)
-
-
-def test_awq_runs_some_sequences_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    source = make_source(tmp_path, "llama", num_hidden_layers=1)
-    monkeypatch.setattr(awq, "SEQUENCES", 2)
-    module, scales = open_source(source).module, []
-    for name, at_once in (("whole", 2), ("pieces", 1)):
-        assert awq._at_once(module, 2, LENGTH) == at_once
-        convert(source, tmp_path / name, method="awq", verify=False)
-        packed = mx.load(str(tmp_path / name / "model.safetensors"))
-        scales.append(np.asarray(packed["model.layers.0.mlp.gate_proj.scales"].astype(mx.float32)))
-        if name == "whole":
-            request.getfixturevalue("slow_gpu")
-    # A group whose edge lies half between two steps may take either, and its scale with it.
-    assert np.isclose(scales[1], scales[0], rtol=0.02, atol=1e-4).mean() > 0.98
+    np.testing.assert_allclose(np.asarray(gptq.squares_of(rows)), np.asarray(whole), rtol=1e-4, atol=1e-3)
 
 
 # `tokamac.quant.quality`: the figures of two models on a text, in one window and in several.
