@@ -4,6 +4,7 @@ import io
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -21,9 +22,12 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from tokamac.engine.errors import PictureError
 from tokamac.engine.events import Role
 from tokamac.engine.files import exists
+from tokamac.engine.vision.picture import Picture, kind_of
 
+from .chat.attachments import PICTURE
 from .chat.conversation import EDITED
 from .chat.listing import ending_text
 from .chat.preferences import budget_spent
@@ -32,7 +36,7 @@ from .reports.verdict import figures_text, prompt_text, sentence
 from .store import export, foreign
 from .store.export import branch, to_json, to_markdown, write
 from .store.store import Store
-from .store.values import Archive, StoredChat, StoredMessage, StoreError
+from .store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError
 from .text import markdown
 from .text.latex import to_rows, to_unicode
 from .text.markdown import task_box, tokens
@@ -122,6 +126,16 @@ WHO: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "
 class File:
     name: str
     text: str
+    picture: str = ""  # a data: URL
+
+
+def _file(attachment: Attachment) -> File:
+    name = sanitise_line(attachment.name)
+    if attachment.kind == PICTURE:
+        with suppress(PictureError):
+            found = Picture.of_base64(attachment.text, name)
+            return File(name, "", f"data:image/{kind_of(found.data, name).lower()};base64,{found.encoded}")
+    return File(name, sanitise(attachment.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +182,7 @@ def _entry(message: StoredMessage) -> ExportEntry:
         text=sanitise(message.text),
         thinking=sanitise(message.thinking),
         thought=f"Thought{took}{spent}",
-        files=tuple(File(sanitise_line(each.name), sanitise(each.text)) for each in message.attachments),
+        files=tuple(_file(each) for each in message.attachments),
         ending=", ".join(filter(None, (EDITED if kept.edited else "", ending_text(kept.ending, kept.reason)))),
         figures=()
         if kept.metrics is None
@@ -302,7 +316,9 @@ def to_html(archive: Archive) -> str:
     title = escape(title_of(archive))
     began = datetime.fromtimestamp(archive.chat.created_at, UTC)
     articles = "\n".join(_article(entry) for entry in entries(archive))
-    policy = f"default-src 'none'; style-src 'sha256-{b64encode(sha256(CSS.encode()).digest()).decode()}'"
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{b64encode(sha256(CSS.encode()).digest()).decode()}'; img-src data:"
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -334,12 +350,16 @@ def _article(entry: ExportEntry) -> str:
         f"<h2>{escape(entry.who)}</h2>",
         _folded(entry.thought, entry.thinking) if entry.thinking else "",
         f'<div class="text">{text}</div>' if entry.text else "",
-        *(_folded(each.name, each.text) for each in entry.files),
+        *(_shown(each) if each.picture else _folded(each.name, each.text) for each in entry.files),
         f'<p class="ending">{escape(entry.ending)}</p>' if entry.ending else "",
         *(f'<p class="figures">{escape(line)}</p>' for line in entry.figures),
         "</article>",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _shown(file: File) -> str:
+    return f'<figure><img src="{escape(file.picture)}"><figcaption>{escape(file.name)}</figcaption></figure>'
 
 
 def _folded(summary: str, text: str) -> str:

@@ -99,6 +99,10 @@ class GrammarError(OptionError):
     """A reply can't be constrained to the requested form: a JSON schema or a tool call."""
 
 
+class PictureError(OptionError):
+    """A picture can't be read, or the model can't see it."""
+
+
 class ModelError(TokamacError):
     """Something is wrong with a model."""
 

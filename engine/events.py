@@ -13,6 +13,7 @@ from .metrics import Metrics, Outlier
 from .options import Sampling, Thinking, index, type_name
 from .perf.diagnosis import Diagnosis
 from .text.length import LongestPieces
+from .vision.picture import Picture
 
 Role = Literal["system", "user", "assistant", "tool"]
 TextKind = Literal["answer", "thinking"]
@@ -89,9 +90,11 @@ class Message:
         thinking: The reasoning behind an assistant's ``content``.
         tool_calls: The calls of an assistant's message.
         tool_call_id: In a "tool" message, the call it answers; ``name`` is the function's.
+        images: Pictures before the text: paths or bytes of PNG, JPEG, WebP, GIF or BMP files, read at once.
 
     Raises:
         OptionError: The role or a text is not a string.
+        PictureError: An image can't be read.
     """
 
     role: Role
@@ -100,14 +103,22 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    images: tuple[Picture | str | Path | bytes, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tool_calls", tuple(self.tool_calls))
+        if self.images:
+            object.__setattr__(self, "images", tuple(map(Picture.of, self.images)))
         for name, text in (("role", self.role), ("content", self.content), ("thinking", self.thinking)):
             if not isinstance(text, str):
                 raise OptionError(f"the {name} of a message is a {type(text).__name__}, not a text", "Give a str.")
         if self.role not in ROLES:
             object.__setattr__(self, "role", OTHER_ROLES.get(str(self.role).lower(), "user"))
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The images, as they were read."""
+        return tuple(each for each in self.images if isinstance(each, Picture))
 
 
 def has_calls(messages: Sequence[Message]) -> bool:
@@ -564,7 +575,7 @@ class ModelSpec:
     capacity: tokens of the context; rolls: whether the oldest are evicted. holds_calls: whether arguments of calls
     can be held to a schema. doubts: config parts computed
     otherwise. heads_bytes: weights and at most their KV. rounding: cost of rounding rows; None if impossible.
-    longest_pieces: of the vocabulary.
+    longest_pieces: of the vocabulary. sees: whether messages may have images.
     """
 
     name: str
@@ -598,6 +609,7 @@ class ModelSpec:
     later_system: bool = False
     rounding: RoundingCost | None = None
     longest_pieces: LongestPieces = LongestPieces()  # noqa: RUF009  # frozen
+    sees: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:

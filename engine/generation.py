@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -15,6 +15,9 @@ from .kv.costs import AttentionDevice
 from .kv.snapshot import BeforeChunk
 from .metrics import Recorder
 from .schedule.schedule import Pace
+
+if TYPE_CHECKING:
+    from .vision.eyes import Sight
 
 
 class Generation:
@@ -36,8 +39,9 @@ class Generation:
         cached_ids: list[int],
         *,
         force_fused: AttentionDevice | None = None,
+        sight: "Sight | None" = None,
     ) -> None:
-        self._model = model
+        self._model, self._sight = model, sight
         self.caches = caches
         self._force_fused = force_fused
         self.chunk = 0
@@ -48,8 +52,7 @@ class Generation:
         done, self.chunk = 0, min(chunk, len(ids))
         while done < len(ids):
             part = ids[done : done + chunk]
-            with forcing_fused(self._force_fused):
-                self._model(mx.array([part]), cache=self.caches)
+            self._call(part)
             mx.eval(
                 [cache.state for cache in self.caches]
             )  # the logits are not asked for, so the head is never computed
@@ -58,14 +61,20 @@ class Generation:
             done += len(part)
             yield done
 
+    def _call(self, part: list[int]) -> None:
+        with forcing_fused(self._force_fused):
+            if self._sight is None:
+                self._model(mx.array([part]), cache=self.caches)
+            else:
+                self._sight.call(self._model, part, self.caches, len(self.cached_ids))
+
     def prefill_in_stages(
         self, ids: list[int], stages: int, stopped: Callable[[], bool]
     ) -> Generator[None, None, bool]:
         """Compute ``ids`` in one chunk, yielding every few layers; return whether it completed."""
         # Bit-identical to one call. If stopped or closed in between, the caches are as before.
         before, self.chunk = BeforeChunk(self.caches, stages), len(ids)
-        with forcing_fused(self._force_fused):
-            self._model(mx.array([ids]), cache=self.caches)
+        self._call(ids)
         for number, part in enumerate(before.parts):
             if number:
                 try:
@@ -121,7 +130,9 @@ class PrefillChunker:
         pace: Pace | None = None,
         stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
+        sight: "Sight | None" = None,
     ) -> None:
+        self._sight = sight
         self._chunking, self._most = chunking, most
         self._stopped, self._clock = stopped, clock
         self._pace = pace
@@ -133,11 +144,12 @@ class PrefillChunker:
         at = 0
         while at < len(ids):
             cached = len(generation.cached_ids)
-            size = self._size(cached)
-            chunk = ids[at : at + size - cached % size]
+            size, sight = self._size(cached), self._sight
+            end = at + size - cached % size
+            chunk = ids[at : end if sight is None else sight.end_of_part(cached, cached + end - at) - cached + at]
             began, aside_s = self._clock(), 0.0
             if (stages := self._stages(len(chunk))) > 1:
-                if (piece := self._chunking.piece) is None:
+                if (piece := self._chunking.piece) is None or (sight is not None and sight.whole):
                     computing = generation.prefill_in_stages(chunk, stages, self._stopped)
                 else:
                     rounded = math.ceil(len(chunk) / (stages * piece)) * piece

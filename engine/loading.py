@@ -52,6 +52,7 @@ from .speculation.draft_model import FoundDraft, LoadedDraft, check_both_fit, fi
 from .speculation.head_drafters import LoadedHeads, load_heads
 from .speculation.ledger import read_steps
 from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
+from .vision.eyes import Eyes, open_eyes
 
 Progress = Callable[[LoadProgress], None]
 
@@ -131,6 +132,7 @@ class _Loading:
         self._request, self._report, self._share, self._team = request, report, share, team
         self._name, self._device, self._chip = str(request.model), device_kind(), detect()
         self._limit = MemoryLimit(request.memory)
+        self._eyes: Eyes | str = ""
 
     def runner(self) -> Runner:
         request, device, share, team = self._request, self._device, self._share, self._team
@@ -138,6 +140,7 @@ class _Loading:
         read = self._read_weights(found)
         planned = self._plan(read)
         alone = self._why_alone(read, planned)
+        self._eyes = self._open_eyes(read)
         piece, by_layers = compute_by_steps(read.loaded, planned.plan, self._compiling)
         planned = replace(
             planned, chunking=replace(planned.chunking, piece=piece), shape=replace(planned.shape, piece=piece)
@@ -198,6 +201,26 @@ class _Loading:
         if self._request.parallel == 1:
             return ""
         return why_alone(read.loaded.module, read.loaded.config, lambda: planned.plan.make(0))
+
+    def _open_eyes(self, read: _Read) -> Eyes | str:
+        if self._share is not None:
+            return "several nodes hold it"
+        loaded, tokenizer = read.loaded, read.tokenizer
+        dtype = DTYPES[self._request.dtype] if self._request.dtype else mx.float32 if self._device == "cpu" else None
+
+        def token_id(token: str) -> int | None:
+            ids = tokenizer.encode(token)
+            return ids[0] if len(ids) == 1 else None
+
+        return open_eyes(
+            loaded.folder,
+            loaded.config,
+            loaded.module,
+            name=self._name,
+            token_id=token_id,
+            dtype=dtype,
+            limit=self._limit,
+        )
 
     def _reading(self, done: int, total: int) -> None:
         self._report(LoadProgress("weights", done, total))
@@ -343,6 +366,7 @@ class _Loading:
             heads_bytes=guessing.heads_bytes or None,
             rounding=read.rounding,
             longest_pieces=tokenizer.longest_pieces,
+            sees=not isinstance(self._eyes, str),
         )
 
     def _notes(
@@ -361,7 +385,7 @@ class _Loading:
             yield ModelNote(f"a GGUF file, run as it is: {' · '.join(map(str, kept_of(read.loaded.folder)))}")
             if (projector := projector_of(read.loaded.folder)) is not None:
                 yield ModelNote(f"{projector.name} beside it is a vision projector, and is not read: text only")
-        if leaves_out_senses(config):
+        if leaves_out_senses(config) and isinstance(self._eyes, str):
             yield ModelNote("text only: what this model could see or hear is left out")
         if found.added is not None:
             yield ModelNote(found.added.note(read.changes), "adapter")
@@ -410,6 +434,7 @@ class _Loading:
             doubts=loaded.doubts,
             positions=planned.positions,
             operations=operations,
+            eyes=self._eyes,
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -42,6 +42,9 @@ from .text.grammar import GrammarConstraint
 from .text.stream import LoopWatch, ReplyText, ThinkingBudget
 from .text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from .vision.eyes import Sight
+
 LIVE_GAPS = 64
 NEXT_TURN, MOST_NEXT_TURN = 512, 4096  # tokens kept free: a question and an answer; enough for a file of code
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
@@ -71,6 +74,12 @@ class Request:
     own_caches: Callable[[int | None], list[Any]] | None = None
     messages: Sequence[Message] = ()
     tools: tuple[ToolSpec, ...] = ()
+    sight: "Sight | None" = None
+
+    @property
+    def words(self) -> list[int]:
+        """``ids`` without pictures."""
+        return self.ids if self.sight is None else [each for each in self.ids if each >= 0]
 
     @property
     def earlier_thinking(self) -> str:
@@ -236,7 +245,9 @@ class ReplyTask:
         with lease:
             self._request.recorder.begin_prefill(len(ids), len(lease.ids))
             force = runtime.shape.device if budget.force_fused else None
-            generation = self._generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
+            generation = self._generation = Generation(
+                runtime.model, lease.caches, lease.ids, force_fused=force, sight=self._request.sight
+            )
             if budget.pressure is not None:
                 yield budget.pressure
             self._chunker = self._new_chunker(budget, lease)
@@ -248,7 +259,14 @@ class ReplyTask:
 
     def _new_chunker(self, budget: PrefillBudget, lease: CacheLease) -> PrefillChunker:
         chunking = self._runtime.chunking
-        return PrefillChunker(chunking, budget.chunk, len(lease.ids), pace=self.pace, stopped=self._cancelled)
+        return PrefillChunker(
+            chunking,
+            budget.chunk,
+            len(lease.ids),
+            pace=self.pace,
+            stopped=self._cancelled,
+            sight=self._request.sight,
+        )
 
     def rest(self) -> None:
         if self._suspended_ids is None and self._lease is not None:
@@ -438,7 +456,7 @@ class ReplyTask:
         request = self._request
         request.recorder.end()
         if self._speculation is not None and not request.background:
-            self._speculation.ended([*request.ids, *request.recorder.ids])
+            self._speculation.ended([*request.words, *request.recorder.ids])
         self._throttled.look(now=True)
         metrics = self.metrics()
         self._runtime.machine.keep()
@@ -478,7 +496,7 @@ class ReplyTask:
     def _lane(self, lease: CacheLease, sets: TokenSets, growth: GrowthBudget, thinking: ThinkingBudget) -> Lane:
         request, limit = self._request, self._token_limit()
         made = request.recorder.ids
-        sampler = Sampler(request.sampling, request.ids, sets, made)
+        sampler = Sampler(request.sampling, request.words, sets, made)
         lane = Lane(
             lease.caches,
             lease.ids,
@@ -488,6 +506,7 @@ class ReplyTask:
             note=request.recorder.mark,
             may_grow=growth.fits,
             counts=request.recorder,
+            shift=0 if request.sight is None else request.sight.shift,
             unforced=lambda: thinking.unforced,
             constraint=request.constraint,
         )
@@ -503,7 +522,7 @@ class ReplyTask:
             return
         request = self._request
         speculator = self._speculation.begin(
-            self._runtime, request.ids, request.recorder.ids, lane.sampler, background=request.background
+            self._runtime, request.words, request.recorder.ids, lane.sampler, background=request.background
         )
         if speculator is not None:
             lane.speculate(speculator)

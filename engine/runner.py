@@ -175,7 +175,7 @@ def compute_prompt(runner: Runner, request: Request, pace: Pace, *, cancelled: C
         background=request.background,
     )
     force = runtime.shape.device if budget.force_fused else None
-    generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
+    generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force, sight=request.sight)
     cached, total = len(lease.ids), len(ids)
 
     def ended() -> bool:
@@ -190,7 +190,7 @@ def compute_prompt(runner: Runner, request: Request, pace: Pace, *, cancelled: C
             return
         recorder = request.recorder
         recorder.begin_prefill(total, cached)
-        chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=ended)
+        chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=ended, sight=request.sight)
         yield from recorder.reading(
             read_prompt(chunker, generation, ids[cached:-1], recorder, total=total, cancelled=ended)
         )
@@ -217,7 +217,8 @@ def stable_prompt(runner: Runner, messages: Sequence[Message], template: Templat
     # Packed keys and values end with a whole chunk: a prompt is cut alike, and its logits are the same, however much of it
     # there was time for.
     runtime, prompting, known = runner.runtime, runner.prompting(template), None
-    ids = prompting.stable(messages) if runner.store.keeps else []
+    pictures = any(each.images for each in messages)  # ids alone don't say what to look at
+    ids = prompting.stable(messages) if runner.store.keeps and not pictures else []
     if runtime.kv.quantized:
         ids = ids[: whole_chunks(runtime.chunking, len(ids) - 1) + 1]
     if len(ids) > 1:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .chunking import Chunking, prompt_peak
 from .device import DeviceKind
@@ -22,6 +22,9 @@ from .perf.peak_memory import ModelShape, cache_layers
 from .perf.roofline import KVUse, LatencyModel, Limits, Prediction, Workload, decode_phase, limits_of, predict
 from .perf.timing import LatencyProfiler
 from .text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .vision.eyes import Eyes
 
 SETTLED_TOKENS = 16  # tokens after which a decode rate says something of the machine
 
@@ -80,7 +83,8 @@ class Runtime:
     """Immutable parts of a loaded engine.
 
     ahead: launch the next decode step before a token is read. packed_kv, bits_per_weight: see ``Situation``.
-    memory_limit: shared, mutable. positions: count of learned position embeddings, which no token may exceed;
+    memory_limit: shared, mutable. eyes: what sees pictures, or why nothing does.
+    positions: count of learned position embeddings, which no token may exceed;
     None where positions are computed.
     """
 
@@ -102,6 +106,7 @@ class Runtime:
     doubts: tuple[str, ...] = ()
     positions: int | None = None
     operations: CacheOperations = LOCAL
+    eyes: "Eyes | str" = "it was made to read text alone"
     _peaks: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def peak_within(self, tokens: int, slots: int) -> tuple[int, int]:

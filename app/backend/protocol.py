@@ -18,6 +18,7 @@ from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Nodes, Sampling, Te
 from tokamac.engine.perf.diagnosis import Waits
 from tokamac.engine.schedule.capacity import Capacity
 from tokamac.engine.speculation.gain import ACCEPTANCE, SpeculationGain
+from tokamac.engine.vision.picture import Picture
 
 from ..text.strict_json import ShapeError, build, tag
 
@@ -308,11 +309,12 @@ class AskPrice:
 
 @dataclass(frozen=True, slots=True)
 class AskCount:
-    """Count the tokens of a text, or of ``tools`` as the chat template writes them."""
+    """Count the tokens of a text, or of ``tools`` or ``pictures`` as the chat template writes them."""
 
     id: int
     text: str
     tools: tuple[ToolSpec, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,27 @@
 #
 #     the user's words
 
+import base64
 import codecs
+import hashlib
 import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
-from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.files import NotRegularError, TooLargeError, exists, expanded, is_dir, read_bytes
+from tokamac.engine.errors import PictureError, TokamacError, access_hint
+from tokamac.engine.files import NotRegularError, TooLargeError, exists, expanded, is_dir, is_file, read_bytes
+from tokamac.engine.vision.picture import SUFFIXES, Picture
 
 from ..store.values import Attachment
 from ..text.sanitise import sanitise, sanitise_line
@@ -93,6 +99,7 @@ def fence_for(text: str) -> str:
 LONG_PASTE_CHARACTERS = 2_000
 LONG_PASTE_LINES = 30  # a longer paste would bury the text around it
 
+PICTURE = "picture"  # the kind whose text is the file in base64
 _PASTE = "paste"
 _PASTED = "pasted text"
 _COMMAND = "command"
@@ -102,6 +109,7 @@ _KINDS = {
     "csv": frozenset({".csv", ".tsv"}),
     "pdf": frozenset({".pdf"}),
     "text": frozenset({"", ".txt", ".text", ".log", ".rst"}),
+    PICTURE: frozenset(SUFFIXES),
 }
 _BLOCK = re.compile(
     r"(?:File (?P<file>[^\n]+)|Pasted text (?P<number>[0-9]+)|Shell command (?P<command>[^\n]+)):\n"
@@ -119,10 +127,50 @@ class Draft:
     def whole(self) -> str:
         return whole(self.text, self.attachments)
 
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        return pictures_of(self.attachments)
+
 
 def whole(words: str, attachments: Iterable[Attachment]) -> str:
-    blocks = [_block(attachment) for attachment in attachments]
+    blocks = [_block(attachment) for attachment in attachments if attachment.kind != PICTURE]
     return "\n\n".join([*blocks, words] if words else blocks)
+
+
+def pictures_of(attachments: Iterable[Attachment]) -> tuple[Picture, ...]:
+    return tuple(_picture(each.name, each.text) for each in attachments if each.kind == PICTURE)
+
+
+@lru_cache(maxsize=32)
+def _picture(name: str, encoded: str) -> Picture:
+    with suppress(ValueError):
+        return Picture(hashlib.sha256(base64.b64decode(encoded)).hexdigest(), name, encoded=encoded)
+    return Picture("", name, encoded=encoded)  # the engine says that it was changed
+
+
+def picture_attachment(typed: str, path: Path) -> Attachment:
+    """Return a picture's file as an attachment. Raises AttachError."""
+    try:
+        found = Picture.of(path, sanitise_line(typed))
+    except PictureError as error:
+        raise AttachError(error.message, error.hint) from error
+    return Attachment(found.name, found.encoded, PICTURE)
+
+
+def dropped(text: str) -> str | None:
+    """Return the picture's path that a terminal writes when a file is dropped on it; None for other text."""
+    try:
+        words = shlex.split(text.strip())
+    except ValueError:
+        return None
+    path = unquote(words[0].removeprefix("file://")) if len(words) == 1 and words[0].startswith("file://") else None
+    path = words[0] if path is None and len(words) == 1 else path
+    absolute = path is not None and PurePath(path).is_absolute()
+    return path if absolute and path and kind_of(path) == PICTURE and is_file(path) else None
+
+
+def picture_bytes(attachment: Attachment) -> int:
+    return len(attachment.text) * 3 // 4
 
 
 def apart(message: str) -> Draft:
@@ -180,7 +228,7 @@ def unescaped(prompt: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return ``markdown``, ``csv``, ``pdf``, ``text`` or else ``code``."""
+    """Return ``markdown``, ``csv``, ``pdf``, ``text``, ``picture`` or else ``code``."""
     suffix = PurePath(name).suffix.lower()
     return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "code")
 
@@ -199,7 +247,7 @@ def _block(attachment: Attachment) -> str:
 
 LARGEST_TEXT_BYTES = 4_000_000  # about a million tokens: no context holds more
 LARGEST_PDF_BYTES = 64_000_000  # most of a PDF is pictures and fonts
-_FILE_KINDS = "Text, code, Markdown, CSV and PDF can be attached."
+_FILE_KINDS = "Text, code, Markdown, CSV, PDF and pictures can be attached."
 
 
 class AttachError(TokamacError):
@@ -238,7 +286,7 @@ def read_folder(typed: str, folder: Path) -> Attachment:
     found: list[Attachment] = []
     for path in _listed(root):
         with suppress(AttachError):
-            if kind_of(path) != "pdf":
+            if kind_of(path) not in ("pdf", PICTURE):
                 found.append(read_file(path, root))
         if len(found) > MOST_IN_FOLDER or sum(len(each.text) for each in found) > LARGEST_FOLDER_CHARACTERS:
             most = f"{MOST_IN_FOLDER} text files or {LARGEST_FOLDER_CHARACTERS // 10**6} MB"
@@ -288,6 +336,8 @@ def read_file(typed: str, folder: Path) -> Attachment:
     Raises:
         AttachError: missing, unreadable, not a regular file, too large, or neither text nor a PDF with text.
     """
+    if kind_of(typed) == PICTURE:
+        return picture_attachment(typed, folder / expanded(typed))
     name = sanitise_line(typed)
     is_pdf = kind_of(typed) == "pdf"
     try:

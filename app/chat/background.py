@@ -15,7 +15,7 @@ from ..system_files import SystemPart
 from ..text import units
 from ..text.sanitise import REPLACEMENT, sanitise, sanitise_line
 from ..tools.calls import call_line
-from .attachments import Draft, whole
+from .attachments import Draft, pictures_of, whole
 from .conversation import Conversation, Reply, Turn, cut_here, messages, prompts_of
 from .steps import Ask, Step, Titled
 
@@ -129,6 +129,8 @@ class TokenCounts:
         self._asked[self._id] = wanted
         if isinstance(wanted, tuple):
             return Ask(AskCount(self._id, "", wanted))
+        if isinstance(wanted, Attachment) and (shown := pictures_of((wanted,))):
+            return Ask(AskCount(self._id, "", pictures=shown))
         return Ask(AskCount(self._id, wanted if isinstance(wanted, str) else whole("", (wanted,))))
 
 

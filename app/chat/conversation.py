@@ -31,7 +31,7 @@ from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.perf.diagnosis import Diagnosis
 
 from ..store.values import Attachment, ToolResult
-from .attachments import Draft, whole
+from .attachments import Draft, pictures_of, whole
 
 Ending = Literal["stop", "length", "full", "loop", "cancelled", "lost", "failed", "tool_calls"]
 # What a model is told of a call that nobody answered.
@@ -138,6 +138,10 @@ class Turn:
     def asked(self) -> str:
         return whole(self.prompt, self.attachments)
 
+    @property
+    def question(self) -> Message:
+        return Message("user", self.asked, images=pictures_of(self.attachments))
+
 
 def prompts_of(turns: Iterable[Turn]) -> list[int]:
     """Return the key of each turn's prompt, across tool calls; 0 is none."""
@@ -153,12 +157,12 @@ def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
     out = _system((system,))
     for turn in turns[:-1]:
         replied = turn.reply is not None and turn.reply.is_said
-        asked = [Message("user", turn.asked)] if replied and turn.asked else []
+        asked = [turn.question] if replied and (turn.asked or turn.question.images) else []
         out += [*_told(turn.results), *_system(turn.system), *asked, *_system(turn.between)]
         if turn.reply is not None and replied:
             out.append(turn.reply.as_message)
     for turn in turns[-1:]:
-        asked = [] if turn.results and not turn.key else [Message("user", turn.asked)]
+        asked = [] if turn.results and not turn.key else [turn.question]
         out += [*_told(turn.results), *_system(turn.system), *asked, *_system(turn.between)]
     return tuple(_with_all_results(out))
 

@@ -90,6 +90,7 @@ from .prompts import (
     file_blocks,
     has_prompts_left,
     is_stream,
+    pictures_apart,
     read_earlier,
     read_schema,
 )
@@ -242,6 +243,9 @@ def parser() -> Parser:
     )
     made.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question; - or nothing reads standard input")
     add_flags(made, "-m --model", "-f --file", "--system", "--prompt")
+    made.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="picture for a model that sees, before the prompt"
+    )
     which = made.add_mutually_exclusive_group()
     which.add_argument(
         "-c",
@@ -377,7 +381,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         how = (kv, template_options(parser, options, told))
         if options.each is not None:
             return _answer_each(options, profile, wanted, how)
-        prompt = Draft(compose(options.prompt, options.file)) if kept is None else drafted(options.prompt, options.file)
+        files, shown = pictures_apart(options.file, options.image)
+        prompt = Draft(compose(options.prompt, files)) if kept is None else drafted(options.prompt, files)
+        prompt = replace(prompt, attachments=(*shown, *prompt.attachments))
         if not prompt.whole:
             parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
         options.model = options.model or file.profile.model
@@ -403,7 +409,7 @@ def _kept_chat(options: argparse.Namespace) -> "Iterator[KeptChat | None]":
 
 
 def conversation_of(prompt: Draft, system: str | None) -> list[Message]:
-    return [*([Message("system", system)] if system else []), Message("user", prompt.whole)]
+    return [*([Message("system", system)] if system else []), Message("user", prompt.whole, images=prompt.images)]
 
 
 def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
@@ -414,6 +420,8 @@ def _refuse_flags(parser: Parser, options: argparse.Namespace) -> None:
         several = "-n" if (options.n or 1) > 1 else ""
     else:
         several = "--each"
+        if options.image:
+            parser.error("--image has no effect with --each: a line is text")
         if options.prompt is not None:
             parser.error(
                 "PROMPT has no effect with --each: every line is a prompt; --system says what holds for all of them"

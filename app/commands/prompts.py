@@ -20,10 +20,22 @@ from tokamac.engine.metrics import rate as rate_of
 from tokamac.engine.options import Sampling, TemplateOptions
 
 from .. import INTERRUPTED
-from ..chat.attachments import AttachError, Draft, PDFError, attachment, decoded, fence_for, kind_of, pdf_text
+from ..chat.attachments import (
+    PICTURE,
+    AttachError,
+    Draft,
+    PDFError,
+    attachment,
+    decoded,
+    fence_for,
+    kind_of,
+    pdf_text,
+    picture_attachment,
+)
 from ..options import SAMPLING_FLAGS
 from ..parser import did_you_mean
 from ..reports.verdict import pressure_sentence
+from ..store.values import Attachment
 from ..text.sanitise import sanitise_line
 from ..text.terminal import Progress, is_terminal, note
 from ..text.units import rate, seconds
@@ -106,6 +118,16 @@ def drafted(argument: str | None, files: Sequence[str]) -> Draft:
         attached.append(attachment("input", piped))
         piped = ""
     return Draft(said or piped.strip(), tuple(attached))
+
+
+def pictures_apart(files: Sequence[str], images: Sequence[str]) -> tuple[list[str], list[Attachment]]:
+    """Return the files that are text, and the pictures. Raises InputError."""
+    others = [each for each in files if kind_of(each) != PICTURE]
+    try:
+        shown = [picture_attachment(each, expanded(each)) for each in files if each not in others]
+        return others, [*shown, *(picture_attachment(each, expanded(each)) for each in images)]
+    except AttachError as error:
+        raise InputError(error.message, error.hint) from error
 
 
 def file_blocks(files: Sequence[str]) -> list[str]:

@@ -36,7 +36,8 @@ from .request import (
     part_text,
     read_sampling,
     read_template,
-    result_text,
+    result_shown,
+    shown_in,
     text_of,
     thinking_budget,
     thinking_of,
@@ -283,18 +284,19 @@ def _user(given: Fields) -> list[Message]:
     content = given.raw("content")
     if isinstance(content, str):
         return [Message("user", content)]
-    results, texts = [], []
+    results, others = [], []
     for block in given.each("content"):
         if block.text("type") == "tool_result":
             block.idle("is_error", "cache_control")
-            found = result_text(block)
+            found, pictures = result_shown(block)
             if block.flag("is_error"):
                 found = f"Error: {found}"
-            results.append(Message("tool", found, tool_call_id=block.needed_text("tool_use_id")))
+            results.append(Message("tool", found, tool_call_id=block.needed_text("tool_use_id"), images=pictures))
             block.done()
         else:
-            texts.append(part_text(block))
-    said = [Message("user", "\n".join(texts))] if texts or not results else []
+            others.append(block)
+    text, shown = shown_in(others)
+    said = [Message("user", text, images=shown)] if others or not results else []
     return [*results, *said]
 
 

@@ -40,6 +40,7 @@ from .request import (
     conversation,
     json_schema,
     parsed,
+    picture_from,
     read_template,
     text_of,
     tool_call,
@@ -242,7 +243,7 @@ class OllamaChat(OllamaExchange):
     def __init__(self, body: Mapping[str, Any], model: ServedModel) -> None:
         """Parse the request. Raises RequestError."""
         given = self._begin(body, model)
-        messages = conversation(_messages(given), model.info, "messages")
+        messages = conversation(_messages(given, sees=model.info.sees), model.info, "messages")
         last = messages[-1]
         self.request = self._read(given, model, messages, continues=last.role == "assistant" and not last.tool_calls)
 
@@ -272,7 +273,7 @@ class OllamaGenerate(OllamaExchange):
             asked = {"role": "user", "content": text, "images": given.items("images") or []}
             self._messages = [*before, asked]
             read = Fields({"messages": self._messages})
-            prompt = conversation(_messages(read), model.info, "prompt")
+            prompt = conversation(_messages(read, sees=model.info.sees), model.info, "prompt")
         self.request = self._read(given, model, prompt)
 
     def _before(self, given: Fields) -> list[dict[str, Any]]:
@@ -280,7 +281,7 @@ class OllamaGenerate(OllamaExchange):
         numbers = given.items("context") or []
         try:
             before = parsed(bytes(numbers))["messages"] if numbers else []
-            list(_messages(Fields({"messages": before})))
+            list(_messages(Fields({"messages": before}), sees=False))
         except (RequestError, TypeError, ValueError, KeyError):
             given.ignore("context")
             return []
@@ -344,11 +345,16 @@ def _form(given: Fields) -> str | None:
     return json_schema(given, "format")
 
 
-def _messages(given: Fields) -> Iterator[Message]:
+def _messages(given: Fields, *, sees: bool) -> Iterator[Message]:
     unanswered: list[ToolCall] = []  # their results need not say which they answer
     for number, each in enumerate(given.each("messages")):
         role = each.needed_text("role").lower()
-        content = "\n".join(filter(None, [text_of(each), *(IMAGE for _ in each.items("images") or ())]))
+        content, images = text_of(each), each.items("images") or []
+        if not sees:
+            content, images = "\n".join(filter(None, [content, *(IMAGE for _ in images)])), []
+        if not all(isinstance(image, str) for image in images):
+            raise each.wrong("images", "a list of base64 texts")
+        shown = tuple(picture_from(image, each.name("images")) for image in images)
         match role:
             case "assistant":
                 calls = tuple(
@@ -363,9 +369,9 @@ def _messages(given: Fields) -> Iterator[Message]:
                 ]
                 answered = fitting[0] if fitting else ToolCall(name or "", id=id or "")
                 unanswered = [call for call in unanswered if call is not answered]
-                message = Message("tool", content, tool_call_id=answered.id, name=answered.name)
+                message = Message("tool", content, tool_call_id=answered.id, name=answered.name, images=shown)
             case _:
-                message = Message("system" if role == "system" else "user", content)
+                message = Message("system" if role == "system" else "user", content, images=shown)
         yield message
 
 
@@ -423,7 +429,8 @@ class OllamaModel:
             return ["embedding"]
         thinks = "<think>" in self.template if self.spec is None else self.spec.thinks
         tools = "tools" in self.template if self.spec is None else self.spec.takes_tools
-        return ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])]
+        sees = ["vision"] if self.spec is not None and self.spec.sees else []
+        return ["completion", *sees, *(["tools"] if tools else []), *(["thinking"] if thinks else [])]
 
     @property
     def entry(self) -> dict[str, Any]:

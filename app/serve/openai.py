@@ -26,6 +26,7 @@ from .request import (
     RequestError,
     ServedModel,
     ServedRequest,
+    asked,
     check_grammars,
     check_one_schema,
     check_tools,
@@ -34,7 +35,7 @@ from .request import (
     plain_text,
     read_sampling,
     read_template,
-    result_text,
+    result_shown,
     said_and_thought,
     text_of,
     thinking_budget,
@@ -281,7 +282,8 @@ def _read_message(given: Fields) -> Message:
             return Message("system", text_of(given))
         case "tool" | "function":
             name, id = given.text("name") or "", given.text("tool_call_id") or ""
-            return Message("tool", result_text(given), tool_call_id=id, name=name)
+            text, pictures = result_shown(given)
+            return Message("tool", text, tool_call_id=id, name=name, images=pictures)
         case "assistant":
             given.idle("refusal", "annotations", "tokamac", "audio")
             thinking = (
@@ -291,7 +293,7 @@ def _read_message(given: Fields) -> Message:
             calls = [read_call(each) for each in given.each("tool_calls")]
             said, thought = said_and_thought(given)
             return Message("assistant", said, thinking or thought, tuple(calls))
-    return Message("user", text_of(given))  # as is what another program calls otherwise
+    return asked(given)  # as is what another program calls otherwise
 
 
 # Completions: a prompt is a text, token ids, or a list of either. Requests also accept Sampling's fields.

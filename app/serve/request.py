@@ -9,10 +9,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.errors import OptionError, PictureError, TokamacError
 from tokamac.engine.events import Message, ModelSpec, ToolCall
 from tokamac.engine.options import EMPTY_SCHEMA, Sampling, TemplateOptions, Thinking, ToolSpec, sample_of
 from tokamac.engine.text.calls import UnreadableCallError, mended_object
+from tokamac.engine.vision.picture import Picture
 
 from .body import UnreadableBodyError, read_object
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 KINDS: dict[str, tuple[int, str]] = {
     "GrammarError": (400, "invalid_schema"),
     "OptionError": (400, "unsupported_value"),
+    "PictureError": (400, "invalid_image"),
     "TemplateError": (400, "invalid_prompt"),
     "ContextError": (400, "context_length_exceeded"),
     "MemoryLimitError": (400, "out_of_memory"),  # not even beside no other reply: what fits later waits
@@ -250,6 +252,8 @@ EFFORTS: Mapping[str, tuple[Thinking, ...]] = {
     "max": ("high", "on"),
 }
 PARTS = ("text", "input_text", "output_text")  # parts of a message that are text
+PICTURES = ("image_url", "input_image", "image")
+NOT_FETCHED = "Send the picture itself: a data: URL, or base64; none is fetched."
 THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")  # and that are thinking
 # Fields of Sampling that the interfaces write in other ways.
 NOT_PLAIN = {"max_tokens", "logprobs", "logit_bias", "stop"}
@@ -469,18 +473,84 @@ def text_of(given: Fields, field: str = "content", kinds: Sequence[str] = PARTS)
     return "\n".join(part_text(part, kinds) for part in given.each(field))
 
 
-def result_text(given: Fields, field: str = "content") -> str:
-    """Return the text of a tool's result: a line stands for each part that is no text."""
+def shown_in(parts: Iterable[Fields]) -> tuple[str, tuple[Picture, ...]]:
+    """Return the text of parts, and their pictures. Raises RequestError for other parts."""
+    texts, pictures = [], []
+    for part in parts:
+        if part.text("type") in PICTURES:
+            pictures.append(picture_of(part))
+        else:
+            texts.append(part_text(part))
+    return "\n".join(texts), tuple(pictures)
+
+
+def asked(given: Fields) -> Message:
+    """Return a user's message. Raises RequestError."""
+    if not isinstance(given.raw("content"), list):
+        return Message("user", text_of(given))
+    text, pictures = shown_in(given.each("content"))
+    return Message("user", text, images=pictures)
+
+
+def picture_of(part: Fields) -> Picture:
+    """Return the picture of OpenAI's or Anthropic's part. Raises RequestError: none is fetched."""
+    kind = part.needed_text("type")
+    if kind == "image":
+        source = part.nested("source")
+        if source.needed_text("type") != "base64":
+            raise unsupported(source.name("type"), f"{source.text('type')!r:.40}", NOT_FETCHED)
+        source.idle("media_type")
+        data, name = source.needed_text("data"), source.name("data")
+        source.done()
+    else:
+        inner = part.raw("image_url")
+        holder, field = (part, "image_url") if isinstance(inner, str) else (part.nested("image_url"), "url")
+        url, name = holder.needed_text(field), holder.name(field)
+        head, comma, data = url.partition(",")
+        if not (comma and head.startswith("data:") and head.endswith(";base64")):
+            raise unsupported(name, f"{url[:40]!r}", NOT_FETCHED)
+        holder.idle("detail")
+        if holder is not part:
+            holder.done()
+    part.idle("cache_control", "detail")
+    part.done()
+    return picture_from(data, name)
+
+
+def picture_from(data: str, name: str) -> Picture:
+    try:
+        return Picture.of_base64(data)
+    except PictureError as error:
+        raise RequestError(error.message, error.hint, param=name, code="invalid_image") from None
+
+
+def unseen(message: Message, note: str) -> Message:
+    """Return a message with a line for each picture."""
+    return replace(
+        message, content="\n".join(filter(None, [message.content, *(note for _ in message.images)])), images=()
+    )
+
+
+def _shown(part: Fields) -> Picture | None:
+    with suppress(RequestError):  # what a tool returned is not the client's doing
+        return picture_of(part)
+    return None
+
+
+def result_shown(given: Fields, field: str = "content") -> tuple[str, tuple[Picture, ...]]:
+    """Return the text and pictures of a tool's result: a line stands for each other part."""
     if not isinstance(given.raw(field), list):
-        return text_of(given, field)
-    lines = []
+        return text_of(given, field), ()
+    lines, pictures = [], []
     for part in given.each(field):
         if (kind := part.needed_text("type")) in PARTS:
             lines.append(part_text(part))
+        elif kind in PICTURES and (shown := _shown(part)) is not None:
+            pictures.append(shown)
         else:
             lines.append(f"[{kind:.40} left out: only text can be read]")
             part.ignore(kind)
-    return "\n".join(lines)
+    return "\n".join(lines), tuple(pictures)
 
 
 def said_and_thought(given: Fields) -> tuple[str, str]:
@@ -530,6 +600,7 @@ def joined(turn: Sequence[Message]) -> Message:
         content="\n\n".join(each.content for each in turn if each.content),
         thinking="".join(each.thinking for each in turn),
         tool_calls=tuple(call for each in turn for call in each.tool_calls),
+        images=tuple(image for each in turn for image in each.images),
     )
 
 
@@ -546,6 +617,7 @@ def conversation(given: Iterable[Message], info: ModelSpec, param: str) -> tuple
         message = each
         if message.role == "tool":
             message = replace(message, name=message.name or names.get(message.tool_call_id, ""))
+            message = message if info.sees else unseen(message, "[image left out: this model can't see]")
         names |= {call.id: call.name for call in message.tool_calls}
         if message.role == "system" and not info.later_system and any(other.role != "system" for other in out):
             message = Message("user", f"{LATER_SYSTEM}{message.content}")

@@ -19,12 +19,13 @@ from .request import (
     RequestError,
     ServedModel,
     ServedRequest,
+    asked,
     check_one_schema,
     check_tools,
     conversation,
     read_sampling,
     read_template,
-    result_text,
+    result_shown,
     said_and_thought,
     text_of,
     thinking_of,
@@ -329,13 +330,14 @@ def _read_item(given: Fields) -> Message | None:
             role = given.needed_text("role")
             if role == "assistant":
                 return Message("assistant", *said_and_thought(given))
-            return Message("system" if role in ("developer", "system") else "user", text_of(given))
+            return Message("system", text_of(given)) if role in ("developer", "system") else asked(given)
         case "function_call" | "custom_tool_call":
             name = full_name(given.needed_text("name"), given.text("namespace"))
             arguments = given.text("arguments") if kind == "function_call" else text_input(given.text("input"))
             return Message("assistant", "", "", (tool_call(name, arguments or "", given.needed_text("call_id")),))
         case "function_call_output" | "custom_tool_call_output":
-            return Message("tool", result_text(given, "output"), tool_call_id=given.needed_text("call_id"))
+            text, pictures = result_shown(given, "output")
+            return Message("tool", text, tool_call_id=given.needed_text("call_id"), images=pictures)
         case "reasoning":
             given.idle("encrypted_content", "summary", "content")
             thoughts = text_of(given, "content", ("reasoning_text", "text")) or text_of(

@@ -20,6 +20,7 @@ SAME_CLASS = {
     # model type: the module whose class computes it. The language parts of newer models are published alone, too.
     "gemma4_unified_text": "gemma4_text",
     "lfm2_vl": "lfm2-vl",
+    "smolvlm": "idefics3",
     "minimax_m3_vl_text": "minimax_m3",
     "olmo": "llama",  # Hugging Face's form of OLMo 1; mlx-lm's class is for Ai2's own, and corrections.py has what differs
     "qwen2_vl_text": "qwen2",

@@ -17,6 +17,7 @@ from ..kv.layout import Affine, Codec, Plain, Ring
 from ..kv.plan import CachePlan
 from ..model.corrected_layers import FeedForward, LongRoPE, ScaledRoPE
 from ..model.head import are_asked_for, keep_hidden_states
+from ..vision.positions import places
 from . import PIECE
 from .formats import FORMS, LANES, PLAIN_FORM, WeightFormat
 from .layers import NOTICEABLE_S, PackedEmbedding, PackedHead, PackedLinear, round_rows, rounds_rows
@@ -658,7 +659,7 @@ def steps_of(model: nn.Module) -> Steps | None:
 def _stepping(kind: type[Any]) -> type[Any]:
     class Stepping(Stepped, kind):
         def __call__(self, inputs: mx.array, cache: Any = None, *others: Any, **named: Any) -> mx.array:
-            if cache is not None and not others and not named and inputs.ndim == 2:
+            if cache is not None and not others and not named and inputs.ndim == 2 and places() is None:
                 found = self._steps.logits(inputs, cache, super().__call__)
                 if found is not None:
                     return found

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..device import device_kind
 from ..errors import OptionError
+from ..vision.positions import sees_ahead, with_groups
 from .costs import STEP, grown, token_bytes
 
 if TYPE_CHECKING:
@@ -206,9 +207,10 @@ class Growing:
 
         reach: the window the model asks for, if any.
         """
-        if not as_array and (reach is None or start + count <= reach):
+        ahead = sees_ahead() is not None
+        if not as_array and not ahead and (reach is None or start + count <= reach):
             return None if count == 1 else "causal"
-        if count == 1:
+        if count == 1 and not ahead:
             return _last_row(start + 1, reach)
         return visible(mx.arange(start, start + count), mx.arange(start + count), None, 0, reach)
 
@@ -278,9 +280,10 @@ class Ring:
         stop = start + count
         if reach is not None and reach >= self.window:
             reach = None
-        if not as_array and stop <= min(self.window, reach or stop):
+        ahead = sees_ahead() is not None
+        if not as_array and not ahead and stop <= min(self.window, reach or stop):
             return None if count == 1 else "causal"
-        if count == 1 and reach is None:
+        if count == 1 and reach is None and not ahead:
             return None if self.spare == 0 and not as_array else _ring_row(self, start)
         rows = mx.arange(start, stop)
         in_slots = self.fits(start, count)
@@ -343,7 +346,7 @@ def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, re
         seen = seen & (recent | (q < keep) if keep else recent)
     if reach is not None:
         seen = seen & (q > p - reach)
-    return seen
+    return seen if sees_ahead() is None else with_groups(seen, rows, columns)
 
 
 class Slots:

@@ -20,6 +20,7 @@ from ..schedule.schedule import Pace, ReplyEvents
 from ..text.prompt import Prompting
 from ..text.stream import ReplyText
 from ..text.tokenizer import Tokenizer
+from ..vision.positions import shifted
 from .scoring import log_probabilities
 
 OTHERS = 5  # other tokens that are told of each place
@@ -70,14 +71,16 @@ def look_again(
         runtime, store, prompt, request.keep, len(prompt) + len(ids), pace=pace, cancelled=cancelled
     )
     force = runtime.shape.device if budget.force_fused else None
-    generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force)
+    generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force, sight=request.sight)
     cached, total = len(lease.ids), len(prompt) + len(ids)
     with computing(), lease:
         if budget.pressure is not None:
             yield budget.pressure
         yield PrefillProgress(cached, total, cached)
         request.recorder.begin_prefill(len(prompt), cached)
-        chunker = PrefillChunker(runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled)
+        chunker = PrefillChunker(
+            runtime.chunking, budget.chunk, cached, pace=pace, stopped=cancelled, sight=request.sight
+        )
         yield from read_prompt(
             chunker, generation, prompt[cached:-1], request.recorder, total=total, cancelled=cancelled
         )
@@ -87,7 +90,8 @@ def look_again(
         taken_in, places = [prompt[-1], *ids[:-1]], _Places(runtime, request)
         for begin in range(0, len(ids), PIECE):
             part = taken_in[begin : begin + PIECE]
-            rows = log_probabilities(runtime.model, lease.caches, part)  # (T, V)
+            with shifted([0 if request.sight is None else request.sight.shift]):
+                rows = log_probabilities(runtime.model, lease.caches, part)  # (T, V)
             generation.cached_ids.extend(part)
             then(StepTokens(begin, len(ids), tuple(places.score(ids[begin : begin + PIECE], rows))))
             mx.clear_cache()

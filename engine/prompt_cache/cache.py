@@ -289,6 +289,8 @@ class Check:
 def check(runner: "Runner", *, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
     runtime, store = runner.runtime, runner.store
     for ids, keep in sorted(store.stored(), key=lambda each: -len(each[0])):
+        if min(ids) < 0:  # pictures, of which only their hash is held
+            continue
         prompt = [*ids, ids[-1]]
         lease = store.anew().acquire(prompt, keep)
         if len(lease.ids) == len(ids):  # else it was damaged, and is gone now

@@ -96,18 +96,22 @@ def explain(
 def _told(use: CacheUse, request: "Request", nearest: _Nearest, tokenizer: "Tokenizer") -> CacheUse:
     at, read = nearest.common, nearest.read
     begin = max(0, at - CONTEXT)
-    before = tokenizer.decode(request.ids[begin:at], marks=True)
+    before = _text(tokenizer, request.ids[begin:at])
     # Decoded together with what is before: alone, a word would lose the space that it begins with.
     windows = read.ids[begin : at + WINDOW].tolist(), request.ids[begin : at + WINDOW]
-    held, now = (tokenizer.decode(ids, marks=True)[len(before) :] for ids in windows)
+    held, now = (_text(tokenizer, ids)[len(before) :] for ids in windows)
     if use.reason == "changed":
         cut = max(0, at - MOST_DECODED)
-        text = tokenizer.decode(request.ids[cut:at], marks=True)
+        text = _text(tokenizer, request.ids[cut:at])
         part = _part(text, now, request.messages, request.tools, is_cut=cut > 0)
         tools = tuple(each.name for each in request.tools)
         churn = _churn(Difference(before, held, now), nearest, part, tools, tokenizer.thinking)
         use = replace(use, part=part, churn=churn)
     return replace(use, before=before[-SHOWN_BEFORE:], held=held[:SHOWN], now=now[:SHOWN])
+
+
+def _text(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
+    return tokenizer.decode([each for each in ids if each >= 0], marks=True)  # pictures have ids below
 
 
 def _nearest(ids: Ids, earlier: Sequence[ReadPrompt]) -> _Nearest | None:

@@ -10,6 +10,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,12 +25,15 @@ from ..model.head import asking_for_logits, keeping_hidden_states
 from ..sampling import Sampler, SamplerState
 from ..speculation.head_drafters import HiddenStates
 from ..speculation.speculator import Speculator
+from ..vision.positions import shifted
 
 # Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches.
 CHECK_STEPS = 16
 NO_NUMBER = (1 << 32) - 1  # in place of a token: no vocabulary has so many
 
 POOL_CLEAR_STEPS = 256  # steps between returns of MLX's unused buffers to the system
+
+UNSHIFTED = nullcontext()
 
 ENDLESS = 1 << 60  # steps that caches which never grow have room for
 
@@ -58,6 +62,7 @@ class Lane:
         may_grow: Asked before the caches grow; False ends decoding.
         unforced: How many next tokens the sampler certainly chooses; None: all.
         constraint: Masks next tokens, which are then chosen one step later, while logits are computed.
+        shift: How far rotary positions stand from the count of tokens, after pictures.
 
     Attributes:
         behind: Tokens before ``last`` that the caches lack.
@@ -78,7 +83,9 @@ class Lane:
         speculator: Speculator | None = None,
         unforced: Callable[[], int | None] = lambda: None,
         constraint: Constraint | None = None,
+        shift: int = 0,
     ) -> None:
+        self.shift = shift
         self.caches, self.cached_ids = caches, cached_ids
         self.sampler = sampler
         self.counts, self._note = Recorder() if counts is None else counts, note
@@ -313,7 +320,8 @@ class Decoder:
             if known is None
             else mx.array([[known]], mx.uint32)
         )
-        logits = self._model(ids, cache=lane.caches)[:, -1, :]
+        with shifted([lane.shift]) if lane.shift else UNSHIFTED:
+            logits = self._model(ids, cache=lane.caches)[:, -1, :]
         if not self._ahead and sampler.takes_likeliest:
             lane.take_likeliest(np.asarray(logits.astype(mx.float32))[0])
         else:
@@ -345,7 +353,8 @@ class Decoder:
             return []
         rows = len(lane.behind) + 1 + len(draft.tokens)
         try:
-            tokens = verify(self._model, lane, draft.tokens, self._operations, on_host=not self._ahead)
+            with shifted([lane.shift]) if lane.shift else UNSHIFTED:
+                tokens = verify(self._model, lane, draft.tokens, self._operations, on_host=not self._ahead)
         except TokamacError as error:
             lane.ended = True
             return [Decoded(lane, failure=error)]
@@ -359,7 +368,9 @@ class Decoder:
     def _launch(self, lanes: list[Lane]) -> None:
         if not lanes:
             return
-        logits = self._pass(lanes)
+        shifts = [lane.shift for lane in lanes]
+        with shifted(shifts) if any(shifts) else UNSHIFTED:
+            logits = self._pass(lanes)
         on_host = None
         if not self._ahead and any(lane.takes_likeliest for lane in lanes):
             on_host = np.asarray(logits.astype(mx.float32))[:, -1]
@@ -398,7 +409,8 @@ class Decoder:
             return logits
         for lane in lanes:
             if lane.behind:
-                self._model(mx.array([lane.behind]), cache=lane.caches)  # the head is not asked for
+                with shifted([lane.shift]):
+                    self._model(mx.array([lane.behind]), cache=lane.caches)  # the head is not asked for
                 lane.cached_ids.extend(lane.behind)
                 lane.behind = []
         known = [lane.known for lane in lanes]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 from zlib import crc32
 
-from ..errors import ContextError, OptionError, TemplateError
+from ..errors import ContextError, OptionError, PictureError, TemplateError
 from ..events import Message, PartialReply, Truncated, unfinished
 from ..metrics import Recorder
 from ..options import NOTHING_TOLD, Sampling, TemplateOptions
@@ -16,6 +16,7 @@ from ..runtime import Runtime
 from .length import COUNTED
 
 if TYPE_CHECKING:
+    from ..vision.eyes import Sight
     from .tokenizer import Tokenizer
 
 # Truncation cuts the middle: exchanges after the first go, oldest first; then the newest message's own middle.
@@ -140,17 +141,24 @@ class Prompting:
         reply = unfinished(messages) if turn == "continued" else None
         before = messages if reply is None else messages[:-1]
 
+        sight = None
+
         def render(messages: Sequence[Message]) -> str:
             if reply is None:
                 return tokenizer.render(messages, reply=turn == "opened")
             return render_continued(tokenizer, messages, reply)
+
+        def ids_of(messages: Sequence[Message]) -> list[int]:
+            nonlocal sight
+            ids, sight = self._with_pictures(messages, render(messages))
+            return ids
 
         if messages:
             text = render(before)
             # Thinking opens at the end of the prompt, which truncation keeps.
             in_thinking = tokenizer.opens_thinking(text) if reply is None else continues_thinking(tokenizer, reply)
             self._check_length(text)
-            ids = tokenizer.encode(text)
+            ids, sight = self._with_pictures(before, text)
             if not ids:
                 raise TemplateError("the model's chat template renders nothing", "Use another model.")
         elif self._template.changes_prompt:
@@ -158,10 +166,11 @@ class Prompting:
                 "token ids are a prompt that is rendered already: thinking and template options can't change it",
                 "Give messages, or render them with engine.tokenizer.using(options).",
             )
-        self.check_ids(ids)
+        self.check_ids(ids if sight is None else [each for each in ids if each >= 0])
         if not messages:
             in_thinking = tokenizer.opens_thinking(tokenizer.decode(ids[-LONGEST_OPENING:]))
-        ids, left_out = self._fit(before, ids, sampling.max_tokens, render)
+        ids, left_out = self._fit(before, ids, sampling.max_tokens, ids_of)
+        words = ids if sight is None else [each for each in ids if each >= 0]
         return Request(
             ids,
             sampling,
@@ -173,10 +182,11 @@ class Prompting:
             recorder,
             thinking_budget=self._template.thinking_budget,
             calls=tokenizer.call_reader(
-                crc32(array("q", ids)), tokenizer.decode(ids[-LONGEST_OPENING:]) if reply is None else ""
+                crc32(array("q", ids)), tokenizer.decode(words[-LONGEST_OPENING:]) if reply is None else ""
             ),
             messages=messages,
             tools=self._template.tools,
+            sight=sight,
         )
 
     def tokens(self, prompt: str | Sequence[Message], *, continues: bool) -> list[int]:
@@ -189,7 +199,19 @@ class Prompting:
         else:
             text = tokenizer.render(prompt)
         self._check_length(text, COUNTED)
-        return tokenizer.encode(text, add_special_tokens=is_text)
+        if isinstance(prompt, str):
+            return tokenizer.encode(text, add_special_tokens=is_text)
+        return self._with_pictures(prompt, text)[0]
+
+    def _with_pictures(self, messages: Sequence[Message], text: str) -> tuple[list[int], "Sight | None"]:
+        """Return the ids of a rendered conversation, and its pictures' places. Raises PictureError."""
+        pictures = [each for message in messages for each in message.pictures]
+        if not pictures:
+            return self._tokenizer.encode(text), None
+        eyes = self._runtime.eyes
+        if isinstance(eyes, str):
+            raise PictureError(f"this model can't see pictures: {eyes}", "Use a model that sees, or leave them out.")
+        return eyes.read(pictures, text, self._tokenizer.encode)
 
     def _check_length(self, text: str, contexts: int = 1) -> None:
         """Raise ContextError for a text that has more tokens than so many contexts, before all of it is encoded."""
@@ -205,7 +227,7 @@ class Prompting:
             raise OptionError("min tokens may keep a reply from ending after its call", "Leave them out.")
         if held and request.thinking_budget is not None and tokenizer.writes_channels:
             raise OptionError("a thinking budget ends with an answer here, not with a call", "Leave one of them out.")
-        opening = tokenizer.decode(request.ids[-LONGEST_OPENING:]).rstrip()
+        opening = tokenizer.decode(request.words[-LONGEST_OPENING:]).rstrip()
         thinks = tokenizer.thinking is not None and not opening.endswith(tokenizer.thinking[1])
         constraint = tokenizer.constraint(
             sampling.json_schema,
@@ -251,10 +273,8 @@ class Prompting:
     def stable(self, messages: Sequence[Message]) -> list[int]:
         tokenizer = self._tokenizer
         *before, last = messages
-        a, b = (
-            tokenizer.encode(tokenizer.render([*before, replace(last, content=last.content + more)]))
-            for more in ("a", " b")
-        )
+        each = [[*before, replace(last, content=last.content + more)] for more in ("a", " b")]
+        a, b = (self._with_pictures(some, tokenizer.render(some))[0] for some in each)
         return a[: common_prefix(a, b)]
 
     def _checkpoints(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
@@ -271,7 +291,7 @@ class Prompting:
         messages: Sequence[Message],
         ids: list[int],
         max_tokens: int | None,
-        render: Callable[[Sequence[Message]], str],
+        ids_of: Callable[[Sequence[Message]], list[int]],
     ) -> tuple[list[int], Truncated | None]:
         capacity, tokenizer = self._runtime.capacity, self._tokenizer
         if capacity is None or self._runtime.kv.when_full != "truncate-middle":
@@ -279,7 +299,7 @@ class Prompting:
         room = room_for_prompt(capacity, max_tokens)
         if not messages:
             return fit_ids(ids, room)
-        words = Words(lambda some: tokenizer.encode(render(some)), tokenizer.encode, tokenizer.decode)
+        words = Words(ids_of, tokenizer.encode, tokenizer.decode)
         return fit_messages(messages, words, capacity, room)
 
 

@@ -35,6 +35,7 @@ from .tools import (
     plainer,
     settled,
     with_fit_ids,
+    with_shown_results,
 )
 
 if TYPE_CHECKING:
@@ -655,6 +656,8 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
         messages = _with_word(messages, self._arguments.word)
+        if has_calls(messages):
+            messages = with_shown_results(messages)
         messages = messages if self._probing else self._settled(messages)
         called = has_calls(messages)
         turns = [self._as_dict(self.plain(message)) for message in messages]
@@ -820,6 +823,9 @@ class Tokenizer:
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
         turn: dict[str, Any] = {"role": message.role, FIELDS["answer"]: message.content}
+        if message.images:
+            text = [{"type": "text", "text": message.content}] if message.content else []
+            turn[FIELDS["answer"]] = [*({"type": "image"} for _ in message.images), *text]
         if message.thinking:
             turn[FIELDS["thinking"]] = message.thinking
         if message.tool_calls:

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import TemplateError
 from ..events import Message, ToolCall
 from ..options import ToolSpec
+from ..vision.picture import Picture
 from .calls import CallReader, short_id
 from .dialects import BY_NAME, HARMONY, MISTRAL_START, TABLE, UNWRITTEN, Dialect, TurnMarks, json_dialect, padded
 
@@ -17,6 +19,7 @@ PROBES = (
     ToolSpec("find_probe", "Finds a probe.", {"type": "object", "properties": {"word": {"type": "string"}}}),
     ToolSpec("count_probes", "Counts probes.", {"type": "object", "properties": {"word": {"type": "string"}}}),
 )
+SHOWN = "These are the pictures of the results above."
 ASKED, SAID = Message("user", "What is prefill?"), "Prefill reads the prompt."
 CALLED = tuple(ToolCall(each.name, f'{{"word": "w{at}w"}}', f"probecal{at}") for at, each in enumerate(PROBES))
 
@@ -53,7 +56,7 @@ def _join(out: list[Message], message: Message) -> None:
     content, thinking = (
         "\n\n".join(filter(None, pair)) for pair in ((last.content, message.content), (last.thinking, message.thinking))
     )
-    out[-1] = replace(last, content=content, thinking=thinking)
+    out[-1] = replace(last, content=content, thinking=thinking, images=(*last.images, *message.images))
 
 
 def plainer(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -83,6 +86,28 @@ def folded(messages: Sequence[Message]) -> list[Message]:
     out = [replace(messages[0], role="user")]
     for message in messages[1:]:
         _join(out, message)
+    return out
+
+
+def with_shown_results(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return a conversation in which the user shows the pictures of results: few templates write them elsewhere."""
+    if not any(each.role == "tool" and each.images for each in messages):
+        return messages
+    out: list[Message] = []
+    shown: list[Picture | str | Path | bytes] = []
+    for message in (*messages, None):
+        if shown and (message is None or message.role != "tool"):
+            out.append(Message("user", SHOWN, images=tuple(shown)))
+            shown = []
+        if message is None:
+            break
+        if message.role == "tool":
+            shown += message.images
+            out.append(replace(message, images=()))
+        elif message.role == "user":
+            _join(out, message)
+        else:
+            out.append(message)
     return out
 
 
@@ -125,7 +150,8 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
     out: list[Message] = []
     for message in messages:
         if message.role in ("tool", "user"):
-            _join(out, Message("user", _result(message) if message.role == "tool" else message.content))
+            text = _result(message) if message.role == "tool" else message.content
+            _join(out, Message("user", text, images=message.images))
         else:
             out.append(_with_calls(message, ()))
     return out

@@ -27,7 +27,7 @@ from tokamac.engine.files import expanded
 
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, PartialCommand, by_slash, command_at, matching
-from ...chat.attachments import Draft, is_long, pasted, shell_command
+from ...chat.attachments import PICTURE, Draft, dropped, is_long, pasted, picture_bytes, shell_command
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import Notice
@@ -418,7 +418,11 @@ class Prompt(TextBox):
         """Strip control characters, which would reach the terminal; attach long text."""
         self._typing = False
         event.text = sanitise(event.text)
-        if is_long(event.text):
+        if (path := dropped(event.text)) is not None:
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Picked(path))
+        elif is_long(event.text):
             event.stop()
             event.prevent_default()
             self.attach(pasted(event.text, self.attachments))
@@ -576,6 +580,9 @@ def _attached(
 
 
 def _size(attachment: Attachment, tokens: int | None) -> str:
+    if attachment.kind == PICTURE:
+        counted = "" if tokens is None else f", {units.count(tokens)} tokens"
+        return f"{units.size(picture_bytes(attachment))}{counted}"
     if tokens is None:
         return f"{units.count(len(attachment.text))} characters"
     return f"{units.count(tokens)} token{'' if tokens == 1 else 's'}"

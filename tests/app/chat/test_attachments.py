@@ -146,7 +146,7 @@ def test_a_hostile_file_is_made_safe_in_its_text_and_its_name(tmp_path: Path) ->
     ("name", "said"),
     [
         ("none.txt", "There is no file none.txt"), ("folder", "folder is a folder"),
-        ("picture.png", "picture.png is a binary file"), ("latin.txt", "latin.txt is not UTF-8 text"),
+        ("data.bin", "data.bin is a binary file"), ("latin.txt", "latin.txt is not UTF-8 text"),
         ("pipe", "pipe is not a regular file"), ("socket", "socket is not a regular file"),
         ("large.txt", "large.txt has 4.0 MB; the limit is 4"), ("a\0b", "a�b can't be read"),
         ("~nobody-of-that-name/x", "There is no file ~nobody-of-that-name/x"),
@@ -155,7 +155,7 @@ def test_a_hostile_file_is_made_safe_in_its_text_and_its_name(tmp_path: Path) ->
 )  # fmt: skip
 def test_what_is_no_text_is_refused_by_name_and_at_once(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (tmp_path / "data.bin").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / "latin.txt").write_bytes("grüße".encode("latin-1"))
     (tmp_path / "large.txt").write_bytes(b"x" * (attachments.LARGEST_TEXT_BYTES + 1))
     os.mkfifo(tmp_path / "pipe")

@@ -129,7 +129,7 @@ def test_parts_of_text_are_read_and_others_refused(client: openai.OpenAI) -> Non
     assert said({"type": "text", "text": QUESTION}).startswith("Decode")
     with pytest.raises(openai.BadRequestError) as refused:
         said({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}})
-    assert refused.value.param == "messages[0].content[0].type"
+    assert refused.value.param == "messages[0].content[0].image_url.url"
 
 
 @pytest.mark.parametrize(("field", "value"), [

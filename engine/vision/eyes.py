@@ -1,0 +1,351 @@
+"""A model's eyes: a prompt's pictures among its tokens, and their features for the passes that need them.
+
+A picture's tokens have ids below zero, made of its hash and their places in it: so whatever compares prompts by ids
+(prompt cache, segments on disk, drafts) tells pictures apart, and a common prefix ends where two of them differ.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import MemoryLimitError, ModelDamagedError, PictureError
+from ..files import CONFIG_BYTES, read_bytes, size
+from .families import FAMILIES, PictureFamily, PicturePlan
+from .picture import MOST, Picture, decoded, extent
+from .positions import Places, placed, take_deep, use_planes, why_no_planes
+
+if TYPE_CHECKING:
+    from mlx import nn
+
+    from ..perf.memory import MemoryLimit
+
+PREPARING = threading.Lock()
+FEATURE_BYTES = 256 << 20  # of pictures seen before, held for other prompts
+SETTINGS = ("preprocessor_config.json", "processor_config.json")  # newer files hold the first's content in a part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShownPicture:
+    picture: Picture
+    plan: PicturePlan
+    own: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """The pictures of one prompt. where: their tokens' places. groups: by place, whose it is, from 1."""
+
+    eyes: "Eyes"
+    pictures: tuple[ShownPicture, ...]
+    where: "np.ndarray[Any, np.dtype[np.int64]]"
+    groups: "np.ndarray[Any, np.dtype[np.int32]]"
+    positions: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
+    shift: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether no pass cuts a picture."""
+        return self.eyes.family.sees_ahead
+
+    def end_of_part(self, begin: int, end: int) -> int:
+        """Return where a pass from ``begin`` may end, at ``end`` or near."""
+        if not self.whole or not 0 < end < len(self.groups) or not (own := self.groups[end]):
+            return end
+        places = np.flatnonzero(self.groups == own)
+        first, last = int(places[0]), int(places[-1]) + 1
+        if first == end:
+            return end
+        return first if first > begin else last
+
+    def call(self, model: Any, part: Sequence[int], caches: list[Any], begin: int) -> mx.array:
+        eyes, end = self.eyes, begin + len(part)
+        low, high = np.searchsorted(self.where, (begin, end))
+        ids = mx.array([[eyes.token_id if each < 0 else each for each in part]])
+        more: dict[str, Any] = {}
+        deep = None
+        if high > low:
+            more["input_embeddings"], deep = eyes.embed(ids, self, int(low), int(high), begin)
+        groups = None
+        if self.whole and high > low:
+            padded = np.zeros(max(end, len(self.groups)), np.int32)
+            padded[: len(self.groups)] = self.groups
+            groups = mx.array(padded[:end])
+        with placed(self._places(begin, end), groups, deep):
+            logits: mx.array = model(ids, cache=caches, **more)
+        return logits
+
+    def _places(self, begin: int, end: int) -> Places | None:
+        if self.positions is None:
+            return None
+        known = self.positions.shape[1]
+        later = np.broadcast_to(
+            np.arange(max(begin, known), end, dtype=np.int32) + self.shift, (3, max(0, end - max(begin, known)))
+        )
+        return Places(mx.array(np.concatenate([self.positions[:, begin:end], later], axis=1)))
+
+
+@dataclass(slots=True)
+class Eyes:
+    """What a loaded model sees with. Its tower is read when the first picture is to be seen."""
+
+    family: PictureFamily
+    folder: Path
+    model: Any
+    name: str
+    token_id: int
+    salt: str
+    dtype: mx.Dtype | None
+    limit: "MemoryLimit"
+    seen_s: float = 0.0
+    _ready: bool = False
+    _tower: "nn.Module | None" = None
+    _features: "OrderedDict[str, mx.array]" = field(default_factory=OrderedDict)
+
+    def read(
+        self, pictures: Sequence[Picture], text: str, encode: Callable[[str], list[int]]
+    ) -> tuple[list[int], Sight]:
+        """Any thread. Raises PictureError."""
+        if len(pictures) > MOST:
+            raise PictureError(
+                f"the conversation has {len(pictures)} pictures, and {MOST} are the most", "Leave some out."
+            )
+        marks = text.count(self.family.mark)
+        if marks != len(pictures):
+            raise PictureError(
+                f"the chat template of {self.name} writes {marks} of {len(pictures)} pictures", "Use another model."
+            )
+        self._prepare()
+        plans = [self.family.plan(*extent(each)) for each in pictures]
+        pieces = text.split(self.family.mark)
+        written = pieces[0] + "".join(plan.text + piece for plan, piece in zip(plans, pieces[1:], strict=True))
+        return self._placed(encode(written), pictures, plans)
+
+    def _prepare(self) -> None:
+        """Change the language model where its family needs it: not before a picture comes, for steps compiled without."""
+        family = self.family
+        with PREPARING:
+            if self._ready:
+                return
+            if family.sections:
+                use_planes(self.model, family.sections, interleaved=family.interleaved)
+            if family.deep_layers:
+                take_deep(list(self._inner.model.layers[: family.deep_layers]))
+            self._ready = True
+
+    @property
+    def _inner(self) -> Any:
+        return self.model.language_model if "language_model" in self.model else self.model
+
+    def _placed(
+        self, ids: list[int], pictures: Sequence[Picture], plans: Sequence[PicturePlan]
+    ) -> tuple[list[int], Sight]:
+        where = np.flatnonzero(np.array(ids, np.int64) == self.token_id)
+        if len(where) != sum(plan.tokens for plan in plans):
+            raise PictureError(f"the tokenizer of {self.name} does not fit its pictures", "Download the model again.")
+        groups, begin, seen = np.zeros(len(ids), np.int32), 0, []
+        for number, (picture, plan) in enumerate(zip(pictures, plans, strict=True), 1):
+            own = ids_of(f"{picture.digest} {self.salt}", plan.tokens)
+            places = where[begin : begin + plan.tokens]
+            groups[places] = number
+            for place, each in zip(places.tolist(), own, strict=True):
+                ids[place] = each
+            begin += plan.tokens
+            seen.append(ShownPicture(picture, plan, own))
+        positions, shift = (None, 0) if not self.family.sections else in_planes(groups, [plan.grid for plan in plans])
+        return ids, Sight(self, tuple(seen), where, groups, positions, shift)
+
+    def embed(self, ids: mx.array, sight: Sight, low: int, high: int, begin: int) -> tuple[mx.array, mx.array | None]:
+        words: mx.array = self._inner.model.embed_tokens(ids)
+        parts, at = [], 0
+        for each in sight.pictures:
+            first, last = max(low, at), min(high, at + each.plan.tokens)
+            if first < last:
+                parts.append(self.features(each)[first - at : last - at])
+            at += each.plan.tokens
+        features = mx.concatenate(parts).astype(words.dtype) / self.family.embedding_scale()
+        places = mx.array(sight.where[low:high] - begin)
+        width = words.shape[-1]
+        words[0, places] = features[:, :width].astype(words.dtype)
+        layers = features.shape[-1] // width - 1
+        if not layers:
+            return words, None
+        deep = mx.zeros((layers, *words.shape[1:]), words.dtype)
+        deep[:, places] = features[:, width:].reshape(-1, layers, width).transpose(1, 0, 2)
+        return words, deep
+
+    def features(self, seen: ShownPicture) -> mx.array:
+        """Return (tokens, width). Raises PictureError, MemoryLimitError."""
+        key = f"{seen.picture.digest} {seen.plan.size}"
+        if (known := self._features.get(key)) is not None:
+            self._features.move_to_end(key)
+            return known
+        began_s = time.perf_counter()
+        pixels = self.family.pixels(decoded(seen.picture), seen.plan)
+        tower = self._tower if self._tower is not None else self._read_tower()
+        made: mx.array = tower(mx.array(pixels), seen.plan.grid)
+        mx.eval(made)
+        mx.clear_cache()
+        if len(made) != seen.plan.tokens:
+            raise ModelDamagedError(f"the tower of {self.name} makes {len(made)} tokens, not {seen.plan.tokens}", "")
+        self._features[key] = made
+        while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > FEATURE_BYTES:
+            self._features.popitem(last=False)
+        self.seen_s += time.perf_counter() - began_s
+        return made
+
+    def _read_tower(self) -> "nn.Module":
+        weights = tower_weights(self.folder, self.family)
+        needed = sum(each.nbytes for each in weights.values()) * (2 if self.dtype == mx.float32 else 1)
+        if not self.limit.fits(needed):
+            raise MemoryLimitError(
+                f"the part of {self.name} that sees takes {size(needed)}, for which there is no room",
+                "Load it with fewer bits for keys and values, or allow more with --memory.",
+            )
+        tower = build_tower(self.family, weights, self.name)
+        if self.dtype is not None:
+            tower.set_dtype(self.dtype)
+        mx.eval(tower.parameters())
+        self._tower = tower
+        return tower
+
+
+def ids_of(key: str, count: int) -> tuple[int, ...]:
+    made = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * count), "<i4") | np.int32(-(1 << 31))
+    return tuple(made.tolist())
+
+
+def in_planes(
+    groups: "np.ndarray[Any, np.dtype[np.int32]]", grids: Sequence[tuple[int, int]]
+) -> tuple["np.ndarray[Any, np.dtype[np.int32]]", int]:
+    """Return positions (3, T), and the shift of what follows."""
+    positions, place, at = np.zeros((3, len(groups)), np.int32), 0, 0
+    while place < len(groups):
+        own = int(groups[place])
+        if not own:
+            positions[:, place], place, at = at, place + 1, at + 1
+            continue
+        rows, columns = grids[own - 1]
+        each = np.indices((rows, columns), np.int32).reshape(2, -1)
+        positions[0, place : place + rows * columns] = at
+        positions[1:, place : place + rows * columns] = each + at
+        place, at = place + rows * columns, at + max(rows, columns)
+    return positions, at - len(groups)
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Raises ModelDamagedError."""
+    found: dict[str, Any] = {}
+    for name in SETTINGS:
+        try:
+            read = json.loads(read_bytes(folder / name, CONFIG_BYTES))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelDamagedError(f"{folder / name} can't be read: {error}", "Download the model again.") from error
+        if isinstance(read, dict):
+            inner = read.get("image_processor")
+            found |= inner if isinstance(inner, dict) else read
+    return found
+
+
+def family_of(folder: Path, config: Mapping[str, Any]) -> PictureFamily | str:
+    """Return how a model's pictures are seen, or why they are not."""
+    kind, vision = str(config.get("model_type")), config.get("vision_config")
+    if not isinstance(vision, dict) or not vision:
+        return "it was made to read text alone"
+    if kind not in FAMILIES:
+        return f"pictures for {kind} are not supported yet"
+    try:
+        return FAMILIES[kind](config, settings_of(folder))
+    except PictureError as error:
+        return error.message
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        return f"its picture settings can't be right ({' '.join(str(error).split())[:80]})"
+
+
+def tower_weights(folder: Path, family: PictureFamily) -> dict[str, mx.array]:
+    from ..model.safetensors import find_shards
+
+    weights: dict[str, mx.array] = {}
+    for shard in find_shards(folder):
+        stored: Any = mx.load(str(shard))
+        weights.update((own, array) for name, array in stored.items() if (own := family.own_name(name)) is not None)
+    return weights
+
+
+def build_tower(family: PictureFamily, weights: dict[str, mx.array], name: str) -> "nn.Module":
+    """Raises ModelDamagedError."""
+    from mlx import nn
+    from mlx.utils import tree_flatten
+
+    from ..model.loader import packing_of
+
+    try:
+        tower = family.tower()
+        shapes = {path: array.shape for path, array in tree_flatten(tower.parameters())}
+        fitted = {
+            path: _flat(array, shapes.get(path))
+            for path, array in weights.items()
+            if path.rpartition(".")[2] != "position_ids"
+        }
+
+        def packed(path: str, leaf: Any) -> bool | dict[str, Any]:
+            return f"{path}.scales" in fitted and packing_of(path, leaf, fitted)
+
+        nn.quantize(tower, class_predicate=packed)
+        tower.eval()
+        tower.load_weights(list(fitted.items()), strict=True)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelDamagedError(
+            f"the part of {name} that sees is not whole: {reason}", "Download or convert the model again."
+        ) from error
+    return tower
+
+
+def _flat(array: mx.array, wanted: tuple[int, ...] | None) -> mx.array:
+    if wanted is None or array.ndim <= 2 or len(wanted) != 2:
+        return array
+    if array.shape[1] != 3 and array.shape[-1] == 3:
+        array = mx.moveaxis(array, -1, 1)
+    return array.reshape(array.shape[0], -1)
+
+
+def has_tower(folder: Path, family: PictureFamily) -> bool:
+    from ..model.safetensors import find_shards, locate_tensors
+
+    return any(family.own_name(name) is not None for name in locate_tensors(find_shards(folder)))
+
+
+def open_eyes(
+    folder: Path,
+    config: Mapping[str, Any],
+    model: Any,
+    *,
+    name: str,
+    token_id: Callable[[str], int | None],
+    dtype: mx.Dtype | None,
+    limit: "MemoryLimit",
+) -> Eyes | str:
+    """Return a model's eyes, or why it has none."""
+    family = family_of(folder, config)
+    if isinstance(family, str):
+        return family
+    if not has_tower(folder, family):
+        return "the part of it that sees is not in its folder"
+    token = token_id(family.token)
+    if token is None:
+        return f"its tokenizer has no {family.token}"
+    if family.sections and (why := why_no_planes(model, family.sections)):
+        return why
+    salt = hashlib.sha256(json.dumps(settings_of(folder), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return Eyes(family, folder, model, name, token, salt, dtype, limit)

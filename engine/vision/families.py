@@ -1,0 +1,298 @@
+"""What each family does with a picture: its size, the text that stands for it, its patches, its tower."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import PictureError
+from .processing import (
+    BICUBIC,
+    BILINEAR,
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    LANCZOS,
+    Numbers,
+    fitting,
+    longest_edge,
+    normalised,
+    patches,
+    scaled,
+    whole_tiles,
+)
+
+if TYPE_CHECKING:
+    from mlx import nn
+
+    from .processing import Pixels
+
+Config = Mapping[str, Any]
+SIGLIP: Config = {"intermediate_size": 3072, "num_hidden_layers": 12, "image_size": 224}
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePlan:
+    """What becomes of a picture of some size.
+
+    text: for the template's mark, with ``tokens`` times the picture's own. size: (width, height) it is scaled to.
+    grid: its (rows, columns) of tokens, or of tiles.
+    """
+
+    text: str
+    tokens: int
+    size: tuple[int, int]
+    grid: tuple[int, int]
+
+
+class PictureFamily(ABC):
+    """How a model sees.
+
+    mark: what the template writes for a picture. token: a picture's own, in the text. sees_ahead: its tokens attend
+    to each other both ways. sections: of rotary positions in a plane, if any.
+    """
+
+    mark: str
+    token: str
+    sees_ahead: bool = False
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+    deep_layers: int = 0
+    usual: ClassVar[Config] = {}  # what a config's tower has where it does not say
+
+    def _completed(self, config: Config) -> dict[str, Any]:
+        vision = {**self.usual, **config["vision_config"]}
+        return {**config, "vision_config": vision, "text_config": config.get("text_config") or config}
+
+    @abstractmethod
+    def plan(self, width: int, height: int) -> PicturePlan:
+        """Raises PictureError for a shape that the model can't see."""
+
+    @abstractmethod
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        """Return what the tower takes, of Pillow's RGB image."""
+
+    @abstractmethod
+    def tower(self) -> "nn.Module":
+        """Called with pixels and the plan's grid, returns features (tokens, width)."""
+
+    @abstractmethod
+    def own_name(self, name: str) -> str | None:
+        """Return a checkpoint's tensor's name in the tower; None for another part's."""
+
+    def embedding_scale(self) -> float:
+        """What the language model multiplies given embeddings by."""
+        return 1.0
+
+
+class Gemma3(PictureFamily):
+    mark, token = "<start_of_image>", "<image_soft_token>"
+    sees_ahead = True
+    usual: ClassVar[Config] = {**SIGLIP, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        if settings.get("do_pan_and_scan"):
+            raise PictureError("its pictures are to be panned and scanned, which is not done here", "Turn it off.")
+        self._config = self._completed(config)
+        self._vision = self._config["vision_config"]
+        self._side = int(self._vision["image_size"])
+        self._numbers = Numbers.of(settings, BILINEAR, HALF, HALF)
+        count = int(config.get("mm_tokens_per_image") or 256)
+        text = f"\n\n{self.mark}{self.token * count}<end_of_image>\n\n"
+        side = math.isqrt(count)
+        self._plan = PicturePlan(text, count, (self._side, self._side), (side, side))
+
+    def plan(self, width: int, height: int) -> PicturePlan:  # noqa: ARG002  # one size for all
+        return self._plan
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        return patches(normalised(scaled(image, *plan.size, self._numbers), self._numbers), self._vision["patch_size"])[
+            None
+        ]
+
+    def tower(self) -> "nn.Module":
+        from .towers import Gemma3Tower
+
+        return Gemma3Tower(self._config)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.")
+        kept = name.startswith(("vision_tower.", "multi_modal_projector."))
+        return name.replace("vision_tower.vision_model.", "vision_tower.") if kept else None
+
+    def embedding_scale(self) -> float:
+        import mlx.core as mx
+
+        root: Any = mx.array(self._config["text_config"]["hidden_size"] ** 0.5, mx.bfloat16).astype(mx.float32).item()
+        return float(root)
+
+
+class Idefics3(PictureFamily):
+    mark = token = "<image>"
+    usual: ClassVar[Config] = {**SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        self._config = self._completed(config)
+        self._vision = self._config["vision_config"]
+        self._numbers = Numbers.of(settings, LANCZOS, HALF, HALF)
+        self._tile = int((settings.get("max_image_size") or {}).get("longest_edge") or self._vision["image_size"])
+        self._edge = int((settings.get("size") or {}).get("longest_edge") or 4 * self._tile)
+        self._splits = settings.get("do_image_splitting") is not False
+        side = self._vision["image_size"] // self._vision["patch_size"] // int(config.get("scale_factor") or 2)
+        self._each = side**2
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        size = longest_edge(width, height, self._edge)
+        size = whole_tiles(*size, self._tile) if self._splits else (self._tile, self._tile)
+        rows, columns = size[1] // self._tile, size[0] // self._tile
+        if rows == columns == 1:
+            rows = columns = 0
+        around, own = "<fake_token_around_image>", self.token * self._each
+        lines = ["".join(f"{around}<row_{r + 1}_col_{c + 1}>{own}" for c in range(columns)) + "\n" for r in range(rows)]
+        text = f"{''.join(lines)}{chr(10) if rows else ''}{around}<global-img>{own}{around}"
+        return PicturePlan(text, self._each * (rows * columns + 1), size, (rows, columns))
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        import numpy as np
+
+        first = longest_edge(image.width, image.height, self._edge)
+        whole, tile = scaled(scaled(image, *first, self._numbers), *plan.size, self._numbers), self._tile
+        rows, columns = plan.grid
+        cut = [
+            whole.crop((c * tile, r * tile, (c + 1) * tile, (r + 1) * tile))
+            for r in range(rows)
+            for c in range(columns)
+        ]
+        cut.append(scaled(whole, tile, tile, self._numbers))
+        return np.stack([patches(normalised(each, self._numbers), self._vision["patch_size"]) for each in cut])
+
+    def tower(self) -> "nn.Module":
+        from .towers import Idefics3Tower
+
+        return Idefics3Tower(self._config)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.").replace("connector.modality_projection.proj.", "connector.")
+        return name if name.startswith(("vision_model.", "connector.")) else None
+
+
+class Qwen25VL(PictureFamily):
+    mark = token = "<|image_pad|>"
+    usual: ClassVar[Config] = {
+        **{"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+        **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112},
+        "fullatt_block_indexes": (7, 15, 23, 31),
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        whole = self._completed(config)
+        self._vision, text = whole["vision_config"], whole["text_config"]
+        self._numbers = Numbers.of(settings, BICUBIC, CLIP_MEAN, CLIP_STD)
+        self._patch, self._merge = int(self._vision["patch_size"]), int(self._vision["spatial_merge_size"])
+        size = settings.get("size") or {}
+        self._least = int(settings.get("min_pixels") or size.get("shortest_edge") or self.usual_pixels[0])
+        self._most = int(settings.get("max_pixels") or size.get("longest_edge") or self.usual_pixels[1])
+        scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        self.sections = tuple(scaling.get("mrope_section") or self.usual_sections)
+
+    usual_sections: tuple[int, ...] = (16, 24, 24)
+    usual_pixels = 56 * 56, 28 * 28 * 1280
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        factor = self._patch * self._merge
+        size = fitting(width, height, factor, self._least, self._most)
+        grid = size[1] // factor, size[0] // factor
+        return PicturePlan(self.token * (grid[0] * grid[1]), grid[0] * grid[1], size, grid)
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        values = normalised(scaled(image, *plan.size, self._numbers), self._numbers)
+        return patches(values, self._patch, self._merge, int(self._vision["temporal_patch_size"]))
+
+    def tower(self) -> "nn.Module":
+        from .towers import Qwen25Tower
+
+        return Qwen25Tower(self._vision)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.").replace("vision_tower.", "visual.")
+        return name.removeprefix("visual.") if name.startswith("visual.") else None
+
+
+class Qwen3VL(Qwen25VL):
+    interleaved = True
+    usual_sections = (24, 20, 20)
+    usual_pixels = 65536, 16777216
+    usual: ClassVar[Config] = {
+        **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 3584},
+        **{"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304},
+        "deepstack_visual_indexes": (8, 16, 24),
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        super().__init__(config, {"image_mean": HALF, "image_std": HALF, **settings})
+        self.deep_layers = len(self._vision.get("deepstack_visual_indexes") or ())
+
+    def tower(self) -> "nn.Module":
+        from .towers import Qwen3Tower
+
+        return Qwen3Tower(self._vision)
+
+
+class Qwen35(Qwen3VL):
+    usual: ClassVar[Config] = {**Qwen3VL.usual, "deepstack_visual_indexes": ()}
+
+
+class Mistral3(PictureFamily):
+    mark = token = "[IMG]"
+    usual: ClassVar[Config] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24} | {
+        "num_attention_heads": 16,
+        "patch_size": 16,
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        self._config = self._completed(config)
+        self._vision = self._config["vision_config"]
+        if (
+            self._vision.get("model_type") != "pixtral"
+            or config.get("vision_feature_layer", -2 if config["model_type"] == "llava" else -1) != -1
+        ):
+            raise PictureError(f"its tower is a {self._vision.get('model_type')}, which is not supported yet")
+        self._numbers = Numbers.of(settings, BICUBIC, CLIP_MEAN, CLIP_STD)
+        self._patch = int(self._vision["patch_size"])
+        self._square = self._patch * int(config.get("spatial_merge_size") or 1)
+        self._edge = int((settings.get("size") or {}).get("longest_edge") or 1024)
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        ratio = max(width, height) / self._edge
+        if ratio > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        rows, columns = (max(1, math.ceil(side / self._square)) for side in (height, width))
+        text = "[IMG_BREAK]".join([self.token * columns] * rows) + "[IMG_END]"
+        return PicturePlan(text, rows * columns, (columns * self._square, rows * self._square), (rows, columns))
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        return patches(normalised(scaled(image, *plan.size, self._numbers), self._numbers), self._patch)
+
+    def tower(self) -> "nn.Module":
+        from .towers import MistralTower
+
+        return MistralTower(self._config)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.")
+        return name if name.startswith(("vision_tower.", "multi_modal_projector.")) else None
+
+
+FAMILIES: dict[str, Callable[[Config, Config], PictureFamily]] = {
+    "gemma3": Gemma3,
+    "idefics3": Idefics3,
+    "smolvlm": Idefics3,
+    "llava": Mistral3,
+    "mistral3": Mistral3,
+    "qwen2_5_vl": Qwen25VL,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VL,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35,
+}

@@ -1,0 +1,446 @@
+"""Vision transformers and their projectors, as checkpoints name their parts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+Config = Mapping[str, Any]
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None = None) -> Any:
+    """(B, H, N, D) each → (B, N, H · D)."""
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    return out.transpose(0, 2, 1, 3).reshape(out.shape[0], out.shape[2], -1)
+
+
+def activation(name: str) -> Any:
+    known = {"gelu_pytorch_tanh": nn.gelu_approx, "gelu": nn.gelu, "silu": nn.silu, "quick_gelu": nn.gelu_fast_approx}
+    if name not in known:
+        raise ValueError(f"a tower's activation {name!r} is not known")
+    return known[name]
+
+
+class Patches(nn.Module):
+    """A convolution whose stride is its size."""
+
+    def __init__(self, inputs: int, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = mx.zeros((width, inputs))
+        if bias:
+            self.bias = mx.zeros((width,))
+
+    def __call__(self, x: mx.array) -> Any:
+        out = x.astype(self.weight.dtype) @ self.weight.T
+        return out + self.bias if "bias" in self else out
+
+
+class SiglipAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.heads = heads
+
+    def __call__(self, x: mx.array) -> Any:
+        shape = (*x.shape[:2], self.heads, -1)
+        queries, keys, values = (
+            project(x).reshape(shape).transpose(0, 2, 1, 3) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(attend(queries, keys, values, (x.shape[-1] // self.heads) ** -0.5))
+
+
+class SiglipMLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config["hidden_size"], config["intermediate_size"])
+        self.fc2 = nn.Linear(config["intermediate_size"], config["hidden_size"])
+        self.act = activation(config.get("hidden_act", "gelu_pytorch_tanh"))
+
+    def __call__(self, x: mx.array) -> Any:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class SiglipLayer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, eps = config["hidden_size"], config.get("layer_norm_eps", 1e-6)
+        self.layer_norm1, self.layer_norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
+        self.self_attn = SiglipAttention(width, config["num_attention_heads"])
+        self.mlp = SiglipMLP(config)
+
+    def __call__(self, x: mx.array) -> Any:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class SiglipEmbeddings(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        patch, width = config["patch_size"], config["hidden_size"]
+        self.patch_embedding = Patches(3 * patch * patch, width, bias=True)
+        self.position_embedding = nn.Embedding((config["image_size"] // patch) ** 2, width)
+
+    def __call__(self, patches: mx.array) -> Any:
+        return self.patch_embedding(patches) + self.position_embedding.weight
+
+
+class SiglipEncoder(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.layers = [SiglipLayer(config) for _ in range(config["num_hidden_layers"])]
+
+    def __call__(self, x: mx.array) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Siglip(nn.Module):
+    """(tiles, N, 3 · P²) → (tiles, N, width)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embeddings = SiglipEmbeddings(config)
+        self.encoder = SiglipEncoder(config)
+        self.post_layernorm = nn.LayerNorm(config["hidden_size"], config.get("layer_norm_eps", 1e-6))
+
+    def __call__(self, patches: mx.array) -> Any:
+        return self.post_layernorm(self.encoder(self.embeddings(patches)))
+
+
+class Gemma3Projector(nn.Module):
+    def __init__(self, vision: Config, width: int, tokens: int) -> None:
+        super().__init__()
+        self.mm_input_projection_weight = mx.zeros((vision["hidden_size"], width))
+        self.mm_soft_emb_norm = nn.RMSNorm(vision["hidden_size"], vision.get("layer_norm_eps", 1e-6))
+        self.side, self.out = vision["image_size"] // vision["patch_size"], int(tokens**0.5)
+
+    def __call__(self, x: mx.array) -> Any:
+        pool = self.side // self.out
+        kept = x.reshape(-1, self.side, self.side, x.shape[-1])[:, : self.out * pool, : self.out * pool]
+        pooled = kept.reshape(-1, self.out, pool, self.out, pool, x.shape[-1]).mean(axis=(2, 4))
+        norm = self.mm_soft_emb_norm
+        normed = mx.fast.rms_norm(pooled.reshape(-1, x.shape[-1]), 1.0 + norm.weight, norm.eps)
+        return normed @ self.mm_input_projection_weight
+
+
+class Gemma3Tower(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.vision_tower = Siglip(config["vision_config"])
+        self.multi_modal_projector = Gemma3Projector(
+            config["vision_config"], config["text_config"]["hidden_size"], config.get("mm_tokens_per_image", 256)
+        )
+
+    def __call__(self, patches: mx.array, _: tuple[int, int]) -> Any:
+        return self.multi_modal_projector(self.vision_tower(patches))
+
+
+class Idefics3Tower(nn.Module):
+    """Tiles of one size, each shuffled to fewer and wider tokens."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        vision, self.factor = config["vision_config"], int(config.get("scale_factor") or 2)
+        self.vision_model = Siglip(vision)
+        width = vision["hidden_size"] * self.factor**2
+        self.connector = nn.Linear(width, config["text_config"]["hidden_size"], bias=False)
+
+    def __call__(self, patches: mx.array, _: tuple[int, int]) -> Any:
+        x, factor = self.vision_model(patches), self.factor
+        side = int(x.shape[1] ** 0.5) // factor
+        x = x.reshape(len(x), side, factor, side, factor, -1).transpose(0, 1, 3, 2, 4, 5)
+        return self.connector(x.reshape(-1, x.shape[-1] * factor**2))
+
+
+def turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Rotate (N, H, D) by angles (N, D / 2), in float32."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].astype(mx.float32), x[..., half:].astype(mx.float32)
+    cos, sin = cos[:, None], sin[:, None]
+    return mx.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class QwenAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+
+    def __call__(self, x: mx.array, angles: tuple[mx.array, mx.array], windows: list[tuple[int, int]]) -> Any:
+        queries, keys, values = self.qkv(x).reshape(len(x), 3, self.heads, -1).transpose(1, 0, 2, 3)
+        queries, keys = turned(queries, *angles), turned(keys, *angles)
+        queries, keys, values = (a.transpose(1, 0, 2)[None] for a in (queries, keys, values))
+        scale = queries.shape[-1] ** -0.5
+        parts = [attend(queries[:, :, a:b], keys[:, :, a:b], values[:, :, a:b], scale)[0] for a, b in windows]
+        return self.proj(mx.concatenate(parts))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, inner: int, act: str = "silu", *, bias: bool = True) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, inner, bias), nn.Linear(width, inner, bias)
+        self.down_proj, self.act = nn.Linear(inner, width, bias), activation(act)
+
+    def __call__(self, x: mx.array) -> Any:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, width: int, inner: int, act: str) -> None:
+        super().__init__()
+        self.linear_fc1, self.linear_fc2, self.act = nn.Linear(width, inner), nn.Linear(inner, width), activation(act)
+
+    def __call__(self, x: mx.array) -> Any:
+        return self.linear_fc2(self.act(self.linear_fc1(x)))
+
+
+class QwenBlock(nn.Module):
+    def __init__(self, config: Config, *, gated: bool) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.norm1, self.norm2 = norm(width, 1e-6), norm(width, 1e-6)
+        self.attn = QwenAttention(width, config["num_heads"])
+        self.mlp = (
+            GatedMLP(width, inner) if gated else PlainMLP(width, inner, config.get("hidden_act", "gelu_pytorch_tanh"))
+        )
+
+    def __call__(self, x: mx.array, angles: tuple[mx.array, mx.array], windows: list[tuple[int, int]]) -> Any:
+        x = x + self.attn(self.norm1(x), angles, windows)
+        return x + self.mlp(self.norm2(x))
+
+
+def blockwise(rows: int, columns: int, merge: int) -> tuple[mx.array, mx.array]:
+    """Return each patch's row and column, by blocks of merge × merge."""
+    row, column = mx.meshgrid(mx.arange(rows), mx.arange(columns), indexing="ij")
+    shape = rows // merge, merge, columns // merge, merge
+    both = (each.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for each in (row, column))
+    return tuple(both)  # type: ignore[return-value]
+
+
+def plane_angles(
+    rows: mx.array, columns: mx.array, dim: int, base: float = 10_000.0, *, between: bool = False
+) -> tuple[mx.array, mx.array]:
+    """Return cosines and sines (N, dim / 2): the first half by rows, the other by columns, whose frequencies may lie between."""
+    own = mx.arange(0, dim // 2, 2, dtype=mx.float32)
+    parts = [(rows, own), (columns, own + 1 if between else own)]
+    angles = mx.concatenate(
+        [at[:, None].astype(mx.float32) * base ** (-each / (dim // 2)) for at, each in parts], axis=-1
+    )
+    return mx.cos(angles), mx.sin(angles)
+
+
+class Qwen25Merger(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width = config["hidden_size"] * config["spatial_merge_size"] ** 2
+        self.ln_q = nn.RMSNorm(config["hidden_size"], 1e-6)
+        self.mlp = [nn.Linear(width, width), nn.GELU(), nn.Linear(width, config["out_hidden_size"])]
+
+    def __call__(self, x: mx.array, merge: int) -> Any:
+        first, act, last = self.mlp
+        return last(act(first(self.ln_q(x).reshape(len(x) // merge**2, -1))))
+
+
+class PatchProjection(nn.Module):
+    def __init__(self, config: Config, *, bias: bool) -> None:
+        super().__init__()
+        inputs = 3 * config["temporal_patch_size"] * config["patch_size"] ** 2
+        self.proj = Patches(inputs, config["hidden_size"], bias=bias)
+
+    def __call__(self, x: mx.array) -> Any:
+        return self.proj(x)
+
+
+class Qwen25Tower(nn.Module):
+    """Attention in windows, but for some layers. Called with the grid of merged tokens."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.merge, self.whole = config["spatial_merge_size"], set(config["fullatt_block_indexes"])
+        self.window = config["window_size"] // config["patch_size"] // self.merge
+        self.dim = config["hidden_size"] // config["num_heads"]
+        self.patch_embed = PatchProjection(config, bias=False)
+        self.blocks = [QwenBlock(config, gated=True) for _ in range(config["depth"])]
+        self.merger = Qwen25Merger(config)
+
+    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Any:
+        unit = self.merge**2
+        order, windows = self._windows(*grid)
+        rows, columns = blockwise(grid[0] * self.merge, grid[1] * self.merge, self.merge)
+        cos, sin = (
+            each.reshape(-1, unit, each.shape[-1])[order].reshape(each.shape)
+            for each in plane_angles(rows, columns, self.dim)
+        )
+        x = self.patch_embed(patches)
+        x = x.reshape(-1, unit, x.shape[-1])[order].reshape(x.shape)
+        for number, block in enumerate(self.blocks):
+            x = block(x, (cos, sin), [(0, len(x))] if number in self.whole else windows)
+        return self.merger(x, self.merge)[mx.argsort(order)]
+
+    def _windows(self, rows: int, columns: int) -> tuple[mx.array, list[tuple[int, int]]]:
+        order: list[int] = []
+        windows: list[tuple[int, int]] = []
+        side = self.window
+        for top in range(0, rows, side):
+            for left in range(0, columns, side):
+                begin = len(order)
+                order += [
+                    row * columns + column
+                    for row in range(top, min(top + side, rows))
+                    for column in range(left, min(left + side, columns))
+                ]
+                windows.append((begin * self.merge**2, len(order) * self.merge**2))
+        return mx.array(order), windows
+
+
+class Qwen3Merger(nn.Module):
+    def __init__(self, config: Config, *, shuffled: bool) -> None:
+        super().__init__()
+        self.width, self.shuffled = config["hidden_size"] * config["spatial_merge_size"] ** 2, shuffled
+        self.norm = nn.LayerNorm(self.width if shuffled else config["hidden_size"], 1e-6)
+        self.linear_fc1 = nn.Linear(self.width, self.width)
+        self.linear_fc2 = nn.Linear(self.width, config["out_hidden_size"])
+
+    def __call__(self, x: mx.array) -> Any:
+        x = self.norm(x.reshape(-1, self.width)) if self.shuffled else self.norm(x).reshape(-1, self.width)
+        return self.linear_fc2(nn.gelu(self.linear_fc1(x)))
+
+
+class Qwen3Tower(nn.Module):
+    """Returns (tokens, width · (1 + layers)): beside the features, what is added to the first layers."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.merge, self.deep = config["spatial_merge_size"], list(config.get("deepstack_visual_indexes") or ())
+        self.dim, self.side = (
+            config["hidden_size"] // config["num_heads"],
+            int(config["num_position_embeddings"] ** 0.5),
+        )
+        self.patch_embed = PatchProjection(config, bias=True)
+        self.pos_embed = nn.Embedding(config["num_position_embeddings"], config["hidden_size"])
+        self.blocks = [QwenBlock(config, gated=False) for _ in range(config["depth"])]
+        self.merger = Qwen3Merger(config, shuffled=False)
+        if self.deep:
+            self.deepstack_merger_list = [Qwen3Merger(config, shuffled=True) for _ in self.deep]
+
+    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Any:
+        height, width = grid[0] * self.merge, grid[1] * self.merge
+        rows, columns = blockwise(height, width, self.merge)
+        angles = plane_angles(rows, columns, self.dim)
+        x = self.patch_embed(patches) + self._positions(rows, columns, height, width)
+        deep = {}
+        for number, block in enumerate(self.blocks):
+            x = block(x, angles, [(0, len(x))])
+            if number in self.deep:
+                deep[number] = self.deepstack_merger_list[self.deep.index(number)](x)
+        return mx.concatenate([self.merger(x), *(deep[each] for each in self.deep)], axis=-1)
+
+    def _positions(self, rows: mx.array, columns: mx.array, height: int, width: int) -> mx.array:
+        def between(places: mx.array, count: int) -> tuple[mx.array, mx.array, mx.array]:
+            at = places.astype(mx.float32) * ((self.side - 1) / max(count - 1, 1))
+            low = mx.floor(at).astype(mx.int32)
+            return low, mx.minimum(low + 1, self.side - 1), (at - low)[:, None]
+
+        top, bottom, down = between(rows, height)
+        left, right, across = between(columns, width)
+        table = self.pos_embed.weight
+        upper = table[top * self.side + left] * (1 - across) + table[top * self.side + right] * across
+        lower = table[bottom * self.side + left] * (1 - across) + table[bottom * self.side + right] * across
+        found: mx.array = upper * (1 - down) + lower * down
+        return found.astype(table.dtype)
+
+
+class PixtralAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.heads = heads
+
+    def __call__(self, x: mx.array, angles: tuple[mx.array, mx.array]) -> Any:
+        queries, keys, values = (
+            project(x).reshape(len(x), self.heads, -1) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = turned(queries, *angles), turned(keys, *angles)
+        queries, keys, values = (each.transpose(1, 0, 2)[None] for each in (queries, keys, values))
+        return self.o_proj(attend(queries, keys, values, queries.shape[-1] ** -0.5)[0])
+
+
+class PixtralLayer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(width, 1e-5), nn.RMSNorm(width, 1e-5)
+        self.attention = PixtralAttention(width, config["num_attention_heads"])
+        self.feed_forward = GatedMLP(width, config["intermediate_size"], config.get("hidden_act", "gelu"), bias=False)
+
+    def __call__(self, x: mx.array, angles: tuple[mx.array, mx.array]) -> Any:
+        x = x + self.attention(self.attention_norm(x), angles)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class PixtralEncoder(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.layers = [PixtralLayer(config) for _ in range(config["num_hidden_layers"])]
+
+    def __call__(self, x: mx.array, angles: tuple[mx.array, mx.array]) -> Any:
+        for layer in self.layers:
+            x = layer(x, angles)
+        return x
+
+
+class Pixtral(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.patch_conv = Patches(3 * config["patch_size"] ** 2, config["hidden_size"], bias=False)
+        self.ln_pre, self.transformer = nn.RMSNorm(config["hidden_size"], 1e-5), PixtralEncoder(config)
+        self.dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        self.base = float((config.get("rope_parameters") or config).get("rope_theta") or 10_000.0)
+
+    def __call__(self, patches: mx.array, rows: int, columns: int) -> Any:
+        places = blockwise(rows, columns, 1)
+        angles = plane_angles(*places, self.dim, self.base, between=True)
+        return self.transformer(self.ln_pre(self.patch_conv(patches)), angles)
+
+
+class PatchMerger(nn.Module):
+    def __init__(self, width: int, merge: int) -> None:
+        super().__init__()
+        self.merging_layer = nn.Linear(width * merge**2, width, bias=False)
+
+    def __call__(self, x: mx.array) -> Any:
+        return self.merging_layer(x)
+
+
+class MistralProjector(nn.Module):
+    """Two layers; Mistral 3's norms and merges squares of patches before."""
+
+    def __init__(self, config: Config, width: int, merge: int) -> None:
+        super().__init__()
+        text = config["text_config"]
+        bias = config.get("multimodal_projector_bias", merge == 1)
+        if merge > 1:
+            self.norm, self.patch_merger = nn.RMSNorm(width, text.get("rms_norm_eps", 1e-5)), PatchMerger(width, merge)
+        self.linear_1 = nn.Linear(width, text["hidden_size"], bias)
+        self.linear_2 = nn.Linear(text["hidden_size"], text["hidden_size"], bias)
+        self.act = activation(config.get("projector_hidden_act", "gelu"))
+
+    def __call__(self, x: mx.array, grid: tuple[int, int], merge: int) -> Any:
+        if merge > 1:
+            cut = self.norm(x).reshape(grid[0], merge, grid[1], merge, -1).transpose(0, 2, 4, 1, 3)
+            x = self.patch_merger(cut.reshape(grid[0] * grid[1], -1))
+        return self.linear_2(self.act(self.linear_1(x)))
+
+
+class MistralTower(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        vision, self.merge = config["vision_config"], int(config.get("spatial_merge_size") or 1)
+        self.vision_tower = Pixtral(vision)
+        self.multi_modal_projector = MistralProjector(config, vision["hidden_size"], self.merge)
+
+    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Any:
+        seen = self.vision_tower(patches, grid[0] * self.merge, grid[1] * self.merge)
+        return self.multi_modal_projector(seen, grid, self.merge)

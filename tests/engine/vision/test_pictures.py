@@ -1,0 +1,108 @@
+"""Files of pictures, hostile ones among them; what the prompt cache knows of a picture; what is refused in one line."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.inside import runtime_of
+from tests.engine.vision.test_families import build, messages
+from tests.golden.vision import SIZES, picture
+from tokamac.engine import Engine, Message, PromptCacheSpec, Sampling
+from tokamac.engine.errors import OptionError, PictureError, TokamacError
+from tokamac.engine.vision.picture import Picture, decoded, extent
+
+pytest.importorskip("PIL")
+GREEDY = Sampling(temperature=0.0, max_tokens=8)
+
+
+def hostile(number: int) -> bytes:
+    """Return a real file that was cut, overwritten in places, or followed by another."""
+    stream = np.random.default_rng(number)
+    whole = bytearray(picture(sorted(SIZES)[number % len(SIZES)]))
+    for at in stream.integers(4, len(whole), number % 7):
+        whole[at] = int(stream.integers(256))
+    for at in range(8, 40) if number % 5 == 0 else ():  # where the sizes are
+        whole[at] = int(stream.integers(256))
+    return bytes(whole[: int(stream.integers(1, len(whole)))] if number % 2 else whole)
+
+
+def test_hostile_files_are_a_picture_or_a_line() -> None:
+    refused = 0
+    for number in range(200):
+        try:
+            found = decoded(Picture.of(hostile(number)))
+            assert found.mode == "RGB"
+        except PictureError:
+            refused += 1
+    assert 50 < refused < 200
+
+
+@pytest.mark.parametrize(("data", "why"), [
+    (b"", "is empty"),
+    (b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>", "is SVG, which is not read"),
+    (b"%PDF-1.7", "is PDF, which is not read"),
+    (b"MZ\x90", "is not a picture"),
+    (b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 20_000, 20_000, 1, 24, *[0] * 6), "can't be read: Image size"),
+    (b"\xff" * (33 << 20), "is larger than"),
+])  # fmt: skip
+def test_what_is_no_picture_or_too_large_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(PictureError, match=why):
+        extent(Picture.of(data))
+
+
+def test_a_messages_pictures_are_read_at_once_and_known_by_their_hash(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(picture("photo"))
+    (by_path,), (by_bytes,) = (Message("user", "?", images=(each,)).pictures for each in (path, picture("photo")))
+    path.unlink()
+    assert (by_path.digest, by_path.data, by_path.name) == (by_bytes.digest, picture("photo"), "a.png")
+    with pytest.raises(PictureError, match="can't be read"):
+        Message("user", "?", images=(path,))
+    with pytest.raises(PictureError, match="has changed"):
+        _ = Picture(by_path.digest, encoded="AAAA").data
+
+
+def test_a_model_that_reads_text_alone_says_so() -> None:
+    with Engine.load("guide") as engine, pytest.raises(OptionError, match="can't see pictures"):
+        engine.ask(messages("one"))
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen2_5_vl", "qwen3_5"])
+def test_the_second_question_on_a_picture_takes_no_tower_and_no_prefill(case: str, tmp_path: Path) -> None:
+    build(case, tmp_path / "model")
+    cache = PromptCacheSpec(folder=tmp_path / "cache")
+    with Engine.load(tmp_path / "model", dtype="float32", prompt_cache=cache, parallel=4) as engine:
+        eyes = runtime_of(engine).eyes
+        cold = {prompt: engine.ask(messages(prompt), GREEDY) for prompt in ("two", "one", "odd")}
+        seen_s = eyes.seen_s
+        again = {prompt: engine.ask(messages(prompt), GREEDY) for prompt in cold}
+        assert {prompt: each.text for prompt, each in again.items()} == {
+            prompt: each.text for prompt, each in cold.items()
+        }
+        assert all(each.metrics.cached_tokens == each.metrics.prompt_tokens - 1 for each in again.values())
+        assert eyes.seen_s == seen_s > 0
+        other = [Message("user", "what is it?", images=(picture("turned"),))]
+        shared = engine.ask(other, GREEDY).metrics.cached_tokens
+        assert shared < 10
+        together = engine.generate_many([messages(prompt) for prompt in cold], GREEDY)
+        texts = {prompt: event.text for prompt, _, event in together if hasattr(event, "metrics")}
+        assert texts == {at: each.text for at, each in enumerate(cold.values())}
+
+
+def test_a_tower_that_is_not_whole_is_refused_and_text_still_works(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    build("idefics3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: each for name, each in weights.items() if "post_layernorm" not in name}, tmp_path / "model.safetensors"
+    )
+    with Engine.load(tmp_path, dtype="float32") as engine:
+        with pytest.raises(TokamacError, match="is not whole"):
+            engine.ask(messages("one"), GREEDY)
+        assert engine.ask(messages("none"), GREEDY).metrics.generated_tokens
+        cut = picture("photo")[:300]
+        with pytest.raises(PictureError, match="can't be read"):
+            engine.ask([Message("user", "?", images=(cut,))], GREEDY)

@@ -1,0 +1,158 @@
+"""Golden values of models that see: ids, pixels and log-probabilities as Hugging Face transformers computes them.
+
+    pip install -e '.[golden,vision]' && python -m tests.golden.vision [CASE…]
+
+For each case of ``vision/cases.json`` it writes ``vision/<case>.json`` (config, settings, shapes, ids) and ``<case>.npz``
+(some of each picture's pixels, log-probabilities of each prompt's last tokens). Image processors are the Pillow ones.
+"""
+
+import importlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+
+HERE = Path(__file__).parent / "vision"
+SHOWN, ROWS = 400, 10  # numbers of a picture's pixels, last positions of a prompt that are kept
+TURNS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+# What each prompt shows, and says after it; replies are in between.
+PROMPTS: dict[str, list[tuple[tuple[str, ...], str]]] = {
+    "none": [((), "what is it?")],
+    "one": [(("photo",), "what is it?")],
+    "two": [(("alpha",), "the first"), (("turned", "photo"), "and these?")],
+    "odd": [(("grey", "palette", "cmyk"), "which?")],
+}
+SIZES = {
+    "photo": (120, 80),
+    "alpha": (37, 91),
+    "turned": (60, 44),
+    "grey": (50, 50),
+    "palette": (64, 40),
+    "cmyk": (90, 31),
+}
+# config: of the class; ids: names of tokens there; named: tokens of the tokenizer; settings: of the image processor.
+CASES: dict[str, dict[str, Any]] = json.loads((HERE / "cases.json").read_text())
+
+
+def picture(kind: str) -> bytes:
+    """Return a file: waves and noise, the same for the same kind."""
+    from PIL import Image
+
+    width, height = SIZES[kind]
+    noise = np.random.default_rng(len(kind) + width).integers(0, 40, (height, width, 4))
+    y, x = np.mgrid[:height, :width]
+    waves = [128 + 80 * np.sin(x / (3 + i) + i) * np.cos(y / (5 - i) + i) for i in range(4)]
+    values = np.clip(np.stack(waves, -1) + noise, 0, 255).astype(np.uint8)
+    out, image, exif = io.BytesIO(), Image.fromarray(values[..., :3].copy()), Image.Exif()
+    exif[0x0112] = 6
+    if kind in ("alpha", "cmyk"):
+        Image.fromarray(values, {"alpha": "RGBA", "cmyk": "CMYK"}[kind]).save(out, "PNG" if kind == "alpha" else "JPEG")
+    elif kind == "grey":
+        image.convert("L").save(out, "BMP")
+    elif kind == "palette":
+        image.quantize(32).save(out, "GIF", save_all=True, append_images=[image.rotate(90).quantize(8)])
+    else:
+        image.save(out, "PNG", **({"exif": exif} if kind == "turned" else {}))
+    return out.getvalue()
+
+
+def template(mark: str) -> str:
+    part = f"{{% if p['type'] == 'image' %}}{mark}{{% else %}}{{{{ p['text'] }}}}{{% endif %}}"
+    parts = f"{{% for p in m['content'] %}}{part}{{% endfor %}}"
+    content = f"{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}{parts}{{% endif %}}"
+    turns = f"{{% for m in messages %}}<|{{{{ m['role'] }}}}|>{content}<|end|>{{% endfor %}}"
+    return turns + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def write_tokenizer(folder: Path, marks: list[str], mark: str, named: dict[str, str]) -> None:
+    """Write a byte-level tokenizer that knows a family's marks."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = [*TURNS, "Ċ", "Ġ", *map(chr, range(33, 127)), "ĊĊ", *marks]
+    tokenizer = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(tokens)}, merges=[("Ċ", "Ċ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in [*TURNS, *marks]])
+    folder.mkdir(exist_ok=True, parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    settings |= {"clean_up_tokenization_spaces": False, "chat_template": template(mark), **named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def conversation(prompt: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for shown, text in PROMPTS[prompt]:
+        messages += [{"role": "assistant", "content": "a wave."}] if messages else []
+        parts = [{"type": "image"} for _ in shown]
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": text}]})
+    return messages
+
+
+def made_config(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
+    import transformers
+
+    config = json.loads(json.dumps(given["config"]))
+    config["text_config"] |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "vocab_size": len(vocabulary)}
+    config |= {key: vocabulary[token] for key, token in given["ids"].items()}
+    return getattr(transformers, f"{given['class']}Config")(**config)
+
+
+def named(path: str) -> Any:
+    """Return a class of transformers; some files import torchvision, of which the Pillow processors use nothing."""
+    for each in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        sys.modules.setdefault(each, MagicMock())
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+def make(case: str) -> None:
+    import torch
+    import transformers
+    from transformers.image_utils import load_image
+
+    from tests.golden.make import load, saved_shapes
+
+    given = CASES[case]
+    marks = list(dict.fromkeys([*given["named"].values(), *given["ids"].values(), given["mark"], *given["marks"]]))
+    kept, ids = {}, {}
+    with tempfile.TemporaryDirectory() as name, torch.no_grad():
+        folder = Path(name)
+        write_tokenizer(folder, marks, given["mark"], given["named"])
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=given["named"], pad_token="<|pad|>"
+        )
+        shapes = saved_shapes(made_config(given, tokenizer.get_vocab()), folder)
+        model = load(folder, 1, shapes)
+        images = named(given["image_processor"])(**given["settings"])
+        # Some want a video processor, which needs torchvision, and look for one of that kind.
+        transformers.ProcessorMixin.check_argument_for_proper_class = lambda *_: None
+        processor = named(given["processor"])(images, tokenizer, **given["more"])
+        for kind in SIZES:
+            (folder / kind).write_bytes(picture(kind))
+            pixels = images([load_image(str(folder / kind))], return_tensors="np")["pixel_values"].reshape(-1)
+            kept[f"{kind} pixels"] = pixels[np.linspace(0, len(pixels) - 1, SHOWN).astype(int)].astype(np.float32)
+        for prompt, turns in PROMPTS.items():
+            shown = [load_image(str(folder / each)) for names, _ in turns for each in names] or None
+            text = tokenizer.apply_chat_template(
+                conversation(prompt), chat_template=template(given["mark"]), add_generation_prompt=True, tokenize=False
+            )
+            inputs = processor(images=shown, text=[text], return_tensors="pt", add_special_tokens=False)
+            kept[prompt] = torch.log_softmax(model(**inputs).logits[0, -ROWS:].double(), -1).float().numpy()
+            ids[prompt] = inputs["input_ids"][0].tolist()
+        config = json.loads((folder / "config.json").read_text())
+    print(case, {prompt: len(each) for prompt, each in ids.items()}, float(kept["one"].min()))
+    np.savez_compressed(HERE / f"{case}.npz", **kept)
+    stored = {"config": config, "settings": json.loads(images.to_json_string()), "marks": marks, "mark": given["mark"]}
+    stored |= {"named": given["named"], "seed": 1, "shapes": shapes, "ids": ids}
+    (HERE / f"{case}.json").write_text(json.dumps(stored) + "\n")
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or CASES:
+        make(each)
