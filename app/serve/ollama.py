@@ -18,8 +18,10 @@ from typing import Any
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Finished, Message, ModelSpec, TextChunk, TokenLogprob, ToolCall
 from tokamac.engine.files import read_text
+from tokamac.engine.gguf.places import told_as
 from tokamac.engine.hub import download
 from tokamac.engine.model.config import context_length, embeds
+from tokamac.engine.model.safetensors import weight_files
 from tokamac.engine.model.weights import text_config
 from tokamac.engine.options import Sampling, Thinking
 
@@ -411,6 +413,10 @@ class OllamaModel:
         return known or context_length(self.config)
 
     @property
+    def form(self) -> str:
+        return "gguf" if self.folder is not None and told_as(self.folder) != self.folder else "safetensors"
+
+    @property
     def details(self) -> dict[str, Any]:
         packing = self.config.get("quantization")
         bits = packing.get("bits") if isinstance(packing, dict) else None
@@ -418,7 +424,7 @@ class OllamaModel:
             bits = round(self.spec.bits_per_weight, 1)
         parameters = 0 if self.spec is None else self.spec.parameters
         return {
-            "parent_model": "", "format": "safetensors", "family": self.family, "families": [self.family],
+            "parent_model": "", "format": self.form, "family": self.family, "families": [self.family],
             "parameter_size": _parameters(parameters) if parameters else "",
             "quantization_level": "" if bits is None else f"{bits:g}bit",
         }  # fmt: skip
@@ -488,7 +494,7 @@ def facts_of(id: str, spec: ModelSpec | None) -> OllamaModel:
     if folder is not None:
         with suppress(OSError, ValueError):
             changed_s = (folder / "config.json").stat().st_mtime
-            nbytes = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+            nbytes = sum(each.stat().st_size for each in weight_files(folder))
         try:
             template = read_text(folder / "chat_template.jinja")
         except (OSError, ValueError):

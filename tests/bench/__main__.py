@@ -46,11 +46,13 @@ SECTIONS = {  # section: its module
     "real": "real",
     "real_chats": "real",
     "real_conversions": "real",
+    "real_gguf": "gguf",
 }
 LONG = (
     "soak_serve",
     "real_chats",
     "real_conversions",
+    "real_gguf",
 )  # `make soak` and `make bench-real` alone: an hour and more
 
 

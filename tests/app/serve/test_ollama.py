@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.app.serve.serving import QUESTION, Served, user
+from tests.engine.gguf.written import write as write_gguf
 from tests.scripted_engine import model_spec
 from tests.waiting import until
-from tokamac.app.serve.ollama import OllamaChat, OllamaGenerate, keep_alive_s
+from tokamac.app.serve.ollama import OllamaChat, OllamaGenerate, facts_of, keep_alive_s
 from tokamac.app.serve.request import RequestError, ServedModel
 from tokamac.engine import Finished, Sampling
 
@@ -314,3 +315,9 @@ def test_a_context_of_another_server_changes_nothing() -> None:
     for context in ([1, 2, 3], [300, -1], *map(list, (b'{"messages": 3}', b'{"messages": [{"content": 1}]}', b"[]"))):
         exchange = OllamaGenerate({"prompt": "Hi", "context": context}, ServedModel("m", SPEC))
         assert (list(exchange.ignored), len(exchange.request.prompts[0])) == (["context"], 1)
+
+
+def test_a_gguf_file_is_told_of_as_one_with_its_size(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", {"architecture": "llama", "case": "llama"})
+    entry = facts_of(str(tmp_path / "model.gguf"), None).entry
+    assert (entry["details"]["format"], entry["size"]) == ("gguf", (tmp_path / "model.gguf").stat().st_size)
