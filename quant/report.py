@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import CONFIG_BYTES, TooLargeError, open_regular, read_bytes
-from tokamac.engine.gguf.places import TABLE
+from tokamac.engine.gguf.places import TABLE, name_of
 from tokamac.engine.hub.names import id_of
 from tokamac.engine.model.adapters import Adapter
-from tokamac.engine.model.config import read_config
 from tokamac.engine.model.safetensors import find_shards, read_header
 from tokamac.engine.perf.cost import PARTS, PartName, Tensor, part_of
 
@@ -87,7 +86,7 @@ def provenance(source: Path, options: Options, adapter: Adapter | None = None) -
     """Return the provenance, from headers and small files. Raises ModelError for torn shards, OSError."""
     found, called = source_id(source), source.resolve().name
     if (source / TABLE).is_file():
-        called = str(read_config(source).get("_name_or_path"))
+        called = name_of(source)
     text = options.calibration
     return Provenance(
         name=found or safe_name(called),

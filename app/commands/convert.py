@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.files import expanded, sizes
+from tokamac.engine.gguf.places import name_of
 from tokamac.engine.perf.memory import check_address_space
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, NO_TEXT, SHIPPED, UNQUANTIZED, Options
 
@@ -278,8 +279,7 @@ def plan_text(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -
         ["disk", f"{needed} needed, {free} free: {'fits' if disk.fits else 'does not fit'}"],
         ["time", _time(plan, estimate)],
     ]
-    source = plan.config.get("_name_or_path") or plan.source
-    title = sanitise_line(f"{source} → {target}  (nothing is written)")
+    title = sanitise_line(f"{name_of(plan.source)} → {target}  (nothing is written)")
     return "\n\n".join([title, table([head, *rows, whole], right=(2, 3, 4)), table(figures)])
 
 

@@ -413,18 +413,15 @@ class OllamaModel:
         return known or context_length(self.config)
 
     @property
-    def form(self) -> str:
-        return "gguf" if self.folder is not None and told_as(self.folder) != self.folder else "safetensors"
-
-    @property
     def details(self) -> dict[str, Any]:
         packing = self.config.get("quantization")
         bits = packing.get("bits") if isinstance(packing, dict) else None
         if self.spec is not None and self.spec.bits_per_weight is not None:
             bits = round(self.spec.bits_per_weight, 1)
         parameters = 0 if self.spec is None else self.spec.parameters
+        form = "gguf" if self.folder is not None and told_as(self.folder) != self.folder else "safetensors"
         return {
-            "parent_model": "", "format": self.form, "family": self.family, "families": [self.family],
+            "parent_model": "", "format": form, "family": self.family, "families": [self.family],
             "parameter_size": _parameters(parameters) if parameters else "",
             "quantization_level": "" if bits is None else f"{bits:g}bit",
         }  # fmt: skip

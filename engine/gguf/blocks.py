@@ -196,7 +196,7 @@ def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Orde
 
     leaves: {"": array} of a packed type gets its numbers unpacked.
     """
-    _keep_freed_memory()
+    pool = _pool()
     if len(tensor.shape) == 1:  # a bias: each number is a row
         tensor = replace(tensor, shape=(*tensor.shape, 1))
     runs = order.runs or ((0, tensor.rows),)
@@ -222,24 +222,19 @@ def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Orde
     if len(parts) == 1:
         fill(parts[0])
     else:
-        for _ in _pool().map(fill, parts):
+        for _ in pool.map(fill, parts):
             pass
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
+    np.empty(8 * CHUNK_WEIGHTS, np.uint8)  # glibc asks the kernel for each array until it has freed a larger one
     return ThreadPoolExecutor(THREADS)
 
 
-@cache
-def _keep_freed_memory() -> None:
-    np.empty(8 * CHUNK_WEIGHTS, np.uint8)  # glibc asks the kernel for each array until it has freed a larger one
-
-
 def _ordered(values: NDArray[Any], columns: tuple[int, ...]) -> NDArray[Any]:
-    if not columns:
-        return values
-    return values.reshape(len(values), len(columns), -1)[:, columns].reshape(len(values), -1)
+    rows = len(values)
+    return values.reshape(rows, len(columns), -1)[:, columns].reshape(rows, -1) if columns else values
 
 
 def _changed(values: NDArray[Any], change: str) -> NDArray[Any]:

@@ -34,13 +34,13 @@ from ..files import INDEX_BYTES, read_text, size
 from .architectures import Place, config_of, places_of
 from .blocks import FLOATS, PACKINGS, BlockPacking, Order, leaves_of, unpack_into
 from .file import GgufFile, GgufTensor, read_gguf
-from .places import TABLE, damaged, parts_of, projector_beside
+from .places import NAME, TABLE, damaged, parts_of, projector_beside
 from .vocabulary import write_tokenizer
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FORMAT = 3  # of the folder
+FORMAT = 4  # of the folder
 TYPES = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 NEW, IN_MLX_FORM = ".new-", "model.safetensors"
 OLD_S = 86_400  # after which what a process that was killed left is removed
@@ -315,7 +315,8 @@ def _write(file: GgufFile, folder: Path) -> None:
     for part, link in links.items():
         (folder / link).symlink_to(os.path.realpath(part))
     sources = list(_sources(file))
-    config = config_of(file) | {"_name_or_path": file.files[0].stem}  # what it is called, in cards of conversions
+    (folder / NAME).write_text(file.files[0].stem, encoding="utf-8")
+    config = config_of(file)
     if (packing := _quantization(sources)) is not None:
         config["quantization"] = packing
     table = [

@@ -190,10 +190,9 @@ def _tiled_columns(params: HyperParameters, shape: Shape) -> Parts:
 
 def _grouped(params: HyperParameters, shape: Shape) -> Parts:
     keys, key_dim, each, value_dim = _linear_heads(params)
-    values = each * value_dim
     fields: dict[str, tuple[int, ...]] = {"in_proj_b": (each,), "in_proj_a": (each,)}
     if shape[0] != 2 * keys * each:  # in the first files
-        fields = {"in_proj_qkv": (key_dim, key_dim, values), "in_proj_z": (values,)}
+        fields = {"in_proj_qkv": (key_dim, key_dim, each * value_dim), "in_proj_z": (each * value_dim,)}
     found, at, span = Parts(), 0, sum(map(sum, fields.values()))
     for module, widths in fields.items():
         runs = list[tuple[int, int]]()
@@ -224,8 +223,8 @@ def _stacked(module: str) -> Callable[[HyperParameters, Shape], Parts]:
 
 
 def _glm4_moe(params: HyperParameters) -> Config:
-    more = {"norm_topk_prob": bool(params.find("expert_weights_norm"))}
-    return more | _experts(params) | {"use_qk_norm": params.has("blk.0.attn_q_norm.weight")}
+    more = {"norm_topk_prob": bool(params.find("expert_weights_norm")), **_experts(params)}
+    return more | {"use_qk_norm": params.has("blk.0.attn_q_norm.weight")}
 
 
 def _falcon_h1(params: HyperParameters) -> Config:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelDamagedError, ModelNotFoundError
-from ..files import exists, is_dir, is_file, open_regular
+from ..files import exists, is_dir, is_file, open_regular, read_text
 
 MAGIC = b"GGUF"
 TABLE = "arrays.json"  # of a folder that stands for a GGUF file (checkpoint.py): what its arrays are made of
+NAME = "name"  # of the file, without its ending; apart from the config, which tells whether two models are the same
 PROJECTOR = "mmproj"  # is in the names of vision towers beside a model
 NO_MODEL = (PROJECTOR, "imatrix")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -69,6 +70,11 @@ def projector_beside(files: Iterable[Path]) -> Path | None:
         links = file.parent.parent.glob("snapshots/**/*.gguf") if file.parent.name == "blobs" else ()
         folders |= {file.parent, *(link.parent for link in links if link.resolve() == file)}
     return next((each for folder in folders for each in sorted(folder.glob(f"*{PROJECTOR}*.gguf"))), None)
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of the file that a folder stands for; else the folder's place."""
+    return read_text(folder / NAME) if (folder / TABLE).is_file() else str(folder)
 
 
 def told_as(folder: Path) -> Path:

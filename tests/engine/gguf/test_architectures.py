@@ -1,5 +1,6 @@
 """Each architecture of the table: a tiny model as GGUF computes what its Hugging Face form computes."""
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from tests.engine.gguf import written
 from tests.families import golden
 from tokamac.engine import ModelNotFoundError, ModelUnsupportedError
 from tokamac.engine.gguf.checkpoint import Arrays, folder_of, kept_of, mlx_folder
-from tokamac.engine.gguf.places import find_gguf
+from tokamac.engine.gguf.places import find_gguf, name_of
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.model.safetensors import weight_files
+from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.cost import cost_of_folder
-from tokamac.engine.prompt_cache.folder import digest
+from tokamac.engine.prompt_cache.folder import digest, identity
 from tokamac.quant import convert
 from tokamac.quant.conversion import default_target
 from tokamac.quant.options import Options
@@ -53,6 +55,9 @@ def test_a_folder_stands_for_a_file_and_nothing_is_written_beside_it(tmp_path: P
     assert find_gguf(file.parent) == file
     assert folder_of(file) == folder
     before = digest(weight_files(folder), digests)
+    copied = folder_of(Path(shutil.copy(file, tmp_path / "other.gguf")))
+    assert (name_of(copied), digest(weight_files(copied), digests)) == ("other", before)
+    assert identity(copied, KVSpec(), before) == identity(folder, KVSpec(), before)  # so the prompt cache knows it
     written.write(file, ROWS[0], GGMLQuantizationType.Q8_0)
     assert folder_of(file) != folder
     assert digest(weight_files(folder_of(file)), digests) != before
