@@ -125,8 +125,8 @@ def _add_finding(made: Parser) -> None:
     group.add_argument(
         "--method",
         choices=METHODS,
-        help="search: least squared error; gptq: that, and later weights make good for earlier ones; awq: that, of scaled channels; round: "
-        "MLX's own (default: search; round for mxfp8)",
+        help="search: least squared error; gptq: that, and later weights make good for earlier ones; awq: that, of scaled "
+        "channels; round: MLX's own (default: search; round for mxfp8)",
     )
     group.add_argument(
         "--calibration",

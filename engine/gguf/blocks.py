@@ -212,8 +212,9 @@ def unpack_into(tensor: GgufTensor, leaves: dict[str, NDArray[Any]], order: Orde
         if turned:
             rows = rows.reshape(-1, turned // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
         found_in_rows = [("", dequantize(rows, tensor.kind))] if unpacked else _converted(rows, tensor.kind)
-        for name, found in found_in_rows:
-            flat[name][place : place + len(rows)] = _changed(_ordered(found, order.columns), change)
+        with np.errstate(all="ignore"):  # nonsense values are told of where all are
+            for name, found in found_in_rows:
+                flat[name][place : place + len(rows)] = _changed(_ordered(found, order.columns), change)
 
     parts, place = [], 0
     for begin, end in runs:
@@ -242,8 +243,7 @@ def _changed(values: NDArray[Any], change: str) -> NDArray[Any]:
         return values
     halves = values.dtype == np.uint16  # bfloat16, which NumPy lacks
     wide = (values.astype(np.uint32) << 16).view(np.float32) if halves else values
-    with np.errstate(invalid="ignore", divide="ignore"):  # a nonsense value is told of where all are
-        wide = wide - 1 if change == MINUS_ONE else np.log(-wide)
+    wide = wide - 1 if change == MINUS_ONE else np.log(-wide)
     if not halves:
         return wide
     bits = wide.view(np.uint32)
