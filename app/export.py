@@ -3,7 +3,7 @@
 import io
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -11,6 +11,7 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -23,7 +24,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tokamac.engine.errors import PictureError
-from tokamac.engine.events import Role
+from tokamac.engine.events import Role, StepToken
 from tokamac.engine.files import exists
 from tokamac.engine.vision.picture import Picture, kind_of
 
@@ -32,6 +33,7 @@ from .chat.conversation import EDITED
 from .chat.listing import ending_text
 from .chat.preferences import budget_spent
 from .chat.recording import ReplyRecord, measured_of
+from .chat.reply_steps import alternatives, doubt
 from .reports.verdict import figures_text, prompt_text, sentence
 from .store import export, foreign
 from .store.export import branch, to_json, to_markdown, write
@@ -56,9 +58,13 @@ MOST_CHARACTERS = 60
 _NOT_IN_NAMES = re.compile(r"[\W_]+")
 
 
-def export_chat(archive: Archive, path: Path) -> None:
-    """Write a new file in the format of its suffix. Raises StoreError."""
-    write(path, _format(path)(archive))
+Looked = Mapping[int, tuple[StepToken, ...]]  # tokens of replies, by their messages' ids
+
+
+def export_chat(archive: Archive, path: Path, looked: Looked = MappingProxyType({})) -> None:
+    """Write a new file in the format of its suffix; HTML keeps how likely tokens were. Raises StoreError."""
+    made = _format(path)
+    write(path, to_html(archive, looked) if made is to_html else made(archive))
 
 
 def check_suffix(path: Path) -> None:
@@ -153,18 +159,19 @@ class ExportEntry:
     files: tuple[File, ...] = ()
     ending: str = ""
     figures: tuple[str, ...] = ()
+    tokens: tuple[StepToken, ...] = ()
 
 
 def title_of(archive: Archive) -> str:
     return sanitise_line(archive.chat.title) or "Chat"
 
 
-def entries(archive: Archive) -> Iterator[ExportEntry]:
+def entries(archive: Archive, looked: Looked = MappingProxyType({})) -> Iterator[ExportEntry]:
     system = archive.chat.settings.get("system")
     if isinstance(system, str) and system.strip():
         yield ExportEntry("system", WHO["system"], sanitise(system))
     for message in branch(archive):
-        yield _entry(message)
+        yield replace(_entry(message), tokens=looked.get(message.id, ()))
 
 
 def _entry(message: StoredMessage) -> ExportEntry:
@@ -297,6 +304,9 @@ article.user > .text, article.system > .text {
 pre { background: var(--box); padding: .75rem 1rem; overflow-x: auto; }
 code, pre { font: .875rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 pre.plain { white-space: pre-wrap; }
+.d1 { color: var(--link); }
+.d2 { color: var(--accent); }
+.d3 { color: var(--accent); text-decoration: underline; }
 .math { color: var(--link); }
 pre.math { background: none; }
 .task { list-style: none; margin-left: -1.25rem; }
@@ -312,10 +322,10 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem
 """
 
 
-def to_html(archive: Archive) -> str:
+def to_html(archive: Archive, looked: Looked = MappingProxyType({})) -> str:
     title = escape(title_of(archive))
     began = datetime.fromtimestamp(archive.chat.created_at, UTC)
-    articles = "\n".join(_article(entry) for entry in entries(archive))
+    articles = "\n".join(_article(entry) for entry in entries(archive, looked))
     policy = (
         f"default-src 'none'; style-src 'sha256-{b64encode(sha256(CSS.encode()).digest()).decode()}'; img-src data:"
     )
@@ -350,6 +360,7 @@ def _article(entry: ExportEntry) -> str:
         f"<h2>{escape(entry.who)}</h2>",
         _folded(entry.thought, entry.thinking) if entry.thinking else "",
         f'<div class="text">{text}</div>' if entry.text else "",
+        tinted_html(entry.tokens) if entry.tokens else "",
         *(_shown(each) if each.picture else _folded(each.name, each.text) for each in entry.files),
         f'<p class="ending">{escape(entry.ending)}</p>' if entry.ending else "",
         *(f'<p class="figures">{escape(line)}</p>' for line in entry.figures),
@@ -360,6 +371,15 @@ def _article(entry: ExportEntry) -> str:
 
 def _shown(file: File) -> str:
     return f'<figure><img src="{escape(file.picture)}"><figcaption>{escape(file.name)}</figcaption></figure>'
+
+
+def tinted_html(tokens: Sequence[StepToken]) -> str:
+    """Return the text once more, each token tinted by how likely it was; pointing at one tells what else was."""
+    spans = (
+        f'<span class="d{doubt(each)}" title="{escape(alternatives(each))}">{escape(sanitise(each.text))}</span>'
+        for each in tokens
+    )
+    return f'<details><summary>How likely each word was</summary><pre class="plain">\n{"".join(spans)}</pre></details>'
 
 
 def _folded(summary: str, text: str) -> str:

@@ -36,6 +36,7 @@ from .settings_form import (
 from .steps import DraftReturned
 
 if TYPE_CHECKING:
+    from ..export import Looked
     from ..text.markdown import OpenableLink
 
 
@@ -201,13 +202,18 @@ def export(chat: ChatController, written: str) -> None:
     if (stored := recording.chat) is None:
         raise RefusedError("This chat could not be saved, so it can't be exported.")
     path = expanded(written) if written else None
-    chat.view.aside(lambda: _exported(chat, recording.file, stored, path, missing))
+    tokens = {recording.stored(key): each for key, each in chat.session.conversation.looked.items()}
+    looked = {key: each for key, each in tokens.items() if key is not None}
+    chat.view.aside(lambda: _exported(chat, (recording.file, stored, looked), path, missing))
 
 
-def _exported(chat: ChatController, file: Path, stored: str, path: Path | None, missing: str) -> Callable[[], None]:
+def _exported(
+    chat: ChatController, source: "tuple[Path, str, Looked]", path: Path | None, missing: str
+) -> Callable[[], None]:
     """Write the file. missing: a sentence on what is not stored, or nothing."""
     from ..export import check_suffix, export_chat, free_name
 
+    file, stored, looked = source
     try:
         with Store.open(file) as store:
             archive = store.archive(stored)
@@ -217,7 +223,7 @@ def _exported(chat: ChatController, file: Path, stored: str, path: Path | None, 
         check_suffix(path)
         if exists(path) and not chat.lines:
             return lambda: _offer_free_name(chat, path)
-        export_chat(archive, path)
+        export_chat(archive, path, looked)
     except (StoreError, ShellError) as error:
         return partial(chat.view.tell, error.one_line(), "error")
     text = f"Exported to {sanitise_line(str(path))}. {missing}".strip()

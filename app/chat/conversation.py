@@ -18,6 +18,7 @@ from tokamac.engine.events import (
     LoopFound,
     Message,
     PrefillProgress,
+    StepToken,
     TextChunk,
     TextKind,
     ToolCall,
@@ -445,6 +446,7 @@ class Conversation:
         self.pruned = set(pruned)
         self.pinned = set(pinned)
         self.allowed: set[str] = set()
+        self.looked: dict[int, tuple[StepToken, ...]] = {}  # of replies whose likely tokens were computed, by key
         self._builder = ReplyBuilder()
         self._reply: int | None = None
 

@@ -41,6 +41,7 @@ NOT_RECORDED = "not recorded with this reply"
 NOT_REPORTED = "the engine stopped before it could report them"
 NOT_A_MODELS = "this text is yours, not a model's"
 LEAST_MS = 0.005  # below it, a time is written as under 0.01 ms
+TINTED_TOKENS = 300  # of a reply that is tinted by how likely each was
 CONTEXT_TOKENS = 24  # tokens of the reply shown before a step, and half as many after it
 
 Tone = Literal["", "title", "good", "warn", "faint"]
@@ -267,6 +268,23 @@ class ReplySteps:
         limit = "reading memory" if computing is None or (reading or 0) >= computing else "arithmetic"
         return f"{units.percent(share)} of it: {limit} takes {milliseconds(work.least_ms)} at least here"
 
+    @property
+    def tokens(self) -> tuple[StepToken, ...]:
+        """All tokens of the reply, once they are known."""
+        return tuple(self._tokens) if self.ended and not self.problem else ()
+
+    def tinted(self, index: int) -> list[tuple[str, int, bool]]:
+        """Return the text around a step as (text, class of ``doubt``, whether it is the step's token)."""
+        at = self.walk[index].token or 0
+        first = max(0, at - TINTED_TOKENS // 2)
+        part = self._tokens[first : first + TINTED_TOKENS]
+        return [(visible(each.text).replace("↵", "↵\n"), doubt(each), each is self.token(index)) for each in part]
+
+    def next_doubtful(self, index: int, by: int) -> int | None:
+        """Return the next step, ``by`` 1 on or -1 back, whose token was less likely than not; None: there is none."""
+        last = len(self) if by > 0 else -1
+        return next((at for at in range(index + by, last, by) if (t := self.token(at)) and doubt(t) > 1), None)
+
     def around(self, index: int) -> TextAround | None:
         """Return the text around a step's token; None if unknown."""
         token = self.walk[index].token
@@ -384,6 +402,17 @@ def likelihood(logprob: float) -> str:
     if share >= 0.1:
         return f"{share:.0%}"
     return f"{share:.1%}" if share >= 0.0005 else "under 0.1%"
+
+
+def doubt(token: StepToken) -> int:
+    """Return the class of a token's probability: 0 from 90%, 1 from 50%, 2 from 20%, 3 below."""
+    return sum(_share(token.logprob) < bound for bound in (0.9, 0.5, 0.2))
+
+
+def alternatives(token: StepToken) -> str:
+    """Return a token's probability and what else was likely: ``23%; or “a” 40%, “b” 9%``."""
+    others = ", ".join(f"{quoted(each.text)} {likelihood(each.logprob)}" for each in token.others)
+    return f"{likelihood(token.logprob)}; or {others}" if others else likelihood(token.logprob)
 
 
 def _at_least(ms: float | None) -> str:

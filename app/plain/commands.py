@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import TextChunk
@@ -58,6 +58,9 @@ from ..text.units import count, short, size
 from ..tools.web import is_address
 from .console import interruptible
 from .view import PlainView, Rarely, WrittenConversion, last_turn, outline
+
+if TYPE_CHECKING:
+    from ..chat.reply_steps import ReplySteps
 
 # Versions are listed as a numbered, nested outline.
 
@@ -622,7 +625,7 @@ LISTED_STEPS = 12  # slow steps that /steps lists
 
 def steps(view: PlainView, written: str) -> None:
     """List the last reply's steps, explain one, or continue from it with another token."""
-    from ..chat.reply_steps import ReplySteps, visible, why_not
+    from ..chat.reply_steps import ReplySteps, visible
 
     found = view.chat.session.conversation.reply_at(None)
     if found is None or found.reply is None:
@@ -635,12 +638,7 @@ def steps(view: PlainView, written: str) -> None:
     number, choice = _numbers(written)
     if shown.recorded and not 1 <= number <= len(shown):
         raise RefusedError(f"This reply has {len(shown):,} steps.")
-    view.wait()
-    if why := why_not(view.chat.session, found.reply):
-        shown.receive(LookedAt(found.key, ended=True, error=why))
-    else:
-        question = shown.question(found.key, view.chat.session.prompt_before(found.key), view.chat.session.template)
-        view.look_again(question, shown.receive)
+    _look(view, found.key, shown)
     if not 1 <= number <= len(shown):
         raise RefusedError(f"This reply has {len(shown):,} steps.")
     if choice is not None:
@@ -653,6 +651,37 @@ def steps(view: PlainView, written: str) -> None:
     view.show("\n".join([shown.title(number - 1), *lines]))
     if remark := shown.status():
         view.tell(remark)
+
+
+def _look(view: PlainView, key: int, shown: "ReplySteps") -> None:
+    from ..chat.reply_steps import why_not
+
+    view.wait()
+    session = view.chat.session
+    if why := why_not(session, shown.reply):
+        shown.receive(LookedAt(key, ended=True, error=why))
+    else:
+        view.look_again(shown.question(key, session.prompt_before(key), session.template), shown.receive)
+    if shown.tokens:
+        session.conversation.looked[key] = shown.tokens
+
+
+def sure(view: PlainView, _: str) -> None:
+    """Show the last reply with its unlikely words in brackets, each with its step."""
+    from ..chat.reply_steps import ReplySteps, alternatives, doubt, quoted
+
+    found = view.chat.session.conversation.reply_at(None)
+    if found is None or found.reply is None:
+        raise RefusedError("There is no reply yet.")
+    shown = ReplySteps(found.reply)
+    _look(view, found.key, shown)
+    view.show("".join(f"[{each.text}]" if doubt(each) > 1 else each.text for each in shown.tokens))
+    unlikely = [at for at in range(len(shown)) if (token := shown.token(at)) is not None and doubt(token) > 1]
+    tokens = [(at, token) for at in unlikely[:LISTED_STEPS] if (token := shown.token(at)) is not None]
+    view.show("\n".join(f"step {at + 1}: {quoted(token.text)} {alternatives(token)}" for at, token in tokens))
+    view.tell(
+        shown.status() or "In brackets: less likely than not. /steps STEP TOKEN goes on with another TOKEN, 1 to 5."
+    )
 
 
 def _numbers(written: str) -> tuple[int, int | None]:
@@ -764,6 +793,7 @@ LISTS: Mapping[str, Callable[[PlainView, str], None]] = {
     "gauges": gauges,
     "explain": explain_reply,
     "steps": steps,
+    "sure": sure,
     "what_if": what_if,
     "convert": convert,
     "editor": editor,

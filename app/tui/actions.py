@@ -414,14 +414,17 @@ class Dialogs:
         replies = [session.engine.with_ceiling(reply) for reply in known.values()]
         self._screen.app.push_screen(ExplainScreen(replies, index), go_on)
 
-    def steps(self, _: str) -> None:
+    def sure(self, _: str) -> None:
+        self.steps("", tinted=True)
+
+    def steps(self, _: str, *, tinted: bool = False) -> None:
         conversation, node = self._chat.session.conversation, self._chat.selected()
         found = None if node is None else conversation.reply_at(node.key) or conversation.reply_at(None)
         if found is None:
             raise RefusedError("There is no reply to walk through yet.")
-        self._walk(found.key)
+        self._walk(found.key, tinted=tinted)
 
-    def _walk(self, key: int) -> None:
+    def _walk(self, key: int, *, tinted: bool = False) -> None:
         from ..chat.reply_steps import ReplySteps, why_not
         from .screens.explain import StepsScreen
 
@@ -438,12 +441,16 @@ class Dialogs:
             else:
                 bridge.ask(shown.question(key, session.prompt_before(key), session.template))
 
+        conversation = session.conversation
+
         def closed(begun: "Reply | None") -> None:
             bridge.ask(StopLooking())
+            if shown.tokens:
+                conversation.looked[key] = shown.tokens
             if begun is not None:
                 self._chat.reply(lambda: session.branch_from(key, begun))
 
-        screen = StepsScreen(shown, ask, lambda: bridge.ask(StopLooking()), number=key)
+        screen = StepsScreen(shown, ask, lambda: bridge.ask(StopLooking()), number=key, tinted=tinted)
         self._screen.app.push_screen(screen, closed)
 
     def help(self, _: str) -> None:
@@ -480,6 +487,7 @@ class Dialogs:
         "theme": theme,
         "explain": explain,
         "steps": steps,
+        "sure": sure,
         "help": help,
         "ask_guide": ask_guide,
     }

@@ -430,6 +430,9 @@ def _row(cells: list[str], styles: list[str]) -> Content:
     return Content("").join(Content.styled("".join(cell for cell, _ in run), style) for style, run in runs)
 
 
+TINTS = ("", "$text-success", "$text-warning", "$text-error underline")  # by ``doubt``
+
+
 class StepsScreen(Dialog[Reply]):
     """A reply's steps; the result is the beginning of a new version, if the user branches at a step.
 
@@ -447,14 +450,18 @@ class StepsScreen(Dialog[Reply]):
         Binding("n", "held_up(1)", "Next slow step", id="steps.next_slow"),
         Binding("p", "held_up(-1)", "Slow step before", id="steps.slow_before"),
         Binding("space", "play", "Play or pause", id="steps.play", priority=True),
+        Binding("u", "tint", "Tint by likelihood", id="steps.tint"),
         Binding("plus,equals_sign", "faster(1)", "Faster", id="steps.faster"),
         Binding("minus", "faster(-1)", "Slower", id="steps.slower"),
         Binding("c", "compute", "Compute or cancel the likely tokens", id="steps.compute"),
         *(Binding(str(n), f"branch({n})", f"Go on with {n}", id=f"steps.branch_{n}", show=False) for n in range(1, 6)),
     ]
 
-    def __init__(self, steps: ReplySteps, ask: Callable[[], None], stop: Callable[[], None], *, number: int) -> None:
+    def __init__(
+        self, steps: ReplySteps, ask: Callable[[], None], stop: Callable[[], None], *, number: int, tinted: bool = False
+    ) -> None:
         super().__init__()
+        self.set_class(tinted, "-tinted")
         self._steps, self._ask, self._stop, self._number = steps, ask, stop, number
         self._index = steps.walk.pieces if len(steps) else 0
         self._speed = PACES.index(1.0)
@@ -519,10 +526,17 @@ class StepsScreen(Dialog[Reply]):
         self._pause()
         self._go(index if index >= 0 else len(self._steps) - 1)
 
+    def action_tint(self) -> None:
+        self.toggle_class("-tinted")
+        self.call_after_refresh(self._show)
+
     def action_held_up(self, by: int) -> None:
         self._pause()
-        found = self._steps.walk.next_held_up(self._index, by)
-        if found is None:
+        tinted = self.has_class("-tinted")
+        found = (self._steps.next_doubtful if tinted else self._steps.walk.next_held_up)(self._index, by)
+        if found is None and tinted:
+            self._say("No word after this one was unlikely." if by > 0 else "No word before this one was unlikely.")
+        elif found is None:
             self._say(
                 "No step after this one was unusually slow."
                 if by > 0
@@ -598,7 +612,12 @@ class StepsScreen(Dialog[Reply]):
         self.query_one(StepStrip).show(self._index)
         around = self._steps.around(self._index)
         text = Content("")
-        if around is not None:
+        if self.has_class("-tinted"):
+            parts = self._steps.tinted(self._index)
+            text = Content("").join(
+                Content.styled(part, "bold reverse" if here else TINTS[at]) for part, at, here in parts
+            )
+        elif around is not None:
             text = Content.styled(f"…{around.before}", FAINT) + Content.styled(around.token, "bold reverse")
             text += Content.styled(f"{around.after}…", FAINT)
         self.query_one("#around", Static).update(text)
@@ -617,8 +636,17 @@ class StepsScreen(Dialog[Reply]):
         speed = PACES[self._speed]
         plays = "Space pauses" if self._player is not None else "Space plays"
         at = "" if speed == 1.0 else f" ×{speed:g}"
+        if self.has_class("-tinted"):
+            self.say_keys("← → words", "1–5 continue with that one", "n p unlikely ones", "U steps", "Esc closes")
+            return
         self.say_keys(
-            "← → steps", f"{plays}{at}", "1–5 continue with that token", "n p slow ones", "+ - speed", "Esc closes"
+            "← → steps",
+            "U how sure",
+            f"{plays}{at}",
+            "1–5 continue with that token",
+            "n p slow ones",
+            "+ - speed",
+            "Esc closes",
         )
 
 

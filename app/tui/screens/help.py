@@ -42,7 +42,7 @@ GROUPS: dict[str, str] = {
     "Models and settings": (
         "choose_model models pull jobs adapter draft unload convert system_prompt remember project settings show thinking"
     ),
-    "Speed and memory": "toggle_panel all_figures gauges explain stats steps what_if",
+    "Speed and memory": "toggle_panel all_figures gauges explain stats steps sure what_if",
     "Reading": "scroll_top scroll_end page_up page_down copy",
     ALSO: "leader palette keys theme ask_guide help suspend leave",
 }

@@ -54,6 +54,7 @@ PROMISED = {
     "convert": {"f4", "ctrl+x c"},
     "explain": {"f2", "ctrl+x e"},
     "steps": {"f10", "ctrl+x s"},
+    "sure": {"ctrl+x o"},
     "what_if": {"f3", "ctrl+x w"},
     "attach": {"@"},
     "detach": {"backspace"},

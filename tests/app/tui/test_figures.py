@@ -3,6 +3,7 @@
 import io
 import os
 import queue
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
+from textual.content import Content
 from textual.geometry import Region
 from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 
@@ -195,6 +197,25 @@ async def test_a_reply_is_walked_step_by_step(chat: Start, size: tuple[int, int]
         assert len(strip.render().plain.splitlines()[0]) <= strip.size.width
         await c.pilot.press("escape")
         assert not isinstance(c.app.screen, StepsScreen)
+
+
+async def test_words_are_tinted_by_how_likely_they_were_and_html_keeps_it(chat: Start, tmp_path: Path) -> None:
+    async with chat("guide") as c:
+        await c.ask("Why?")
+        await c.pilot.press("ctrl+x", "o")
+        await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
+        screen = cast(StepsScreen, c.app.screen)
+        around = screen.query_one("#around", Static)
+        await c.until(lambda: "78% likely" in shown_steps(c) and "Computing" not in shown_steps(c), "the likely tokens")
+        assert {str(span.style) for span in cast(Content, around.render()).spans} > {"bold reverse"}
+        await c.pilot.press("u")
+        assert not screen.has_class("-tinted")
+        await c.pilot.press("escape")
+        c.app.view.do("export", str(tmp_path / "sure.html"))
+        await c.until((tmp_path / "sure.html").exists, "the page")
+        page = (tmp_path / "sure.html").read_text()
+        assert re.search(r'<span class="d1" title="78%; or “oceD” [0-9.]+%[^"]*">Deco</span>', page)
+        assert "<script" not in page
 
 
 async def test_s_in_f2_walks_through_the_reply_that_f2_shows(chat: Start) -> None:
