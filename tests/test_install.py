@@ -210,13 +210,10 @@ def test_mlx_that_cannot_be_imported_is_explained() -> None:
         "dlopen(core.cpython-312-darwin.so): Library not loaded: @rpath/libmlx.dylib", name="mlx.core"
     )
     on_mac = cannot_import(failure, platform="darwin", unmet="")
-    assert on_mac is not None
     assert on_mac.hint == f"Install it again: {sys.executable} -m pip install --force-reinstall mlx."
     on_linux = cannot_import(ImportError("libmlx.so: cannot open shared object file"), platform="linux", unmet="")
-    assert on_linux is not None
     assert "mlx[cpu]" in on_linux.hint
     lacking = cannot_import(failure, platform="darwin", unmet="MLX needs macOS 14 or later")
-    assert lacking is not None
     assert lacking.hint == "MLX needs macOS 14 or later"
 
 

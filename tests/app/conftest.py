@@ -78,7 +78,6 @@ class Chat:
     def engine(self) -> EngineProcess:
         """The chat's own process."""
         shared = self.app.chat.bridge._process
-        assert shared is not None
         assert isinstance(shared._link, EngineProcess)
         return shared._link
 
@@ -113,6 +112,11 @@ class Chat:
         """Press the key that opens a screen; return the screen."""
         await self.pilot.press(key)
         return await self.on(kind)
+
+    async def closed(self) -> None:
+        """Close what is over the chat."""
+        await self.pilot.press("escape")
+        await self.until(lambda: self.app.screen is self.app.view, "the chat")
 
     async def on(self, kind: type[Shown]) -> Shown:
         """Wait for a screen, and return it."""
@@ -171,8 +175,8 @@ class Chat:
 
     async def close_settings(self) -> None:
         """Close the list of settings, whose search is not empty."""
-        await self.pilot.press("escape", "escape")
-        await self.until(lambda: self.app.screen is self.app.view, "the end of the settings")
+        await self.pilot.press("escape")
+        await self.closed()
 
     async def send(self, text: str) -> None:
         # Not by the pilot's keys: it waits for an idle screen, which a running reply may keep from it.

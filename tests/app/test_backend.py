@@ -307,8 +307,6 @@ def test_what_is_read_ahead_is_not_computed_again(talk: Callable[..., Talk]) -> 
     before = child.price(LONG, 2).price
     child.process.send(Warm(1, (Message("user", LONG),)))
     after = child.price(LONG, 3).price
-    assert before is not None
-    assert after is not None
     assert before.tokens == before.prompt_tokens == after.prompt_tokens > 10 * after.tokens
     child.say(LONG)
     done = child.until(Finished)[-1]
@@ -412,7 +410,6 @@ def test_the_process_ends_when_the_screen_is_gone(tmp_path: Path) -> None:
         (tmp_path / "err").open("wb") as err,
         subprocess.Popen(SCRIPTED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err) as child,
     ):
-        assert child.stdin is not None
         child.stdin.write(encode(Load("slow-load")))
         child.stdin.close()
         assert child.wait(PATIENCE_S) == 0
@@ -443,7 +440,6 @@ def test_who_is_cancelled_twice_has_seen_the_end_of_the_process_that_it_ran() ->
         running = asyncio.create_task(command.run([], lambda _: told.set()))
         await asyncio.wait_for(told.wait(), PATIENCE_S)
         process = command._process
-        assert process is not None
         for _ in range(2):
             running.cancel()
             await asyncio.sleep(0)

@@ -80,7 +80,6 @@ def test_what_two_nodes_serve_is_what_one_does(tmp_path: Path) -> None:
     answers = []
     for nodes in (None, Nodes(2)):
         with serving(str(model), tmp_path / "log", nodes=nodes, draft=str(model)) as served:
-            assert served.model is not None
             notes = [note.text for note in served.model.info.model_notes]
             assert any("2 nodes hold the model" in note for note in notes) == (nodes is not None), notes
             with ThreadPoolExecutor(2) as threads:
@@ -102,8 +101,6 @@ def test_what_two_nodes_serve_is_what_one_does(tmp_path: Path) -> None:
 def test_the_plain_chat_runs_on_two_nodes(tmp_path: Path) -> None:
     command = cli("chat", "--plain", "--max-tokens", "5", folder=tmp_path)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
         running.stdin.write(b"Hello\n")
         running.stdin.flush()
         assert running.stdout.read(1)

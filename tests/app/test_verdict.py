@@ -69,7 +69,6 @@ def shown(end: Finished) -> dict[str, str]:
     live = {"live line": doing(session, 0.0, 100).plain, "live bar": " ".join(essentials_of(session))}
     session.on_event(ReplyEvent(1, end))
     reply = session.turns[-1].reply
-    assert reply is not None
     assert reply.metrics is not None
     kept = json.loads(json.dumps(measured(reply)))
     message = StoredMessage(1, "", None, "assistant", "text", "", "complete", 0.0, "m", {}, kept)
@@ -208,8 +207,6 @@ def test_a_command_accounts_for_all_seconds_since_its_process_began() -> None:
     first, second = (time.counted(replace(end, tool_calls=calls)) for calls in (("a call",), ()))
     assert isinstance(first, Finished)
     assert isinstance(second, Finished)
-    assert first.diagnosis is not None
-    assert second.diagnosis is not None
     spent = {part.name: part.seconds for part in first.diagnosis.parts}
     assert (spent["start"], spent["load"], first.diagnosis.total_s) == (2.0, 3.0, pytest.approx(6.0))
     assert second.diagnosis.total_s == pytest.approx(2.0)
@@ -228,8 +225,6 @@ def test_what_a_user_waits_for_a_model_is_in_the_replys_time() -> None:
     clock.now += 9.0
     session.on_event(ReplyEvent(1, ended(next(each for each in RECORDED if each.name == "SmolLM2, long"))))
     (turn,) = session.turns
-    assert turn.reply is not None
-    assert turn.reply.diagnosis is not None
     assert turn.reply.diagnosis.part("load").seconds == pytest.approx(4.0)
     assert turn.reply.diagnosis.total_s == pytest.approx(13.0)
     assert "load 4.0 s (31%)" in " ".join(explanation(turn.reply, 100).plain.split())

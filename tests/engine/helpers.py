@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.waiting import PATIENCE_S
-from tokamac.engine.events import Event
+from tokamac.engine.events import Event, Finished
 from tokamac.engine.reply import ReplyTask
 from tokamac.engine.runner import Runner
 from tokamac.engine.schedule.decoding import Lane
@@ -249,3 +249,10 @@ def write_fused(folder: Path, model: Path, peft: Path, scales: dict[str, float] 
             weights[f"{path}.weight"] = changed.astype(np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
     return folder
+
+
+def finish(events: Iterable[object]) -> Finished:
+    """Read a reply to its end; return that."""
+    *_, end = events
+    assert isinstance(end, Finished)
+    return end

@@ -514,7 +514,6 @@ def test_deepseek_v4_is_given_tools_and_results_as_turns_of_the_user(tmp_path: P
     assert said.endswith("<｜User｜><tool_result>1</tool_result>\n\n<tool_result>2</tool_result><｜Assistant｜><think>")
     called = said[said.index("<think>Hm.</think>So.\n\n") :].partition("So.")[2].partition("<｜end▁of▁sentence｜>")[0]
     reader = model.call_reader(0)
-    assert reader is not None
     assert reader.dialect.name == "deepseek_v4"
     found = reader.read(called.strip().removeprefix(reader.dialect.start))
     assert [(each.name, each.values) for each in found] == [(each.name, each.values) for each in calls]

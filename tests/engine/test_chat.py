@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.helpers import DEADLINE_S, within, write_model, write_tokenizer
+from tests.engine.helpers import DEADLINE_S, finish, within, write_model, write_tokenizer
 from tests.engine.inside import runtime_of, store_of
 from tests.families import crossed
 from tokamac.engine import (
@@ -421,12 +421,6 @@ def uncut(guide: Engine) -> str:
     """The greedy reply, all of it."""
     chat = guide.chat()
     return finish(chat.send(QUESTION, WHOLE)).text
-
-
-def finish(events: Iterator[object]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
 
 
 def tokenizer(folder: Path, template: str, *, thinking: bool) -> Tokenizer:

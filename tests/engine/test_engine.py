@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mlx import nn
 from mlx.utils import tree_map
 
-from tests.engine.helpers import ALPHA, RANK, as_mlx, shapes_of, write_fused, write_model, write_peft
+from tests.engine.helpers import ALPHA, RANK, as_mlx, finish, shapes_of, write_fused, write_model, write_peft
 from tests.engine.inside import replies_of, runner_of, runtime_of
 from tests.waiting import PATIENCE_S
 from tokamac.engine import (
@@ -28,7 +28,6 @@ from tokamac.engine import (
     DeviceError,
     Engine,
     EngineClosedError,
-    Event,
     Finished,
     KVSpec,
     LoopFound,
@@ -65,12 +64,6 @@ def engine(tiny: Path) -> Iterator[Engine]:
 def fresh(tiny: Path) -> Iterator[Engine]:
     with Engine.load(tiny) as loaded:
         yield loaded
-
-
-def finish(events: Iterator[Event]) -> Finished:
-    last = list(events)[-1]
-    assert isinstance(last, Finished)
-    return last
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -241,7 +234,6 @@ def test_live_tells_of_the_reply_in_progress_and_of_nothing_else(fresh: Engine) 
         if isinstance(event, TextChunk):
             break
     live = fresh.live()
-    assert live is not None
     assert live.metrics.ttft_s is not None
     assert live.context_tokens > 10
     events.close()

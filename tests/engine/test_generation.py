@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.helpers import write_model
+from tests.engine.helpers import finish, write_model
 from tests.engine.inside import idle_of, runner_of, runtime_of, store_of
 from tests.engine.kv.models import built, tiny_llama, tokens
 from tokamac.engine import (
@@ -468,17 +468,12 @@ def failing(
     return model
 
 
-def last(events: list[Any]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
-
-
 @pytest.mark.parametrize(
     "error", [RuntimeError(INSUFFICIENT), RuntimeError(TIMEOUT), MemoryError("std::bad_alloc")], ids=str
 )
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_failed_piece_is_tried_again_at_half_its_size(either_engine, monkeypatch, error, step):
-    plain = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
+    plain = finish(list(either_engine.generate(LONG_PROMPT, GREEDY)))
     store_of(either_engine).clear()
     model = failing(either_engine, monkeypatch, lambda _, number: number == step, error)
     events = list(either_engine.generate(LONG_PROMPT, GREEDY))
@@ -489,7 +484,7 @@ def test_a_failed_piece_is_tried_again_at_half_its_size(either_engine, monkeypat
     prompt = [rows for rows in model.rows[step:] if rows > 1]
     assert max(prompt) <= half
     assert sum(prompt) >= len(LONG_PROMPT) - 2  # what the failed pieces left in the caches is not gone on from
-    assert last(events).text == plain.text
+    assert finish(events).text == plain.text
 
 
 @pytest.mark.parametrize(
@@ -508,11 +503,11 @@ def test_what_always_fails_is_an_error_with_a_remedy_and_the_engine_goes_on(eith
     assert model.rows == sorted(model.rows, reverse=True)
     assert model.rows[-1] == 32
     monkeypatch.undo()
-    assert last(list(either_engine.generate(LONG_PROMPT, GREEDY))).metrics.cached_tokens == 0
+    assert finish(list(either_engine.generate(LONG_PROMPT, GREEDY))).metrics.cached_tokens == 0
 
 
 def test_a_failure_while_decoding_ends_the_reply_and_drops_its_caches(either_engine, monkeypatch):
-    plain = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
+    plain = finish(list(either_engine.generate(LONG_PROMPT, GREEDY)))
     store_of(either_engine).clear()
     seen: list[int] = []
 
@@ -524,7 +519,7 @@ def test_a_failure_while_decoding_ends_the_reply_and_drops_its_caches(either_eng
     with pytest.raises(MemoryLimitError):
         list(either_engine.generate(LONG_PROMPT, GREEDY))
     monkeypatch.undo()
-    again = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
+    again = finish(list(either_engine.generate(LONG_PROMPT, GREEDY)))
     assert (again.text, again.metrics.cached_tokens) == (plain.text, 0)
 
 

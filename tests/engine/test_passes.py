@@ -70,7 +70,6 @@ def test_what_others_take_while_a_prompt_is_read_is_not_its_own() -> None:
     metrics = recorder.metrics(StepCost(None, None, None, None), kv_bytes=None, peak_memory_bytes=None)
     assert (metrics.ttft_s, metrics.prefill_s, metrics.prefill_tps) == (22.5, 2.5, 40.0)
     log = log_of(recorder, COST, ahead=False)
-    assert log is not None
     assert [piece.ms for piece in log.pieces] == [1000.0, 1000.0]
     assert log.unpacked().ms == (500.0,)
 
@@ -79,7 +78,6 @@ def test_a_log_holds_ids_times_and_what_held_the_tokens_up() -> None:
     recorder = recorded(5.0, 10.0, 10.0, 40.0, 10.0, pieces=((6, 0.02), (3, 0.03)))
     recorder.marks = [Mark(4, "swap"), Mark(4, "another prompt", prompt=PromptBeside(2013))]
     log = log_of(recorder, COST, ahead=False)
-    assert log is not None
     assert [(piece.tokens, piece.ms) for piece in log.pieces] == [(6, 20.0), (3, 10.0)]
     timed = log.unpacked()
     assert timed.ids == (1000, 1001, 1002, 1003, 1004)
@@ -93,7 +91,6 @@ def test_a_log_holds_ids_times_and_what_held_the_tokens_up() -> None:
 def test_every_cause_survives_and_so_does_a_step_without_one() -> None:
     timed = TimedTokens((7, 8), (1.0, 2.0), {0: CAUSES, 1: ()})
     log = replace(log_of(recorded(1.0, 2.0), COST, ahead=True), packed=pack(timed))  # type: ignore[type-var]
-    assert log is not None
     assert log.unpacked() == timed
 
 
@@ -197,7 +194,6 @@ def looked_at(engine: Engine, end: Finished, *, logged: bool = True) -> tuple[Pr
 
 
 def test_the_passes_of_a_reply_are_those_that_ran(answered: Finished) -> None:
-    assert answered.passes is not None
     metrics = answered.metrics
     walk = ReplyWalk(metrics.prompt_tokens, metrics.cached_tokens, answered.passes)
     assert walk.timed.ids == answered.ids
@@ -278,7 +274,6 @@ def test_steps_are_shown_twice_as_far_each_time() -> None:
 @pytest.fixture(scope="module")
 def weighed() -> Footprint:
     entry = find("Llama-3.2-1B")
-    assert entry is not None
     assert entry.config is not None
     found = weigh(entry.config, "metal", packing=Packing(4, 64))
     assert isinstance(found, Footprint)

@@ -445,7 +445,6 @@ def test_scores_are_the_models_own_whatever_is_done_to_its_logits(seed: int, cou
     drawn = [int(sampler(logits).item()) for _ in range(3)]  # launched ahead: read later, in order
     for token in drawn:
         score = sampler.take_score()
-        assert score is not None
         assert score.logprob == pytest.approx(expected[token], abs=1e-4)
         assert [each for each, _ in score.top] == np.argsort(-expected)[: min(count, 30)].tolist()
         assert [value for _, value in score.top] == pytest.approx(sorted(expected, reverse=True)[:count], abs=1e-4)

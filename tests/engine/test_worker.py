@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import DEADLINE_S, within
+from tests.engine.helpers import DEADLINE_S, finish, within
 from tests.engine.inside import batches_of, replies_of, runtime_of, worker_of
 from tests.waiting import until
 from tokamac.engine import (
@@ -131,7 +131,6 @@ def test_fifty_millisecond_steps_read_twenty_tokens_a_second(tokens: int) -> Non
     assert metrics.prefill_s == pytest.approx(0.5)
     assert metrics.prefill_tps == pytest.approx(200.0)  # the 20 cached tokens don't count
     assert metrics.total_s == pytest.approx(0.7 + 0.05 * (tokens - 1))
-    assert metrics.itl_ms is not None
     assert metrics.itl_ms.p50 == pytest.approx(50)
     assert metrics.achieved_gbs == pytest.approx(20.0)
     assert metrics.ceiling_tps == pytest.approx(100.0)
@@ -151,12 +150,6 @@ def test_what_is_not_known_is_none(tokens: int) -> None:
 # The engine's thread alone: calls that go first, waits that end, and its end when nobody refers to the engine.
 
 GREEDY = Sampling(temperature=0, max_tokens=8)
-
-
-def finish(events: Iterator[Event]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
 
 
 def test_a_call_that_nobody_waits_for_any_more_is_not_run() -> None:
@@ -316,15 +309,9 @@ def engine(tiny: Path) -> Iterator[Engine]:
         yield loaded
 
 
-def last(events: Iterator[Event]) -> Finished:
-    *_, end = events
-    assert isinstance(end, Finished)
-    return end
-
-
 def test_a_whole_reply_in_one_call(engine: Engine) -> None:
     reply, events = engine.ask("Hello", SHORT, system="Be brief."), list(engine.generate(ASKED, SHORT))
-    end = last(iter(events))
+    end = finish(iter(events))
     assert (reply.text, reply.reason, reply.thinking) == (end.text, end.reason, end.thinking)
     assert reply.metrics.generated_tokens == 12
     assert reply.ids == tuple(
@@ -367,7 +354,7 @@ def test_one_reply_of_several_is_ended_from_another_thread(engine: Engine) -> No
     ends: dict[str, Finished] = {}
 
     def read(name: str, events: Iterator[Event]) -> None:
-        ends[name] = last(events)
+        ends[name] = finish(events)
 
     threads = [threading.Thread(target=read, args=pair) for pair in (("waiting", waiting), ("third", third))]
     for thread in threads:
@@ -375,7 +362,7 @@ def test_one_reply_of_several_is_ended_from_another_thread(engine: Engine) -> No
     while len(replies_of(engine).open) < 3:
         time.sleep(0.001)
     waiting.cancel()
-    ends["running"] = last(running)
+    ends["running"] = finish(running)
     for thread in threads:
         thread.join(60)
     assert {name: end.reason for name, end in ends.items()} == {
@@ -400,7 +387,7 @@ def test_a_running_reply_is_ended_by_its_handle(engine: Engine) -> None:
 def test_a_reply_cancelled_before_it_is_read_ends_at_once(engine: Engine) -> None:
     events = engine.generate(PROMPT, LONG)
     events.cancel()
-    end = last(events)
+    end = finish(events)
     assert (end.reason, end.text, end.metrics.generated_tokens) == ("cancelled", "", 0)
 
 
@@ -458,7 +445,7 @@ def test_the_event_loop_goes_on_meanwhile_and_replies_may_be_several(engine: Eng
         return first, second, beats
 
     first, second, beats = asyncio.run(both())
-    assert last(iter(first)).text == last(iter(second)).text
+    assert finish(iter(first)).text == finish(iter(second)).text
     assert beats > 1
 
 

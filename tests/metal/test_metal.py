@@ -56,7 +56,6 @@ def held(settled_memory: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, int
 def suggested(name: str, tokens: int = 4096) -> Suggestion:
     """Return a model of the catalogue on this Mac."""
     entry = find(name)
-    assert entry is not None
     repository = entry.repository(name)
     assert repository is not None
     return suggestion(entry, repository, WhatIfCase(context=tokens, prompt=tokens), here())
@@ -65,13 +64,10 @@ def suggested(name: str, tokens: int = 4096) -> Suggestion:
 def write_headers(folder: Path, name: str) -> Path:
     """Write a model of the catalogue whose file has every header and holds no weight: gigabytes that take no disk."""
     entry = find(name)
-    assert entry is not None
     repository = entry.repository(name)
-    assert repository is not None
     config = entry.config_of(repository)
     assert config is not None
     packing = repository.packing
-    assert packing is not None
     packed = {"group_size": packing.group_size, "bits": packing.bits}
     (folder / "config.json").write_text(json.dumps({**config, "quantization": packed}))
     header: dict[str, Any] = {}
@@ -103,7 +99,6 @@ def test_no_8b_model_is_refused_on_a_mac_in_use(
         mac.sysctl[memory.PRESSURE] = level
         check_fits(folder, KVSpec(), "metal")
         found = suggested(name)
-        assert found.outcome.memory is not None
         assert found.outcome.memory.fits
         assert found.verdict == ("runs well" if gib == 48 and level < 4 else "tight")
 
@@ -535,13 +530,11 @@ def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():
     with Engine.load("guide") as engine:
         latency = runtime_of(engine).machine.latency
         assert isinstance(latency, HostLimited)
-        assert latency.host is not None
         assert engine.predict(100, 200).decode.expected_s >= latency.host.step_s
         last = list(engine.generate([Message("user", "What is prefill?")], Sampling(temperature=0, max_tokens=20)))[-1]
     assert isinstance(last, Finished)
     assert last.metrics.expected_tps is not None
     assert last.metrics.expected_tps <= 1.001 / latency.host.step_s
-    assert last.diagnosis is not None
     assert all(remedy.name != "quiet machine" for remedy in last.diagnosis.remedies)
 
 

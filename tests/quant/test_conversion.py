@@ -478,8 +478,6 @@ def test_it_is_compared_with_its_source_with_the_adapter_and_says_what_was_added
     source = write_model(tmp_path / "source")
     adapter = write_peft(tmp_path / "letters", source)
     report = convert(source, tmp_path / "out", bits=8, group_size=32, adapter=adapter)
-    assert report.quality is not None
-    assert report.quality.quality is not None
     assert report.quality.quality.kl < 0.01
     assert any("adapter letters: 6 matrices of rank 4" in note for note in report.notes)
     text = (tmp_path / "out" / "conversion.json").read_text()
@@ -523,7 +521,6 @@ def test_a_doubtful_model_is_converted_unchecked_and_the_notes_say_what_is_doubt
     assert "--unchecked" in caught.value.hint
     report = convert(source, tmp_path / "out", bits=8, group_size=32, unchecked=True)
     assert any(note.startswith("unchecked: config.json sets logits_scaling") for note in report.notes)
-    assert report.quality is not None
     assert report.quality.quality is not None
     with pytest.raises(ModelUnsupportedError, match="logits_scaling"):
         Engine.load(tmp_path / "out", prompt_cache=None)

@@ -289,8 +289,7 @@ async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_p
         await c.pilot.pause()
         assert c.app.screen is c.app.view
         assert "F18 explain" in c.screen_text()
-        await c.pilot.press("f18")
-        await c.until(lambda: isinstance(c.app.screen, ExplainScreen))
+        await c.opened("f18", ExplainScreen)
         await c.pilot.press("escape", "ctrl+k")
         await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
         await c.pilot.press("escape", "f1")

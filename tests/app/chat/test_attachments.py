@@ -517,20 +517,17 @@ async def test_in_tmux_the_outer_terminal_is_asked_as_well(
     assert asked_for(inner[1].replace("\x1b\x1b", "\x1b")) == TEXT
 
 
-async def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(
-    chat: Start, tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(
+    tmp_path: Path, written: list[str]
 ) -> None:
-    precious = tmp_path / "precious.txt"
+    precious, file = tmp_path / "precious.txt", tmp_path / external_programs.FILE
     precious.write_text("mine")
-    (tmp_path / external_programs.FILE).symlink_to(precious)
-    async with chat("fast", ready=False) as c:
-        await copied(c, written, monkeypatch, tmp_path)
-        assert precious.read_text() == "mine"
-        assert (tmp_path / external_programs.FILE).read_bytes().decode() == TEXT
-        (tmp_path / external_programs.FILE).unlink()
-        (tmp_path / external_programs.FILE).mkdir()
-        said = await copied(c, written, monkeypatch, tmp_path)
-    assert "can't be written" in said
+    file.symlink_to(precious)
+    external_programs.copy_text(TEXT, tmp_path, written.append)
+    assert (precious.read_text(), file.read_bytes().decode()) == ("mine", TEXT)
+    file.unlink()
+    file.mkdir()
+    assert "can't be written" in external_programs.copy_text(TEXT, tmp_path, written.append)
 
 
 def test_pbcopy_is_told_that_it_gets_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

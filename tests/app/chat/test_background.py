@@ -705,7 +705,6 @@ def kept(tmp_path: Path) -> Callable[[], tuple[str, str, list[str]]]:
     def read() -> tuple[str, str, list[str]]:
         with Store.open(tmp_path / "chats" / "chats.db") as store:
             chat = store.latest()
-            assert chat is not None
             return chat.title, chat.title_origin, [message.text for message in store.path(chat.id)]
 
     return read

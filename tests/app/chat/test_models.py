@@ -718,7 +718,6 @@ async def test_the_rate_is_that_of_the_last_seconds_and_the_rest_follows(bench: 
         bench.now = float(second)
         take("org/slow", PullProgress(done, 7100))
     running = bench.downloads.find("org/slow")
-    assert running is not None
     assert (running.rate_bps, running.left_s) == (200.0, 20.0)
 
 

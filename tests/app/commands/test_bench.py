@@ -495,7 +495,6 @@ def test_weights_that_do_not_fit_twice_are_refused_with_the_numbers() -> None:
 def test_ctrl_c_ends_both(start: Start, tmp_path: Path, after: str) -> None:
     folder = make_tiny(tmp_path / "long", context=1_000_000)
     process = start("bench", folder, "--max-tokens", "500000", "--compare", "mlx-lm")
-    assert process.stderr is not None
     while after not in (line := process.stderr.readline()):
         assert line
     process.send_signal(signal.SIGINT)
@@ -508,7 +507,6 @@ def test_ctrl_c_ends_both(start: Start, tmp_path: Path, after: str) -> None:
 def test_the_child_ends_when_the_other_side_is_gone(start: Start, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "long", context=1_000_000)
     process = start("bench", folder, "--max-tokens", "500000", "--compare", "mlx-lm")
-    assert process.stderr is not None
     while "warming up" not in (line := process.stderr.readline()):
         assert line
     assert running(folder)

@@ -572,7 +572,6 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
 
 def test_ctrl_c_keeps_the_partial_answer(start: Start, endless: Path) -> None:
     process = start(*ASK, "-m", endless)
-    assert process.stdout is not None
     begun = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     status, rest, err = finish(process)
@@ -582,7 +581,6 @@ def test_ctrl_c_keeps_the_partial_answer(start: Start, endless: Path) -> None:
 
 def test_ctrl_c_with_json_ends_with_a_result(start: Start, endless: Path) -> None:
     process = start(*ASK, "-m", endless, "--json")
-    assert process.stdout is not None
     begun = process.stdout.readline()
     while '"text"' not in begun:
         begun = process.stdout.readline()
@@ -637,10 +635,8 @@ def test_ctrl_c_while_a_dataclass_is_made_is_the_same_status(start: Start, tmp_p
 
 def test_a_reader_that_leaves_is_no_error(start: Start, endless: Path) -> None:
     process = start(*ASK, "-m", endless)
-    assert process.stdout is not None
     process.stdout.read(4)
     process.stdout.close()
-    assert process.stderr is not None
     with process.stderr:
         assert process.stderr.read() == ""
     assert process.wait(PATIENCE_S) == 141
@@ -726,10 +722,8 @@ def test_nor_of_the_interpreter_at_its_end(start: Start, tiny: Path, kind: str) 
 def test_a_conversion_goes_on_where_it_was_when_its_reader_left(start: Start, tiny: Path, tmp_path: Path) -> None:
     command = ("convert", tiny, "-o", tmp_path / "packed", "--json")
     process = start(*command)
-    assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.stderr is not None
     with process.stderr:
         assert complaints(process.stderr.read()) == []
     assert process.wait(PATIENCE_S) == 141

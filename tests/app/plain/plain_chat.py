@@ -65,7 +65,6 @@ def piped(
 def last_path(data: Path) -> list[StoredMessage]:
     with Store.open(data) as store:
         chat = store.latest()
-        assert chat is not None
         return store.path(chat.id)
 
 
@@ -117,10 +116,14 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.leader, text.encode())
 
+    def say(self, text: str) -> None:
+        """Type this at the next prompt."""
+        self.until("you> ")
+        self.type(text)
+
     def leave(self) -> int:
         """End the input at the next prompt; return the status."""
-        self.until("you> ")
-        self.type("\x04")
+        self.say("\x04")
         return self.left()
 
     def left(self) -> int:

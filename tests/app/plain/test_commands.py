@@ -67,13 +67,11 @@ def test_the_guide_answers_beside_the_chat_which_stays_as_it_is(data: Path) -> N
 
 def test_ctrl_c_stops_the_guide_and_not_the_chat(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("fast", "--plain")
-    chat.until("you> ")
-    chat.type("/guide What is prefill?\n")
+    chat.say("/guide What is prefill?\n")
     until(lambda: len(children(chat.process.pid)) == 2)
     chat.type("\x03")
     chat.until("The guide was stopped.")
-    chat.until("you> ")
-    chat.type("hi\n")
+    chat.say("hi\n")
     chat.until("fast: Decode reads")
     chat.until("you> ")
     assert len(children(chat.process.pid)) == 1
@@ -254,11 +252,9 @@ def test_convert_plans_and_alone_does_it(tiny: Path, tmp_path: Path) -> None:
 def test_a_conversion_goes_on_while_one_chats(tiny: Path, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
     target = tmp_path / "tiny-8"
     chat = terminal("fast", "--plain")
-    chat.until("you> ")
-    chat.type(f"/convert {tiny} --bits 8 -o {target} --no-verify\n")
+    chat.say(f"/convert {tiny} --bits 8 -o {target} --no-verify\n")
     chat.until("in the background. /jobs shows")
-    chat.until("you> ")
-    chat.type("/convert\nhi\n")
+    chat.say("/convert\nhi\n")
     chat.until("Converting")
     chat.until("every weight once per token")
     chat.until("tiny-8 loads it.")  # above an empty prompt, or before the next

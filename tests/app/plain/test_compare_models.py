@@ -47,7 +47,6 @@ def session() -> Session:
 
 def replies(session: Session) -> list[tuple[str, str, str]]:
     versions = session.versions
-    assert versions is not None
     return [(v.reply.text, v.reply.model, v.reply.ending) for v in versions.all if v.reply is not None]
 
 
@@ -64,14 +63,12 @@ def test_each_model_writes_in_turn_and_the_chats_own_comes_back(session: Session
     assert requests(steps)[-1] == A
     assert [text for text, _, _ in replies(session)] == ["by a", "by b", ""]
     assert [ending for _, _, ending in replies(session)] == ["stop", "stop", "failed"]
-    assert session.versions is not None
     assert session.versions.all[1].state == "4.00 tok/s, 310 MB"
     assert session.versions.caution == ""
     loaded(session)
     assert session.engine.phase is EnginePhase.IDLE
     assert not session.asking
     session.keep_version(1)
-    assert session.turns[-1].reply is not None
     assert (session.turns[-1].reply.text, session.turns[-1].reply.model) == ("by b", "b")
     (request,) = requests(session.submit("and"))
     assert isinstance(request, Generate)

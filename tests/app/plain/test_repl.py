@@ -74,9 +74,6 @@ def test_no_input_is_no_error() -> None:
 
 def test_a_reader_that_leaves_ends_it_and_what_was_said_is_kept(data: Path) -> None:
     process = spawn("steady")
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
     process.stdin.write("hi\n")
     process.stdin.flush()
     process.stdout.read(4)
@@ -93,7 +90,6 @@ def test_a_reader_that_leaves_ends_it_and_what_was_said_is_kept(data: Path) -> N
 def test_a_killed_chat_is_gone_on_with(data: Path) -> None:
     process = spawn("slow")
     with process:
-        assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write("hi\n")
         process.stdin.flush()
@@ -117,8 +113,6 @@ def _reply_of(data: Path) -> str:
 
 def test_ctrl_c_in_a_pipe_stops_the_reply_and_leaves(data: Path) -> None:
     process = spawn("steady")
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write("one\ntwo\n")
     process.stdin.flush()
     process.stdout.read(4)
@@ -328,8 +322,7 @@ def test_where_the_log_can_not_be_written_the_chat_goes_on_without_it(tmp_path: 
 
 def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain", TERM="dumb", NO_COLOR="1")
-    chat.until("you> ")
-    chat.type("hi\n")
+    chat.say("hi\n")
     chat.until("fast: Decode reads")
     chat.until("· first token ")
     assert chat.leave() == 0
@@ -347,16 +340,13 @@ def test_a_hostile_reply_brings_no_sequence_of_its_own_to_a_terminal(terminal: C
 
 def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("steady", "--plain")
-    chat.until("you> ")
-    chat.type("hi\n")
+    chat.say("hi\n")
     chat.until("steady: Deco")
     chat.type("\x03")
     chat.until("(stopped")
-    chat.until("you> ")
-    chat.type("\x03")
+    chat.say("\x03")
     chat.until("Press Ctrl-C again to quit")
-    chat.until("you> ")
-    chat.type("\x03")
+    chat.say("\x03")
     assert chat.left() == 130
     assert [m.state for m in last_path(data)] == ["complete", "stopped"]
 
@@ -364,8 +354,7 @@ def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callabl
 def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain")
     for text in ("\x03", "/stop\n", "\x03"):
-        chat.until("you> ")
-        chat.type(text)
+        chat.say(text)
     chat.until("Press Ctrl-C again to quit")
     assert chat.leave() == 0
 
@@ -373,8 +362,7 @@ def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> N
 def test_the_last_prompt_is_edited_on_the_line(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("fast", "--plain")
     for text in ("one\n", "/edit\n", " and a half\n", "\x04"):
-        chat.until("you> ")
-        chat.type(text)
+        chat.say(text)
     assert chat.left() == 0
     assert [m.text for m in last_path(data) if m.role == "user"] == ["one and a half"]
 
@@ -390,7 +378,6 @@ def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) ->
     leader, follower = pty.openpty()
     process = spawn("fast", stdout=follower, stderr=follower, env={**os.environ, "TERM": "dumb"})
     os.close(follower)
-    assert process.stdin is not None
     process.stdin.write("hi\n")
     process.stdin.close()
     shown = b""
@@ -408,8 +395,7 @@ def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) ->
 def test_a_terminal_that_only_prints_gets_plain_lines_and_one_that_says_so(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", TERM="dumb")
     chat.until("Plain chat, since TERM is dumb.")
-    chat.until("you> ")
-    chat.type("hi\n")
+    chat.say("hi\n")
     chat.until("fast: Decode reads")
     assert chat.leave() == 0
     assert b"\x1b" not in chat.shown
@@ -483,7 +469,6 @@ def test_what_is_no_command_is_a_prompt(text: str) -> None:
 )
 def test_a_command_is_taken_apart(text: str, word: str, argument: str, action: str | None) -> None:
     found = parse(text, multiline=True)
-    assert found is not None
     assert (found.word, found.argument, found.action and found.action.id) == (word, argument, action)
 
 
@@ -522,11 +507,9 @@ def test_where_there_are_no_keys_none_is_named() -> None:
 
 def test_a_model_whose_loading_is_stopped_is_chosen_by_a_command(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("slow-load", "--plain", TERM="dumb", NO_COLOR="1")
-    chat.until("you> ")
-    chat.type("/unload\n")
+    chat.say("/unload\n")
     chat.until("Loading was stopped. /model chooses a model; sending a prompt loads this one.")
-    chat.until("you> ")
-    chat.type("/unload\n")
+    chat.say("/unload\n")
     chat.until("No model is loaded.")
     assert chat.leave() == 0
 
@@ -549,8 +532,7 @@ def test_a_command_is_completed_where_a_line_begins_and_a_setting_after_its_comm
 def test_pasted_lines_are_one_message(data: Path, terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain", TERM="xterm")
     chat.until("\x1b[?2004h")  # the terminal is asked to mark what is pasted
-    chat.until("you> ")
-    chat.type("\x1b[200~first\nsecond\nthird\x1b[201~ line\n")
+    chat.say("\x1b[200~first\nsecond\nthird\x1b[201~ line\n")
     chat.until("tok/s")
     assert chat.leave() == 0
     with Store.open(data) as store:
@@ -560,11 +542,9 @@ def test_pasted_lines_are_one_message(data: Path, terminal: Callable[..., Termin
 
 def test_tab_completes_on_a_terminal(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain")
-    chat.until("you> ")
-    chat.type("/sett\ttemp\t0.5\n")
+    chat.say("/sett\ttemp\t0.5\n")
     chat.until("temperature is 0.5 in this chat; it was not set.")
-    chat.until("you> ")
-    chat.type("/settings\n")
+    chat.say("/settings\n")
     chat.until("temperature: 0.5")
     assert chat.leave() == 0
 
@@ -614,11 +594,9 @@ def test_in_a_pipe_what_was_refused_does_not_go_with_the_next_line(data: Path, l
 def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
     data: Path, long_notes: Path, tiny_terminal: Terminal
 ) -> None:
-    tiny_terminal.until("you> ")
-    tiny_terminal.type(f"/attach {long_notes}\n")
+    tiny_terminal.say(f"/attach {long_notes}\n")
     tiny_terminal.until("Attached to the next prompt")
-    tiny_terminal.until("you> ")
-    tiny_terminal.type("yes\n")
+    tiny_terminal.say("yes\n")
     tiny_terminal.until(WHY)
     tiny_terminal.until(f"{STILL}{long_notes}. /detach removes the last one.")
     tiny_terminal.until("you> yes")
@@ -724,27 +702,23 @@ def test_a_shell_command_is_asked_for_and_its_output_goes_with_the_next_prompt(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shown = terminal("fast", "--plain", SHELL="/bin/sh")
-    shown.until("you> ")
-    shown.type("!touch made\n")
+    shown.say("!touch made\n")
     shown.until("[n]o> ")
     shown.type("\n")
     shown.until("was not run")
-    shown.until("you> ")
-    shown.type("!echo out; exit 3\n")
+    shown.say("!echo out; exit 3\n")
     shown.until(f"runs in {str(tmp_path)[:30]}")
     shown.until("[n]o> ")
     shown.type("y\n")
     shown.until("exit status 3")
     shown.until("Attached to the next prompt: !echo out; exit 3")
-    shown.until("you> ")
-    shown.type("!echo begun; touch begun; sleep 600\n")
+    shown.say("!echo begun; touch begun; sleep 600\n")
     shown.until("[n]o> ")
     shown.type("y\n")
     until((tmp_path / "begun").exists)
     shown.type("\x03")
     shown.until("stopped by you")
-    shown.until("you> ")
-    shown.type("\\!Why?\n")
+    shown.say("\\!Why?\n")
     shown.until("every weight once per token")
     assert shown.leave() == 0
     asked = last_path(data)[0]
@@ -772,11 +746,9 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.md").write_text("milk")
     shown = terminal("calls", "--plain")
-    shown.until("you> ")
-    shown.type("/tools on\n")
+    shown.say("/tools on\n")
     shown.until("Tools on in this chat")
-    shown.until("you> ")
-    shown.type("What shall I bring?\n")
+    shown.say("What shall I bring?\n")
     shown.until("The model wants to call:")
     shown.until("path: notes.md")
     shown.until("[d]eny> ")
@@ -787,11 +759,9 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
     shown.until("[d]eny> ")
     shown.type("d\n")
     shown.until("not run")
-    shown.until("you> ")
-    shown.type("/tools\n")
+    shown.say("/tools\n")
     shown.until("(allowed in this chat)")
-    shown.until("you> ")
-    shown.type("/tools ask read_file\n")
+    shown.say("/tools ask read_file\n")
     shown.until("Every call of read_file asks you again")
     assert shown.leave() == 0
     results = [(each.text, each.state) for each in last_path(data) if each.role == "tool"]
@@ -808,11 +778,9 @@ def test_a_call_of_the_models_is_asked_for_on_a_terminal_and_refused_in_a_pipe(
 @pytest.mark.usefixtures("home")
 def test_what_is_to_be_allowed_is_shown_whole(terminal: Callable[..., Terminal]) -> None:
     shown = terminal("calls-at-length", "--plain", SHELL="/bin/sh")
-    shown.until("you> ")
-    shown.type("/tools on calculate\n")
+    shown.say("/tools on calculate\n")
     shown.until("Tools on in this chat")
-    shown.until("you> ")
-    shown.type("And?\n")
+    shown.say("And?\n")
     shown.until("The model wants to call:\r\ncalculate\r\n")
     first, second = json.loads(LONG_CALL.arguments)["expression"].split("\n")
     shown.until(f"  expression: {first}\r\n  │ {second}\r\n")
@@ -832,11 +800,9 @@ def test_what_is_to_be_allowed_is_shown_whole(terminal: Callable[..., Terminal])
 @pytest.mark.usefixtures("home")
 def test_ctrl_c_where_a_call_is_asked_for_stops_at_once(data: Path, terminal: Callable[..., Terminal]) -> None:
     shown = terminal("calls", "--plain")
-    shown.until("you> ")
-    shown.type("/tools on\n")
+    shown.say("/tools on\n")
     shown.until("Tools on in this chat")
-    shown.until("you> ")
-    shown.type("What shall I bring?\n")
+    shown.say("What shall I bring?\n")
     shown.until("[d]eny> ")
     until(lambda: sleeps(shown.process.pid))  # reading a line misses a Ctrl-C between its prompt and its wait
     shown.type("\x03")
@@ -879,8 +845,7 @@ def test_ctrl_c_while_a_call_runs_says_that_it_ran(
         f'[tools]\nallowed = ["slow_send"]\n[mcp.slow]\ncommand = "{sys.executable}"\nargs = ["{tmp_path}/server.py"]\n'
     )
     shown = terminal("calls-a-server", "--plain", TEST_SETTINGS=str(server))
-    shown.until("you> ")
-    shown.type("/tools on slow\n")
+    shown.say("/tools on slow\n")
     shown.until("you> ")
 
     def ready() -> bool:
@@ -914,7 +879,6 @@ def test_versions_are_printed_whole_in_their_order(data: Path) -> None:
     assert "(version 3 of 4)" in out  # of all replies to this prompt, the one before them included
     with Store.open(data) as store:
         chat = store.latest()
-        assert chat is not None
         replies = [each.state for each in store.archive(chat.id).messages if each.role == "assistant"]
     assert replies == ["complete"] * 4
 
@@ -941,8 +905,7 @@ def test_what_versions_say_is_made_safe_and_refusals_are_said() -> None:
 
 def test_ctrl_c_stops_all_versions(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("slow", "--plain")
-    chat.until("you> ")
-    chat.type("hi\r")
+    chat.say("hi\r")
     chat.until("Decode reads")
     chat.type("\x03")
     chat.until("(stopped")
@@ -951,12 +914,10 @@ def test_ctrl_c_stops_all_versions(terminal: Callable[..., Terminal], data: Path
     chat.type("\x03")
     chat.until("Version 1 of 2 · temperature 0")
     chat.until("The chat goes on from version 1.")
-    chat.until("you> ")
-    chat.type("/quit\r")
+    chat.say("/quit\r")
     assert chat.left() == 0
     with Store.open(data) as store:
         kept = store.latest()
-        assert kept is not None
         replies = [each.state for each in store.archive(kept.id).messages if each.role == "assistant"]
     assert replies == ["stopped"] * 3
 

@@ -93,8 +93,7 @@ def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
     hasty: Callable[..., Terminal], data: Path
 ) -> None:
     chat = hasty("entitles", "")
-    chat.until("you> ")
-    chat.type("hi\n")
+    chat.say("hi\n")
     chat.until("you> ")
     assert titled(data) == ("hi", "words")
     until(lambda: entitled(chat, data))
@@ -112,13 +111,11 @@ def test_a_chat_that_is_to_keep_its_words_or_has_a_title_of_the_users_gets_none(
 ) -> None:
     chat = hasty("entitles", settings)
     for text in (f"hi\n{own}", "/stop\n"):
-        chat.until("you> ")
-        chat.type(text)
+        chat.say(text)
     chat.until("you> ")
     chat.until("you> ")
     another = hasty("entitles", "", "another")  # begun later, which gets one
-    another.until("you> ")
-    another.type("hi\n")
+    another.say("hi\n")
     another.until("you> ")
     until(lambda: entitled(another, tmp_path / "another" / "chats" / "chats.db"))
     chat.type("/stop\n")
@@ -247,8 +244,7 @@ def test_ctrl_c_while_an_editor_has_the_terminal_is_the_editors(
 ) -> None:
     editor = script(tmp_path / "editor", EDITOR)
     chat = terminal("fast", "--plain", EDITOR=str(editor), VISUAL="")
-    chat.until("you> ")
-    chat.type("/editor\n")
+    chat.say("/editor\n")
     chat.until("open")
     chat.type(CTRL_C)
     chat.until("heard")
@@ -273,13 +269,11 @@ def test_ctrl_c_stops_a_command_and_the_chat_goes_on(
 ) -> None:
     chat = terminal("fast", "--plain")
     for text in ("one\n", "/copy\n"):
-        chat.until("you> ")
-        chat.type(text)
+        chat.say(text)
     until(slow_tool.exists)
     chat.type(CTRL_C)
     chat.until("Stopped.")
-    chat.until("you> ")
-    chat.type("two\n")
+    chat.say("two\n")
     chat.until("every weight once per token")
     assert chat.leave() == 0
     assert asked(data) == ["one", "two"]
@@ -293,8 +287,7 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_stops_it_and_the_chat_goes_on(
     chat = terminal("slow", "--plain", TEST_CTRL_C="1")
     chat.until("you> ")
     chat.type("one\n")  # waits for the model first
-    chat.until("you> ")
-    chat.type("two\n")
+    chat.say("two\n")
     chat.until("(stopped")
     assert b"Stopped." not in chat.shown  # the reply's own line says it
     assert chat.leave() == 0
@@ -307,16 +300,14 @@ def test_a_prompt_that_was_given_back_is_discarded_by_an_empty_line(
 ) -> None:
     gate = tmp_path / "gate"
     chat = terminal("fast", "--plain", TEST_GATE=str(gate))
-    chat.until("you> ")
-    chat.type("one\n")
+    chat.say("one\n")
     chat.until("loading fast")
     chat.type(CTRL_C)
     chat.until("Loading was stopped.")
     gate.touch()
     chat.until("you> one")
     chat.type(f"{KILL_LINE}\n")
-    chat.until("you> ")
-    chat.type("two\n")
+    chat.say("two\n")
     chat.until("every weight once per token")
     assert chat.leave() == 0
     assert asked(data) == ["two"]
@@ -349,7 +340,6 @@ def interrupted(process: "subprocess.Popen[str]") -> tuple[int, str]:
 
 
 def said(process: "subprocess.Popen[str]", lines: str) -> None:
-    assert process.stdin is not None
     process.stdin.write(lines)
     process.stdin.flush()
 
@@ -367,7 +357,6 @@ def test_through_a_pipe_it_ends_the_chat_during_a_command(pipe: Pipe, data: Path
 def test_through_a_pipe_it_ends_the_chat_though_the_guide_heard_it(pipe: Pipe, data: Path) -> None:
     process = pipe("fast")
     said(process, "/guide What is prefill?\none\n")
-    assert process.stdout is not None
     process.stdout.read(4)
     assert interrupted(process) == (INTERRUPTED, "The guide was stopped.\n")
     with Store.open(data) as store:
@@ -382,8 +371,6 @@ def test_through_a_pipe_it_ends_the_chat_while_a_model_loads(
     gate.touch()
     monkeypatch.setenv("TEST_GATE", str(gate))
     process = pipe("fast")
-    assert process.stdout is not None
-    assert process.stderr is not None
     said(process, "one\n")
     process.stdout.readline()
     gate.unlink()

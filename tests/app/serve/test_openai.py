@@ -41,10 +41,8 @@ def test_an_answer_is_the_engines_own_whole_and_streamed(client: openai.OpenAI, 
     whole = client.chat.completions.create(**asked)
     choice = whole.choices[0]
     assert (choice.message.content, choice.finish_reason) == (alone.text, "stop")
-    assert whole.usage is not None
     assert whole.usage.completion_tokens == alone.metrics.generated_tokens
     assert whole.usage.prompt_tokens == alone.metrics.prompt_tokens
-    assert choice.model_extra is not None
     assert choice.model_extra["tokamac"]["ttft_s"] > 0
     streamed = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(each.choices[0].delta.content or "" for each in streamed[:-1]) == alone.text
@@ -53,8 +51,6 @@ def test_an_answer_is_the_engines_own_whole_and_streamed(client: openai.OpenAI, 
     assert streamed[0].choices[0].delta.role == "assistant"
     assert sum(bool(each.choices and each.choices[0].delta.content) for each in streamed) > 1  # in pieces
     usage = streamed[-1].usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
     assert (usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (
         whole.usage.total_tokens,
         whole.usage.prompt_tokens - 1,  # read once
@@ -80,7 +76,6 @@ def test_several_choices_have_seeds_of_their_own_and_share_one_prompt(client: op
     texts = [each.message.content for each in several.choices]
     assert [each.index for each in several.choices] == [0, 1, 2]
     assert texts == [client.chat.completions.create(**asked, seed=7 + i).choices[0].message.content for i in range(3)]
-    assert several.usage is not None
     assert several.usage.prompt_tokens < 20  # once, not three times
     streamed: dict[int, str] = {}
     for chunk in client.chat.completions.create(**asked, n=3, seed=7, stream=True):
@@ -93,7 +88,6 @@ def test_several_choices_have_seeds_of_their_own_and_share_one_prompt(client: op
 def test_log_probabilities_are_the_engines(client: openai.OpenAI, alone: Finished) -> None:
     asked: Any = {"model": "guide", "messages": user(QUESTION), "temperature": 0, "logprobs": True, "top_logprobs": 3}
     scores = client.chat.completions.create(**asked).choices[0].logprobs
-    assert scores is not None
     assert scores.content is not None
     assert len(scores.content) == alone.metrics.generated_tokens - 1  # the end is none of the text's
     for each in scores.content:
@@ -173,7 +167,6 @@ def test_thinking_is_told_apart_whole_and_streamed(scripted: Scripted) -> None:
     with scripted("thinks-fast") as served, client_of(served) as client:
         asked: Any = {"model": "thinks-fast", "messages": user("Hi")}
         message = client.chat.completions.create(**asked).choices[0].message
-        assert message.model_extra is not None
         thought = message.model_extra["reasoning_content"]
         assert thought.startswith("The user asks")
         streamed = list(client.chat.completions.create(**asked, stream=True))
@@ -198,7 +191,6 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
         told: dict[int, dict[str, str]] = {}
         for chunk in client.chat.completions.create(**asked, messages=messages, stream=True):
             for call in chunk.choices[0].delta.tool_calls or ():
-                assert call.function is not None
                 one = told.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
                 one["id"] += call.id or ""
                 one["name"] += call.function.name or ""
@@ -208,7 +200,6 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
         two: dict[int, list[str]] = {0: [], 1: []}
         for chunk in client.chat.completions.create(**asked, messages=messages, stream=True, n=2):
             for call in chunk.choices[0].delta.tool_calls or ():
-                assert call.function is not None
                 two[chunk.choices[0].index].append(f"{call.index}{call.function.name or call.function.arguments}")
         for pieces in two.values():
             assert [each for each in pieces if each[1:] in ("read_file", "calculate")] == ["0read_file", "1calculate"]
@@ -281,10 +272,8 @@ def test_a_text_is_continued_as_its_tokens_are(client: openai.OpenAI, tmp_path: 
         several = tiny.completions.create(**asked, prompt=["Once upon", "Twice"], n=2)
         assert [each.index for each in several.choices] == [0, 1, 2, 3]
         assert [each.text for each in several.choices[:2]] == [alone.text, alone.text]
-        assert several.usage is not None
         assert several.usage.prompt_tokens == len("Once upon") + len("Twice")
         scored = tiny.completions.create(**asked, prompt="Once upon", logprobs=2).choices[0].logprobs
-        assert scored is not None
         assert scored.tokens == [each.text for each in alone.logprobs]
         assert scored.token_logprobs == pytest.approx([each.logprob for each in alone.logprobs], abs=1e-4)
         penalised = tiny.completions.create(**asked, prompt="Once upon", frequency_penalty=2, presence_penalty=1)
@@ -304,7 +293,6 @@ def test_a_response_is_the_engines_own_whole_and_streamed(client: openai.OpenAI,
     asked: Any = {"model": "guide", "input": QUESTION, "temperature": 0, "store": False}
     whole = client.responses.create(**asked)
     assert (whole.output_text, whole.status) == (alone.text, "completed")
-    assert whole.usage is not None
     assert whole.usage.output_tokens == alone.metrics.generated_tokens
     with client.responses.stream(**asked) as stream:
         events = list(stream)
@@ -314,7 +302,6 @@ def test_a_response_is_the_engines_own_whole_and_streamed(client: openai.OpenAI,
     assert events[-1].type == "response.completed"
     assert [each.sequence_number for each in events] == list(range(len(events)))
     cut = client.responses.create(**asked, max_output_tokens=2)
-    assert cut.incomplete_details is not None
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     talked: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
@@ -322,7 +309,6 @@ def test_a_response_is_the_engines_own_whole_and_streamed(client: openai.OpenAI,
         {"role": "user", "content": QUESTION},
     ]
     later = client.responses.create(**{**asked, "input": talked}, instructions="Be brief.")
-    assert later.usage is not None
     assert later.usage.input_tokens > whole.usage.input_tokens
 
 

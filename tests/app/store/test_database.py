@@ -321,7 +321,6 @@ def writing(what: str, file: Path, *more: str) -> Iterator["subprocess.Popen[str
     """A writer that is at work."""
     command = [sys.executable, "-m", WRITER, what, str(file), *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline(), "the writer could not begin"
         try:
             yield process
@@ -331,7 +330,6 @@ def writing(what: str, file: Path, *more: str) -> Iterator["subprocess.Popen[str
 
 def acknowledged(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     """Read the rest of what it said; a line that was cut off was not said."""
-    assert process.stdout is not None
     return [json.loads(line) for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -370,7 +368,6 @@ def state(process: int) -> str:
 
 def test_a_reply_of_a_living_process_is_left_alone_and_of_a_dead_one_is_stopped(file: Path) -> None:
     with writing("replies", file) as process, Store.open(file) as store:
-        assert process.stdout is not None
         said = json.loads(process.stdout.readline())
         while said["state"] == "complete":
             said = json.loads(process.stdout.readline())

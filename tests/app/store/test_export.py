@@ -626,14 +626,6 @@ async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_pat
         assert [turn.prompt for turn in c.session.turns] == ["hi"]
 
 
-def test_our_markdown_holds_what_a_page_shows() -> None:
-    made = conversation("**ok**", metrics=METRICS)
-    back = parse(to_markdown(made), now=0.0)
-    figures = re.compile(r'<p class="figures">.*?</p>\n?', re.DOTALL)
-    assert figures.sub("", to_html(back)) == figures.sub("", to_html(made))
-    assert "stopped: the token limit" in to_html(back)
-
-
 def test_calls_and_their_results_come_back_from_every_file() -> None:
     call = ToolCall("read_file", '{"path": "a <b>.md"}', "abc123def")
     asked = StoredMessage(1, "", None, "user", "Read it.", "", "complete", 1.0)

@@ -147,7 +147,6 @@ def test_what_is_hostile_is_one_line_and_costs_itself_alone(tmp_path: Path) -> N
         {"mapping": {str(n): node(None) for n in range(20_001)}},
     ]
     found = foreign.read(written("odd.json", odd)(tmp_path))
-    assert found is not None
     assert (len(found.archives), found.unread) == (1, 7)
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "broken.zip").write_bytes(b"PK\3\4 no archive")

@@ -382,8 +382,7 @@ async def test_keys_are_changed_in_the_app_conflicts_are_named_and_moved_and_res
         assert settings.load(file).settings.keys == {"leave": (), "explain": ("ctrl+q", "f2", "ctrl+x e")}
         await c.pilot.press("ctrl+d", "ctrl+d")
         assert settings.load(file).settings.keys["explain"] == ("ctrl+x e",)
-        await c.pilot.press("enter")
-        await c.until(lambda: isinstance(c.app.screen, KeyPress))
+        await c.opened("enter", KeyPress)
         await c.pilot.press("ctrl+x", "y")
         await c.until(lambda: c.app.chat.session.keymap.key("explain") == "Ctrl+X Y")
         await c.pilot.press("ctrl+r")
@@ -459,8 +458,7 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
         for key in ("f1", "ctrl+s", "ctrl+t", "ctrl+o"):
             await c.pilot.press(key)
             await c.until(lambda: c.app.screen is not c.app.view, key)
-            await c.pilot.press("escape")
-            await c.until(lambda: c.app.screen is c.app.view, "the chat")
+            await c.closed()
 
 
 @pytest.mark.parametrize("size", [(60, 16), (80, 24), (140, 40)])
@@ -717,10 +715,8 @@ def test_a_narrow_help_keeps_its_columns_or_puts_keys_above(width: int) -> None:
 
 async def test_the_help_hands_on_to_the_guide(chat: Start) -> None:
     async with chat("fast", ready=False) as c:
-        await c.pilot.press("f1")
-        await c.until(lambda: isinstance(c.app.screen, HelpScreen), "the help")
-        await c.pilot.press("f7")
-        await c.until(lambda: isinstance(c.app.screen, GuideScreen), "the guide")
+        await c.opened("f1", HelpScreen)
+        await c.opened("f7", GuideScreen)
 
 
 # The guide ----------------------------------------------------------------------------------------------------------------
@@ -765,8 +761,7 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
         await c.send("Why?")
         await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING)
         life = c.app.chat.bridge.process_number
-        await c.pilot.press("f7")
-        await c.until(lambda: isinstance(c.app.screen, GuideScreen))
+        await c.opened("f7", GuideScreen)
         box = screen(c).query_one(Input)
         assert box.has_focus
         box.value = "How do I copy?"

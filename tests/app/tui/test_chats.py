@@ -191,7 +191,6 @@ def rows(screen: ChatsScreen) -> list[str]:
 
 def pointed(screen: ChatsScreen) -> str:
     option = screen.query_one(OptionList).highlighted_option
-    assert option is not None
     return str(option.prompt).split()[0]
 
 
@@ -284,8 +283,7 @@ async def test_a_list_that_is_being_closed_is_neither_drawn_again_nor_answered(c
         screen.post_message(events.Resize(screen.size, screen.size))
         screen.find("")
         await c.until(lambda: not screen.workers)
-        await c.pilot.press("escape")
-        await c.until(lambda: c.app.screen is c.app.view)
+        await c.closed()
         assert await c.ask("and on it goes")
 
 
@@ -417,8 +415,7 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
         await c.until(lambda: "There are no messages yet" in c.notices)
         await c.ask("one")
         await edited(c, "one", "one, but better")
-        await c.pilot.press("f6")
-        await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
+        await c.opened("f6", BranchesScreen)
         await c.until(lambda: "○ you ‹1 of 2› · nothing to re-read  one" in c.screen_text())
         assert "● you ‹2 of 2› · nothing to re-read  one, but better" in c.screen_text()
         await c.until(lambda: pointed_branches(c) == c.session.conversation.tree.head)
@@ -446,8 +443,7 @@ async def test_each_version_says_what_going_on_there_would_take_and_so_does_the_
         await c.until(lambda: "tokens to read again, about" in c.screen_text(), "the price of the other")
         (other,) = (row for row in c.screen_text().splitlines() if "‹1 of 2›" in row)
         assert re.search(r"○ you ‹1 of 2› · (9\d\d|1,0\d\d) tokens to read again, about 1\.\d s  word", other)
-        await c.pilot.press("escape")
-        await c.until(lambda: c.app.screen is c.app.view)
+        await c.closed()
         await c.pilot.press("tab")
         hints = r"edit: ≤\d+ · fork: 0 · other version: (9\d\d|1\.0\dk)"  # in tokens: in words they have no room
         await c.until(lambda: re.search(hints, c.screen_text()), "the hints of a message")
@@ -609,7 +605,6 @@ def rows_delete_listed(c: Chat) -> list[str]:
 
 def pointed_delete_listed(c: Chat) -> str:
     option = c.app.screen.query_one(OptionList).highlighted_option
-    assert option is not None
     return str(option.prompt)
 
 
@@ -651,8 +646,7 @@ async def test_what_was_not_sent_stays_with_it_and_restore_brings_both_back(chat
         await c.until(lambda: len(rows_delete_listed(c)) == 1)
         await c.pilot.press("ctrl+d")
         await c.until(lambda: rows_delete_listed(c) == [] and deleted(c) == ["apples"])
-        await c.pilot.press("escape")
-        await c.until(lambda: c.app.screen is c.app.view)
+        await c.closed()
         assert c.prompt.text == ""
         await c.send("/restore")
         await c.until(lambda: c.prompts == ["apples"])

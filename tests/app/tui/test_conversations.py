@@ -254,8 +254,7 @@ async def test_the_first_row_has_the_title_and_keeps_up_with_it(chat: Start) -> 
 async def test_a_title_that_was_given_in_the_list_is_shown_once_that_closes(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ask("one")
-        await c.pilot.press("ctrl+l")
-        await c.until(lambda: isinstance(c.app.screen, ChatsScreen), "the list")
+        await c.opened("ctrl+l", ChatsScreen)
         ChatSearch(c.recording.store.file).rename(c.held, "another")
         await c.pilot.press("escape")
         await c.until(lambda: first_row(c) == "another", "the other title")
@@ -529,8 +528,7 @@ def text(screen: SystemScreen) -> str:
 
 
 async def left(c: Chat) -> None:
-    await c.pilot.press("escape")
-    await c.until(lambda: c.app.screen is c.app.view)
+    await c.closed()
 
 
 async def seen(c: Chat) -> str:

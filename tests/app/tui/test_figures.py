@@ -89,8 +89,7 @@ def text_of(chat: Any) -> str:
 
 
 async def explain(chat: Any) -> None:
-    await chat.pilot.press("f2")
-    await chat.until(lambda: isinstance(chat.app.screen, ExplainScreen), "the screen")
+    await chat.opened("f2", ExplainScreen)
     await chat.until(lambda: text_of(chat), "its text")
 
 
@@ -147,8 +146,7 @@ async def test_f3_leads_on_to_what_if(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ask("one")
         await explain(c)
-        await c.pilot.press("f3")
-        await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "what if")
+        await c.opened("f3", WhatIfScreen)
 
 
 # F10: the steps of a reply.
@@ -164,8 +162,7 @@ def shown_steps(chat: Any) -> str:
 
 
 async def walk(chat: Any) -> StepsScreen:
-    await chat.pilot.press("f10")
-    await chat.until(lambda: isinstance(chat.app.screen, StepsScreen), "the steps")
+    await chat.opened("f10", StepsScreen)
     await chat.until(lambda: "likely" in shown_steps(chat), "the likely tokens")
     return cast(StepsScreen, chat.app.screen)
 
@@ -222,8 +219,7 @@ async def test_s_in_f2_walks_through_the_reply_that_f2_shows(chat: Start) -> Non
     async with chat("guide", size=(200, 50)) as c:
         await c.ask("Why?")
         await c.ask("Why is that so?")
-        await c.pilot.press("f2")
-        await c.until(lambda: isinstance(c.app.screen, ExplainScreen), "the last reply")
+        await c.opened("f2", ExplainScreen)
         await c.pilot.press("left", "s")
         await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
         await c.until(
@@ -235,8 +231,7 @@ async def test_steps_of_an_engine_that_died_end_and_are_computed_again(chat: Sta
     async with chat("guide") as c:
         await c.ask("Why?")
         os.kill(c.engine.pid, signal.SIGSTOP)  # it is asked, and does not answer
-        await c.pilot.press("f10")
-        await c.until(lambda: isinstance(c.app.screen, StepsScreen), "the steps")
+        await c.opened("f10", StepsScreen)
         c.end_engine()
         await c.until(lambda: "The engine stopped. C tries again." in shown_steps(c), "the end")
         await c.phase(EnginePhase.IDLE)
@@ -323,8 +318,6 @@ async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> 
     async with chat("fast") as c:
         await c.ask("one")
         reply = c.session.turns[-1].reply
-        assert reply is not None
-        assert reply.diagnosis is not None
         first, *rest = reply.diagnosis.terms
         hostile = replace(first, formula="[bold]x[/] \x1b[2J {nobody}")
         diagnosis = replace(reply.diagnosis, terms=(hostile, *rest))
@@ -571,7 +564,6 @@ def test_the_first_case_is_the_one_asked_and_the_others_change_one_thing(qwen: A
 
 def test_prefill_is_on_the_other_side_of_the_ridge_than_decode(qwen: Answer) -> None:
     roof = qwen.roof
-    assert roof is not None
     assert (roof.bandwidth_gbs, roof.peak_tflops) == (546.0, pytest.approx(16.16, abs=0.01))
     decode, prefill = roof.spots
     assert decode.intensity < roof.ridge < prefill.intensity
@@ -641,7 +633,6 @@ def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path
         process.send(protocol.AskWhatIf(2, question))
         found = next_answer()
         assert (found.id, found.error) == (2, "")
-        assert found.answer is not None
         assert found.answer.cases[0].figures.fits
         assert found.answer.context_length == 512
     finally:
@@ -686,7 +677,6 @@ def test_what_guesses_would_gain_is_asked_with_a_share_and_a_draft_model() -> No
 
 def test_the_gain_of_guesses_is_of_a_draft_model_that_is_known_and_the_best_width_is_marked() -> None:
     found = answer_to(replace(QWEN, wanted="guesses", acceptance=0.7)).guesses
-    assert found is not None
     assert [each.name for each in found.guessers] == ["", "mlx-community/Qwen3-0.6B-4bit", ""]
     assert whatif.guess_columns(found)[3:] == ("looked up", "draft model", "extra heads")
     rows = list(whatif.guess_rows(found))
@@ -696,7 +686,6 @@ def test_the_gain_of_guesses_is_of_a_draft_model_that_is_known_and_the_best_widt
         assert marked == str(each.best)
     assert "of guesses true: looked up, 3 at once" in what_if.gain_sentence(found)
     named = answer_to(replace(QWEN, wanted="guesses", draft="Qwen3-1.7B")).guesses
-    assert named is not None
     assert named.guessers[1].name == "mlx-community/Qwen3-1.7B-4bit"
     assert (named.guessers[1].gain or 0) < (found.guessers[1].gain or 0)
 
@@ -864,8 +853,7 @@ def test_one_sentence_answers_how_many_at_once(changes: dict[str, Any], said: st
 
 async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Apple M4 Max|40") -> None:
     await chat.phase(EnginePhase.IDLE)
-    await chat.pilot.press("f3")
-    await chat.until(lambda: isinstance(chat.app.screen, WhatIfScreen), "the screen")
+    await chat.opened("f3", WhatIfScreen)
     chat.app.screen.query_one("#model", Input).value = model
     chat.app.screen.query_one("#chip", Select).value = chip
     chat.app.screen.query_one("#memory", Input).value = "64"

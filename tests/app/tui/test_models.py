@@ -120,8 +120,7 @@ class Picker:
 
 async def picker(chat: Any) -> Picker:
     await chat.phase(EnginePhase.IDLE)
-    await chat.pilot.press("ctrl+o")
-    await chat.until(lambda: isinstance(chat.app.screen, ModelScreen), "the picker")
+    await chat.opened("ctrl+o", ModelScreen)
     return Picker(chat)
 
 
@@ -783,15 +782,12 @@ async def test_a_process_that_ignores_the_interruption_is_ended(tmp_path: Path) 
 async def test_the_chat_and_the_model_picker_lead_to_it(chat: Open) -> None:
     async with chat("fast", ready=False) as c:
         await c.phase(ChatPhase.IDLE)
-        await c.pilot.press("f4")
-        await c.until(lambda: isinstance(c.app.screen, ConvertScreen), "the dialog")
+        await c.opened("f4", ConvertScreen)
         assert c.app.screen.query_one("#source", Input).value == "fast"
         await c.pilot.press("escape")
-        await c.pilot.press("ctrl+o")
-        await c.until(lambda: isinstance(c.app.screen, ModelScreen), "the picker")
+        await c.opened("ctrl+o", ModelScreen)
         c.app.screen.query_one(Input).value = "org/other"
-        await c.pilot.press("f4")
-        await c.until(lambda: isinstance(c.app.screen, ConvertScreen), "the dialog")
+        await c.opened("f4", ConvertScreen)
         assert c.app.screen.query_one("#source", Input).value == "org/other"
         c.app.screen.dismiss("/models/new")
         await c.until(lambda: "/models/new" in c.notices, "the new model, which this engine does not know")

@@ -111,8 +111,7 @@ async def test_an_emoji_of_several_code_points_goes_and_is_passed_as_one(chat: S
             assert field.value == "c"
             await c.pilot.press("delete", "delete", "backspace")
             assert field.value == ""
-            await c.pilot.press("escape")
-            await c.until(lambda: c.app.screen is c.app.view, "the chat")
+            await c.closed()
             c.prompt.clear()
 
 
@@ -135,8 +134,7 @@ async def test_what_was_sent_is_searched_and_costs_no_reply(chat: Start) -> None
         await c.opened("ctrl+r", PromptsScreen)
         await c.pilot.press(*"nothing so", "enter")
         await c.until(lambda: "No matches." in c.screen_text())
-        await c.pilot.press("escape")
-        await c.until(lambda: c.app.screen is c.app.view)
+        await c.closed()
         assert c.prompt.text == "green\npears"
 
 
@@ -188,8 +186,7 @@ async def test_a_setting_is_changed_by_a_command_and_lines_that_were_asked_for_a
             await c.send(command)
             await c.on(TextScreen)
             assert said in c.screen_text()
-            await c.pilot.press("escape")
-            await c.until(lambda: c.app.screen is c.app.view)
+            await c.closed()
 
 
 async def test_what_follows_a_command_is_done_at_once(chat: Start) -> None:
@@ -273,7 +270,6 @@ async def test_a_long_paste_is_an_attachment_priced_sent_and_titled_by_its_name(
         assert c.session.turns[0].asked == f"Pasted text 1:\n```\n{LONG}\n```"
     with Store.open(tmp_path / "chats" / "chats.db") as store:
         stored = store.latest()
-        assert stored is not None
         assert stored.title == "pasted text 1"
         (attachment,) = store.path(stored.id)[0].attachments
         assert (attachment.name, attachment.text) == ("pasted text 1", LONG)
@@ -506,7 +502,6 @@ def test_other_programs_words_lead_to_commands_and_hide_none() -> None:
     assert all(matching(other)[0].slash == slash for other, slash in ALIASES.items())
     for word, slash in (*ALIASES.items(), ("Regenerate", "again")):
         written = parse(f"/{word}")
-        assert written is not None
         assert written.action is by_slash(slash)
 
 
@@ -525,7 +520,6 @@ def test_an_unknown_command_is_told_the_nearest_and_only_a_near_one() -> None:
 )
 def test_a_command_is_whole_with_what_has_to_follow_it(text: str, whole: bool) -> None:
     written = parse(text)
-    assert written is not None
     assert written.is_whole is whole
 
 
@@ -558,8 +552,7 @@ async def test_enter_does_a_command_that_is_written_and_completes_one_that_is_no
         await c.pilot.press("backspace")
         await begin(c, "p")
         assert c.prompt.text == "/help"
-        await c.pilot.press("enter")
-        await c.until(lambda: isinstance(c.app.screen, HelpScreen), "the help")
+        await c.opened("enter", HelpScreen)
         assert c.prompt.text == ""
 
 

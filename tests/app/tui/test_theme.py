@@ -179,8 +179,7 @@ async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start) -> No
                 inside = c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))
                 await c.pilot.pause()
                 assert await faint(c, inside) == [], theme
-            await c.pilot.press("escape")
-            await c.until(lambda: c.app.screen is c.app.view, "the chat")
+            await c.closed()
 
 
 @pytest.mark.parametrize("theme", ["tokamac-dark", "tokamac-light"])

@@ -162,17 +162,6 @@ async def test_a_click_unfolds_thinking_where_it_is(chat: Start) -> None:
         assert place_of(c, "▸ thought") == before
 
 
-async def test_thinking_that_nobody_timed_unfolds_too(chat: Start) -> None:
-    async with chat("fast", size=(80, 24), ready=False) as c:
-        c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
-        c.transcript.end(Reply("answer", "recovered thought", None))
-        await c.pilot.pause()
-        assert "recovered thought" not in c.screen_text()
-        await c.pilot.press("tab", "enter")
-        await c.until(lambda: "recovered thought" in c.screen_text(), "the thought")
-        assert "▾ thought" in c.screen_text()
-
-
 async def test_the_keyboard_chooses_among_thoughts(chat: Start) -> None:
     async with chat("fast", size=(80, 30), ready=False) as c:
         await c.pilot.pause()
@@ -277,15 +266,6 @@ async def test_after_a_reply_is_made_again_one_writes_on(chat: Start) -> None:
         first = c.session.turns[-1].reply_key
         await c.pilot.press("r", "enter")
         await c.until(lambda: c.session.turns[-1].reply_key != first and c.session.turns[-1].reply, "another reply")
-        await is_written(c)
-
-
-async def test_after_a_fork_one_writes_on(chat: Start) -> None:
-    async with chat("fast", ready=False) as c:
-        await pointing(c)
-        before = c.held
-        await c.pilot.press("f", "enter")
-        await c.until(lambda: c.held != before, "the copy")
         await is_written(c)
 
 

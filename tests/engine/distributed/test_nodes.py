@@ -60,8 +60,6 @@ class Rank0:
         )
 
     def ask(self, model: Path, split: str | None, do: str, **kv: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"model": str(model), "split": split, "do": do, "kv": kv}) + "\n")
         self.process.stdin.flush()
         told: dict[str, Any] = json.loads(self.process.stdout.readline())
@@ -77,7 +75,6 @@ def rank0() -> Iterator[Rank0]:
         driven.process.kill()
         driven.process.wait()
         for stream in (driven.process.stdin, driven.process.stdout):
-            assert stream is not None
             stream.close()
 
 
@@ -171,7 +168,6 @@ def test_a_node_that_goes_ends_in_one_error_and_no_process_stays(models: dict[st
         assert ("stalls" in told["error"]) == (how == "stall")
         again = driven.ask(models["llama"], "tensor", "answer")
         assert "can't go on" in again["refused"]  # MLX joins a group once for a process
-        assert driven.process.stdin is not None
         driven.process.stdin.close()
         driven.process.wait(PATIENCE_S)
         until(lambda: not is_there(told["pid"]))
@@ -204,7 +200,6 @@ def test_a_command_that_is_interrupted_leaves_nothing(models: dict[str, Path]) -
         stderr=subprocess.PIPE,
         start_new_session=True,
     ) as running:
-        assert running.stdout is not None
         running.stdout.read(1)
         (child,) = children(running.pid)
         os.killpg(running.pid, signal.SIGINT)

@@ -172,7 +172,6 @@ def test_what_packing_and_rounding_cost_counts_experts() -> None:
     cost_of_it = float((np.exp(exact) * (exact - log_probabilities(model))).sum(axis=-1).mean())
     use_kernels(model, logits=None)
     cost = measure_cost(model, IDS)
-    assert cost is not None
     assert cost_of_it / 3 < cost.packing < 3 * cost_of_it
     stacks = [module for module in model.modules() if isinstance(module, PackedExperts)]
     assert all(type(module._matrix) is PackedMatrix for module in stacks)

@@ -173,7 +173,6 @@ def test_the_packing_is_said_to_cost_about_what_it_did(bits: int) -> None:
     cost_of_it = float((np.exp(exact) * (exact - log_probabilities(model))).sum(axis=-1).mean())
     use_kernels(model, logits=None)
     cost = measure_cost(model, IDS)
-    assert cost is not None
     assert cost_of_it / 3 < cost.packing < 3 * cost_of_it
 
 
@@ -216,7 +215,6 @@ def test_rows_are_rounded_where_that_costs_little(bits: int, rounds: bool, tmp_p
     assert inspect_model(folder, context=128).rounding is None
     with loaded(folder, prompt_cache=None) as (engine, stages), loaded(folder, prompt_cache=None) as (again, later):
         cost = engine.spec.rounding
-        assert cost is not None
         assert cost.is_small is rounds
         assert ("rounded to 8 bits (adds" in str(cost)) is rounds
         assert ("rounding" in stages, "rounding" in later) == (True, False)
@@ -251,7 +249,6 @@ def test_the_decision_is_the_kept_one_until_the_model_changes(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2e-5}))
     with loaded(folder, prompt_cache=None) as (engine, stages):
         assert "rounding" in stages
-        assert engine.spec.rounding is not None
         assert engine.spec.rounding.is_small
 
 

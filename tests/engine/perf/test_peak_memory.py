@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from tests.engine.helpers import CONFIG, within, write_model
+from tests.engine.helpers import CONFIG, finish, within, write_model
 from tests.engine.inside import replies_of, runner_of, runtime_of, store_of
 from tests.engine.kv.models import work_of_config
 from tests.families import walked
@@ -531,11 +531,6 @@ def engine(folder: Path, others: int) -> Iterator[Engine]:
         yield loaded
 
 
-def finished(events: list[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
-
-
 def squeezed(events: list[Event]) -> list[MemoryPressure]:
     return [event for event in events if isinstance(event, MemoryPressure)]
 
@@ -558,22 +553,22 @@ def test_nothing_is_done_where_the_budget_is_unknown(engine, allow):
 
 def test_smaller_chunks_give_the_same_reply(folder, allow, others):
     with Engine.load(folder, prompt_cache=None) as engine:
-        plain = finished(list(engine.generate(PROMPT, GREEDY)))
+        plain = finish(list(engine.generate(PROMPT, GREEDY)))
         allow(others + between(engine, 64))
         events = list(engine.generate(PROMPT, GREEDY))
         (told,) = squeezed(events)
         assert told.chunk == 64
         assert told.predicted_bytes == total(engine, 64)
         assert told.predicted_bytes <= told.budget_bytes
-    assert finished(events).text == plain.text
-    assert (finished(events).metrics.peak_memory_bytes or 0) < (plain.metrics.peak_memory_bytes or 0)
+    assert finish(events).text == plain.text
+    assert (finish(events).metrics.peak_memory_bytes or 0) < (plain.metrics.peak_memory_bytes or 0)
 
 
 def test_other_prompts_are_let_go_of_and_the_reply_is_the_same(engine, allow, others):
     allow(None)
     other = [260 - token for token in PROMPT]
-    first = finished(list(engine.generate(other, GREEDY)))
-    plain = finished(list(engine.generate(PROMPT, GREEDY)))
+    first = finish(list(engine.generate(other, GREEDY)))
+    plain = finish(list(engine.generate(PROMPT, GREEDY)))
     list(engine.generate(other, GREEDY))
     store = store_of(engine)
     kept = store.aside
@@ -583,8 +578,8 @@ def test_other_prompts_are_let_go_of_and_the_reply_is_the_same(engine, allow, ot
     (told,) = squeezed(events)
     assert told.cache_bytes > 0
     allow(None)
-    assert finished(list(engine.generate(PROMPT, GREEDY))).text == plain.text
-    assert finished(list(engine.generate(other, GREEDY))).text == first.text
+    assert finish(list(engine.generate(PROMPT, GREEDY))).text == plain.text
+    assert finish(list(engine.generate(other, GREEDY))).text == first.text
 
 
 def test_a_prompt_that_can_not_fit_is_refused_with_numbers_and_an_offer(engine, allow, others):
@@ -596,7 +591,7 @@ def test_a_prompt_that_can_not_fit_is_refused_with_numbers_and_an_offer(engine, 
     assert "--kv-window " in told.value.hint
     assert not store_of(engine).nbytes  # nothing was computed
     allow(None)
-    assert finished(list(engine.generate(PROMPT, GREEDY))).text
+    assert finish(list(engine.generate(PROMPT, GREEDY))).text
 
 
 def test_what_is_offered_works(folder, allow, others):
@@ -606,7 +601,7 @@ def test_what_is_offered_works(folder, allow, others):
     with Engine.load(folder, kv=KVSpec(key_bits=8, value_bits=8), prompt_cache=None) as smaller:
         events = list(smaller.generate(PROMPT, GREEDY))
     assert not [event for event in squeezed(events) if event.chunk]
-    peak = finished(events).metrics.peak_memory_bytes
+    peak = finish(events).metrics.peak_memory_bytes
     assert peak is not None
     assert peak - others <= 1.1 * budget
 
@@ -639,21 +634,21 @@ def test_a_reply_ends_with_what_it_has_where_its_caches_would_not_fit(folder, al
     long = Sampling(temperature=0, max_tokens=400)
     prompt = PROMPT[:200]
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        whole = finished(list(engine.generate(prompt, long)))
+        whole = finish(list(engine.generate(prompt, long)))
         assert whole.metrics.generated_tokens > 350
         store_of(engine).clear()
         shape, slots = runtime_of(engine).shape, 512  # caches may grow to these from 256, and no further
         budget = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total + 100_000
         allow(others + budget)
         events = list(engine.generate(prompt, long))
-        ended = finished(events)
+        ended = finish(events)
         (told,) = squeezed(events)
         assert (told.ended, ended.reason) == (True, "length")
         assert len(prompt) + ended.metrics.generated_tokens == slots + 1  # the last token's keys need no room
         assert whole.text.startswith(ended.text)
         assert (ended.metrics.peak_memory_bytes or 0) <= 1.1 * (others + budget)
         allow(None)
-        again = finished(list(engine.generate(prompt, long)))
+        again = finish(list(engine.generate(prompt, long)))
         assert again.metrics.cached_tokens == len(prompt) - 1
         assert again.text == whole.text
 
@@ -666,7 +661,7 @@ def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other
     # MLX rounds a pass of several tokens otherwise than one, and when guesses are verified is a matter of time.
     with Engine.load(folder, prompt_cache=kept, parallel=2, speculation=None) as engine:
         engine.tokenizer.eos_ids = frozenset()
-        single = [finished(list(engine.generate(prompt, long, kv_bits=bits))) for prompt in prompts]
+        single = [finish(list(engine.generate(prompt, long, kv_bits=bits))) for prompt in prompts]
         store_of(engine).clear()
         gc.collect()  # the tree's nodes know one another
         shape = runtime_of(engine).shape.packed(*bits or (16, 16))
@@ -676,8 +671,8 @@ def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other
         streams = [engine.generate(prompt, long, kv_bits=bits) for prompt in prompts]
         with ThreadPoolExecutor(2) as threads:
             heard = list(threads.map(list, streams))
-    assert [finished(events).text for events in heard] == [end.text for end in single]
-    assert [finished(events).metrics.generated_tokens for events in heard] == [90, 90]
+    assert [finish(events).text for events in heard] == [end.text for end in single]
+    assert [finish(events).metrics.generated_tokens for events in heard] == [90, 90]
     told = [each for events in heard for each in squeezed(events)]
     assert [each.waits for each in told if each.waits or each.ended] == [True]
 
@@ -692,7 +687,7 @@ def test_a_reply_in_the_background_gives_its_memory_to_one_that_somebody_waits_f
     step = Decoder.step
     with Engine.load(folder, prompt_cache=kept, parallel=2) as engine, ThreadPoolExecutor(1) as thread:
         engine.tokenizer.eos_ids = frozenset()
-        single = finished(list(engine.generate(prompt, long)))
+        single = finish(list(engine.generate(prompt, long)))
         store_of(engine).clear()
         gc.collect()
         shape = runtime_of(engine).shape
@@ -704,9 +699,9 @@ def test_a_reply_in_the_background_gives_its_memory_to_one_that_somebody_waits_f
         until(lambda: isinstance(next(behind), TextChunk))
         heard = thread.submit(list, behind)
         allow(others + budget)
-        ended = finished(within(lambda: list(engine.generate(other, GREEDY))))
+        ended = finish(within(lambda: list(engine.generate(other, GREEDY))))
         assert not heard.done()
-        assert finished(within(heard.result)).text == single.text
+        assert finish(within(heard.result)).text == single.text
     assert ended.metrics.generated_tokens == 6
 
 
@@ -720,7 +715,7 @@ def test_what_a_reply_holds_whose_reader_is_far_behind_goes_to_one_that_needs_it
         Engine.load(folder, prompt_cache=kept, parallel=2) as engine,
     ):
         engine.tokenizer.eos_ids = frozenset()
-        single = finished(list(engine.generate(prompt, long, kv_bits=bits)))
+        single = finish(list(engine.generate(prompt, long, kv_bits=bits)))
         store_of(engine).clear()
         gc.collect()
         shape = runtime_of(engine).shape.packed(*bits or (16, 16))
@@ -730,10 +725,10 @@ def test_what_a_reply_holds_whose_reader_is_far_behind_goes_to_one_that_needs_it
         until(lambda: not replies_of(engine).schedule.busy)
         assert 0 < unread.live().metrics.generated_tokens < 100
         allow(others + total(engine, 64, tokens=len(other) + 6, kv=bits or (16, 16)) + held // 2)
-        ended = finished(within(lambda: list(engine.generate(other, GREEDY, kv_bits=bits))))
+        ended = finish(within(lambda: list(engine.generate(other, GREEDY, kv_bits=bits))))
         assert ended.metrics.generated_tokens == 6
         allow(None)
-        assert finished(list(unread)).text == single.text
+        assert finish(list(unread)).text == single.text
 
 
 def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
@@ -741,7 +736,7 @@ def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
         prompt, other = PROMPT[:200], [260 - token for token in PROMPT[:500]]
         list(engine.generate(other, GREEDY))
         long = Sampling(temperature=0, max_tokens=100)
-        plain = finished(list(engine.generate(prompt, long)))
+        plain = finish(list(engine.generate(prompt, long)))
         list(engine.generate(other, GREEDY))
         kept = store_of(engine).aside
         shape = runtime_of(engine).shape
@@ -751,9 +746,9 @@ def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
         told = squeezed(events)
         assert sum(each.cache_bytes for each in told) > 0
         assert not any(each.ended for each in told)
-        assert finished(events).metrics.generated_tokens == 100
+        assert finish(events).metrics.generated_tokens == 100
         allow(None)
-        assert finished(list(engine.generate(prompt, long))).text == plain.text
+        assert finish(list(engine.generate(prompt, long))).text == plain.text
 
 
 def test_a_limit_that_changes_holds_for_all_that_share_the_memory(folder):
@@ -774,7 +769,7 @@ def test_a_limit_that_changes_holds_for_all_that_share_the_memory(folder):
                 list(engine.generate(PROMPT, GREEDY, kv_bits=bits))
         engine.limit_memory(None)
         assert drafting.fits(1)
-        assert finished(list(engine.generate(PROMPT[:200], GREEDY, kv_bits=(8, 8)))).text
+        assert finish(list(engine.generate(PROMPT[:200], GREEDY, kv_bits=(8, 8)))).text
 
 
 @pytest.fixture
@@ -827,7 +822,6 @@ LENT = 1.1  # what the prefill of a prompt may take of its time in chunks of 2,0
 @functools.cache
 def work_named(name: str) -> Workload:
     entry = find(name)
-    assert entry is not None
     work = work_of_config(entry.config, packing=Packing(4))
     assert isinstance(work, Workload), work
     return work
@@ -915,7 +909,6 @@ def test_whole_chunks_end_at_the_last_cut():
 
 def test_the_peak_of_a_deep_prompt_is_that_of_its_small_chunks_or_of_the_large_ones_before():
     entry = find("Qwen3-30B-A3B")
-    assert entry is not None
     weighed = weigh(entry.config, "metal", packing=Packing(4))
     assert isinstance(weighed, Footprint)
     shape = weighed.shape(weighed.plan(KVSpec()), "metal")

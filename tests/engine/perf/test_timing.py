@@ -648,7 +648,6 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_latency(
         clock.now += QUIET_S
         for _ in range(all_of_them):
             paced.idle()
-        assert machine.latency is not None
         found.append((machine.latency.sampling_s, machine.chip.fp16_tflops))
     assert [peak for _, peak in found] == [0.5, 0.75, 0.75]
     assert found[0][0] > found[1][0] > found[2][0] == 2.0 / clock.now

@@ -86,7 +86,6 @@ def test_an_outcome_by_hand() -> None:
     assert found.kv_bytes == kv
     assert found.bits_per_weight == 16
     assert found.ceiling_tps == pytest.approx(546e9 / (weights - 2 * embedding + kv))
-    assert found.memory is not None
     assert found.memory.total >= weights + kv
     assert found.reason is None
 
@@ -96,7 +95,6 @@ def test_the_bits_that_fit_fill_what_the_context_leaves_of_nine_tenths(context: 
     place = elsewhere("Apple M1", memory_gb=8)
     bits = bits_that_fit(LLAMA, context, place)
     four = outcome(LLAMA, WhatIfCase(4, context=context, prompt=context), place)
-    assert four.memory is not None
     assert four.memory.budget is not None
     assert four.bits_per_weight is not None
     filled = four.memory.total + four.memory.weights * (bits / four.bits_per_weight - 1)
@@ -187,7 +185,6 @@ def test_on_a_plain_cpu_the_speed_is_unknown_until_it_was_measured(
 def weighed(name: str, bits: int | None) -> Footprint:
     """The catalogue's model with weights of so many bits. To build one takes longer than all that is asked of it."""
     entry = find(name)
-    assert entry is not None
     assert entry.config is not None
     found = weigh(entry.config, M4_MAX.device, packing=WhatIfCase(bits).packing())
     assert not isinstance(found, str), found
@@ -224,8 +221,6 @@ def test_more_context_is_never_faster_nor_smaller(name: str, place: Machine, kv:
     assert long.ceiling_tps <= short.ceiling_tps
     if short.expected_tps is not None and long.expected_tps is not None:
         assert long.expected_tps <= short.expected_tps
-    assert short.memory is not None
-    assert long.memory is not None
     assert short.memory.total <= long.memory.total
 
 
@@ -265,7 +260,6 @@ def test_expected_is_never_above_the_ceiling(name: str, place: Machine, kv: KVSp
         return
     assert found.ceiling_tps is not None
     assert found.expected_tps <= found.ceiling_tps
-    assert found.prediction is not None
     prefill = found.prediction.prefill
     if prefill.expected_s is not None and prefill.ceiling_s is not None:
         assert prefill.expected_s >= prefill.ceiling_s
@@ -304,7 +298,6 @@ NAMED = (
 
 def of(name: str, place: Machine) -> Suggestion:
     entry = find(name)
-    assert entry is not None
     repository = entry.repository(name)
     assert repository is not None
     return suggestion(entry, repository, WhatIfCase(context=4096, prompt=4096), place)
@@ -465,7 +458,6 @@ def test_a_card_has_the_memory_that_it_has_and_no_published_latency() -> None:
     card = elsewhere("NVIDIA GeForce RTX 3090")
     assert card.memory_bytes == card.budget_bytes == 24 * GIB
     found = outcome(LLAMA, WhatIfCase(4), card)
-    assert found.memory is not None
     assert found.memory.fits
     assert found.ceiling_tps is not None
     assert found.expected_tps is None
@@ -615,7 +607,6 @@ def test_what_was_measured_here_is_found_again_without_loading_the_model(
     assert after.expected_tps == pytest.approx(expected)
     assert after.reason is None
     assert after.ttft_s is not None
-    assert after.prediction is not None
     assert after.prediction.ridge is not None
     packed = inspect(model_ref(folder), WhatIfCase(kv=KVSpec(8, 8), context=256, prompt=128))
     if (
@@ -732,7 +723,6 @@ def test_inspect_has_the_table_and_its_sums(tmp_path: Path) -> None:
     model, config = build(CONFIGS["gemma"])
     save(tmp_path, model, {**config, "sliding_window": 48})
     seen = inspect_model(tmp_path, 1000, KVSpec(8, 8, 32), place=KV_TABLE_GPU)
-    assert seen.kv_table is not None
     assert seen.kv_reason is None
     assert seen.memory.kv == seen.kv_table.bytes_at_context
     assert seen.kv_bytes_per_token == seen.kv_table.bytes_per_token == 2 * 2 * (64 + 2 * 2 * 2)

@@ -257,7 +257,6 @@ def test_the_heads_that_read_a_cache_are_those_of_its_layer_packed_or_not():
 
 def test_layers_that_reuse_keys_are_counted_where_these_are_kept():
     entry = find("gemma-4-e2b")
-    assert entry is not None
     work = config_work(dict(entry.config))
     assert [layer.heads.layers for layer in work.kv].count(1) == 13
     assert sum(layer.heads.layers for layer in work.kv) == 35

@@ -35,15 +35,12 @@ class Writers:
 
     def begin(self) -> int:
         """Return the process number of a writer that is at work; the one before must have been killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write("begin\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
     def ended(self) -> int:
         """Wait for the last writer to end; return its status, as ``os.waitpid`` does."""
-        assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 
 
@@ -53,7 +50,6 @@ def writers(root: Path) -> Iterator[Writers]:
     command = [sys.executable, "-m", "tests.engine.prompt_cache.segment_writer", str(root)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Writers(process)
-        assert process.stdin is not None
         process.stdin.close()
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.engine.helpers import write_model
+from tests.engine.helpers import finish, write_model
 from tests.engine.inside import disk_of, held_of, nodes_of, replies_of, runtime_of, store_of, worker_of
 from tests.engine.prompt_cache.test_disk import BENCHES, KINDS, LARGE, ask, compute
 from tests.tiny import make_tiny
@@ -57,12 +57,6 @@ def talk(engine: Engine) -> Chat:
     for text in ("first question", "second question"):
         list(chat.send(text, SHORT))
     return chat
-
-
-def finish(events: Iterator[Any]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
 
 
 ACTIONS: dict[str, tuple[Any, Callable[[Chat], Iterator[Any]]]] = {
@@ -341,7 +335,6 @@ def test_large_files_are_read_beside_and_a_folder_that_can_not_be_written_does_n
     (tmp_path / "root").write_text("a file where a folder should be")
     told: list[str] = []
     thread = identify(tmp_path, tmp_path / "root", told.append)
-    assert thread is not None
     thread.join(30)
     assert told == [digest([tmp_path / "model.safetensors"], tmp_path / "other")]
 

@@ -158,7 +158,6 @@ def test_killed_at_any_moment_nothing_half_done_counts_as_whole(tmp_path: Path) 
             assert each.ended() == signal.SIGKILL
             for entry in folder.entries(MODEL):
                 data = folder.read(entry)
-                assert data is not None
                 assert data == data[:1] * len(data)
                 assert len(data) >= 20000
                 seen += 1

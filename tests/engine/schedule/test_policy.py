@@ -22,7 +22,6 @@ class Simulated:
 
     def turn(self, demands: list[Demand]) -> Act:
         act = self.policy.choose(demands)
-        assert act is not None
         took = act.within_s if act.reads is not None else self.step_s + self.row_s * len(act.decodes)
         self.acts.append((self.now, act, took))
         self.now += took
@@ -125,7 +124,6 @@ def test_a_prompt_beside_others_takes_as_long_as_is_predicted(reading_s: float, 
     began, left = machine.now, reading_s
     while left > 1e-9:
         act = machine.policy.choose([Demand(1, reads=False), Demand(2, reads=True)])
-        assert act is not None
         took = min(act.within_s, left) if act.reads is not None else step_s
         left -= took if act.reads is not None else 0.0
         machine.now += took

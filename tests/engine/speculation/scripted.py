@@ -147,3 +147,13 @@ class Decoding:
             if isinstance(getattr(cache, "offset", None), int)
         }
         assert offsets <= {len(held)}, (offsets, len(held))
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

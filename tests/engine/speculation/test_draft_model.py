@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from tests.engine.helpers import write_model
 from tests.engine.inside import runtime_of, speculating, speculation_of
 from tests.engine.kv.models import VOCABULARY, WINDOW, config_of, seeded
-from tests.engine.speculation.scripted import EagerDrafting, Knowing
+from tests.engine.speculation.scripted import Clock, EagerDrafting, Knowing
 from tests.engine.speculation.test_verify import model_of, prompt_of
 from tests.tiny import make_tiny
 from tokamac.engine import (
@@ -108,7 +108,6 @@ class Drafted:
     @property
     def accepted(self) -> tuple[int, int]:
         """Tokens that came true, and all that were drafted."""
-        assert self.speculator is not None
         done = self.speculator.done()
         return done.accepted, done.drafted
 
@@ -363,7 +362,6 @@ def test_a_packed_one_changes_no_text_and_a_cpu_computes_its_steps_at_once_in_ro
     guesses = Speculation(lookup=False, branches=False, draft=draft)
     with Engine.load("guide", prompt_cache=None, speculation=guesses) as guide:
         shared = speculation_of(guide)
-        assert shared is not None
         assert shared._draft is not None
         if guide.spec.device == "cpu":
             from tokamac.engine.cpu.layers import rounds_rows
@@ -415,16 +413,6 @@ def test_what_names_no_model_is_refused(draft: Any) -> None:
 
 
 # The decision, by a clock of its own.
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Scripted:

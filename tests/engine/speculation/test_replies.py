@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.inside import idle_of, runner_of, runtime_of, speculating, speculation_of, store_of
-from tests.engine.speculation.scripted import Eager, always_right, always_wrong, at_random
+from tests.engine.speculation.scripted import Clock, Eager, always_right, always_wrong, at_random
 from tests.families import crossed, walked
 from tokamac.engine import (
     Engine,
@@ -199,7 +199,6 @@ def test_as_it_is_loaded_a_reply_made_again_is_drafted_and_the_same(tiny: Path) 
     with Engine.load(tiny, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         engine.tokenizer.eos_ids = frozenset()
         shared = speculation_of(engine)
-        assert shared is not None
         costs = PassCosts(lambda rows, _: 1 + 0.05 * (rows - 1))
         runtime = runtime_of(engine)
         shared._costs[runtime.kv.key_bits, runtime.kv.value_bits] = costs
@@ -222,16 +221,6 @@ def test_what_can_not_be_done_is_refused() -> None:
 
 
 # The speculator, by a clock of its own.
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Machine:

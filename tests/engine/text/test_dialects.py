@@ -53,7 +53,6 @@ def test_a_rendered_call_is_read_back_as_what_it_was(tmp_path: Path, family: str
     model = tokenizer(tmp_path, text, marks=("<|end|>", "<|assistant|>", *form.get("marks", ())), thinking=False)
     model = model.using(TemplateOptions(tools=(WRITE, LIST)))
     reader = model.call_reader(0)
-    assert reader is not None
     assert reader.dialect.name == dialect
     made = [
         ToolCall("write_file", json.dumps(ARGUMENTS), "abcdef123"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tests.engine.helpers import SPECIAL, TEMPLATE, write_tokenizer
+from tests.engine.helpers import SPECIAL, TEMPLATE, finish, write_tokenizer
 from tests.tiny import make_tiny
 from tests.waiting import PATIENCE_S
 from tokamac.engine import (
@@ -556,15 +556,9 @@ def ids(count: int) -> list[int]:
     return np.random.default_rng(5).integers(7, 262, count).tolist()
 
 
-def finished(events: Sequence[Event]) -> Finished:
-    last = events[-1]
-    assert isinstance(last, Finished)
-    return last
-
-
 def test_stop_ends_the_reply_where_the_context_ends(tiny: Path) -> None:
     with load(tiny, "stop") as engine:
-        last = finished(list(engine.generate(ids(500), LONG)))
+        last = finish(list(engine.generate(ids(500), LONG)))
         assert (last.reason, last.metrics.generated_tokens) == ("length", 12)
         with pytest.raises(ContextError, match=r"600 tokens.*512"):
             list(engine.generate(ids(600), LONG))
@@ -573,7 +567,7 @@ def test_stop_ends_the_reply_where_the_context_ends(tiny: Path) -> None:
 def test_roll_goes_on_past_the_context_and_takes_longer_prompts(tiny: Path) -> None:
     with load(tiny, "roll") as engine:
         assert (engine.spec.capacity, engine.spec.rolls) == (CONTEXT, True)
-        last = finished(list(engine.generate(ids(600), LONG)))
+        last = finish(list(engine.generate(ids(600), LONG)))
         assert (last.reason, last.metrics.generated_tokens) == ("length", CONTEXT + 100)
 
 
@@ -581,7 +575,7 @@ def test_roll_equals_the_window_that_it_stands_for(tiny: Path) -> None:
     texts = []
     for kv in (KVSpec(on_full="roll"), KVSpec(window=CONTEXT)):
         with Engine.load(tiny, kv=kv) as engine:
-            texts.append(finished(list(engine.generate(ids(700), Sampling(temperature=0, max_tokens=20)))).text)
+            texts.append(finish(list(engine.generate(ids(700), Sampling(temperature=0, max_tokens=20)))).text)
     assert texts[0] == texts[1]
 
 
@@ -611,7 +605,7 @@ def test_error_fails_after_the_text_and_only_where_the_context_cut_it_off(tiny: 
             got.extend(chat.send("x" * 480, LONG))
         assert isinstance(got[-1], Finished)
         assert chat.messages[-1] == Message("assistant", "".join(e.text for e in got if isinstance(e, TextChunk)))
-        short = finished(list(engine.generate(ids(500), Sampling(temperature=0, max_tokens=5))))
+        short = finish(list(engine.generate(ids(500), Sampling(temperature=0, max_tokens=5))))
         assert (short.reason, short.metrics.generated_tokens) == ("length", 5)
 
 
@@ -620,12 +614,12 @@ def test_the_middle_of_a_conversation_goes_and_that_is_said(tiny: Path) -> None:
     prompt = [Message("system", "be kind"), *turns, Message("user", "and now?")]  # type: ignore[arg-type]
     with load(tiny, "truncate-middle") as engine:
         events = list(engine.generate(prompt, Sampling(temperature=0, max_tokens=20)))
-        said, last = events[0], finished(events)
+        said, last = events[0], finish(events)
         assert isinstance(said, Truncated)
         assert said.messages % 2 == 0
         whole = len(engine.tokenizer.encode(engine.tokenizer.render(prompt)))
         assert last.metrics.prompt_tokens == whole - said.tokens <= CONTEXT - 20
-        again = finished(list(engine.generate(prompt, Sampling(temperature=0, max_tokens=20))))
+        again = finish(list(engine.generate(prompt, Sampling(temperature=0, max_tokens=20))))
         assert again.metrics.cached_tokens == last.metrics.prompt_tokens - 1  # cut in the same place
         short = [Message("user", "hi")]
         assert not any(isinstance(event, Truncated) for event in engine.generate(short, Sampling(max_tokens=3)))
@@ -635,7 +629,7 @@ def test_token_ids_lose_their_middle_too(tiny: Path) -> None:
     with load(tiny, "truncate-middle") as engine:
         events = list(engine.generate(ids(900), Sampling(temperature=0, max_tokens=12)))
         assert events[0] == Truncated(0, 900 - (CONTEXT - 12))
-        assert finished(events).metrics.prompt_tokens == CONTEXT - 12
+        assert finish(events).metrics.prompt_tokens == CONTEXT - 12
 
 
 def words() -> Words:
@@ -673,7 +667,6 @@ def test_the_first_exchange_goes_last_and_then_the_newest_message_loses_its_midd
     assert MARK in text
     assert text.endswith("end>")
     assert len(text) <= 40
-    assert left_out is not None
     assert left_out.messages == 4
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.helpers import write_model, write_tokenizer
+from tests.engine.helpers import finish, write_model, write_tokenizer
 from tests.engine.inside import runtime_of
 from tests.waiting import PATIENCE_S
 from tokamac.engine import (
@@ -311,12 +311,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Iterator[Engine]:
     with Engine.load(folder) as loaded:
         yield loaded
-
-
-def finish(events: Iterator[object]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
 
 
 def held_after(events: Iterator[object], monkeypatch: pytest.MonkeyPatch) -> tuple[Finished, list[int], list[Any]]:
