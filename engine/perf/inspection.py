@@ -15,6 +15,7 @@ from ..model.config import context_length, read_config
 from ..model.safetensors import INDEX, PICKLES, weight_files
 from ..model.weights import StoredHeads, find_heads, text_config
 from ..options import KVSpec, Split
+from ..vision.families import FAMILIES
 from . import config_cost, memory
 from .catalogue import CatalogueEntry, Repository, find
 from .config_cost import Packing, leaves_out_senses, traits_of, value_bytes_of
@@ -393,7 +394,9 @@ def prospect(model: str, case: WhatIfCase, place: Machine) -> Prospect:
         outcome=found,
         verdict=verdict,
         reason=reason_of(found, verdict),
-        text_only=footprint is not None and leaves_out_senses(footprint.config),
+        text_only=footprint is not None
+        and leaves_out_senses(footprint.config)
+        and footprint.config.get("model_type") not in FAMILIES,
     )
 
 

@@ -64,6 +64,7 @@ def test_mlx_lm_has_none_and_is_left_as_it_was(kind: str) -> None:
 @pytest.mark.parametrize("kind", OWN)
 def test_each_is_proved_by_golden_values(kind: str) -> None:
     kinds = {json.loads(path.read_text())["model_type"] for path in GOLDEN.glob("*/config.json")}
+    kinds |= {each.stem for each in (GOLDEN / "vision").glob("*.npz")}
     assert kind in {SAME_CLASS.get(each, each) for each in kinds}
 
 
