@@ -30,9 +30,7 @@ from .conversation import Turn
 from .figures import listed
 from .listing import excerpt
 from .recording import LEFT
-from .settings_form import (
-    whole_number,
-)
+from .settings_form import whole_number
 from .steps import DraftReturned
 
 if TYPE_CHECKING:

@@ -51,8 +51,10 @@ def plan(conversation: Conversation, system: str, share: float = 1.0) -> Compact
     return CompactPlan(asked, turns[cut].key, len([turn for turn in gone if turn.key]), pinned, tuple(files.values()))
 
 
-def most_tokens(capacity: int | None) -> int:
-    return MOST_TOKENS if capacity is None else max(LEAST_TOKENS, min(MOST_TOKENS, capacity // SHARE))
+def most_tokens(capacity: int | None, used: int | None = None) -> int:
+    """Return how long a summary may be: an eighth of the context, and half of the ``used`` one."""
+    shares = (MOST_TOKENS if capacity is None else capacity // SHARE, MOST_TOKENS if used is None else used // 2)
+    return max(LEAST_TOKENS, min(MOST_TOKENS, *shares))
 
 
 def kept_turns(conversation: Conversation, made: CompactPlan) -> list[Turn]:
@@ -88,7 +90,7 @@ def branch(conversation: Conversation, made: CompactPlan, summary: Reply) -> boo
 
 
 def once(text: str) -> str:
-    """Return a text that repeats itself with each line and sentence once."""
+    """Return a text with each line and sentence once: small models repeat themselves."""
     first: dict[str, str] = {}
     for part in re.findall(r"[^.!?\n]+[.!?\n]*", text):
         first.setdefault(part.strip(), part)
@@ -122,6 +124,7 @@ class Compactor:
         template: TemplateOptions,
         info: ModelSpec | None,
         *,
+        used: int | None,
         asked: bool,
         share: float = 1.0,
     ) -> list[Step]:
@@ -130,7 +133,7 @@ class Compactor:
             return []
         thinks = info is not None and "off" in info.thinking_modes
         told = replace(template, thinking="off") if thinks else template
-        most = most_tokens(None if info is None else info.capacity)
+        most = most_tokens(None if info is None else info.capacity, used)
         self._id -= 1
         self._request = Generate(
             self._id, made.messages, Sampling(temperature=0.0, max_tokens=most), template=told, background=True
@@ -143,7 +146,7 @@ class Compactor:
         if self._request is None or id != self._request.id or not isinstance(event, Finished):
             return False
         self._request = None
-        text = once(event.text) if event.reason == "loop" else event.text.strip()
+        text = once(event.text)
         if text and event.reason in ("stop", "length", "loop"):
             self.ready = Reply(text, model=model, metrics=event.metrics, diagnosis=event.diagnosis)
         return True

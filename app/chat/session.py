@@ -452,7 +452,8 @@ class Session(SessionState):
         counts = self.counts.ask(self.engine.info, [part.counted for part in kept])
 
         def told(price: Price | None) -> list[Step]:
-            most = most_tokens(None if self.engine.info is None else self.engine.info.capacity)
+            capacity = None if self.engine.info is None else self.engine.info.capacity
+            most = most_tokens(capacity, self.used_tokens)
             tps = None if self.progress.metrics is None else self.progress.metrics.decode_tps
             known = price is not None and price.seconds is not None and tps
             takes = f", {units.seconds(price.seconds + most / tps)} at most" if known else ""  # type: ignore[union-attr, operator]
@@ -483,9 +484,9 @@ class Session(SessionState):
         return [Pruned(), Notice("Pinned: /compact keeps this turn whole." if pinned else "No longer pinned.")]
 
     def _ask_summary(self, *, asked: bool, share: float = 1.0) -> list[Step]:
-        template = self._offered(self.settings)
+        told, used = self._offered(self.settings), self.used_tokens
         return self.compactor.begin(
-            self.conversation, self.system_text, template, self.engine.info, asked=asked, share=share
+            self.conversation, self.system_text, told, self.engine.info, used=used, asked=asked, share=share
         )
 
     def _forget_summary(self) -> list[Step]:

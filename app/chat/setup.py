@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from tokamac.engine.events import ToolCall
 from tokamac.engine.hub.names import nearest
@@ -39,9 +38,6 @@ from .settings_form import (
     whole_number,
 )
 from .steps import AskConsent, EnginePhase, Step
-
-if TYPE_CHECKING:
-    pass
 
 
 def full_name(chat: ChatController, written: str) -> str:

@@ -12,9 +12,7 @@ from tokamac.engine.events import (
 )
 from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 
-from ..backend.protocol import (
-    Load,
-)
+from ..backend.protocol import Load
 from ..system_files import SystemPart, with_parts
 from ..text.sanitise import sanitise_line
 from ..tools.calls import ToolLoop
@@ -43,9 +41,7 @@ from .conversation import (
     Turn,
     messages,
 )
-from .steps import (
-    EnginePhase,
-)
+from .steps import EnginePhase
 from .versions import Variant, Version, Versions
 
 LONGEST_REASON = 600  # characters: a reason is stored, and what a model's own code says may have no end
@@ -173,7 +169,8 @@ class SessionState:
     def used_tokens(self) -> int | None:
         """Tokens of the context that the path on screen has, as of its last reply."""
         metrics = self.progress.metrics
-        return None if metrics is None else metrics.prompt_tokens + metrics.generated_tokens
+        known = metrics is not None and None not in (metrics.prompt_tokens, metrics.generated_tokens)
+        return metrics.prompt_tokens + metrics.generated_tokens if metrics is not None and known else None
 
     @property
     def compacting(self) -> bool:

@@ -107,7 +107,7 @@ def test_its_price_is_told_before() -> None:
         assert isinstance(step, Ask)
         session.on_event(Counted(number, 7))
     said = told(session.on_event(Priced("quote", ask.id, Price(900, 38, 0, 1.0))))
-    assert "It reads 38 tokens and writes up to 125, 32 s at most." in said
+    assert "It reads 38 tokens and writes up to 64, 17 s at most." in said
     assert "1 turns become a summary; 21 tokens are kept whole" in said
 
 
