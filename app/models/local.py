@@ -52,6 +52,11 @@ def short_name(model: str) -> str:
     return sanitise_line(model.rstrip("/").rpartition("/")[2]) or sanitise_line(model)
 
 
+def shown_name(model: str) -> str:
+    """Return a Hugging Face id whole, and of a path its end: the rest would fill a line."""
+    return short_name(model) if model.startswith("/") else sanitise_line(model)
+
+
 # Where a model is, which decides what can be done with it. A folder is the user's own; models: in the models folder;
 # other: it is another program's, and only read.
 Home = Literal["embedded", "folder", "models", "other", "cache"]

@@ -11,7 +11,7 @@ from tokamac.engine.events import TextKind
 
 from ...chat.conversation import EDITED, ENDINGS, REMEDIES, Reply, Turn
 from ...chat.preferences import budget_spent
-from ...models.local import short_name
+from ...models.local import shown_name
 from ...reports.verdict import figures_text, remark
 from ...store.values import Attachment, ToolResult
 from ...text.sanitise import Sanitiser, sanitise, sanitise_line
@@ -157,7 +157,7 @@ class ReplyMessage:
         self.thinking = Thinking()
         self.reply: Reply | None = None
         self.key = key
-        self._model = short_name(model) if model.startswith("/") else sanitise_line(model)
+        self._model = shown_name(model)
         self._place = place
         self._selected = self._left_out = False
         self._name = self._named()

@@ -25,6 +25,7 @@ from ...chat.figures import Figure, Measured, explain
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import EnginePhase
+from ...models.local import shown_name
 from ...reports.verdict import speed_text
 from ...text import units
 from ...text.sanitise import sanitise_line
@@ -228,7 +229,7 @@ def _short_amount(known: KnownPrice) -> str:
 
 
 def _loading(session: Session, width: int) -> Content:
-    name, loading = sanitise_line(session.engine.load.model), session.engine.loading
+    name, loading = shown_name(session.engine.load.model), session.engine.loading
     if loading is None:
         return Content.styled(f"loading {name} …", FAINT)
     if loading.stage in WITHOUT_BYTES:
@@ -307,7 +308,7 @@ def _lamp(session: Session) -> str:
 
 def _name(session: Session, most: int) -> str:
     return end_of(
-        sanitise_line(session.engine.load.model if session.engine.info is None else session.engine.info.name), most
+        shown_name(session.engine.load.model if session.engine.info is None else session.engine.info.name), most
     )
 
 
@@ -426,8 +427,7 @@ def _of(part: int | None, whole: int | None) -> str:
 
 def _model(reply: Measured) -> Iterator[GaugeRow]:
     info = reply.engine.info
-    name = sanitise_line(reply.engine.load.model if info is None else info.name)
-    name = end_of(name, WIDTH)
+    name = end_of(shown_name(reply.engine.load.model if info is None else info.name), WIDTH)
     yield GaugeRow(Content.styled(name, "bold $text-primary"), "model")
     if info is None:
         yield GaugeRow(Content.styled("not loaded", LABEL), "model")
