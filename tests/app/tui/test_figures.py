@@ -265,6 +265,7 @@ async def test_steps_are_played_and_paused(chat: Start) -> None:
         await c.until(lambda: shown_steps(c).splitlines()[0] != first, "a later step")
         await c.pilot.press("space", "plus")
         await c.until(lambda: "×2" in str(c.app.screen.query_one("#steps").border_subtitle), "twice the speed")
+        await c.pilot.pause()  # what was on its way when it was paused is drawn
         held = shown_steps(c).splitlines()[0]
         await c.pilot.pause(0.2)
         assert shown_steps(c).splitlines()[0] == held
