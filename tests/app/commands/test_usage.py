@@ -352,6 +352,7 @@ def test_every_flag_command_key_and_slash_command_of_a_topic_exists(topic: str) 
     keys = {name.strip() for action in ACTIONS for name in action.key_names.split(",")} | keys_of_lists() | FOREIGN_KEYS
     assert set(KEY.findall(text)) <= keys
     slashes = {name for action in ACTIONS for name in (action.slash, *action.also)} | {"metrics"}  # of the server
+    slashes |= set(re.findall(r"/prompts edit ([a-z]+)", text))  # a prompt's own, once it is written
     assert set(re.findall(r"(?<![\w./~\"])/([a-z]+)\b(?![/.])", text)) <= slashes
 
 
