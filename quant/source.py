@@ -4,7 +4,8 @@
 # module. So whatever mlx-lm reads can be converted, and evaluating an array reads that tensor alone.
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -15,6 +16,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from tokamac.engine import files
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.files import not_opened
 from tokamac.engine.gguf.checkpoint import packed_modules
@@ -24,7 +26,7 @@ from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes,
 from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.extra_heads import ModelEnds, build_heads, place_of
 from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, gguf_arrays, load_lazily, skeleton_model
-from tokamac.engine.model.safetensors import check_places, find_shards
+from tokamac.engine.model.safetensors import check_places, find_shards, locate_tensors
 from tokamac.engine.model.weights import (
     MEDUSA_FILE,
     MTP_FILE,
@@ -34,7 +36,7 @@ from tokamac.engine.model.weights import (
     text_config,
     without_fp8,
 )
-from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.config_cost import Packing, leaves_out_senses
 
 from .report import WeightError, adapter_name
 
@@ -42,6 +44,12 @@ from .report import WeightError, adapter_name
 # otherwise.
 
 Method = Callable[..., Any]
+
+# Parts of names, as transformers and mlx-vlm write them.
+SENSES = frozenset(
+    {"vision_tower", "vision_model", "visual", "vision_encoder", "vision_embedder", "embed_vision", "multi_modal_projector",
+     "connector", "audio_tower", "embed_audio", "patch_merger"}
+)  # fmt: skip
 
 # What to do where the source itself is not finite: no option of a conversion helps.
 AGAIN = "Download the model again, or ask its author."
@@ -194,20 +202,26 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
     weights = read_checkpoint(folder, config, unchecked=unchecked).weights if read.packed else read.weights
     changes = {} if adapter is None else changes_of(adapter, read.module, config)
     notes = list(_notes(folder, config, read))
+    unused = () if "vision_tower" in read.module.get("model", {}) else ("vision_config",)
+    senses = _senses(shards) if unused and leaves_out_senses(config) else {}
+    if senses:
+        count, nbytes = len(senses), sum(senses.values())
+        notes.append(
+            f"what sees or hears is left out, {count} tensors, {files.size(nbytes)}: the result reads text alone"
+        )
     heads = tuple(_open_heads(folder, config, read.module, notes))
     if adapter is not None:
         notes.append(replace(adapter, name=adapter_name(adapter)).note(changes))
     if unchecked:
         notes += [f"unchecked: {doubt}; the converted model is as doubtful" for doubt in doubts_about(config)]
     # What only a vision part needs goes too, unless mlx-lm's module sees.
-    unused = () if "vision_tower" in read.module.get("model", {}) else ("vision_config",)
     return Source(
         folder=folder,
         config={key: value for key, value in float_config(config).items() if key not in unused},
         module=read.module,
         weights=_changed(weights, changes),
         packed={path: packed for path, packed in read.packed.items() if path not in changes},
-        source_bytes=sum(shard.stat().st_size for shard in shards),
+        source_bytes=sum(shard.stat().st_size for shard in shards) - sum(senses.values()),
         notes=tuple(notes),
         adapter=adapter,
         changes=changes,
@@ -220,6 +234,14 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
             if path not in changes
         },
     )
+
+
+def _senses(shards: Sequence[Path]) -> dict[str, int]:
+    """Return the bytes of each tensor of a part that sees or hears."""
+    stored = locate_tensors(shards)
+    return {
+        name: math.prod(each.shape) * each.item_bytes for name, each in stored.items() if SENSES & set(name.split("."))
+    }
 
 
 def _narrow(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> str | None:

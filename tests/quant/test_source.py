@@ -173,7 +173,10 @@ def seeing(tmp_path, **more):
 
 def test_of_a_multimodal_checkpoint_the_language_part_is_converted_as_mlx_lm_would(tmp_path):
     folder, model = seeing(tmp_path)
-    run(folder, tmp_path / "out")
+    whole = (folder / "model.safetensors").stat().st_size
+    made = run(folder, tmp_path / "out")
+    assert "what sees or hears is left out, 2 tensors, 512 B: the result reads text alone" in made.notes
+    assert made.source_bytes == whole - 2 * 64 * 4  # sizes compare like with like
     assert all(name.startswith("language_model.") for name in arrays_of(tmp_path / "out"))
     assert "vision_config" not in config_of(tmp_path / "out")
     nn.quantize(model, group_size=64, bits=4)
