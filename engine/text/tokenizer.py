@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # ``check_growth`` bounds that from tokenizer.json before it is loaded.
 
 
-MOST_CHARACTERS = 1 << 23  # of the remembered segments: some two million tokens, in about 16 MB
+MOST_CHARACTERS = 1 << 21  # of the remembered segments: some half a million tokens, in about 6 MB
 # Characters from which a text is encoded alone, and what that took is given back to the system: 200 bytes each.
 LONG_TEXT = 1 << 18
 
