@@ -185,13 +185,16 @@ def changed_words(
 
     Words that begin after a space come before pieces of words.
     """
+    import mlx.core as mx
     import numpy as np
 
-    before, after = _on_host(reference), _on_host(other)
-    first, second = before.argmax(-1), after.argmax(-1)
-    rows = np.arange(len(ids))
-    p, q = np.exp(before[rows, first]), np.exp(after[rows, second])
-    sure = np.where(first == second, 0, p - np.exp(before[rows, second]))
+    def chances(rows: "mx.array", words: "mx.array") -> "np.ndarray":
+        return _on_host(mx.exp(mx.take_along_axis(rows, words[:, None], axis=-1)[:, 0]))
+
+    likeliest, after = mx.argmax(reference, axis=-1), mx.argmax(other, axis=-1)
+    p, q = chances(reference, likeliest), chances(other, after)
+    first, second = np.array(likeliest), np.array(after)
+    sure = np.where(first == second, 0, p - chances(reference, after))
     whole, pieces = list[tuple[int, str]](), list[tuple[int, str]]()
     for at in (int(each) for each in np.argsort(-sure, kind="stable") if sure[each] > 0):
         read = list(ids[max(0, at + 1 - SHOWN_TOKENS) : at + 1])

@@ -308,8 +308,8 @@ class Ends:
     """Packs by search, weighed by their inputs, what a method leaves: a tied embedding is the head as well."""
 
     def __init__(self, source: Source, chosen: Choices, beside: Iterable[str]) -> None:
-        shapes = {path: source.weights[f"{path}.weight"].ndim for path, packing in chosen.items() if packing}
-        self._paths = {path for path, axes in shapes.items() if axes == 2 and path not in (*beside, *source.packed)}
+        left = {path for path, packing in chosen.items() if packing} - {*beside, *source.packed}
+        self._paths = {path for path in left if source.weights[f"{path}.weight"].ndim == 2}
         self._source, self._chosen = source, chosen
         self._squares: dict[str, mx.array] = {}
 

@@ -649,12 +649,8 @@ def plan_budget(
     spent = spend(candidates, _budget_bytes(options, cost)) if most is None else spare(candidates, most)
     chosen = {path: each.packing for path, each in spent.items()}
     groups = GROUP_SIZES if options.group_size is None else (options.group_size,)
-    expected = f"expected KL divergence: {_error(spent):.2g} nats a token" if basis == "measured" else ""
+    expected = f"expected KL divergence: {total_error(spent):.2g} nats a token" if basis == "measured" else ""
     return chosen, tuple(filter(None, (NOTES[basis], expected, *out_of_groups(source, chosen, groups))))
-
-
-def _error(chosen: Chosen) -> float:
-    return math.fsum(each.error for each in chosen.values())
 
 
 def _rounded(error: float) -> float:
@@ -748,12 +744,12 @@ def spare(candidates: Mapping[str, Sequence[Candidate]], most_error: float) -> C
     """Return the fewest bytes, to a thousandth, of a total error within ``most_error``. Raises OptionError."""
     low, high = smallest_bytes(candidates), sum(max(each.nbytes for each in among) for among in candidates.values())
     best = spend(candidates, high)
-    if (least := _error(best)) > most_error:
+    if (least := total_error(best)) > most_error:
         raise OptionError(f"{most_error:g} nats a token can't be reached: the least is {least:.2g}", "Allow more.")
     while high - low > high // 1000:
         middle = (low + high) // 2
         found = spend(candidates, middle)
-        if _error(found) <= most_error:
+        if total_error(found) <= most_error:
             best, high = found, middle
         else:
             low = middle

@@ -30,6 +30,7 @@ from tokamac.engine.model.safetensors import check_places, find_shards, locate_t
 from tokamac.engine.model.weights import (
     MEDUSA_FILE,
     MTP_FILE,
+    OTHER_PARTS,
     HeadKind,
     find_heads,
     name_in_file,
@@ -45,11 +46,8 @@ from .report import WeightError, adapter_name
 
 Method = Callable[..., Any]
 
-# Parts of names, as transformers and mlx-vlm write them.
-SENSES = frozenset(
-    {"vision_tower", "vision_model", "visual", "vision_encoder", "vision_embedder", "embed_vision", "multi_modal_projector",
-     "connector", "audio_tower", "embed_audio", "patch_merger"}
-)  # fmt: skip
+# Parts of names: what loading leaves out, and what the classes of mlx-lm leave out themselves.
+SENSES = frozenset({*OTHER_PARTS.split("|"), "vision_encoder", "connector", "patch_merger"})
 
 # What to do where the source itself is not finite: no option of a conversion helps.
 AGAIN = "Download the model again, or ask its author."

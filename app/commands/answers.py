@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,17 +64,15 @@ class Fingerprint:
     answers: tuple[KeptAnswer, ...]
 
 
-def run(options: argparse.Namespace) -> int:
-    """KeptAnswer again what was answered before, or for the first time; 1 where an answer differs. Raises TokamacError."""
+def run(options: argparse.Namespace, versions: tuple[tuple[str, str], ...]) -> int:
+    """Answer again what was answered before, or for the first time; 1 where an answer differs. Raises TokamacError."""
     model = options.model or settings.load(settings.default_path()).settings.model
     plain = argparse.Namespace(memory=None, adapter=None, cpu_exact=False)
     with loading.load(plain, model, KVSpec()) as engine:
         file = _file(loading.on_disk(model))
         before = None if options.answers == "renew" else _read(file)
         prompts = [each.prompt for each in before.answers] if before else _prompts()
-        now = Fingerprint(
-            sanitise_line(model), datetime.now(UTC).date().isoformat(), _versions(), _ask(engine, prompts)
-        )
+        now = Fingerprint(sanitise_line(model), datetime.now(UTC).date().isoformat(), versions, _ask(engine, prompts))
     if before is None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_write(file) as written:
@@ -113,10 +110,6 @@ def _prompts() -> list[str]:
     return list(dict.fromkeys([*own, *PROMPTS]))[:MOST]
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
-    return tuple((name, metadata.version(name)) for name in PACKAGES)
-
-
 def _ask(engine: "Engine", prompts: Sequence[str]) -> tuple[KeptAnswer, ...]:
     bar, found = Progress("answering", unit="prompts"), list[KeptAnswer]()
     try:
@@ -150,9 +143,8 @@ def moved(before: Fingerprint, now: Fingerprint) -> float:
 
 def _tell(before: Fingerprint | None, now: Fingerprint, *, json: bool) -> int:
     found = [] if before is None else differing(before, now)
-    changed = [] if before is None else [
-        f"{name} {old} → {new}" for (name, old), (_, new) in zip(before.versions, now.versions, strict=True) if old != new
-    ]  # fmt: skip
+    old = {} if before is None else dict(before.versions)
+    changed = [f"{name} {old[name]} → {new}" for name, new in now.versions if old.get(name, new) != new]
     if json:
         json_line(
             {

@@ -62,7 +62,7 @@ from ..reports import cache_use
 from ..settings import Profile
 from ..store.values import ToolResult
 from ..text.sanitise import Sanitiser, sanitise, sanitise_line
-from ..text.terminal import ModelText, Progress, dim, is_terminal, json_line, note, quote
+from ..text.terminal import ModelText, Progress, dim, is_terminal, json_line, note, quote, table
 from ..tools.calls import (
     ASKED,
     DENIED,
@@ -330,11 +330,11 @@ def _compare(parser: Parser, options: argparse.Namespace) -> int:
         if status == INTERRUPTED:
             break
     out = sys.stderr if options.json or options.each is not None else sys.stdout
-    print("\n" + "\n".join(compared(measured)), file=out, flush=True)
+    print(f"\n{compared(measured)}", file=out, flush=True)
     return status
 
 
-def compared(measured: Mapping[str, Sequence[Metrics]]) -> list[str]:
+def compared(measured: Mapping[str, Sequence[Metrics]]) -> str:
     """Return a table: medians of each model's answers, and the most memory of one."""
     from ..text.units import UNKNOWN, count, rate, seconds, size
 
@@ -347,11 +347,7 @@ def compared(measured: Mapping[str, Sequence[Metrics]]) -> list[str]:
         peak = max((each.peak_memory_bytes for each in all_ if each.peak_memory_bytes is not None), default=None)
         shown = ("" if tps is None else rate(tps).removesuffix(" tok/s"), "" if ttft is None else seconds(ttft))
         rows.append((sanitise_line(model), count(len(all_)), *(each or UNKNOWN for each in shown), size(peak)))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(each.rjust(w) for each, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    return table(rows, right=range(1, len(rows[0])))
 
 
 def samples(text: str) -> int:

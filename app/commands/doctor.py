@@ -66,7 +66,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.answers is not None:
         from . import answers
 
-        return answers.run(options)
+        return answers.run(options, tuple((name, _version(name) or UNKNOWN) for name in answers.PACKAGES))
     if options.model is not None:
         parser.error("-m has no effect without --answers")
     found: list[Finding] = []
