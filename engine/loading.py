@@ -22,7 +22,7 @@ from .generation import Generation
 from .gguf.places import TABLE
 from .hub import download
 from .kv.attention import install_seam
-from .kv.cache import why_alone
+from .kv.cache import prepare_rows, why_alone
 from .kv.plan import CachePlan, plan_caches
 from .kv.snapshot import LOCAL, CacheOperations
 from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
@@ -91,6 +91,7 @@ class _Found:
 class _Read:
     loaded: LoadedModel
     tokenizer: Tokenizer
+    cost_key: str | None
     rounding: RoundingCost | None
     changes: dict[str, Change]
 
@@ -139,9 +140,8 @@ class _Loading:
         found = self._find()
         read = self._read_weights(found)
         planned = self._plan(read)
-        alone = self._why_alone(read, planned)
+        alone, piece, by_layers = self._compare(found, read, planned)
         self._eyes = self._open_eyes(read)
-        piece, by_layers = compute_by_steps(read.loaded, planned.plan, self._compiling)
         planned = replace(
             planned, chunking=replace(planned.chunking, piece=piece), shape=replace(planned.shape, piece=piece)
         )
@@ -197,10 +197,24 @@ class _Loading:
             heads=guessing.heads,
         )
 
-    def _why_alone(self, read: _Read, planned: _Planned) -> str:
-        if self._request.parallel == 1:
-            return ""
-        return why_alone(read.loaded.module, read.loaded.config, lambda: planned.plan.make(0))
+    def _compare(self, found: _Found, read: _Read, planned: _Planned) -> tuple[str, int | None, str]:
+        """Return why replies are made one by one, the tokens of a prompt's piece, and why MLX computes layer by layer."""
+        loaded, several, key = read.loaded, self._request.parallel > 1, None
+        if read.cost_key is not None and self._share is None:
+            from .cpu import compared_key, keep_equal, was_equal
+
+            added = None if found.added is None else found.added.digest
+            key = compared_key(read.cost_key, planned.kv, several, self._request.cpu_exact, added)
+        equal = key is not None and was_equal(key)
+        alone = ""
+        if several and equal:
+            prepare_rows(loaded.module, planned.plan.make(0))
+        elif several:
+            alone = why_alone(loaded.module, loaded.config, lambda: planned.plan.make(0))
+        piece, by_layers = compute_by_steps(loaded, planned.plan, self._compiling, compared=equal)
+        if key is not None and not (equal or alone or by_layers):
+            keep_equal(key)
+        return alone, piece, by_layers
 
     def _open_eyes(self, read: _Read) -> Eyes | str:
         if self._share is not None:
@@ -266,11 +280,11 @@ class _Loading:
             divide=None if share is None else partial(_divide, share, device, self._limit),
         )
         tokenizer = load_tokenizer(found.folder, loaded.config, self._name)
-        exact = request.cpu_exact or not loaded.by_kernels
-        rounding = None if exact else _rounding(loaded, tokenizer, self._report)
+        key = _cost_key(loaded)
+        rounding = None if request.cpu_exact else _rounding(loaded, tokenizer, key, self._report)
         changes = {} if found.added is None else _adapt(loaded, found.added, request.dtype, device)
         install_seam()
-        return _Read(loaded, tokenizer, rounding, changes)
+        return _Read(loaded, tokenizer, key, rounding, changes)
 
     def _plan(self, read: _Read) -> _Planned:
         request, device, share, chip = self._request, self._device, self._share, self._chip
@@ -502,18 +516,28 @@ LAYER_BY_LAYER = "it is computed by MLX layer by layer: {}"
 SLOWLY_MEASURED = 500e6
 
 
-def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadProgress], None]) -> RoundingCost | None:
+def _cost_key(loaded: LoadedModel) -> str | None:
+    if loaded.by_kernels:
+        from .cpu import cost_key
+
+        with contextlib.suppress(OSError):
+            return cost_key(loaded.folder, digest(weight_files(loaded.folder), default_root()))
+    return None
+
+
+def _rounding(
+    loaded: LoadedModel, tokenizer: Tokenizer, key: str | None, report: Callable[[LoadProgress], None]
+) -> RoundingCost | None:
     """Enable row rounding if its measured quality cost is small; return the cost, or None."""
+    if not loaded.by_kernels:
+        return None
     # Measured once per model and machine; on every load if the file can't be kept.
-    from .cpu import cost_key, keep_cost, known_cost
+    from .cpu import keep_cost, known_cost
     from .cpu.layers import TEXT, TOKENS, measure_cost, round_rows
 
     if not round_rows(loaded.module, rounds=False):
         return None
-    key, cost = None, None
-    with contextlib.suppress(OSError):
-        key = cost_key(loaded.folder, digest(weight_files(loaded.folder), default_root()))
-        cost = known_cost(key)
+    cost = None if key is None else known_cost(key)
     if cost is None:
         if loaded.stored.weight_bytes >= SLOWLY_MEASURED:
             report(LoadProgress("rounding", 0, None))
@@ -525,7 +549,9 @@ def _rounding(loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadP
     return cost
 
 
-def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None]) -> tuple[int | None, str]:
+def compute_by_steps(
+    loaded: LoadedModel, plan: CachePlan, compiling: Callable[[], None], *, compared: bool = False
+) -> tuple[int | None, str]:
     """Let CPU kernels compute whole steps and prompt pieces where the model's class allows.
 
     Return the tokens of a piece (None: its class reads prompts), and why not.
@@ -538,8 +564,8 @@ def compute_by_steps(loaded: LoadedModel, plan: CachePlan, compiling: Callable[[
 
     if not is_packed(loaded.module):
         return None, ""
-    plain = plan_caches(loaded.module, loaded.config, KVSpec())
-    if why := take_steps(loaded.module, plan, plain.make, compiling):
+    plain = plan if plan.spec == KVSpec() else plan_caches(loaded.module, loaded.config, KVSpec())
+    if why := take_steps(loaded.module, plan, plain.make, compiling, compared=compared):
         return None, why
     # Pinned keys that move with a window are the class's own business: then a piece ends where it always did.
     return None if any(layer.block for layer in plan.layers) else PIECE, ""

@@ -140,6 +140,8 @@ PAGES: dict[str, str] = {}  # the web pages that the user allowed, by their addr
 
 def fetch_pages(names: Sequence[str], *, allowed: bool) -> None:
     """Fetch the web pages among the files, each after asking. Raises InputError."""
+    if not names:
+        return
     from ..tools import web
     from ..tools.calls import ToolError
 

@@ -82,3 +82,30 @@ def known_cost(key: str) -> RoundingCost | None:
 
 def keep_cost(key: str, cost: RoundingCost) -> None:
     hardware.keep(hardware.store_file(FILE), {key: [cost.added, cost.packing]})
+
+
+# Models whose own class was compared with what stands in for it, on this CPU by these sources, and was equal: that takes a
+# third of a load.
+
+COMPARED = "compared.json"
+MOST_COMPARED = 64
+
+
+def compared_key(cost_key: str, *others: object) -> str:
+    """Return the key of a comparison; others: what else a model is loaded with."""
+    from importlib import metadata
+
+    from .machine_code import code_version, digest_of
+
+    code = code_version() + digest_of(Path(__file__).parent.parent / "kv").hex()
+    named = " ".join(map(repr, (cost_key, code, *others, *(metadata.version(each) for each in ("mlx", "mlx-lm")))))
+    return blake2b(named.encode(), digest_size=16).hexdigest()
+
+
+def was_equal(key: str) -> bool:
+    return key in hardware.load(hardware.store_file(COMPARED))
+
+
+def keep_equal(key: str) -> None:
+    file = hardware.store_file(COMPARED)
+    hardware.write(file, dict([*hardware.load(file).items(), (key, True)][-MOST_COMPARED:]))

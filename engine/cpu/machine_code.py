@@ -113,11 +113,11 @@ def _digest(file: str, code: bytes) -> bytes:
 
 
 def _file(name: str, numbers: tuple[int, ...]) -> str:
-    return f"{'_'.join(map(str, (name, *numbers)))}-{_version()}.o"
+    return f"{'_'.join(map(str, (name, *numbers)))}-{code_version()}.o"
 
 
 @cache
-def _version() -> str:
+def code_version() -> str:
     """Return a digest of what else decides what is compiled: the sources, LLVM and this CPU."""
     features = binding.get_host_cpu_features().flatten()
     here = f"{llvmlite.__version__} {binding.get_host_cpu_name()} {features} ".encode()

@@ -667,14 +667,19 @@ def why_alone(model: Any, config: Mapping[str, Any], make: Callable[[], Caches])
         return "it finds positions by how many keys it is given"
     lanes = [make(), make()]
     try:
-        if any(map(_is_split, lanes[0])):
-            install_split(model)
+        prepare_rows(model, lanes[0])
         for tokens, caches in enumerate(lanes, 1):
             model(mx.zeros((1, tokens), mx.int32), cache=caches)
         logits = forward(model, mx.zeros((2, 1), mx.int32), lanes)
     except Exception as error:  # any model's own code may run here
         return f"its class takes one sequence at a time ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
     return "" if logits.shape[:2] == (2, 1) else f"its class makes logits of shape {logits.shape} of two sequences"
+
+
+def prepare_rows(model: Any, caches: Caches) -> None:
+    """Let layers with other caches than ours take several sequences, one after another."""
+    if any(map(_is_split, caches)):
+        install_split(model)
 
 
 def _is_split(cache: Any) -> bool:

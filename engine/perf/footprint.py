@@ -278,18 +278,20 @@ def _weigh(
         return "its config names kinds of layers that Tokamac does not know"
     value_bytes = 2 if packing else value_bytes_of(config)
     try:
-        module = module_of(config, packing=packing)
+        form = form_on(device)
+        counted = files is not None and adapter is None  # by its files alone
+        module = module_of(config, packing=packing, form=form if counted else "stored")
     except ModelError as error:
         return error.message
     added = _add(adapter, module, config)
     try:
         stored = _cost(module, config, "stored", files, added)
-        form = form_on(device)
         if form == "stored":
             return Footprint(config, stored, stored, form, value_bytes, module)
         held = _cost(module, config, form, files, added)
-        module = module_of(config, packing=packing, form=form)
-        _add(adapter, module, config)
+        if not counted:
+            module = module_of(config, packing=packing, form=form)
+            _add(adapter, module, config)
     except ModelError as error:
         return error.message
     return Footprint(config, stored, held, form, 4, module)

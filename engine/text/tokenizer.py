@@ -397,6 +397,11 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._hf.get_vocab()
         return {token: text for text, token in sorted(vocabulary.items(), key=lambda pair: pair[1])}
 
+    def _is_token(self, text: str) -> bool:
+        if self._hf.is_fast:  # which copies its vocabulary each time it is asked for it
+            return self._hf.backend_tokenizer.token_to_id(text) is not None
+        return text in self._hf.get_vocab()
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model is meant to be chatted with."""
@@ -746,7 +751,7 @@ class Tokenizer:
         wanted = self._hf.init_kwargs.get("tool_parser_type")
         with suppress(Exception):
             source = self._tool_template.source
-            return find_support(render, wanted, self._hf.get_vocab(), source, has_channels=self.writes_channels)
+            return find_support(render, wanted, self._is_token, source, has_channels=self.writes_channels)
         return None
 
     def _why_no_tools(self) -> str:
@@ -914,13 +919,12 @@ class Tokenizer:
         """Return the marks that the template names, else those that begin with a token of the vocabulary."""
         template = self._hf.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
-        vocabulary = self._hf.get_vocab()
         for start, end in THINKING_MARKERS:
             if start in text or (end in text and end != HARMONY[1]):
                 return start, end
         for start, end in THINKING_MARKERS:
             first_token = start[: start.index(">") + 1] if ">" in start else start
-            if start in vocabulary or first_token in vocabulary:
+            if self._is_token(start) or self._is_token(first_token):
                 return start, end
         return None
 

@@ -38,10 +38,8 @@ class FileTokenizer:
             _named(config if padding is None else {"pad_token": padding["pad_token"], **config})
         )
         self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *_further(config)]))
-        known = backend.get_vocab()
-        backend.add_special_tokens(
-            [AddedToken(text, special=True, normalized=False) for text in self.all_special_tokens if text not in known]
-        )
+        unknown = [text for text in self.all_special_tokens if backend.token_to_id(text) is None]
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in unknown])
         backend.no_padding()
         backend.no_truncation()
 
@@ -65,7 +63,8 @@ class FileTokenizer:
         return {token.content: number for number, token in sorted(self.added_tokens_decoder.items())}
 
     def get_vocab(self) -> dict[str, int]:
-        return dict(self.backend_tokenizer.get_vocab())
+        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab()
+        return vocabulary
 
     def get_chat_template(self, *, tools: Sequence[object] | None = None) -> str:
         """Return the template for tools if there is one of its own. Raises ValueError without a default one."""

@@ -1,7 +1,7 @@
 """Calls and results in a conversation: which dialect a chat template writes, and history that it can render."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -180,7 +180,7 @@ Render = Callable[[Sequence[Message], bool, bool], str]
 
 
 def find_support(
-    render: Render, wanted: object, vocabulary: Mapping[str, int], source: str, *, has_channels: bool = False
+    render: Render, wanted: object, is_token: Callable[[str], bool], source: str, *, has_channels: bool = False
 ) -> ToolSupport | None:
     """Return how a template's calls are written and read; None where it has no place for them.
 
@@ -193,10 +193,8 @@ def find_support(
         except TemplateError:
             return ""
 
-    unwritten = [each for each in UNWRITTEN if each.start in vocabulary or each.start in source]
-    unwritten = [
-        replace(each, ends=tuple(e for e in each.ends if e in vocabulary or e in source)) for each in unwritten
-    ]
+    unwritten = [each for each in UNWRITTEN if is_token(each.start) or each.start in source]
+    unwritten = [replace(each, ends=tuple(e for e in each.ends if is_token(e) or e in source)) for each in unwritten]
     if not all(each.name in tried([ASKED]) for each in PROBES):
         asked = tried([Message("system", SAID), ASKED], in_message=True)
         return _in_text(tried, unwritten, in_message=True) if all(each.name in asked for each in PROBES) else None
@@ -207,7 +205,7 @@ def find_support(
             if (found := _support(tried, dialect, as_text)) is not None:
                 return found
     fallen = [BY_NAME[wanted]] if isinstance(wanted, str) and wanted in BY_NAME else []
-    fallen += [each for each in TABLE if each.start in vocabulary and vocabulary.keys() & {*each.ends}]
+    fallen += [each for each in TABLE if is_token(each.start) and any(map(is_token, each.ends))]
     found = next((found for each in fallen if (found := _support(tried, each, as_text=False)) is not None), None)
     return found or _in_text(tried, unwritten, in_message=False)
 

@@ -461,6 +461,7 @@ def test_a_step_that_computes_something_else_is_not_used(monkeypatch: pytest.Mon
     plan = plan_caches(model, config, KVSpec())
     assert "of the largest logit off" in stepping.take_steps(model, plan, plan.make)
     assert type(model) is kind
+    assert not stepping.take_steps(model, plan, plan.make, compared=True)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ if sys.platform != "linux":
 
 from tests.engine.helpers import write_model
 from tests.engine.model.test_cpu import check_pieces_and_threads_change_no_bit, packed, rows_of, unpacked
-from tokamac.engine import Engine, PromptCacheSpec, Sampling, loading
-from tokamac.engine.cpu import cost_key, keep_cost, known_cost
+from tokamac.engine import Engine, KVSpec, PromptCacheSpec, Sampling, loading
+from tokamac.engine.cpu import COMPARED, cost_key, keep_cost, known_cost
 from tokamac.engine.cpu.formats import FORMATS, FP8, WeightFormat, can_round
 from tokamac.engine.cpu.kernels.byte_tiles import LONG
 from tokamac.engine.cpu.layers import PackedLinear, matrix_of, measure_cost, round_rows, use_kernels
@@ -250,6 +250,24 @@ def test_the_decision_is_the_kept_one_until_the_model_changes(tmp_path: Path) ->
     with loaded(folder, prompt_cache=None) as (engine, stages):
         assert "rounding" in stages
         assert engine.spec.rounding.is_small
+
+
+@on_a_cpu
+def test_what_was_equal_once_is_compared_again_when_something_changes(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", bits=4, **SIZES)
+
+    def load(**options: Any) -> tuple[int, str]:
+        with loaded(folder, prompt_cache=None, **options) as (engine, _):
+            *_, end = engine.generate([1, 2, 3], Sampling(temperature=0, max_tokens=9))
+        return list(hardware.load(hardware.store_file(COMPARED)).values()).count(True), end.text
+
+    first = load()
+    assert load() == first
+    assert first[0] == 1
+    assert load(kv=KVSpec(8, 8))[0] == 2
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2e-5}))
+    assert load()[0] == 3
 
 
 @pytest.mark.parametrize(
