@@ -178,7 +178,6 @@ def test_a_reply_from_load_to_finish(talk: Callable[..., Talk]) -> None:
     child.say(max_tokens=16)  # which takes longer than from one beat to the next
     events = child.until(Finished)
     done = events[-1]
-    assert isinstance(done, Finished)
     assert done.reason == "length"
     assert text_of(events) == done.text
     assert done.metrics.generated_tokens == 16
@@ -195,7 +194,6 @@ def test_cancel_ends_the_reply_and_the_next_one_runs(talk: Callable[..., Talk]) 
     child.until(TextChunk)
     child.process.send(Cancel(1))
     done = child.until(Finished)[-1]
-    assert isinstance(done, Finished)
     assert done.reason == "cancelled"
     assert done.text
     child.say(request=2, max_tokens=2)
@@ -310,7 +308,6 @@ def test_what_is_read_ahead_is_not_computed_again(talk: Callable[..., Talk]) -> 
     assert before.tokens == before.prompt_tokens == after.prompt_tokens > 10 * after.tokens
     child.say(LONG)
     done = child.until(Finished)[-1]
-    assert isinstance(done, Finished)
     assert done.metrics.cached_tokens == after.prompt_tokens - after.tokens
 
 
@@ -320,7 +317,6 @@ def test_the_answer_is_read_again_after_thinking(talk: Callable[..., Talk]) -> N
         child.load(model)
         child.say("hello")
         done = child.until(Finished)[-1]
-        assert isinstance(done, Finished)
         assert child.price("hello", 1).price  # asked after the reading
         said = f"warm [('user', 5), ('assistant', {len(done.text)}), ('user', 0)]"
         assert child.log.read_text().count(said) == read
@@ -379,9 +375,7 @@ def test_where_its_group_can_not_be_signalled_the_process_itself_is(
 
 
 @pytest.mark.parametrize("temporary", [True, False])
-def test_where_the_log_can_not_be_written_the_process_runs_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: bool
-) -> None:
+def test_an_unwritable_log_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: bool) -> None:
     (tmp_path / "file").touch()
     if not temporary:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
@@ -652,7 +646,7 @@ EASE = 20  # times as long as the product gives a process to end: a slow machine
 
 
 @pytest.mark.parametrize("leaving", ["close", "kill"])
-def test_what_was_computed_is_written_before_the_process_ends_though_the_disk_is_slow(
+def test_what_was_computed_is_written_to_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
 ) -> None:
     monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "cache"))
@@ -737,7 +731,6 @@ def test_a_prompt_of_tokens_is_told_and_answered_without_what_only_a_screen_show
         sampling = Sampling(max_tokens=200, temperature=0)
         child.process.send(Generate(6, (), sampling, tokens=text.tokens, watched=False))
         *events, ended = child.told(1)[6]
-        assert isinstance(ended, Finished)
         assert (ended.metrics.prompt_tokens, ended.metrics.generated_tokens) == (5, 200)
         assert (ended.passes, ended.diagnosis, ended.outliers) == (None, None, ())
         assert not any(isinstance(event, Live) for event in events)
@@ -1326,7 +1319,7 @@ class Unread:
     ("library", "said"),
     [(None, "needs llguidance"), (types.SimpleNamespace(LLTokenizer=Unread), "tokenizer: unsupported")],
 )
-def test_one_who_serves_loads_a_model_whose_replies_no_form_can_hold(
+def test_a_server_loads_a_model_that_no_form_can_hold(
     monkeypatch: pytest.MonkeyPatch, library: object, said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", library)

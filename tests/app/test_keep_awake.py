@@ -180,9 +180,7 @@ async def test_in_the_chat_it_runs_while_a_reply_is_made(chat: Callable[..., Any
         await c.until(lambda: not caffeinate.running, "rest")
 
 
-async def test_in_the_chat_the_settings_hold_from_the_next_work_on(
-    chat: Callable[..., Any], caffeinate: Caffeinate
-) -> None:
+async def test_settings_hold_from_the_next_work_on(chat: Callable[..., Any], caffeinate: Caffeinate) -> None:
     async with chat("fast") as c:
         loaded = len(caffeinate.started)
         c.app.chat.preferences.settings = Settings(keep_awake=False)

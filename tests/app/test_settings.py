@@ -43,7 +43,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from('\n"\
 KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tuple)
 
 
-def test_converted_models_go_to_a_folder_in_plain_sight_or_to_the_users_own(
+def test_converted_models_go_to_a_visible_folder_or_the_users_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
@@ -324,7 +324,7 @@ def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, line: str, named: 
 
 
 @pytest.mark.parametrize("folder", ["~nobody-of-that-name/m", "circle", "a\\u0000b"])
-def test_a_chat_starts_whatever_the_folders_are_that_its_tools_may_read(
+def test_a_chat_starts_whatever_its_tools_may_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -486,9 +486,7 @@ def named(screen: SystemScreen) -> list[str]:
     return [str(listed.get_option_at_index(i).prompt).split("  ")[0] for i in range(listed.option_count)]
 
 
-async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and_brought_back(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_system_prompts_are_named_picked_replaced_deleted_and_restored(chat: Start, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     async with chat("fast", size=(100, 40)) as c:
         screen = await c.opened("ctrl+s", SystemScreen)
@@ -645,9 +643,7 @@ def test_a_file_that_can_not_be_read_is_left_alone_and_the_change_is_written_lat
     assert stored(path) == Settings(theme="nord", panel=False)
 
 
-def test_a_window_that_keeps_the_lock_is_waited_for_but_not_for_ever(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_with_the_lock_is_waited_for_but_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = window(path)
     path.parent.mkdir(parents=True)
     with path.with_name(".settings.toml.lock").open("w") as other:
@@ -737,10 +733,7 @@ def test_a_profile_is_changed_in_place_and_removed(tmp_path: Path) -> None:
     changed = Profile("slow", "Say\nwhy.", options={"temperature": 0.5, "stop": ("a", "b")})
     settings.save(path, replace(known, profiles={"coding": changed, "new": Profile("fast")}))
     text = path.read_text()
-    assert settings.load(path).settings.profiles == {
-        "coding": changed,
-        "new": Profile("fast"),
-    }
+    assert settings.load(path).settings.profiles == {"coding": changed, "new": Profile("fast")}
     assert all(kept in text for kept in ("# mine", "# for code", "# cool", "temprature = 1", 'explain = "f8"'))
     assert "two words" not in text
 
@@ -795,11 +788,7 @@ async def test_a_profile_is_saved_applied_shown_and_goes_on_in_new_chats(chat: S
         await c.until(lambda: "Deleted the profile terse" in c.notices)
         await c.pilot.press("ctrl+n")
         assert (c.session.system, c.session.profile) == ("", "")
-    async with chat(
-        "fast",
-        chat=held,
-        ready=False,
-    ) as c:
+    async with chat("fast", chat=held, ready=False) as c:
         await c.until(lambda: c.session.turns)
         assert (c.session.system, c.session.profile) == ("Be brief.", "terse*")
 
@@ -834,9 +823,7 @@ async def test_profiles_are_picked_saved_deleted_and_brought_back(chat: Start, t
         assert settings.load(file).settings.kv == CHAT_KV
 
 
-async def test_the_profile_of_the_command_line_is_for_one_run_and_flags_go_before_it(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_the_profile_of_the_command_line_is_for_a_run_and_flags_win(chat: Start, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('[profiles.hot]\nmodel = "steady"\ntemperature = 0.9\nsystem = "Be warm."\n')
     async with chat(None, profile="hot", system="Be cold.") as c:

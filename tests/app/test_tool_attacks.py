@@ -248,7 +248,7 @@ def test_the_profile_for_a_mac_denies_first_and_names_folders_as_parameters() ->
     assert MAC_PROFILE.rstrip().endswith("(deny network*)")
 
 
-async def test_a_diff_is_shown_and_undo_offers_to_restore_the_file(
+async def test_undo_offers_to_restore_the_file(
     chat: Callable[..., Any], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)

@@ -445,7 +445,6 @@ def test_a_tree_keeps_results_in_turns_of_their_own() -> None:
     one, two = tree.turns()
     assert one.prompt == "a"
     assert [each.text for each in two.results] == ["1", "2"]
-    assert two.reply is not None
     assert two.reply.text == "done"
 
 
@@ -586,7 +585,6 @@ def test_a_server_is_reached_over_http(server: Callable[..., McpConnection], tmp
         port = free.getsockname()[1]
     script = [sys.executable, tmp_path / "server.py", str(port)]
     with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         assert any("running on" in line for line in process.stderr)
         how = McpServer(url=f"http://127.0.0.1:{port}/mcp", headers=(("X-Key", "$HOME"),), seconds=60.0)
         connection = McpConnection("far", how, tmp_path / "mcp.log")
@@ -637,9 +635,7 @@ def test_a_server_that_ends_is_quoted(server: Callable[..., McpConnection], tmp_
             connection.tools()
 
 
-def test_servers_that_were_added_changed_or_removed_are_noticed(
-    server: Callable[..., McpConnection], tmp_path: Path
-) -> None:
+def test_servers_added_changed_or_removed_are_noticed(server: Callable[..., McpConnection], tmp_path: Path) -> None:
     del server  # its script is there
     how = McpServer(sys.executable, (str(tmp_path / "server.py"),))
     box = Toolbox(Settings(mcp={"a": how}), tmp_path, tmp_path / "log")
@@ -665,9 +661,7 @@ async def test_a_server_that_is_added_while_the_chat_runs_is_listed(chat: Callab
         assert "[mcp] wrong" in running.notices
 
 
-def test_tools_are_listed_with_their_servers_and_what_the_user_allowed(
-    server: Callable[..., McpConnection], tmp_path: Path
-) -> None:
+def test_tools_are_listed_with_their_server_and_consent(server: Callable[..., McpConnection], tmp_path: Path) -> None:
     del server  # its script is there
     how = McpServer(sys.executable, (str(tmp_path / "server.py"),))
     box = Toolbox(Settings(mcp={"probe": how}), tmp_path, tmp_path / "log")
@@ -702,9 +696,7 @@ async def choose(chat: Chat, *keys: str) -> None:
     await chat.pilot.press(*keys)
 
 
-async def test_a_user_allows_one_call_denies_another_and_reads_what_came(
-    chat: Callable[..., Any], at_home: Path
-) -> None:
+async def test_a_user_allows_a_call_denies_another_and_reads_what_came(chat: Callable[..., Any], at_home: Path) -> None:
     del at_home
     async with chat("calls") as running:
         await running.ready()
@@ -762,9 +754,7 @@ async def test_always_is_kept_and_escape_stops(chat: Callable[..., Any], at_home
         assert not isinstance(running.app.screen, ConsentScreen)
 
 
-async def test_the_list_turns_tools_on_and_off_and_takes_back_what_was_allowed(
-    chat: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_the_list_turns_tools_on_and_off_and_forgets_consent(chat: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
         f'[tools]\nallowed = ["list_folder"]\n[mcp.gone]\ncommand = "{tmp_path}/no-such"\n'
     )
@@ -789,9 +779,7 @@ async def test_the_list_turns_tools_on_and_off_and_takes_back_what_was_allowed(
         assert [spec.name for spec in running.session.tools.specs] == ["list_folder"]
 
 
-async def test_a_call_in_the_background_names_its_chat_which_alone_is_allowed_it(
-    chat: Callable[..., Any], at_home: Path
-) -> None:
+async def test_a_call_in_the_background_names_its_chat_alone_allowed(chat: Callable[..., Any], at_home: Path) -> None:
     del at_home
     async with chat("calls") as running:
         await running.ready()
@@ -819,7 +807,7 @@ async def test_a_call_in_the_background_names_its_chat_which_alone_is_allowed_it
         await running.pilot.press("escape")
 
 
-async def test_a_chat_opened_again_while_its_call_runs_shows_each_message_once(
+async def test_a_chat_opened_again_shows_each_once(
     chat: Callable[..., Any], at_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del at_home
@@ -880,9 +868,7 @@ async def test_a_model_that_calls_for_ever_is_ended(chat: Callable[..., Any], tm
 # One answer of a command -----------------------------------------------------------------------------------------------------
 
 
-def test_a_command_runs_what_is_allowed_and_refuses_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_runs_what_is_allowed_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     box = Toolbox(Settings(), tmp_path, tmp_path / "log")
     call = ToolCall("calculate", '{"expression": "6 * 7"}', "a")
     allowed = AskTools(box, ["calculate"], ToolSettings(), allow=True)

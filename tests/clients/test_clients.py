@@ -60,9 +60,7 @@ def test_a_plain_turn_with_a_real_model(client: Client, smollm2: Served, tmp_pat
 
 
 @pytest.mark.parametrize("client", LARGE, ids=str)
-def test_an_agent_is_refused_in_a_line_by_a_model_that_is_too_small(
-    client: Client, smollm2: Served, tmp_path: Path
-) -> None:
+def test_a_model_too_small_refuses_an_agent_in_a_line(client: Client, smollm2: Served, tmp_path: Path) -> None:
     ran, asked = run(client, smollm2, tmp_path)
     assert ran.returncode != 0
     assert asked

@@ -33,8 +33,8 @@ from tokamac.engine.model.loader import build_model, skeleton_model
 from tokamac.engine.model.safetensors import find_shards, read_header
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack, query_heads
-from tokamac.engine.perf.cost import Cost, cost_of_folder
-from tokamac.engine.perf.footprint import KVTable, weigh
+from tokamac.engine.perf.cost import cost_of_folder
+from tokamac.engine.perf.footprint import weigh
 from tokamac.engine.perf.roofline import Attention
 from tokamac.engine.text.template import ChatTemplate, template_of
 from tokamac.engine.text.tokenizer import load_tokenizer
@@ -113,8 +113,6 @@ def test_hunyuans_lists_of_the_same_number_count_as_that_number() -> None:
     )
     assert (listed["moe_topk"], listed["num_shared_expert"], listed["moe_intermediate_size"]) == (2, 1, 48)
     cost = cost_of_config(listed)
-    assert isinstance(cost, Cost)
-    assert cost.active_parameters is not None
     assert cost.active_parameters < cost.parameters
     model = skeleton_model(listed, 4)
     assert model.layers[0].mlp.switch_mlp.up_proj.weight.shape == (4, 48, 64)
@@ -169,7 +167,6 @@ def test_what_each_costs_and_keeps_is_known_before_it_is_loaded(case: str) -> No
     assert not isinstance(weighed, str), weighed
     assert weighed.stored.active_parameters is not None or "moe_topk" in config  # a list of them
     table = kv_table(config, KVSpec(), 64, value_bytes=2)
-    assert isinstance(table, KVTable), table
     assert table.bytes_at_context
 
 
@@ -663,14 +660,10 @@ def published_config(name: str, layers: int | None = None) -> dict[str, Any]:
         ("nvidia/DeepSeek-V4-Pro-NVFP4", 61, 1573, 49),
     ],
 )
-def test_published_models_have_as_many_weights_as_their_maker_says(
-    name: str, layers: int, billions: int, active: int
-) -> None:
+def test_published_models_have_as_many_weights_as_said(name: str, layers: int, billions: int, active: int) -> None:
     cost = cost_of_config(published_config(name, layers))
     assert not isinstance(cost, str)
-    assert cost.active_parameters is not None
     assert (round(cost.parameters / 1e9), round(cost.active_parameters / 1e9)) == (billions, active)
-    assert cost.bits_per_weight is not None
     assert 4.25 < cost.bits_per_weight < 4.7
 
 

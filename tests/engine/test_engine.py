@@ -128,8 +128,6 @@ def test_metrics_of_a_reply_add_up(fresh: Engine) -> None:
     metrics = finish(fresh.generate(ids(50), GREEDY)).metrics
     assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.prefill_tokens) == (50, 0, 50)
     assert metrics.generated_tokens == 12
-    assert metrics.ttft_s is not None
-    assert metrics.total_s is not None
     assert 0 < metrics.ttft_s < metrics.total_s
     assert metrics.kv_bytes
     assert metrics.weight_bytes_per_token
@@ -255,8 +253,6 @@ def test_each_of_several_replies_is_measured_by_itself_while_it_runs(fresh: Engi
 
 def test_limits_and_memory(engine: Engine) -> None:
     near, far = engine.limits(16), engine.limits(400)
-    assert near.bytes_per_step is not None
-    assert far.bytes_per_step is not None
     assert near.bytes_per_step < far.bytes_per_step
     assert engine.memory().active > 0
     assert engine.spec.layers == 2
@@ -313,7 +309,6 @@ def test_a_packed_model_stays_packed_and_says_what_mlx_says(tmp_path: Path) -> N
     folder = write_model(tmp_path / "packed", bits=4)
     with Engine.load(folder, cpu_exact=True) as engine:
         ours = np.asarray(engine.logprobs(ids(30)))
-        assert engine.spec.bits_per_weight is not None
         assert 5 < engine.spec.bits_per_weight < 8  # float32 scales at group 32: 6 bits
     from mlx_lm.utils import load_model
 
@@ -555,7 +550,6 @@ def test_the_prompt_cache_never_serves_another_adapters_keys(tmp_path: Path, tin
     def ask(adapter: Path | None) -> tuple[int, str]:
         with Engine.load(tiny, prompt_cache=cache, adapter=adapter) as engine:
             *_, end = engine.generate(ids, Sampling(temperature=0, max_tokens=8))
-        assert isinstance(end, Finished)
         return end.metrics.cached_tokens, end.text
 
     cold = {adapter: ask(adapter) for adapter in (one, other, None)}
@@ -577,9 +571,7 @@ def test_the_prompt_cache_never_serves_another_adapters_keys(tmp_path: Path, tin
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"), ({"alpha_pattern": {"(a+)+$": 2}}, "not tried"),
     ],
 )  # fmt: skip
-def test_a_config_that_says_something_else_is_refused(
-    tmp_path: Path, tiny: Path, config: dict[str, Any], what: str
-) -> None:
+def test_a_config_of_another_is_refused(tmp_path: Path, tiny: Path, config: dict[str, Any], what: str) -> None:
     with pytest.raises(ModelUnsupportedError, match=what):
         Engine.load(tiny, prompt_cache=None, adapter=write_peft(tmp_path / "peft", tiny, **config))
 

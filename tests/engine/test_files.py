@@ -176,9 +176,7 @@ def test_what_is_none_is_refused_and_named(tmp_path: Path, make: Make) -> None:
     assert caught.value.filename == str(tmp_path / "a")
 
 
-def test_what_comes_to_a_files_place_after_it_was_looked_at_is_refused_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_after_the_look_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     os.mkfifo(tmp_path / "fifo")
     looked = os.stat(tmp_path / "file")  # noqa: PTH116
@@ -340,7 +338,7 @@ def test_a_segment_of_the_prompt_cache_too(tmp_path: Path, order: list[tuple[str
     assert kinds(order)[-2:] == ["full", "rename"]
 
 
-def test_a_download_is_on_the_disk_before_it_has_its_name(
+def test_it_is_written_before_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[tuple[str, str]]
 ) -> None:
     class Arrived:
@@ -370,9 +368,7 @@ def test_a_conversion_is_forced_once_before_it_appears(tmp_path: Path, order: li
     assert order[-2:] == [("full", ""), ("rename", "out")]
 
 
-def test_a_file_system_that_does_not_know_it_is_synced_as_usual(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_it_is_synced_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
 
     def unknown(*_: object) -> int:

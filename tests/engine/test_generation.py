@@ -134,9 +134,7 @@ STAGED = {
 
 @pytest.mark.parametrize("stops_after", [1, 2, None])
 @pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in STAGED.items() for spec in specs])
-def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
-    name: str, spec: KVSpec, stops_after: int | None
-):
+def test_a_piece_in_stages_is_the_same_and_a_stopped_one_is_gone(name: str, spec: KVSpec, stops_after: int | None):
     install_seam()
     model, config = built(name)
     plan = plan_caches(model, config, spec)

@@ -232,7 +232,6 @@ def test_a_reply_whose_tokens_were_not_recorded_is_read_from_its_text(engine: En
 def test_a_reply_that_went_on_from_another_is_found_again(engine: Engine) -> None:
     begun = Message("assistant", "TTFT is")
     *_, end = engine.generate([*QUESTION, begun], Sampling(temperature=0, max_tokens=8), continues=True)
-    assert isinstance(end, Finished)
     prompt, tokens = looked_at(engine, end)
     assert prompt.tokens == end.metrics.prompt_tokens
     assert (tokens[0].answer, tokens[0].logprob > math.log(0.5)) == (len(begun.content), True)
@@ -311,7 +310,6 @@ def test_keys_and_values_are_those_of_the_plans(weighed: Footprint, worth: Cache
 def test_as_many_requests_fit_as_the_memory_beside_the_weights_holds(weighed: Footprint, worth: CacheWorth) -> None:
     case, place = WhatIfCase(context=1064, prompt=1000), elsewhere("Apple M4", 10, 16)
     loaded, count = load(weighed, case.kv, place), worth.sizes[0].requests
-    assert count is not None
     assert (loaded.fit(case, count).fits, loaded.fit(case, count + 1).fits) == (True, None)  # only that Mac knows
     assert count == loaded.most_at_once(case)
     fewer_bits = [size.requests or 0 for size in worth.sizes[:4]]

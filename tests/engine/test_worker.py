@@ -378,7 +378,6 @@ def test_a_running_reply_is_ended_by_its_handle(engine: Engine) -> None:
     for event in events:
         if isinstance(event, TextChunk):
             events.cancel()
-    assert isinstance(event, Finished)
     assert event.reason == "cancelled"
     assert (event.metrics.generated_tokens or 0) < 450
     assert engine.ask(PROMPT, SHORT).reason == "length"
@@ -397,7 +396,6 @@ def test_a_chats_reply_has_the_handle_too(engine: Engine) -> None:
     for event in events:
         if isinstance(event, TextChunk):
             events.cancel()
-    assert isinstance(event, Finished)
     assert event.reason == "cancelled"
     assert chat.messages[-1].content == event.text
 
@@ -543,7 +541,7 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 @pytest.mark.usefixtures("one_token_a_batch")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("kind", ["bounded", "endless"])
-def test_the_loop_that_reads_a_reply_may_call(
+def test_a_reading_loop_may_call(
     kind: str, call: Callable[[Engine], object], own_engine: Engine, rolling: Engine
 ) -> None:
     asked, sampling = (own_engine, MANY_TOKENS) if kind == "bounded" else (rolling, ENDLESS)
@@ -640,9 +638,7 @@ RESTED: dict[str, tuple[KVSpec, PromptCacheSpec | None]] = {
 
 @pytest.mark.usefixtures("one_token_a_batch")
 @pytest.mark.parametrize(("kv", "prompt_cache"), RESTED.values(), ids=RESTED)
-def test_a_reply_that_rested_says_what_it_says_alone(
-    kv: KVSpec, prompt_cache: PromptCacheSpec | None, tiny: Path
-) -> None:
+def test_a_reply_that_rested_says_the_same(kv: KVSpec, prompt_cache: PromptCacheSpec | None, tiny: Path) -> None:
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=300)  # its caches grow on the way
     # MLX rounds a pass of several tokens otherwise than one, and when guesses are verified is a matter of time.
     with Engine.load(tiny, kv=kv, prompt_cache=prompt_cache, speculation=None) as engine:

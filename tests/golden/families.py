@@ -60,12 +60,7 @@ LONGROPE = rope(
     original_max_position_embeddings=64,
 )
 PHIMOE_ROPE = {"rope_parameters": {**LONGROPE["rope_parameters"], "short_mscale": 1.2, "long_mscale": 1.4}}
-GRANITE = {
-    "attention_multiplier": 0.09,
-    "embedding_multiplier": 6.0,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 3.0,
-}
+GRANITE = {"attention_multiplier": 0.09, "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 3.0}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
 ROUTED = {
@@ -111,10 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {**UNTIED, **rope()}),
     "qwen2_yarn": ("Qwen2Config", {**TIED, **YARN}),
     "qwen3": ("Qwen3Config", {**WIDE, **TIED, **rope()}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {**WIDE, **TIED, **PER_LAYER, **MIXED_LAYERS, "query_pre_attn_scalar": 24},
-    ),
+    "gemma3": ("Gemma3TextConfig", {**WIDE, **TIED, **PER_LAYER, **MIXED_LAYERS, "query_pre_attn_scalar": 24}),
     "granite": ("GraniteConfig", {**TIED, **rope(), **GRANITE}),
     "granite_biased": ("GraniteConfig", {**UNTIED, **LINEAR, **GRANITE, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("MistralConfig", {**WIDE, **UNTIED, **rope(), "sliding_window": 64}),
@@ -210,10 +202,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 1,
         },
     ),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        {**WIDE, **UNTIED, **rope(partial_rotary_factor=0.5), **ROUTED, "use_qk_norm": True},
-    ),
+    "glm4_moe": ("Glm4MoeConfig", {**WIDE, **UNTIED, **rope(partial_rotary_factor=0.5), **ROUTED, "use_qk_norm": True}),
     "gpt_bigcode": ("GPTBigCodeConfig", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
     "granitemoe": ("GraniteMoeConfig", {**UNTIED, **rope(), **GRANITE, **EXPERTS}),
     "granitemoehybrid": (
@@ -334,10 +323,7 @@ CASES |= {
         {**UNTIED, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 1, "attn_layer_period": 3}
         | {"expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_state": 16, "mamba_dt_rank": 8},
     ),
-    "lfm2_moe": (
-        "Lfm2MoeConfig",
-        {**TIED, **rope(), **FEW_EXPERTS, "layer_types": ["conv", "full_attention", "conv"]},
-    ),
+    "lfm2_moe": ("Lfm2MoeConfig", {**TIED, **rope(), **FEW_EXPERTS, "layer_types": ["conv", "full_attention", "conv"]}),
     "mellum": ("MellumConfig", {**WIDE, **UNTIED, "num_experts": 4, "num_experts_per_tok": 2}),
     "nemotron_h": (
         "NemotronHConfig",
@@ -369,10 +355,7 @@ CASES |= {
     "mamba2": ("Mamba2Config", {**UNTIED, **RECURRENT, **MAMBA2, "n_groups": 1}),
     "mamba2_groups": ("Mamba2Config", {**TIED, **RECURRENT, **MAMBA2, "n_groups": 4}),
     "laguna": ("LagunaConfig", {**WIDE, **UNTIED, **EXPERTS_48}),
-    "minimax_m2": (
-        "MiniMaxM2Config",
-        {**WIDE, **UNTIED, **EXPERTS, **rope(partial_rotary_factor=0.5)},
-    ),
+    "minimax_m2": ("MiniMaxM2Config", {**WIDE, **UNTIED, **EXPERTS, **rope(partial_rotary_factor=0.5)}),
     "kimi_linear": (
         "KimiLinearConfig",
         {**UNTIED, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}

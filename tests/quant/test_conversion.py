@@ -436,9 +436,7 @@ def logprobs(folder: Path, adapter: Path | None = None) -> np.ndarray:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_unpacked_it_computes_what_the_adapter_beside_the_weights_computes(
-    tmp_path: Path, bits: int | None, dora: bool
-) -> None:
+def test_unpacked_it_computes_what_the_adapter_beside_does(tmp_path: Path, bits: int | None, dora: bool) -> None:
     source = write_model(tmp_path / "source", bits=bits)
     adapter = write_peft(tmp_path / "adapter", write_model(tmp_path / "plain"), dora=dora)
     convert(source, tmp_path / "out", dequantize=True, dtype="float32", adapter=adapter, verify=False)

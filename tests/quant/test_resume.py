@@ -109,9 +109,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, s
 
 @points_of(3, 10)
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(
-    converting, source, uninterrupted, tmp_path, *, exchanges, count
-):
+def test_killed_while_replacing_there_is_old_or_new(converting, source, uninterrupted, tmp_path, *, exchanges, count):
     if exchanges and not _can_exchange(tmp_path):
         pytest.skip("this file system can't exchange names")
     expected, _ = uninterrupted
@@ -149,9 +147,7 @@ def _can_exchange(folder):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_the_same_command_after_a_crash_that_came_after_the_last_rename_is_done(
-    converting, source, tmp_path, overwrite
-):
+def test_the_same_command_after_a_crash_after_the_last_rename_is_done(converting, source, tmp_path, overwrite):
     how = {"whole": True, "method": "round", "bits": 8, "verify": False}
     points = converting.convert(source, tmp_path / "first" / "out", **how).points
     late = 0
@@ -190,9 +186,7 @@ def test_a_finished_conversion_is_not_done_twice_and_no_other_is_taken_for_it(tm
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_old_model_that_a_crash_left_aside_is_put_back_by_the_next_look(
-    converting, source, uninterrupted, tmp_path, overwrite
-):
+def test_an_old_model_left_aside_is_put_back_by_the_next_look(converting, source, uninterrupted, tmp_path, overwrite):
     out = tmp_path / "out"
     old = old_model(out)
     converting.convert(source, out, overwrite=True, dies_at=100)

@@ -494,9 +494,7 @@ GIB = 1 << 30
         ("cuda", 1 * GIB, 140, SMALLEST),
     ],
 )  # fmt: skip
-def test_a_block_grows_with_the_gpus_memory(
-    kind: DeviceKind, memory: int | None, weight_bytes: int, weights: int
-) -> None:
+def test_a_block_grows_with_memory(kind: DeviceKind, memory: int | None, weight_bytes: int, weights: int) -> None:
     assert block_weights(kind, memory, weight_bytes) == weights
     if memory is not None and weights > SMALLEST:
         assert weights * weight_bytes <= memory / on_mlx.PART_OF_MEMORY
@@ -534,9 +532,7 @@ def test_a_cpu_keeps_no_pool_and_a_gpu_a_bounded_one() -> None:
     assert pool_bytes("metal", 64 * GIB) == pool_bytes("cuda", None) == POOL_BYTES == 2 * GIB
 
 
-def test_what_a_tensor_left_in_the_pool_is_gone_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_tensor_left_is_gone_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "device_kind", lambda: "metal")
     limits, kept, source = set[int](), set[int](), make_source(tmp_path, "llama")
     before = mx.set_cache_limit(POOL_BYTES)

@@ -62,7 +62,6 @@ def talk(engine: "Engine", number: int, sampling: Sampling) -> Talk:
     chat, replies = engine.chat(), []
     for prompt in TALKS[number % len(TALKS)]:
         *_, end = chat.send(prompt, sampling)
-        assert isinstance(end, Finished)
         replies.append(end)
         told = f"{number:3} {len(replies)}  {end.reason}  {end.metrics.generated_tokens:,} tokens"
         print(told, file=sys.stderr, flush=True)

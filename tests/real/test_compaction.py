@@ -30,7 +30,6 @@ def test_the_summary_is_asked_for_at_the_end_of_what_was_read(engine: Engine) ->
     chat = told()
     read = ask(engine, chat.request(SYSTEM, "Thanks."), 4).metrics.prompt_tokens
     made = plan(chat, SYSTEM)
-    assert made is not None
     asked = ask(engine, made.messages, most_tokens(512)).metrics
     assert asked.cached_tokens > 0.5 * read  # all but the last turn
     assert asked.prompt_tokens - asked.cached_tokens < 2 * len(engine.tokenizer.encode(INSTRUCTION))

@@ -14,7 +14,6 @@ QUESTION = [
 
 def test_it_is_within_0_002_nats_of_its_unpacked_form(hf: Path) -> None:
     found = quality(SMOLLM2.gguf, hf, tokens=256)
-    assert found.kl is not None
     assert found.kl < 0.002
 
 

@@ -11,7 +11,6 @@ SHORT = (0, 5, 7, 11)  # of few tokens; a reply of the first repeats itself
 @pytest.mark.timeout(900)
 def test_every_conversation_has_room_for_the_next_turn(engine: Engine) -> None:
     context = engine.spec.context_length
-    assert context is not None
     for each in talks(engine, SHORT, Sampling()):
         assert context - each.context > 512
         assert {end.reason for end in each.replies} <= {"stop", "loop"}

@@ -261,9 +261,7 @@ def test_keys_on_a_message_may_be_letters_and_are_apart_from_those_of_other_mess
         st.sampled_from([*(action.id for action in ACTIONS), "nobody"]), st.lists(KEYS, max_size=2).map(tuple)
     )
 )
-def test_whatever_is_chosen_no_key_has_two_meanings_and_no_entry_is_lost_in_silence(
-    chosen: dict[str, tuple[str, ...]],
-) -> None:
+def test_no_choice_gives_a_key_two_meanings_or_loses_an_entry(chosen: dict[str, tuple[str, ...]]) -> None:
     made = keymap(chosen)
     for scope in ("chat", "message"):
         heard = [one_name(key) for each in made.actions if each.scope in ("chat", scope) for key in each.keys]

@@ -55,9 +55,7 @@ TEXTS = st.text() | st.text("`\n ab")
 
 
 @given(st.lists(st.tuples(NAMES, TEXTS)), st.lists(TEXTS), st.text())
-def test_a_message_comes_apart_into_what_it_was_made_of(
-    files: list[tuple[str, str]], pastes: list[str], words: str
-) -> None:
+def test_a_message_comes_apart_into_its_parts(files: list[tuple[str, str]], pastes: list[str], words: str) -> None:
     attachments = [attachment(f"{name}.md", text) for name, text in files]
     for paste in pastes:
         attachments.append(pasted(paste, attachments))
@@ -112,8 +110,7 @@ def test_several_drafts_become_one_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "long"),
-    [("x" * 2_000, False), ("x" * 2_001, True), ("x\n" * 29, False), ("x\n" * 30, True)],
+    ("text", "long"), [("x" * 2_000, False), ("x" * 2_001, True), ("x\n" * 29, False), ("x\n" * 30, True)]
 )
 def test_a_long_paste_is_long_by_characters_or_by_lines(text: str, long: bool) -> None:
     assert is_long(text) is long
@@ -334,7 +331,7 @@ def convert(folder: Path) -> None:
         convert,
     ],
 )
-def test_what_opens_a_private_folder_is_said_on_a_mac_alone(
+def test_only_a_mac_says_what_opens_a_private_folder(
     desktop: Path, on: Callable[[str], None], use: Callable[[Path], object]
 ) -> None:
     with pytest.raises(TokamacError) as found:
@@ -355,7 +352,7 @@ def test_rights_of_a_file_are_not_taken_for_privacy(desktop: Path, monkeypatch: 
     assert found.value.hint == "Check its permissions."
 
 
-def test_the_store_and_what_nobody_expected_say_it_too(
+def test_the_store_and_the_unexpected_say_it_too(
     tmp_path: Path, on: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     on("darwin")
@@ -429,9 +426,7 @@ def test_which_editor() -> None:
 @pytest.mark.parametrize(
     ("here", "found"), [(("nano", "vi"), ["nano"]), (("vi",), ["vi"]), ((), None)], ids=["both", "one", "none"]
 )
-def test_where_none_is_set_one_that_is_here_is_taken(
-    tmp_path: Path, here: tuple[str, ...], found: list[str] | None
-) -> None:
+def test_where_none_is_set_one_here_is_taken(tmp_path: Path, here: tuple[str, ...], found: list[str] | None) -> None:
     for name in here:
         (tmp_path / name).touch(mode=0o755)
     if found is None:
@@ -517,9 +512,7 @@ async def test_in_tmux_the_outer_terminal_is_asked_as_well(
     assert asked_for(inner[1].replace("\x1b\x1b", "\x1b")) == TEXT
 
 
-def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(
-    tmp_path: Path, written: list[str]
-) -> None:
+def test_a_link_in_its_place_is_not_followed_and_a_folder_there_is_said(tmp_path: Path, written: list[str]) -> None:
     precious, file = tmp_path / "precious.txt", tmp_path / external_programs.FILE
     precious.write_text("mine")
     file.symlink_to(precious)

@@ -121,11 +121,7 @@ def test_thinking_goes_on_and_its_time_is_added_up(ready: Session) -> None:
 
 @pytest.mark.parametrize(
     ("reply", "why"),
-    [
-        (Reply("all of it"), "complete"),
-        (Reply(""), "complete"),
-        (Reply("", "hm", ending="length"), "does not think"),
-    ],
+    [(Reply("all of it"), "complete"), (Reply(""), "complete"), (Reply("", "hm", ending="length"), "does not think")],
 )
 def test_what_can_not_be_continued_is_said_and_nothing_is_sent(ready: Session, reply: Reply, why: str) -> None:
     tree = Tree()
@@ -138,8 +134,7 @@ def test_what_can_not_be_continued_is_said_and_nothing_is_sent(ready: Session, r
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [None, Reply("", ending="cancelled"), Reply("", ending="failed"), Reply("\ufffd", ending="length")],
+    "reply", [None, Reply("", ending="cancelled"), Reply("", ending="failed"), Reply("\ufffd", ending="length")]
 )
 def test_a_prompt_that_was_never_answered_is_answered(ready: Session, reply: Reply | None) -> None:
     tree = Tree()
@@ -232,9 +227,7 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
     assert texts == [begun.text, whole, whole]
 
 
-async def test_what_is_continued_is_stored_with_its_beginning_before_anything_new_comes(
-    chat: Start, tmp_path: Any
-) -> None:
+async def test_what_is_continued_is_stored_with_its_beginning_before_new_text(chat: Start, tmp_path: Any) -> None:
     async with chat("slow", sampling=Sampling(max_tokens=2)) as c:
         await c.ask("Why?")
         c.session.sampling = Sampling()

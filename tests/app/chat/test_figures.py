@@ -273,7 +273,7 @@ COUNTS = st.one_of(st.integers(0, 2000), st.integers(0, 2_000_000))
 
 
 @given(COUNTS, COUNTS, COUNTS, st.one_of(st.none(), st.integers(100, 2_000_000)))  # into which the prompt fits
-def test_the_legend_of_the_context_shows_every_count_with_its_unit(
+def test_the_legend_shows_every_count_with_its_unit(
     cached: int, computed: int, written: int, capacity: int | None
 ) -> None:
     counted = replace(

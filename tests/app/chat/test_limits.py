@@ -175,9 +175,7 @@ async def test_the_next_prompt_takes_what_an_action_would(chat: Start, price: Pr
     ("width", "said"),
     [(60, "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB"), (40, "r: 1.24k · e: ≤310 MB · f: 310 MB")],
 )
-async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look_free(
-    chat: Start, width: int, said: str
-) -> None:
+async def test_in_little_room_what_comes_from_the_disk_does_not_look_free(chat: Start, width: int, said: str) -> None:
     async with chat("fast", size=(width, 24)) as c:
         again = KnownPrice(PriceQuestion("again", ()), MUCH)
         c.session.prices.known = (
@@ -240,9 +238,7 @@ def ready() -> Session:
 # Given back -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_prompt_comes_back_with_what_goes_with_it_and_is_replaced_when_it_is_sent_again(
-    ready: Session,
-) -> None:
+def test_a_failed_prompt_comes_back_with_its_files_and_is_replaced_when_sent_again(ready: Session) -> None:
     ready.submit("one", (NOTES,))
     key = ready.turns[-1].key
     failed = [
@@ -392,9 +388,7 @@ def test_attachments_exceed_a_context_that_they_leave_no_token_of(
     assert not session.overfull(Draft("", attached))
 
 
-async def test_a_file_over_the_context_is_refused_before_it_is_sent(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_over_the_context_is_refused(chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "Why is decode memory-bound? " * 1200
     (tmp_path / "notes.md").write_text(text)
     (tmp_path / "small.md").write_text("small")
@@ -579,9 +573,7 @@ def test_never_unless_the_user_says_when(resting: Session, clock: Clock) -> None
 
 
 @pytest.mark.parametrize(("share", "unloaded"), [(0.3, False), (0.4, True)])
-def test_where_the_user_says_nothing_a_heavy_model_goes_after_half_an_hour(
-    clock: Clock, share: float, unloaded: bool
-) -> None:
+def test_by_default_a_heavy_model_goes_after_half_an_hour(clock: Clock, share: float, unloaded: bool) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
     total = 16 * 10**9

@@ -97,7 +97,7 @@ def test_what_is_on_disk_with_its_size_and_whether_it_is_whole(tmp_path: Path) -
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("mode", [0, 0o444])
 @pytest.mark.parametrize("closed", ["hub/models--org--whole", "own", "home/.lmstudio/models/publisher/tiny"])
-def test_a_folder_that_may_not_be_read_is_no_reason_to_fail(
+def test_an_unreadable_folder_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str, mode: int
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -183,13 +183,7 @@ def named(found: list[ModelRow]) -> list[str]:
 
 def test_the_sections_stand_in_order_and_nothing_is_there_twice() -> None:
     found = rows("", DISK, OFFERS, estimated("org/c", "org/a", "org/b", "org/Mine"), ())
-    assert named(found) == [
-        "start:org/c",
-        "downloads:org/part",
-        "embedded:guide",
-        "disk:org/Mine",
-        "recommended:org/a",
-    ]
+    assert named(found) == ["start:org/c", "downloads:org/part", "embedded:guide", "disk:org/Mine", "recommended:org/a"]
 
 
 def test_the_list_is_there_before_anything_is_estimated_and_nothing_moves() -> None:
@@ -223,9 +217,7 @@ def test_a_conversion_is_marked_and_can_not_be_removed() -> None:
     assert "being converted" in Removal.refusal(first, "guide")
 
 
-def test_models_of_the_models_folder_and_of_lm_studio_are_found_and_never_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_other_folders_are_found_and_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     mine, theirs = tmp_path / "models" / "small-4bit", tmp_path / ".lmstudio" / "models" / "org" / "Coder-4bit"
     for folder in (mine, theirs, tmp_path / "models" / ".small-4bit.partial"):
@@ -371,7 +363,7 @@ def kept(folder: Path) -> KVSpec:
 
 
 @pytest.mark.parametrize(("model", "remembered"), [("unpackable", CHAT_KV), ("fast", PACKED)])
-async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
+async def test_kv_settings_that_load_are_remembered(
     chat: Start, tmp_path: Path, model: str, remembered: KVSpec
 ) -> None:
     async with chat(model) as c:
@@ -424,9 +416,7 @@ async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start,
         assert kept(tmp_path) == PACKED
 
 
-async def test_a_folder_is_remembered_by_its_whole_path(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_folder_is_remembered_by_its_path(chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     whole = str(tmp_path / "models" / "mine")
@@ -654,7 +644,7 @@ async def test_what_is_cancelled_is_removed_from_the_disk(bench: Bench) -> None:
     assert [(each.stage, each.freed) for each in bench.ended] == [(DownloadStage.CANCELLING, 5)]
 
 
-async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
+async def test_nothing_arrived_is_nothing_removed(
     chat: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -18,12 +18,7 @@ from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, REPLACED, SAVED, Recording
 from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import (
-    Ask,
-    EnginePhase,
-    ReplyGrew,
-    Step,
-)
+from tokamac.app.chat.steps import Ask, EnginePhase, ReplyGrew, Step
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage, StoreError
@@ -370,9 +365,7 @@ async def ready(c: Chat) -> None:
     await c.until(lambda: c.app.chat.recording is not None)
 
 
-async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_it_lacks(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_so(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.ask("one")
         assert "not saved" not in c.screen_text()
@@ -427,7 +420,7 @@ async def test_a_message_of_another_window_is_gone_to(chat: Start) -> None:
         assert "in another window" not in c.notices
 
 
-async def test_what_was_deleted_long_ago_is_removed_once_nobody_uses_the_chat(
+async def test_what_was_deleted_long_ago_is_removed(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, now = tmp_path / "chats" / "chats.db", [1_000_000.0]

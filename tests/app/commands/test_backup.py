@@ -121,9 +121,7 @@ def test_nothing_secret_is_in_a_backup(tokamac: Run, home: Callable[[str], Path]
             )
 
 
-def test_restoring_again_changes_nothing_and_what_is_here_is_kept(
-    tokamac: Run, home: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_restoring_again_changes_nothing(tokamac: Run, home: Callable[[str], Path], tmp_path: Path) -> None:
     filled()
     file = tmp_path / "b.zip"
     tokamac("backup", file)
@@ -155,7 +153,7 @@ def test_a_chat_that_lost_its_end_gets_it_back(tokamac: Run, home: Callable[[str
         assert [message.text for message in store.path(chat)] == ["one", "another version", "the end"]
 
 
-def test_a_file_that_is_there_is_not_replaced_and_a_disk_that_is_full_leaves_none(
+def test_no_file_is_replaced_and_a_full_disk_leaves_none(
     tokamac: Run, home: Callable[[str], Path], tmp_path: Path
 ) -> None:
     filled()
@@ -277,9 +275,7 @@ def test_a_damaged_or_foreign_backup_is_one_line(
     assert not list(tmp_path.glob("**/.restore-*"))
 
 
-def test_members_that_are_longer_than_they_say_are_not_read_on(
-    tokamac: Run, tmp_path: Path, members: dict[str, bytes]
-) -> None:
+def test_members_longer_than_they_say_are_not_read(tokamac: Run, tmp_path: Path, members: dict[str, bytes]) -> None:
     bomb = {**members, "chats.db": bytes(100 << 20)}  # 100 kB in the file
     assert refused(tokamac("restore", packed(tmp_path / "bomb.zip", bomb, honest=False)), "not what was backed up")
     manifest = json.loads(members["manifest.json"])
@@ -292,9 +288,7 @@ def test_members_that_are_longer_than_they_say_are_not_read_on(
     assert refused(tokamac("restore", twice), "there twice")
 
 
-def test_a_backup_that_is_changed_anywhere_is_refused_or_whole(
-    tokamac: Run, tmp_path: Path, members: dict[str, bytes]
-) -> None:
+def test_a_changed_backup_is_refused_or_whole(tokamac: Run, tmp_path: Path, members: dict[str, bytes]) -> None:
     chance, good, here = random.Random(1), (tmp_path / "good.zip").read_bytes(), stored()
     for number in range(150):
         data = bytearray(good)
@@ -308,7 +302,7 @@ def test_a_backup_that_is_changed_anywhere_is_refused_or_whole(
         assert here.items() <= stored().items()
 
 
-def test_what_a_backup_brings_starts_no_program_and_lets_no_tool_in(
+def test_a_backup_starts_no_program_and_lets_no_tool_in(
     tokamac: Run, tmp_path: Path, members: dict[str, bytes]
 ) -> None:
     path = packed(tmp_path / "worked.zip", {**members, "settings.toml": MINE.encode()})

@@ -117,9 +117,7 @@ def test_depths_alone_measure_no_prompt_length_of_ours(tokamac: Run, tiny: Path)
 
 
 @pytest.mark.parametrize("flag", ["--depth", "--prompt"])
-def test_what_the_context_can_not_hold_is_refused_before_anything_is_measured(
-    tokamac: Run, tiny: Path, flag: str
-) -> None:
+def test_what_the_context_can_not_hold_is_refused_before_measuring(tokamac: Run, tiny: Path, flag: str) -> None:
     done = tokamac("bench", tiny, flag, "64,505", *SHORT, "--compare", "mlx-lm")
     assert (done.status, done.out) == (1, "")
     assert f"{flag[2:]} 505 with 8 new tokens needs 513 tokens of context" in done.err
@@ -235,9 +233,7 @@ def test_the_picture_shows_every_point_and_the_ceiling(tokamac: Run, tiny: Path,
 
 
 @pytest.mark.parametrize("place", ["missing/out.svg", "folder.svg"])
-def test_a_picture_that_can_not_be_written_fails_before_the_model_is_loaded(
-    tokamac: Run, tmp_path: Path, place: str
-) -> None:
+def test_a_picture_that_can_not_be_written_fails_before_loading(tokamac: Run, tmp_path: Path, place: str) -> None:
     (tmp_path / "folder.svg").mkdir()
     done = tokamac("bench", "./nothing", "--plot", tmp_path / place)
     assert (done.status, done.out) == (1, "")
@@ -286,10 +282,7 @@ def test_everything_drawn_lies_inside_the_field(runs: list[tuple[int, float, flo
 @given(st.floats(1e-3, 1e7), st.floats(1.0, 1e5))
 def test_axes_are_monotone_and_have_a_few_round_ticks(lowest: float, factor: float) -> None:
     highest = lowest * factor
-    for axis, most in (
-        (linear_axis(highest, 400, 96, 6), 7),
-        (log_axis(lowest, highest, 400, 96), 12),
-    ):
+    for axis, most in ((linear_axis(highest, 400, 96, 6), 7), (log_axis(lowest, highest, 400, 96), 12)):
         places = [axis.scale(tick) for tick in axis.ticks]
         assert places == sorted(places, reverse=True)
         assert all(96 <= place <= 400 for place in places)

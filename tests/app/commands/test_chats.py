@@ -257,7 +257,7 @@ def test_on_a_disk_that_may_not_be_written_chats_are_listed_searched_shown_and_e
 
 
 @pytest.mark.usefixtures("_own_chats")
-def test_where_there_is_nothing_to_read_either_the_first_refusal_is_told(
+def test_the_first_refusal_is_told_where_nothing_is_read(
     tokamac: Run, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_writes(monkeypatch)

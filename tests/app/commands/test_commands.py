@@ -248,7 +248,7 @@ def test_convert_json_is_the_contracts_lines(tokamac: Run, tiny: Path, tmp_path:
     assert plan["weight_bytes"] == last["weight_bytes"]
 
 
-def test_the_model_picked_last_is_the_default(
+def test_the_last_model_is_the_default(
     tokamac: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tokamac.app import settings
@@ -321,9 +321,7 @@ def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_source(tmp_path_factory.mktemp("many"), "llama", shards=100, num_hidden_layers=12)
 
 
-def test_a_checkpoint_of_many_shards_is_converted_where_the_soft_limit_is_low(
-    many_shards: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_many_shards_is_converted_at_a_low_soft_limit(many_shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = tokamac(64, 4000, "convert", many_shards, "-o", out)
     assert done.returncode == 0, done.stderr
@@ -420,7 +418,6 @@ def test_what_it_may_take_bounds_the_memory_for_arrays(monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(resource, "getrlimit", lambda _: (bound, bound))
         space = memory.space_left()
-        assert space is not None
         assert 0 < space < bound
         bound = resource.RLIM_INFINITY
         assert memory.space_left() is None

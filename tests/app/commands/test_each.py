@@ -295,9 +295,7 @@ def test_flags_that_do_not_go_together_are_wrong_usage(tokamac: Run, flags: tupl
 
 
 @pytest.mark.parametrize(("name", "said"), [("", "is a folder"), ("none", "there is no file"), ("pipe", "Pipe it in")])
-def test_an_input_that_can_not_be_read_is_said_before_a_model_is_loaded(
-    tokamac: Run, tmp_path: Path, name: str, said: str
-) -> None:
+def test_an_unreadable_input_is_said_before_a_model_loads(tokamac: Run, tmp_path: Path, name: str, said: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     done = tokamac("ask", "--each", tmp_path / name, "-m", "no/such-model")
     assert (done.status, done.err.count("\n")) == (1, 1)
@@ -370,9 +368,7 @@ def test_a_slow_prompt_holds_back_a_bounded_number_and_the_order_stays(monkeypat
     assert threading.active_count() == before
 
 
-def test_on_a_terminal_there_is_a_bar_and_results_go_to_the_file_that_is_resumed(
-    start: Start, tiny: Path, tmp_path: Path
-) -> None:
+def test_on_a_terminal_there_is_a_bar_and_the_file_is_resumed(start: Start, tiny: Path, tmp_path: Path) -> None:
     prompts, out = written(tmp_path / "p", *map(str, range(30))), tmp_path / "out"
     out.write_text(json.dumps(result(0)) + '\n{"id": nu')
     leader, follower = pty.openpty()

@@ -102,9 +102,7 @@ def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said:
 QWEN_8B = "mlx-community/Qwen3-8B-4bit"
 
 
-def test_what_guessing_ahead_gains_is_told_at_each_share_with_the_formula_and_whose_timings_they_are(
-    tokamac: Run,
-) -> None:
+def test_what_guessing_ahead_gains_is_told_at_each_share_with_formula_and_source_of_timings(tokamac: Run) -> None:
     shown = tokamac("inspect", QWEN_8B, *M4_MAX, "--acceptance", "50%,0.7")
     assert shown.status == 0
     for said in ("looked up", "50%", "70%", "1 + a + a² + … + aᵏ", "Apple M4 Pro, 4 bits", "mlx/issues/3852"):
@@ -193,9 +191,7 @@ def test_memory_beside_every_chip_is_that_of_every_mac(tokamac: Run) -> None:
     assert (refused.status, "without --chip" in refused.err) == (2, True)
 
 
-def test_the_plots_fit_the_terminal_and_have_no_colours_where_none_are_wanted(
-    tokamac: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plots_fit_the_terminal_and_can_have_no_colours(tokamac: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (60, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
         shown = tokamac("inspect", QWEN, *M4_MAX, "--plot").out

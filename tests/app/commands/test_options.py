@@ -189,9 +189,7 @@ def test_progress_without_a_terminal_is_a_plain_line_a_tenth(capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_thinking_goes_to_stderr_where_a_person_looks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_thinking_goes_to_a_persons_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     reply = [
         PrefillProgress(3, 3, 0),
         TextChunk("let me see\x1b[2J", "thinking"),
@@ -280,9 +278,7 @@ def path() -> Path:
     return found
 
 
-def test_a_command_that_takes_the_model_picked_last_says_it_on_a_line_each(
-    tokamac: Run, path: Path, tiny: Path
-) -> None:
+def test_a_command_that_takes_the_last_model_says_it_on_a_line_each(tokamac: Run, path: Path, tiny: Path) -> None:
     path.write_text(f'model = "{tiny}"\nfuture = 1\nunload_after_min = "\\u001b[2J\\n"\n')
     done = tokamac("ask", "Hello", "--max-tokens", "2")
     assert done.status == 0
@@ -449,9 +445,7 @@ def test_a_budget_ends_thinking_and_is_said(tokamac: Run, thinks: Path) -> None:
         (("--thinking", "off", "--thinking-budget", "5"), 2, "--thinking-budget has no effect with --thinking off"),
     ],
 )
-def test_what_can_not_be_had_is_an_error(
-    tokamac: Run, thinks: Path, flags: tuple[str, ...], status: int, why: str
-) -> None:
+def test_the_impossible_is_an_error(tokamac: Run, thinks: Path, flags: tuple[str, ...], status: int, why: str) -> None:
     refused = tokamac("ask", "Hello", "-m", thinks, *flags)
     assert refused.status == status
     assert why in refused.err
@@ -513,9 +507,7 @@ def test_ask_answers_with_the_adapter_and_says_so(tokamac: Run, tiny: Path, adap
     assert mlx.out == done.out
 
 
-def test_the_settings_give_a_model_its_adapter_and_a_flag_takes_it_away(
-    tokamac: Run, tiny: Path, adapter: Path
-) -> None:
+def test_settings_give_a_model_its_adapter_and_a_flag_takes_it_away(tokamac: Run, tiny: Path, adapter: Path) -> None:
     bare = tokamac("ask", "Hello", "-m", tiny, *ASK)
     settings.save(settings.default_path(), Settings(adapters={str(tiny): str(adapter)}))
     assert tokamac("ask", "Hello", "-m", tiny, *ASK).out != bare.out

@@ -175,9 +175,7 @@ def test_the_doctor_looks_at_all_there_is_and_finds_nothing_broken(tokamac: Run)
     assert str(Path.home()) not in done.out or str(Path.home()) == "/"
 
 
-def test_what_is_broken_comes_with_what_to_do_and_ends_no_other_check(
-    tokamac: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_broken_says_what_to_do_and_ends_no_other_check(tokamac: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> list[Finding]:
         raise PermissionError(13, "Permission denied", f"{Path.home()}/secret")
 

@@ -179,9 +179,7 @@ def ends_with(raises: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokamac.app.commands.ask", module)
 
 
-def test_the_unexpected_is_one_line_and_a_traceback_only_on_request(
-    tokamac: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unexpected_is_a_line_and_a_traceback_on_request(tokamac: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(ZeroDivisionError("by zero"), monkeypatch)
     result = tokamac("ask")
     assert result.status == 1
@@ -522,9 +520,7 @@ def test_what_is_only_predicted_says_how_to_measure_that_model(tokamac: Run) -> 
     assert f"tokamac models pull {whole}, then tokamac bench {whole} --machine" in done.err
 
 
-def test_a_model_that_is_here_is_measured_at_once_and_a_config_alone_is_not(
-    tokamac: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_is_here_is_measured_and_a_config_alone_is_not(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "my model"
     shutil.copytree(tiny, folder)
     said = tokamac("inspect", folder).err

@@ -149,10 +149,7 @@ def test_a_reply_goes_on_from_a_step_with_another_token() -> None:
 def test_unload_gives_the_memory_back_and_the_next_prompt_loads_again() -> None:
     status, out, err = piped("/unload\n/unload\nhi\n", "fast")
     assert status == 0
-    assert err.splitlines() == [
-        "The model is unloaded. It reloads when you send a prompt.",
-        "No model is loaded.",
-    ]
+    assert err.splitlines() == ["The model is unloaded. It reloads when you send a prompt.", "No model is loaded."]
     assert "every weight once per token" in out
 
 

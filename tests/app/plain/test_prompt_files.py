@@ -66,9 +66,7 @@ def test_no_other_file_is_read_or_written(tmp_path: Path, name: str) -> None:
             work()
 
 
-def test_a_file_is_a_command_whose_reply_has_its_settings_and_the_chats_own_commands_win(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_file_is_a_command_with_its_settings_and_the_chats_own_commands_win(data: Path, tmp_path: Path) -> None:
     env = {"TEST_SETTINGS": str(tmp_path / "settings.toml")}
     made(tmp_path / "prompts", "---\ntemperature: 0.25\n---\nReview this: $ARGUMENTS")
     made(tmp_path / "prompts", "Never sent.", "stats")

@@ -418,7 +418,7 @@ def test_where_the_screen_would_be_drawn_into_a_file_it_is_plain(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("program", "asked"), [("Apple_Terminal", False), ("ghostty", True)])
-def test_terminal_app_is_asked_nothing_whose_end_it_would_print(
+def test_terminal_app_is_asked_nothing_it_would_print(
     terminal: Callable[..., Terminal], program: str, asked: bool
 ) -> None:
     chat = terminal("fast", TERM_PROGRAM=program)
@@ -591,7 +591,7 @@ def test_in_a_pipe_what_was_refused_does_not_go_with_the_next_line(data: Path, l
     assert prompts(data) == [("yes", 0)]
 
 
-def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
+def test_on_a_terminal_it_is_written_again_with_its_files(
     data: Path, long_notes: Path, tiny_terminal: Terminal
 ) -> None:
     tiny_terminal.say(f"/attach {long_notes}\n")

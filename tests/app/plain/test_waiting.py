@@ -89,9 +89,7 @@ def entitled(chat: Terminal, data: Path) -> bool:
     return titled(data) == (TITLE, "model")
 
 
-def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
-    hasty: Callable[..., Terminal], data: Path
-) -> None:
+def test_the_model_gives_a_title_while_a_line_is_waited_for(hasty: Callable[..., Terminal], data: Path) -> None:
     chat = hasty("entitles", "")
     chat.say("hi\n")
     chat.until("you> ")
@@ -239,9 +237,7 @@ def asked(data: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
-def test_ctrl_c_while_an_editor_has_the_terminal_is_the_editors(
-    terminal: Callable[..., Terminal], data: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_in_an_editor_is_the_editors(terminal: Callable[..., Terminal], data: Path, tmp_path: Path) -> None:
     editor = script(tmp_path / "editor", EDITOR)
     chat = terminal("fast", "--plain", EDITOR=str(editor), VISUAL="")
     chat.say("/editor\n")
@@ -264,9 +260,7 @@ def slow_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
-def test_ctrl_c_stops_a_command_and_the_chat_goes_on(
-    terminal: Callable[..., Terminal], data: Path, slow_tool: Path
-) -> None:
+def test_ctrl_c_stops_a_command_not_the_chat(terminal: Callable[..., Terminal], data: Path, slow_tool: Path) -> None:
     chat = terminal("fast", "--plain")
     for text in ("one\n", "/copy\n"):
         chat.say(text)
@@ -281,9 +275,7 @@ def test_ctrl_c_stops_a_command_and_the_chat_goes_on(
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
-def test_ctrl_c_just_before_the_wait_for_a_reply_stops_it_and_the_chat_goes_on(
-    terminal: Callable[..., Terminal], data: Path
-) -> None:
+def test_ctrl_c_just_before_the_wait_for_a_reply_stops_it_alone(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("slow", "--plain", TEST_CTRL_C="1")
     chat.until("you> ")
     chat.type("one\n")  # waits for the model first
@@ -295,7 +287,7 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_stops_it_and_the_chat_goes_on(
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
-def test_a_prompt_that_was_given_back_is_discarded_by_an_empty_line(
+def test_an_empty_line_discards_a_returned_prompt(
     terminal: Callable[..., Terminal], data: Path, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -364,7 +356,7 @@ def test_through_a_pipe_it_ends_the_chat_though_the_guide_heard_it(pipe: Pipe, d
 
 
 @pytest.mark.usefixtures("data", "_ctrl_c_interrupts")
-def test_through_a_pipe_it_ends_the_chat_while_a_model_loads(
+def test_through_a_pipe_it_ends_the_chat(
     pipe: Pipe, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"

@@ -191,7 +191,7 @@ def test_a_message_calls_what_it_has_to(claude: anthropic.Anthropic) -> None:
     (MESSAGES, {"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name"),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_that_can_not_be_had_is_a_400_that_names_it(
+def test_an_impossible_form_is_a_400(
     served: Served, path: str, given: dict[str, Any], param: str, stream: bool
 ) -> None:
     body = {"input": "Hi"} if path == RESPONSES else {"messages": user("Hi"), "max_tokens": 5}

@@ -42,9 +42,7 @@ def figures(path: str, told: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{at}-{case['path']}" for at, case in enumerate(CASES)])
-def test_what_changes_nothing_is_named_whole_streamed_and_in_the_log(
-    guide: Served, scripted_calls: Served, case: Any
-) -> None:
+def test_what_changes_nothing_is_named_in_reply_and_log(guide: Served, scripted_calls: Served, case: Any) -> None:
     path, body = case["path"], {**SAID[case["path"]], **case.get("body", {})}
     served = guide if path == "completions" else scripted_calls
     status, heads, told = served.told(PATHS[path], body)

@@ -88,7 +88,6 @@ def test_several_choices_have_seeds_of_their_own_and_share_one_prompt(client: op
 def test_log_probabilities_are_the_engines(client: openai.OpenAI, alone: Finished) -> None:
     asked: Any = {"model": "guide", "messages": user(QUESTION), "temperature": 0, "logprobs": True, "top_logprobs": 3}
     scores = client.chat.completions.create(**asked).choices[0].logprobs
-    assert scores.content is not None
     assert len(scores.content) == alone.metrics.generated_tokens - 1  # the end is none of the text's
     for each in scores.content:
         assert len(each.top_logprobs) == 3
@@ -183,7 +182,6 @@ def test_calls_are_told_and_their_results_are_read(scripted: Scripted) -> None:
         choice = whole.choices[0]
         assert choice.finish_reason == "tool_calls"
         calls = choice.message.tool_calls
-        assert calls is not None
         assert [(each.function.name, json.loads(each.function.arguments)) for each in calls] == [  # type: ignore[union-attr]
             ("read_file", {"path": "notes.md"}),
             ("calculate", {"expression": "6 * 7"}),

@@ -162,9 +162,7 @@ def test_what_is_no_request_is_refused(guide: Served) -> None:
     assert guide.ask(CHAT)[0] == 405
 
 
-def test_a_body_that_is_too_long_is_refused_before_and_after_it_came(
-    guide: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_too_long_is_refused_before_and_after_it_came(guide: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "LONGEST_BODY", 100_000)
     body = json.dumps({"messages": user("a" * 200_000)}).encode()
     assert guide.ask(CHAT, body)[0] == 413
@@ -177,9 +175,7 @@ def test_a_body_that_is_too_long_is_refused_before_and_after_it_came(
         assert raw.recv(12) == b"HTTP/1.1 413"
 
 
-def test_headers_and_bodies_have_their_time_and_headers_their_length(
-    guide: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_and_bodies_have_a_time_and_headers_a_length(guide: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.2)
     monkeypatch.setattr(answering, "BODY_S", 0.2)
     with socket.create_connection((HOST, guide.port), 60) as raw:
@@ -278,9 +274,7 @@ def test_no_body_is_more_than_the_server_bears(guide: Served, path: str) -> None
     assert guide.health()["status"] == "ok"
 
 
-def test_a_prompt_that_no_line_to_the_engine_holds_is_refused_alone(
-    guide: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_no_line_to_the_engine_holds_is_refused(guide: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "LONGEST_LINE", 10_000)
     status, told = guide.ask(CHAT, {**HI, "messages": user("ж" * 2_000)})  # six bytes each there, two in the body
     assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
@@ -296,9 +290,7 @@ def test_replies_to_one_request_have_seeds_after_the_largest_as_well(guide: Serv
     assert [each["message"] for each in whole[1:]] == [each["message"] for each in first[:2]]
 
 
-def test_what_fails_in_the_server_is_an_answer_and_no_reply_stays_counted(
-    guide: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_is_an_answer_and_no_reply_stays_counted(guide: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: ServedRequest, sample: int) -> Sampling:
         return Sampling(seed=-sample)
 
@@ -558,7 +550,7 @@ async def test_other_replies_to_a_prompt_begin_once_the_first_has_read_it(
     assert engine.admission.open == 0
 
 
-async def test_an_engine_that_can_not_be_started_again_is_tried_by_who_asks_next(
+async def test_who_asks_next_tries_to_start_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: Processes
 ) -> None:
     monkeypatch.setattr(serve_engine, "LASTED_S", -1.0)

@@ -99,9 +99,7 @@ def test_an_agent_is_written_for_its_user_alone_and_started(tmp_path: Path, monk
         ((113, f'Bad request.\nCould not find service "{LABEL}" in domain for user gui: 501'), ServiceState(None)),
     ],
 )
-def test_the_state_of_an_agent_is_read_off_what_launchctl_prints(
-    tmp_path: Path, printed: tuple[int, str], state: ServiceState
-) -> None:
+def test_launchctl_tells_the_state_of_an_agent(tmp_path: Path, printed: tuple[int, str], state: ServiceState) -> None:
     assert Launchd(tmp_path, Tool(print=printed)).state() == state
 
 

@@ -79,9 +79,7 @@ def test_what_others_could_read_is_closed_to_them(file: Path) -> None:
     assert (mode(file), mode(file.parent)) == (0o600, 0o700)
 
 
-def test_the_place_is_the_users_data_folder_or_the_one_that_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_is_the_users_data_folder_or_one_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path))
     assert database.default_path() == tmp_path / "chats" / "chats.db"
     with Store.open() as store:
@@ -185,9 +183,7 @@ def test_another_programs_database_is_not_touched(file: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["user_version", "application_id", "sqlite_master"])
-def test_a_file_that_another_process_makes_meanwhile_is_ours(
-    file: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_file_another_process_makes_is_ours(file: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     overtaken: list[str] = []
 
     class Overtaken(sqlite3.Connection):
@@ -543,7 +539,6 @@ def test_a_damaged_index_costs_no_message(file: Path) -> None:
 def test_repair_opens_what_open_can_not(file: Path) -> None:
     """A reply that a dead process left is indexed when it is ended, and that fails on a broken index."""
     with writing("replies", file) as process:
-        assert process.stdout is not None
         said = [json.loads(process.stdout.readline()) for _ in range(5)]  # a prompt, and all but the end of its reply
         process.kill()
     spoil(file, "UPDATE search_data SET block = x'ffffffffffffffffffff' WHERE id = 10")

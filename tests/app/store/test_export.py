@@ -576,7 +576,7 @@ def test_a_system_message_becomes_the_chats_own_system_prompt() -> None:
 # In the chat ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_export_writes_asks_for_another_name_and_import_opens_it(
+async def test_export_asks_for_a_name_and_import_opens_it(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()

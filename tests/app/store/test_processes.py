@@ -84,7 +84,7 @@ def test_no_command_takes_the_log_from_an_app_that_is_open(start: Start, file: P
 
 
 @pytest.mark.parametrize("order", list(permutations(("app ends", "app is killed", "import", "list"), 4)), ids="-".join)
-def test_all_is_kept_whatever_the_order_in_which_programs_end(
+def test_all_is_kept_in_whatever_order_they_end(
     start: Start, file: Path, tmp_path: Path, order: tuple[str, ...]
 ) -> None:
     ends, killed, shell = start(App), start(App), start(Shell)
@@ -239,7 +239,7 @@ def set_aside(file: Path) -> None:
 
 @pytest.mark.parametrize("taken", [without_log, without_locks, with_an_older_file, without_anything, set_aside])
 @pytest.mark.parametrize("notices", ["poll", "prompt", "reply", "end"])
-def test_an_app_whose_file_is_taken_away_goes_on_and_saves_what_only_it_has(
+def test_an_app_whose_file_is_gone_saves_it_anew(
     start: Start, file: Path, taken: Callable[[Path], None], notices: str
 ) -> None:
     app = start(App)

@@ -301,9 +301,7 @@ def test_a_fork_is_a_new_chat_with_the_messages_that_lead_there(store: Store) ->
     assert store.path(store.fork(chat, writing.id).id)[-1].state == "stopped"  # nobody writes the copy
 
 
-def test_what_is_left_out_is_left_out_of_a_fork_and_of_what_comes_from_another_store(
-    store: Store, tmp_path: Path
-) -> None:
+def test_what_is_left_out_is_left_out_of_a_fork_and_of_an_imported_chat(store: Store, tmp_path: Path) -> None:
     other = Store.open(tmp_path / "other" / "chats.db")
     other.add_message(other.new_chat().id, None, "user", "ids of its own")
     chat = store.new_chat().id
@@ -328,9 +326,7 @@ def test_what_is_left_out_is_left_out_of_a_fork_and_of_what_comes_from_another_s
 @pytest.mark.parametrize(
     ("parent", "head", "says"), [(2, 1, "does not come before"), (None, 7, "stands at"), (9, 1, "does not come before")]
 )
-def test_a_conversation_that_does_not_hang_together_is_not_adopted(
-    store: Store, parent: int | None, head: int, says: str
-) -> None:
+def test_a_conversation_with_gaps_is_not_adopted(store: Store, parent: int | None, head: int, says: str) -> None:
     messages = tuple(
         StoredMessage(number, "", above, "user", "x", "", "complete", 1.0) for number, above in ((1, parent), (2, 1))
     )

@@ -462,7 +462,7 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("size", [(60, 16), (80, 24), (140, 40)])
-async def test_a_server_on_the_chats_engine_is_told_with_a_panel_and_without(
+async def test_a_server_on_the_chats_engine_is_told_with_and_without_a_panel(
     chat: Start, size: tuple[int, int]
 ) -> None:
     async with chat("fast", size=size) as c:
@@ -561,9 +561,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return now
 
 
-async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
-    begin: Callable[[], None], chat: Start
-) -> None:
+async def test_what_is_sent_before_the_engine_starts_is_kept(begin: Callable[[], None], chat: Start) -> None:
     async with chat("fast", ready=False) as c:
         await c.send("one")
         await c.send("two")
@@ -575,7 +573,7 @@ async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
         assert kept(c) == ["one", "two"]
 
 
-async def test_a_command_that_is_given_before_the_engine_starts_is_done(
+async def test_an_early_command_is_done(
     begin: Callable[[], None], chat: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "resolve", str)  # scenarios are in no catalogue

@@ -272,9 +272,7 @@ async def test_a_long_title_is_cut_to_the_window(chat: Start) -> None:
 # The terminal's own title -------------------------------------------------------------------------------------------------
 
 
-async def test_the_terminal_is_named_after_the_chat_and_has_its_title_back_at_the_end(
-    chat: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_terminal_has_the_chats_title_and_its_own_back(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     written = recorder(monkeypatch)
     async with chat("fast") as c:
         assert SAVE + terminal_title("") in written()
@@ -500,9 +498,7 @@ async def test_where_chats_are_not_kept_the_box_keeps_what_is_written(chat: Star
         await c.until(lambda: c.prompts == ["one, but better"])
 
 
-async def test_what_is_typed_before_the_last_chat_is_there_goes_into_it(
-    chat: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_typed_before_the_chat_is_there_goes_in(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def typed_before(screen: ChatScreen) -> None:
         screen.query_one(Prompt).insert("typed at once")
         begin_recording(screen)
@@ -631,9 +627,7 @@ def shown(c: Chat) -> list[type]:
 
 
 @pytest.mark.parametrize("wish", ["edit", "regenerate"])
-async def test_one_at_the_beginning_stays_when_the_first_turn_is_made_anew(
-    chat: Start, tmp_path: Path, wish: str
-) -> None:
+async def test_one_at_the_beginning_stays_when_a_turn_is_redone(chat: Start, tmp_path: Path, wish: str) -> None:
     async with chat("fast", size=(100, 40), ready=False) as c:
         await imported(c, tmp_path, FIRST + "\n## User\n\nand?\n\n## Assistant\n\nSO\n")
         c.app.chat.perform(c.session.edit(2, "ho") if wish == "edit" else c.session.regenerate(3))

@@ -349,9 +349,7 @@ def test_a_reply_without_a_token_is_explained_in_a_sentence() -> None:
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=3, max_size=3), st.integers(10, 200))
-def test_a_bar_is_as_long_as_there_is_room_and_nothing_that_took_time_is_left_out(
-    values: list[float], cells: int
-) -> None:
+def test_a_bar_fills_its_room_and_leaves_nothing_out_that_took_time(values: list[float], cells: int) -> None:
     counts = shares(values, cells)
     assert sum(counts) == (cells if sum(values) > 0 else 0)
     assert all(count >= 1 for count, value in zip(counts, values, strict=True) if value > 0)
@@ -453,9 +451,7 @@ async def test_a_click_on_the_line_below_a_reply_explains_that_one(chat: Start) 
         await c.until(lambda: c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 2")
 
 
-async def test_all_figures_are_shown_on_a_key_a_command_and_a_click_and_that_is_remembered(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_all_figures_are_shown_by_key_command_and_click_and_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", size=(120, 36), ready=False) as c:
         await c.ask("one")
         for way in ("key", "command", "click", "hidden"):
@@ -872,9 +868,7 @@ async def test_every_tab_shows_its_answer_at_every_size_and_plots_have_axes(chat
             assert not isinstance(c.app.screen, WhatIfScreen)
 
 
-async def test_what_holds_for_all_rows_is_said_until_one_is_pointed_at_that_has_a_reason_of_its_own(
-    chat: Start,
-) -> None:
+async def test_what_holds_for_all_rows_is_said_until_one_with_its_own_reason_is_pointed_at(chat: Start) -> None:
     async with chat("fast", size=(100, 30)) as c:
         await open_screen(c)
         cases = c.app.screen.query_one("#case-table", DataTable)

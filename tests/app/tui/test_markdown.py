@@ -84,7 +84,6 @@ def plain(source: str, width: int = 40) -> list[str]:
 )
 def test_emphasis(source: str, shown: str, emphasised: list[tuple[str, str]]) -> None:
     (block,) = blocks(source)
-    assert isinstance(block, Flow)
     inline = block.lines[0].inline
     assert inline.text == shown
     assert [(span.style, inline.text[span.start : span.end]) for span in inline.spans] == emphasised
@@ -484,9 +483,7 @@ def test_what_was_guessed_is_marked_in_prose_lists_tables_code_and_formulas() ->
 
 
 @given(PARTS, st.integers(10, 60))
-def test_marks_change_no_character_of_a_text_and_without_them_nothing(
-    parts: list[tuple[str, bool]], width: int
-) -> None:
+def test_marks_change_no_character_and_without_them_nothing(parts: list[tuple[str, bool]], width: int) -> None:
     plainly, marked, unused = Prose(), Prose(tinted=True), Prose()
     for text, guessed in parts:
         for prose, is_guess in ((plainly, False), (marked, guessed), (unused, guessed)):
@@ -620,9 +617,7 @@ def test_what_is_in_view_stays_there_when_what_is_above_it_proves_higher_or_lowe
     st.lists(st.integers(0, 400), max_size=8),
     st.integers(1, 25),
 )
-def test_wherever_the_reader_goes_nothing_in_view_is_guessed(
-    sizes: list[tuple[int, int]], places: list[int], height: int
-) -> None:
+def test_nothing_in_view_is_guessed_anywhere(sizes: list[tuple[int, int]], places: list[int], height: int) -> None:
     page, _ = long_page([real for real, _ in sizes], [guessed for _, guessed in sizes])
     page.settle_end(height)
     for place in places:

@@ -27,7 +27,6 @@ from tokamac.app.backend.processes import (
     Ended,
     Expected,
     Planned,
-    QualityLine,
     Refused,
     StageLine,
     converter_command,
@@ -245,9 +244,7 @@ async def begin_stalled(c: Any, hub: Hub, cache: Path) -> Picker:
 
 
 @pytest.mark.usefixtures("cache")
-async def test_a_download_is_paused_and_goes_on_where_it_was_and_the_chat_goes_on(
-    chat: Start, hub: Hub, cache: Path
-) -> None:
+async def test_a_download_is_paused_and_goes_on_beside_the_chat(chat: Start, hub: Hub, cache: Path) -> None:
     async with chat("fast", ready=False) as c:
         p = await begin_stalled(c, hub, cache)
         assert "Ctrl+G pauses" in p.keys
@@ -268,9 +265,7 @@ async def test_a_download_is_paused_and_goes_on_where_it_was_and_the_chat_goes_o
 
 
 @pytest.mark.usefixtures("cache")
-async def test_after_a_restart_what_is_unfinished_is_offered_and_can_be_cancelled(
-    chat: Start, hub: Hub, cache: Path
-) -> None:
+async def test_after_a_restart_the_unfinished_is_offered_or_cancelled(chat: Start, hub: Hub, cache: Path) -> None:
     async with chat("fast", ready=False) as c:
         await begin_stalled(c, hub, cache)
     async with chat("fast") as c:
@@ -284,9 +279,7 @@ async def test_after_a_restart_what_is_unfinished_is_offered_and_can_be_cancelle
 
 
 @pytest.mark.usefixtures("cache")
-async def test_enter_on_what_is_not_here_downloads_it_then_loads_it_and_keeps_the_draft(
-    chat: Start, cache: Path
-) -> None:
+async def test_enter_on_what_is_not_here_downloads_loads_and_keeps_the_draft(chat: Start, cache: Path) -> None:
     async with chat("fast") as c:
         p = await picker(c)
         c.prompt.insert("a draft")
@@ -330,9 +323,7 @@ async def test_removing_asks_once_with_the_size_and_esc_keeps_it(chat: Start, ca
 
 
 @pytest.mark.usefixtures("cache")
-async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_the_list(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_the_loaded_and_embedded_model_stay_and_a_folder_leaves_the_list(chat: Start, tmp_path: Path) -> None:
     own = make_tiny(tmp_path / "own")
     async with chat("guide", ready=False) as c:
         c.app.view.library._folders.remember(str(own))
@@ -559,7 +550,6 @@ def test_what_the_quality_of_a_conversion_says_is_what_is_read() -> None:
     for outcome in (Outcome(4.5), Outcome(4.5, 0.08, measured, (0.1, None)), Outcome(4.5, unable="no tokenizer")):
         found = decode_conversion(json.dumps({**DONE, "quality": outcome.to_json()}).encode())
         assert isinstance(found, ConvertedLine)
-        assert isinstance(found.quality, QualityLine)
         assert found.quality.concerns == outcome.concerns
 
 

@@ -213,9 +213,7 @@ async def test_ctrl_d_quits_where_nothing_is_written_and_deletes_where_something
         await c.until(lambda: c.app.return_code == 0 and not c.app.is_running, "the end")
 
 
-async def test_the_arrows_choose_among_the_files_offered_tab_takes_one_and_escape_none(
-    chat: Start, folder: Path
-) -> None:
+async def test_arrows_choose_among_the_files_offered_tab_takes_and_escape_none(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
         await c.pilot.press("@", "d")
         await c.until(lambda: c.prompt.completions.option_count == 2)
@@ -285,9 +283,7 @@ async def test_a_draft_comes_back_with_what_goes_with_it(chat: Start, folder: Pa
         assert c.prompt.text == "about data.csv "
 
 
-async def test_editing_shows_the_users_words_and_files_again_and_gives_the_draft_back_after(
-    chat: Start, folder: Path
-) -> None:
+async def test_editing_shows_words_and_files_again_and_gives_the_draft_back(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
         await pick(c, "@dat")
         await c.until(lambda: names(c) == ["data.csv"])
@@ -412,9 +408,7 @@ async def test_a_space_or_a_backslash_makes_it_a_prompt(chat: Start) -> None:
 
 @pytest.mark.usefixtures("sh")
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
-async def test_a_command_that_runs_is_ended_by_a_key_and_what_it_wrote_is_attached(
-    chat: Start, folder: Path, key: str
-) -> None:
+async def test_a_command_is_ended_by_a_key_and_its_output_attached(chat: Start, folder: Path, key: str) -> None:
     async with chat("fast") as c:
         c.prompt.put(Draft("!sleep 60 & echo $! | tee pid; wait"))
         c.prompt.submit()
@@ -480,9 +474,7 @@ async def begin(c: Chat, typed: str) -> None:
         ("what is /ti", 0, 11, None), ("/ti\nmore", 0, 3, None), ("more\n/ti", 1, 3, None), ("", 0, 0, None),
     ],
 )  # fmt: skip
-def test_a_command_is_named_in_the_first_word_of_a_text_that_can_be_one(
-    text: str, row: int, column: int, named: PartialCommand | None
-) -> None:
+def test_a_command_is_named_in_the_first_word(text: str, row: int, column: int, named: PartialCommand | None) -> None:
     assert command_at(text, row, column) == named
 
 

@@ -304,9 +304,7 @@ async def pictures(c: Chat, album: Album, *sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.usefixtures("fixed")
-async def test_every_screen_is_drawn_as_before_and_the_terminals_theme_by_its_sixteen_colours(
-    chat: Start, tmp_path: Path, theme: str
-) -> None:
+async def test_every_screen_is_drawn_as_before_and_in_sixteen_colours(chat: Start, tmp_path: Path, theme: str) -> None:
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("fast", size=SIZES[0], resume=True, ready=False) as c:
@@ -315,9 +313,7 @@ async def test_every_screen_is_drawn_as_before_and_the_terminals_theme_by_its_si
 
 
 @pytest.mark.usefixtures("fixed")
-async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_color_shows_what_is_pointed_at(chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     written("tokamac-dark", tmp_path / "settings.toml")
     album = Album("no-color", points="reverse|bold underline")
@@ -329,9 +325,7 @@ async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen
             assert album.has_pointed(picture), name
 
 
-async def test_the_first_theme_is_of_the_terminals_background_and_its_own_colours_are_a_choice(
-    chat: Start, tmp_path: Path
-) -> None:
+async def test_the_first_theme_is_of_the_background_and_terminal_colours_a_choice(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", ready=False) as c:
         assert c.app.theme == "tokamac-dark"  # a pseudo-terminal says nothing of its background
         assert not c.app.native_ansi_color
@@ -359,9 +353,7 @@ def _fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_fixed")
 @pytest.mark.parametrize("theme", THEMES)
-async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_again(
-    chat: Start, tmp_path: Path, theme: str
-) -> None:
+async def test_the_guide_is_drawn_as_before_and_started_again(chat: Start, tmp_path: Path, theme: str) -> None:
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("fast") as c:
@@ -555,7 +547,7 @@ def weighed(c: Chat) -> None:
 
 @pytest.mark.usefixtures("_fixed")
 @pytest.mark.parametrize("theme", THEMES)
-async def test_the_picker_is_drawn_as_before_with_all_its_kinds_of_rows(
+async def test_the_picker_is_as_before(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str
 ) -> None:
     monkeypatch.setattr("tokamac.app.tui.model_library.models_on_disk", lambda *_: DISK)
@@ -642,9 +634,7 @@ def live() -> Live:
 
 
 @pytest.mark.parametrize("theme", [THEME, "terminal"])
-async def test_every_state_of_the_chat_is_drawn_as_before(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str
-) -> None:
+async def test_each_chat_is_as_before(chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str) -> None:
     nothing_of_this_machine(tmp_path, monkeypatch)
     clock = StillClock()
     monkeypatch.setattr("tokamac.app.chat.start.time", clock)

@@ -315,9 +315,7 @@ async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Sta
 
 
 @pytest.mark.parametrize("size", [SMALLEST, USUAL])
-async def test_a_notice_has_lines_of_its_own_above_the_box_and_covers_nothing(
-    chat: Start, size: tuple[int, int]
-) -> None:
+async def test_a_notice_has_its_own_lines_above_the_box_and_covers_nothing(chat: Start, size: tuple[int, int]) -> None:
     async with chat("fast", size=size) as c:
         await c.ask("hi")
         for _ in range(2):  # told twice, it is shown once
@@ -414,9 +412,7 @@ async def test_the_note_of_a_setting_is_whole_below_the_list(chat: Start, size: 
 
 
 @pytest.mark.parametrize("variable", ["", "1"], ids=["terminal's colours", "none"])
-async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
-    chat: Start, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+async def test_a_system_prompts_box_is_seen(chat: Start, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     if variable:
         monkeypatch.setenv("NO_COLOR", variable)
@@ -505,9 +501,7 @@ async def test_what_is_chosen_in_lists_and_menus_is_seen(chat: Start, dress: Cal
 
 
 @pytest.mark.parametrize("dress", LOOKS, indirect=True)
-async def test_a_list_that_drops_down_has_an_edge_and_shows_what_is_chosen(
-    chat: Start, dress: Callable[[Chat], None]
-) -> None:
+async def test_a_list_that_drops_has_an_edge_and_shows_the_chosen(chat: Start, dress: Callable[[Chat], None]) -> None:
     async with chat("fast", size=(120, 40)) as c:
         dress(c)
         await c.pilot.press("f4")
@@ -611,7 +605,7 @@ def test_a_terminal_is_asked_and_nothing_of_its_answer_is_left(answer: bytes, da
 
 
 @pytest.mark.parametrize(("dark", "name"), [(True, DARK.name), (False, LIGHT.name)])
-def test_the_theme_is_by_the_terminal_unless_one_was_chosen(
+def test_the_theme_is_the_terminals_or_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dark: bool, name: str
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -411,9 +411,7 @@ def test_what_is_drawn_with_something_else_counts_as_drawn() -> None:
 # Links, and code to copy --------------------------------------------------------------------------------------------------
 
 
-async def test_a_link_says_where_it_leads_and_code_is_copied_by_a_click(
-    chat: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_link_says_where_it_leads_and_a_click_copies(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "here and there")  # where a browser would open on the other machine
     async with chat("fast", size=(100, 30), ready=False) as c:
         await begin(c)
@@ -429,9 +427,7 @@ async def test_a_link_says_where_it_leads_and_code_is_copied_by_a_click(
         await c.until(lambda: "Copied 5 characters" in c.notices, "the code's copy")
 
 
-async def test_the_links_of_a_message_are_listed_and_copied_by_keys(
-    chat: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_links_of_a_message_are_listed_and_copied(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "here and there")
     async with chat("fast", size=(100, 30)) as c:
         c.app.view.do("links")

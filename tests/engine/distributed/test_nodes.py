@@ -141,9 +141,7 @@ def test_the_node_with_the_least_room_for_its_tokens_bounds_all() -> None:
     assert allowed_by([{}], 5000, 40) is None
 
 
-def test_a_prompt_that_another_node_has_no_room_for_is_refused(
-    both: tuple[Rank0, Rank0], models: dict[str, Path]
-) -> None:
+def test_a_prompt_another_node_can_not_hold_is_refused(both: tuple[Rank0, Rank0], models: dict[str, Path]) -> None:
     _, together = both
     told = together.ask(models["llama"], "tensor", "bound")
     assert 0 < told["others"] <= 2 * told["own"]  # two processes of one machine
@@ -151,9 +149,7 @@ def test_a_prompt_that_another_node_has_no_room_for_is_refused(
     assert "texts" in together.ask(models["llama"], "tensor", "answer")
 
 
-def test_what_a_class_or_its_shape_does_not_allow_is_refused(
-    both: tuple[Rank0, Rank0], models: dict[str, Path]
-) -> None:
+def test_what_a_class_or_its_shape_forbids_is_refused(both: tuple[Rank0, Rank0], models: dict[str, Path]) -> None:
     _, together = both
     assert "llama can't give layers" in together.ask(models["llama"], "pipeline", "answer")["refused"]
     assert "texts" in together.ask(models["llama"], "tensor", "answer")  # and the next load is none the worse

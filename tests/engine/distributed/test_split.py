@@ -194,7 +194,7 @@ def test_every_class_that_divides_has_its_parts_alone(tmp_path: Path, kind: str)
         ("qwen3_moe", mx.float32, None, True), ("gpt_oss", mx.bfloat16, 4, False),
     ],
 )  # fmt: skip
-def test_packed_half_and_stacked_weights_are_the_same(
+def test_packed_and_stacked_are_equal(
     tmp_path: Path, kind: str, dtype: mx.Dtype, packed: int | None, apart: bool
 ) -> None:
     folder = store(tmp_path / "model", kind, dtype, packed, apart=apart, moe_intermediate_size=64)
@@ -218,7 +218,7 @@ WIDE = {"head_dim": 1024, "intermediate_size": 8192, "moe_intermediate_size": 40
     ("kind", "names"),
     [("llama", ("", "")), ("qwen3_moe", ("", "")), ("qwen3_5", ("language_model.model.", "model.language_model."))],
 )
-def test_what_is_read_and_held_is_a_rank_s_part_and_what_all_have(
+def test_what_is_read_and_held_is_a_rank_s_part_and_the_shared(
     tmp_path: Path, kind: str, names: tuple[str, str]
 ) -> None:
     folder = store(tmp_path / "model", kind, mx.float32, None, names=names, **WIDE)

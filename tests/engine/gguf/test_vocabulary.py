@@ -53,9 +53,7 @@ def test_texts_come_back_whole() -> None:
         ("kind gemma4", {"add_bos_token": False}, ["<s>"], []),  # as its first files said
     ],
 )
-def test_bos_and_eos_stand_where_the_file_wants_them(
-    case: str, changes: dict[str, Any], before: list[str], after: list[str]
-) -> None:
+def test_bos_and_eos_are_as_wanted(case: str, changes: dict[str, Any], before: list[str], after: list[str]) -> None:
     tokens = CASES[case]["tokenizer.ggml.tokens"]
     tokenizer = load(_keys(case, **changes), case)
     inner, whole = tokenizer.encode("the"), tokenizer.encode("the", add_special_tokens=True)

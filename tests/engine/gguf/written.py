@@ -52,10 +52,7 @@ SHARED = {
     "n_routed_experts": "expert_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-SCALING = {
-    "factor": "rope.scaling.factor",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-}
+SCALING = {"factor": "rope.scaling.factor", "original_max_position_embeddings": "rope.scaling.original_context_length"}
 
 
 def packed(kind: Kind, values: Array) -> Array:

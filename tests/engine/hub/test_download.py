@@ -206,9 +206,7 @@ def test_only_pickles_is_an_error_before_any_download(hub: Hub, client: Client) 
     assert hub.fetched() == set()
 
 
-def test_one_gguf_model_of_several_is_fetched_with_all_its_parts(
-    hub: Hub, client: Client, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_one_gguf_of_several_is_fetched(hub: Hub, client: Client, environment: dict[str, str], tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", {"architecture": "llama", "case": "llama"})
     whole, no_tensors = (tmp_path / "model.gguf").read_bytes(), b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
     parts = {"big/tiny-Q4_K_M-00001-of-00002.gguf": whole, "big/tiny-Q4_K_M-00002-of-00002.gguf": no_tensors}
@@ -336,9 +334,7 @@ def test_nothing_is_left_open_for_others(client: Client, tmp_path: Path) -> None
         (WEIGHTS, "A" * 64), ("", "../../outside"),
     ],
 )  # fmt: skip
-def test_what_the_hub_calls_a_hash_and_is_none_becomes_no_path(
-    hub: Hub, client: Client, tmp_path: Path, name: str, said: str
-) -> None:
+def test_what_is_no_hash_becomes_no_path(hub: Hub, client: Client, tmp_path: Path, name: str, said: str) -> None:
     if name:
         hub.hashes[name] = said
     else:
@@ -412,9 +408,7 @@ def test_a_repository_without_an_adapter_is_said_to_have_none(client: Client) ->
     assert "adapter_model.safetensors" in failed["message"]
 
 
-def test_the_speed_of_the_last_download_is_kept_once_it_says_something(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_speed_of_the_last_download_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(download.hardware, "store_file", lambda name: tmp_path / name)
     monkeypatch.setattr(download.time, "monotonic", lambda: now[0])
@@ -508,7 +502,6 @@ def test_progress_never_falls_and_ends_with_all_of_it_and_the_folder(hub: Hub, e
     status, written = lines(environment, "pull", "org/tiny")
     *steps, last = map(decode_pull, written)
     assert (status, isinstance(last, Pulled)) == (0, True)
-    assert isinstance(last, Pulled)
     assert Path(last.path, "config.json").read_bytes() == hub.files["config.json"]
     progress = [step for step in steps if isinstance(step, PullProgress)]
     assert len(progress) == len(steps)
@@ -516,9 +509,7 @@ def test_progress_never_falls_and_ends_with_all_of_it_and_the_folder(hub: Hub, e
     assert progress[-1].done == progress[-1].total == last.bytes
 
 
-def test_after_a_kill_the_first_line_counts_what_has_arrived_and_the_rest_is_fetched(
-    hub: Hub, client: Client, environment: dict[str, str]
-) -> None:
+def test_a_killed_download_counts_what_has_arrived(hub: Hub, client: Client, environment: dict[str, str]) -> None:
     interrupt_at(hub, environment, 200_000)
     arrived = sum(path.stat().st_size for path in Path(environment["HF_HOME"]).rglob("*.incomplete"))
     assert arrived > 0
@@ -526,7 +517,6 @@ def test_after_a_kill_the_first_line_counts_what_has_arrived_and_the_rest_is_fet
     status, written = lines(environment, "pull", "org/tiny")
     first = decode_pull(written[0])
     assert status == 0
-    assert isinstance(first, PullProgress)
     assert first.done >= arrived
     assert hub.gets(WEIGHTS) == [None, f"bytes={arrived}-"]
 
@@ -535,7 +525,6 @@ def test_files_that_are_alike_are_counted_once(hub: Hub, environment: dict[str, 
     hub.files["special_tokens_map.json"] = hub.files["added_tokens.json"] = b'{"eos_token": "</s>"}'
     _, written = lines(environment, "pull", "org/tiny")
     last = decode_pull(written[-2])
-    assert isinstance(last, PullProgress)
     assert last.done == last.total
 
 

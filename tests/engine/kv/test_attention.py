@@ -406,9 +406,7 @@ def test_a_decode_step_on_metal_keeps_from_the_kernel_that_walks_all_tokens(
     [KVSpec(8, 8, 32), KVSpec(8, 4, 32, window=24, keep=4), KVSpec(4, 4, 32), KVSpec(16, 4, 32, window=24, keep=0)],
     ids=str,
 )
-def test_a_models_logits_on_metals_path_are_those_of_the_other(
-    heads: int, spec: KVSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_on_metals_path_are_the_others(heads: int, spec: KVSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(heads=heads, kv_heads=1)
     plan, ids, cuts = plan_caches(model, {"model_type": "llama"}, spec), tokens(60), [50, *[1] * 9]
     elsewhere = feed(model, plan.make(), ids, cuts)
@@ -445,9 +443,7 @@ def test_prefill_rotates_the_queries_or_the_keys_whichever_are_fewer(
 
 
 @pytest.mark.parametrize("tokens_held", [1000, 4000])
-def test_metal_decodes_all_slots_rather_than_copy_the_used_ones(
-    tokens_held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metal_decodes_all_slots_rather_than_copy_some(tokens_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def piece() -> tuple[mx.array, Cache]:
         cache = Cache(Growing(), codec(4, rotated_dim=64), codec(8))
         attended(cache, tokens_held, 2, 1)

@@ -62,9 +62,7 @@ def test_a_tally_is_the_mean_over_all_positions() -> None:
         ((128, 1024, 4096), 4024, (128, 1024, 4024)), ((128, 1024, 4096), 500, (128, 500)), ((128,), -3, (1,)),
     ],
 )  # fmt: skip
-def test_depths_that_the_context_can_not_hold_are_reduced(
-    asked: tuple[int, ...], room: int | None, fitted: tuple[int, ...]
-) -> None:
+def test_depths_over_the_context_are_less(asked: tuple[int, ...], room: int | None, fitted: tuple[int, ...]) -> None:
     assert fit_depths(asked, room) == fitted
 
 

@@ -71,9 +71,7 @@ def gathered(cache: Cache, kv: tuple[mx.array, mx.array, mx.array], cuts: list[i
     cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8),
 )
 @settings(max_examples=40, deadline=None)
-def test_queries_see_pinned_keys_where_they_are_documented_to_be(
-    bits: tuple[int, int], window: int, keep: int, spare: int, cuts: list[int]
-) -> None:
+def test_queries_see_pinned_keys(bits: tuple[int, int], window: int, keep: int, spare: int, cuts: list[int]) -> None:
     keep, kv = min(keep, window - 1), rotated_kv(sum(cuts), 3)
     codecs = codec(bits[0], rotated_dim=DIM if bits[0] == 4 else None), codec(bits[1])
     out = gathered(Cache(Ring(window, keep, spare), *codecs, rotation=ROTATION), kv, cuts)
@@ -83,9 +81,7 @@ def test_queries_see_pinned_keys_where_they_are_documented_to_be(
 
 
 @given(window=st.integers(2, 300), keep=st.integers(0, 299), position=st.integers(0, 1000), count=st.integers(1, 300))
-def test_pinned_tokens_stay_in_reach_and_move_by_position_alone(
-    window: int, keep: int, position: int, count: int
-) -> None:
+def test_pinned_tokens_stay_in_reach_and_only_move(window: int, keep: int, position: int, count: int) -> None:
     ring = Ring(window, min(keep, window - 1))
     moved = ring.shift(position)
     assert moved == shift(position, window, ring.keep)
@@ -122,9 +118,7 @@ def test_cuts_change_no_logits(bits: tuple[int, int]) -> None:
 
 @given(bits=st.sampled_from(BITS), count=st.integers(6, 200), back=st.integers(1, 64), chunk=st.integers(1, 50))
 @settings(max_examples=30, deadline=None)
-def test_taking_back_and_doing_it_again_is_the_same_to_the_last_bit(
-    bits: tuple[int, int], count: int, back: int, chunk: int
-) -> None:
+def test_taking_back_and_redoing_is_bit_for_bit(bits: tuple[int, int], count: int, back: int, chunk: int) -> None:
     kv, back = rotated_kv(count + 1, 4), min(back, count)
     cache = Cache(Ring(24, 3, 64), codec(bits[0]), codec(bits[1]), rotation=ROTATION)
     cuts = [*[chunk] * ((count - back) // chunk), (count - back) % chunk]

@@ -257,9 +257,7 @@ def test_the_users_window_cuts_a_longer_one_of_the_models_and_says_so() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_windows_that_mlx_lm_ignores_are_read_from_the_config(
-    config: dict[str, Any], windows: tuple[int | None]
-) -> None:
+def test_windows_mlx_lm_ignores_are_read_from_the_config(config: dict[str, Any], windows: tuple[int | None]) -> None:
     assert ignored_windows(config, 4) == windows
 
 

@@ -88,9 +88,7 @@ def test_packed_weights_are_multiplied_as_mlx_unpacks_them(how: tuple[int, int, 
     rows=st.integers(1, 23),
     seed=st.integers(0, 99),
 )
-def test_a_row_has_the_same_bits_alone_and_among_others(
-    how: tuple[int, int, str], outs: int, groups: int, rows: int, seed: int
-) -> None:
+def test_a_row_is_the_same_in_a_batch(how: tuple[int, int, str], outs: int, groups: int, rows: int, seed: int) -> None:
     columns = groups * max(how[1], 32)
     layer = packed(outs, columns, how, mx.bfloat16, seed=seed)
     matrix, x = matrix_of(layer), rows_of(rows, columns, seed=seed)

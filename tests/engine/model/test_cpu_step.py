@@ -253,9 +253,7 @@ def test_guesses_are_verified_with_the_bits_of_single_steps(spec: str, monkeypat
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ["llama, biases and a head", "qwen3", "gemma2", "gemma3_text", "phi3"])
-def test_a_prompt_has_the_bits_of_single_tokens_however_it_is_cut(
-    name: str, spec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_has_the_bits_of_single_tokens(name: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, make = made(name, spec)
     steps = taken(monkeypatch)
     whole, single, cut = make(), make(), make()
@@ -289,9 +287,7 @@ def test_a_prompt_is_read_as_the_class_reads_it(spec: str) -> None:
 @pytest.mark.parametrize("rows", [16, 17, 32])
 @pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=ROUNDS)], ids=["exact", "rounded"])
 @pytest.mark.parametrize("spec", ["growing", "8 and 4 bits"])
-def test_the_longest_draft_is_verified_with_the_bits_of_single_steps(
-    spec: str, rounds: bool, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_draft_has_equal_bits(spec: str, rounds: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = built("qwen3")
     round_rows(model, rounds=rounds)
     plain = plan_caches(model, config, KVSpec())
@@ -382,9 +378,7 @@ def test_a_prefix_that_others_share_is_read_where_it_lies(spec: str, monkeypatch
 
 @pytest.mark.parametrize("shared", [1, 30, 256, 299])
 @pytest.mark.parametrize("spec", ["growing", "8 and 4 bits", "rotated"])
-def test_behind_a_shared_prefix_a_prompt_has_the_same_bits(
-    spec: str, shared: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_a_shared_prefix_prompts_are_equal(spec: str, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, make = made("llama", spec)
     steps = taken(monkeypatch)
     whole, first, second, third = begin(model, make, 300), begin(model, make, 300), make(), make()

@@ -107,9 +107,7 @@ def test_scales_and_biases_that_are_no_numbers_are_damage(tmp_path: Path, leaf: 
 
 
 @pytest.mark.parametrize(("scales", "biases"), [(mx.float32, mx.float16), (mx.float16, mx.float32)], ids=str)
-def test_scales_and_biases_of_two_types_are_multiplied_as_they_are(
-    tmp_path: Path, scales: mx.Dtype, biases: mx.Dtype
-) -> None:
+def test_scales_and_biases_of_two_types_are_as_stored(tmp_path: Path, scales: mx.Dtype, biases: mx.Dtype) -> None:
     write_model(tmp_path, bits=4)
     arrays = mx.load(str(tmp_path / "model.safetensors"))
     found = []

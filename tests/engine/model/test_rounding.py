@@ -91,7 +91,7 @@ def test_the_error_is_that_of_half_a_step_of_a_groups_scale(  # noqa: PLR0917  #
 )
 @example(bits=4, group=64, outs=41, groups=2 * LONG // 64 - 1, rows=7, seed=0)
 @example(bits=4, group=64, outs=41, groups=2 * LONG // 64, rows=7, seed=0)
-def test_a_row_has_the_same_bits_alone_and_among_others(  # noqa: PLR0917  # drawn by name
+def test_a_row_is_the_same_in_a_batch(  # noqa: PLR0917  # drawn by name
     bits: int, group: int, outs: int, groups: int, rows: int, seed: int
 ) -> None:
     layer = packed(outs, groups * group, (bits, group, "affine"), mx.bfloat16, seed=seed)

@@ -396,13 +396,8 @@ def config() -> Any:
     return read_config(GOLDEN / "llama")
 
 
-@pytest.mark.parametrize(
-    ("device", "packing"),
-    [("cpu", None), ("metal", Packing(8)), ("metal", Packing(8, 32))],
-)
-def test_what_was_weighed_stays_and_whatever_differs_is_weighed_anew(
-    config: Any, device: DeviceKind, packing: Packing | None
-) -> None:
+@pytest.mark.parametrize(("device", "packing"), [("cpu", None), ("metal", Packing(8)), ("metal", Packing(8, 32))])
+def test_what_was_weighed_stays_until_it_differs(config: Any, device: DeviceKind, packing: Packing | None) -> None:
     first = weigh(config, "metal")
     assert isinstance(first, Footprint)
     assert weigh(dict(config), "metal") is first

@@ -331,7 +331,6 @@ def test_a_later_release_has_a_context_and_a_purpose_of_its_own() -> None:
 @pytest.mark.parametrize(("entry", "repository"), PUBLISHED, ids=name_of)
 def test_published_sizes_come_out_of_configs(entry: CatalogueEntry, repository: Repository) -> None:
     computed = files_bytes(entry, repository, said(cost_of(entry, repository)).weight_bytes)
-    assert computed is not None
     tolerance = TOLERANCE if repository.id in NOT_CLOSE else CLOSE
     assert computed == pytest.approx(repository.published_bytes, rel=tolerance)
 
@@ -348,7 +347,6 @@ def test_keys_and_values_of_a_token_come_out_of_configs(row: dict[str, str]) -> 
     entry = named(row["model"].removesuffix(" (text)"))
     assert entry.config is not None
     table = kv_table(entry.config, KVSpec(), 4096, value_bytes=2)
-    assert isinstance(table, KVTable)
     assert table.bytes_per_token == int(row["kv_bytes_per_token_16bit_computed"])
 
 

@@ -353,7 +353,6 @@ def test_what_is_told_of_both_phases_is_the_seconds_that_are_promised(metrics: M
 def test_nothing_is_promised_that_the_bandwidth_forbids(metrics: Metrics, situation: Situation):
     lightest = replace(WORK, kv=PACKED, shared_bytes=round(WORK.shared_bytes * 4.5 / 16))
     bound = decode_phase(lightest, CHIP, LATENCY, metrics.generated_tokens // 2).ceiling_tps
-    assert bound is not None
     most = max(bound, metrics.decode_tps or 0.0)  # who measured more than physics allows is not told otherwise
     assert all((remedy.after_tps or 0) <= most * 1.001 for remedy in verdict(metrics, situation).remedies)
 
@@ -399,7 +398,6 @@ def test_packed_caches_are_those_that_the_flag_would_make():
         model = tiny_llama(head_dim=head_dim)
         packed = packed_layers(layers_of(model), 64)
         wanted = layers_of(model, KVSpec(key_bits=8, value_bits=8))
-        assert packed is not None
         assert [layer.bytes_per_token for layer in packed] == [layer.bytes_per_token for layer in wanted]
 
 
@@ -413,7 +411,6 @@ def test_what_is_packed_or_can_not_be_packed_is_no_remedy():
 def test_of_a_hybrid_only_the_layers_with_keys_shrink():
     before = layers_of(hybrid(), kind="qwen3_next")
     after = packed_layers(before, 32)
-    assert after is not None
     shrunk = [old.ours is not None for old in before]
     assert [new.bytes_per_token < old.bytes_per_token for new, old in zip(after, before, strict=True)] == shrunk
     assert [layer.fixed_bytes for layer in after] == [layer.fixed_bytes for layer in before]
@@ -470,7 +467,6 @@ def test_on_this_machine_it_is_what_the_host_allows():
     entry = find("gemma-3-270m")
     here = Machine(M4, 16 << 30, None, kernels(), "metal", local=True)
     found = outcome(entry.config, WhatIfCase(bits=4), here)
-    assert found.expected_tps is not None
     assert found.expected_tps <= decode_phase(work_named("gemma-3-270m"), M4, kernels(), 4096).expected_tps
     assert found.ttft_s is not None
     assert found.reason is None
@@ -540,8 +536,6 @@ def test_a_reply_beside_three_others_is_judged_by_the_step_that_all_four_share()
     """4 GB of weights are read once for all: (4 + 4 × keys and values) ÷ 320 GB/s + 1 ms, and alone a quarter of these."""
     alone = decode_phase(WORK, CHIP, LATENCY, 225)
     shared = decode_phase(WORK, CHIP, LATENCY, 225, 4)
-    assert shared.expected_s is not None
-    assert alone.expected_s is not None
     assert alone.expected_s < shared.expected_s < 4 * alone.expected_s
     metrics = replace(
         reply(100, 250, prefill_s=0.1, step_s=shared.expected_s),

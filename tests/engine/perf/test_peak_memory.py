@@ -29,7 +29,6 @@ from tokamac.engine import Engine, Event, MemoryPressure, Message, PrefillProgre
 from tokamac.engine.chunking import DEEP, DENSE_S, LARGEST, LEAST, MIXTURE_S, Chunking, prompt_peak, whole_chunks
 from tokamac.engine.chunking import PROMPT as COMPARED_PROMPT
 from tokamac.engine.errors import MemoryLimitError
-from tokamac.engine.events import Finished
 from tokamac.engine.generation import Generation
 from tokamac.engine.kv import attention
 from tokamac.engine.kv.attention import install_seam
@@ -42,15 +41,7 @@ from tokamac.engine.perf import memory, peak_memory
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import cost_of_model
-from tokamac.engine.perf.footprint import (
-    Footprint,
-    MitigationStep,
-    offers,
-    refusal,
-    relieving,
-    steps,
-    weigh,
-)
+from tokamac.engine.perf.footprint import MitigationStep, offers, refusal, relieving, steps, weigh
 from tokamac.engine.perf.hardware import known_chips, lookup
 from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, Peak, predict_peak, shape_of
 from tokamac.engine.perf.roofline import Workload, fitted
@@ -286,9 +277,7 @@ def every_call(slots: int, held: int, new: int, chunk: int, limits: set[int | No
     st.sampled_from([1, 7, 64, 256, 300, 2048]),
     st.sampled_from([set(), {None}, {None, 1000}, {320, 4352}]),
 )
-def test_calls_left_out_are_none_that_could_be_the_highest(
-    held: int, room: int, new: int, chunk: int, limits: set[int | None]
-) -> None:
+def test_no_call_left_out_is_the_highest(held: int, room: int, new: int, chunk: int, limits: set[int | None]) -> None:
     found = peak_memory._high_calls(held + room, held, new, chunk, 0, limits)
     assert {(before, call.new, call.held) for before, call in found} == {
         *every_call(held + room, held, new, chunk, limits).values()
@@ -344,9 +333,7 @@ def peak_of_a_prefill(path: Path, kv: KVSpec, bits: int | None) -> tuple[int, in
     others = mx.get_active_memory()
     with Engine.load(folder, kv=kv, prompt_cache=None) as engine:
         *_, last = engine.generate([7] * 3000, Sampling(temperature=0, max_tokens=2))
-    assert isinstance(last, Finished)
     assert last.predicted_peak_bytes is not None
-    assert last.metrics.peak_memory_bytes is not None
     return last.predicted_peak_bytes, last.metrics.peak_memory_bytes - others
 
 
@@ -602,7 +589,6 @@ def test_what_is_offered_works(folder, allow, others):
         events = list(smaller.generate(PROMPT, GREEDY))
     assert not [event for event in squeezed(events) if event.chunk]
     peak = finish(events).metrics.peak_memory_bytes
-    assert peak is not None
     assert peak - others <= 1.1 * budget
 
 
@@ -678,9 +664,7 @@ def test_of_two_replies_whose_caches_would_not_fit_grown_one_waits_for_the_other
 
 
 @pytest.mark.parametrize("kept", [PromptCacheSpec(disk=False), None])
-def test_a_reply_in_the_background_gives_its_memory_to_one_that_somebody_waits_for(
-    folder, allow, others, kept, monkeypatch
-):
+def test_a_reply_in_the_background_gives_its_memory_to_one_awaited(folder, allow, others, kept, monkeypatch):
     """It goes on afterwards, and says the same."""
     long = Sampling(temperature=0, max_tokens=200)
     prompt, other = PROMPT[:200], [5 + number * number % 250 for number in range(700)]
@@ -836,7 +820,6 @@ def test_a_prompt_takes_hardly_longer_than_in_chunks_of_2048_on_any_chip(name: s
     work, slow = work_named(name), []
     for chip in APPLE:
         latency = fitted(chip)
-        assert latency is not None
         chunk = Chunking(work, "metal", latency).tokens_at(0)
         ours, theirs = (latency.prefill_s(work, 8192, 0, size) for size in (chunk, 2048))
         if ours is not None and theirs is not None and ours > LENT * theirs:
@@ -910,7 +893,6 @@ def test_whole_chunks_end_at_the_last_cut():
 def test_the_peak_of_a_deep_prompt_is_that_of_its_small_chunks_or_of_the_large_ones_before():
     entry = find("Qwen3-30B-A3B")
     weighed = weigh(entry.config, "metal", packing=Packing(4))
-    assert isinstance(weighed, Footprint)
     shape = weighed.shape(weighed.plan(KVSpec()), "metal")
     cut = chunking("Qwen3-30B-A3B", "Apple M4 Max", 40)
     assert cut.tokens_at(0) > cut.tokens_at(DEEP)

@@ -110,7 +110,6 @@ def test_seconds_are_unknown_then_estimated_then_measured(tiny: Path) -> None:
         assert price.seconds == pytest.approx(0.001 * price.tokens)
         list(chat.send(TEXT, SHORT))
         price = chat.price(Send(TEXT))
-        assert price.seconds is not None
         assert price.seconds > 0
         assert not price.estimated
 
@@ -178,9 +177,7 @@ def test_after_thinking_the_visible_answer_is_read_again_in_idle_time(tmp_path: 
         assert cold > 150
 
 
-def test_a_reply_that_thought_leaves_the_next_turn_little_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_that_thought_leaves_little_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "thinks", template=FORGETS, thinking=True)
     reread: list[Chat] = []
     monkeypatch.setattr(Chat, "_reread", lambda chat: reread.append(chat))
@@ -340,9 +337,7 @@ def test_large_files_are_read_beside_and_a_folder_that_can_not_be_written_does_n
 
 
 @pytest.mark.usefixtures("all_worth_storing", "all_large")
-def test_until_its_weights_are_known_nothing_of_a_model_is_stored_and_then_all_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_stored_until_the_weights_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     model, root, go = make_tiny(tmp_path / "model"), tmp_path / "prompts", threading.Event()

@@ -691,7 +691,6 @@ def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Pa
     assert cache.trouble is not None
     assert "can't be written" in cache.trouble
     pause = cache.idle()
-    assert pause is not None
     assert 0 < pause <= AGAIN_S
     assert len(cache.acquire([*LONG, 1], None).ids) == len(LONG)
 
@@ -715,9 +714,7 @@ def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
     assert opened(bench, tmp_path).known([*LONG, 1], None).tokens == len(LONG)
 
 
-def test_a_longer_end_that_could_not_be_written_leaves_the_shorter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritten_longer_end_leaves_the_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, now = BENCHES["full"], [0.0]
     cache = bench.cache(Folder(tmp_path), MODEL, clock=lambda: now[0])
     ask_disk(bench, cache, LONG, [])
@@ -741,9 +738,7 @@ def test_a_longer_end_that_could_not_be_written_leaves_the_shorter(
 
 @pytest.mark.parametrize("loss", ["the file is gone", "it could not be written"])
 @pytest.mark.parametrize("kind", ["window", "hybrid"])
-def test_no_segment_is_written_without_the_state_at_its_end(
-    kind: str, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_segment_has_its_end_state(kind: str, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, now, folder = BENCHES[kind], [0.0], Folder(tmp_path)
     cache = bench.cache(folder, MODEL, clock=lambda: now[0])
     with monkeypatch.context() as full:
@@ -829,9 +824,7 @@ def test_an_engine_finds_what_another_left(tiny: Path, tmp_path: Path, kv: KVSpe
     assert (same.text, same.metrics.cached_tokens) == (first.text, 399)
 
 
-def test_without_the_prompt_cache_nothing_is_written(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_prompt_cache_none_is_written(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path))
     for spec in (None, PromptCacheSpec(disk=False)):
         with Engine.load(tiny, prompt_cache=spec) as engine:

@@ -52,8 +52,6 @@ def messages(*texts: str) -> list[Message]:
 def is_read_again(end: Finished, use: CacheUse) -> bool:
     """Whether all that was read but the changed words is said to be read again, at what it cost."""
     metrics = end.metrics
-    assert metrics.prefill_s is not None
-    assert use.again_s is not None
     assert use.again_s * metrics.prefill_tokens == pytest.approx(metrics.prefill_s * use.again_tokens)
     return 0 <= metrics.prefill_tokens - use.again_tokens < 40
 

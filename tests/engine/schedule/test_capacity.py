@@ -60,9 +60,7 @@ def test_weights_are_read_once_and_keys_and_values_by_each() -> None:
 @pytest.mark.parametrize(
     ("bits", "bytes_of_weight", "first"), [(16, 2, 30), (8, 1 + 4 / 64, 16), (4, 1 / 2 + 4 / 64, 9)]
 )
-def test_arithmetic_is_the_limit_from_the_width_at_which_the_ridge_is_crossed(
-    bits: int, bytes_of_weight: float, first: int
-) -> None:
+def test_arithmetic_is_the_limit_from_the_ridges_width_on(bits: int, bytes_of_weight: float, first: int) -> None:
     """At a context of one token a reply adds two operations for each weight, and next to no bytes."""
     case = WhatIfCase(bits, context=1, prompt=1)
     found = capacity(llama(case), case, range(1, 41))

@@ -218,7 +218,6 @@ def test_of_a_long_prompt_it_reads_the_end_that_a_reply_can_bear_and_of_a_short_
     draft.costs.step = 0.5
     drafter = ModelDrafter(draft, chosen_first())
     steps = drafter.reading(text, 1.0)
-    assert steps is not None
     assert 0 < steps <= 1.0
     drafter.draft(text, 3)
     assert draft.start == 300 - 75  # the longest half of a half that takes a step at most
@@ -356,13 +355,10 @@ def test_as_it_is_loaded_it_is_said_planned_and_decided_by_the_ledger(engine: En
     ("draft", "true"),
     [("guide", 1 / 2), ("guide-draft", 1 / 3)],  # the model itself, but for rows that are read together; and its own
 )
-def test_a_packed_one_changes_no_text_and_a_cpu_computes_its_steps_at_once_in_rounded_rows(
-    draft: str, true: float
-) -> None:
+def test_a_packed_one_changes_no_text_and_a_cpu_rounds_rows_of_its_steps(draft: str, true: float) -> None:
     guesses = Speculation(lookup=False, branches=False, draft=draft)
     with Engine.load("guide", prompt_cache=None, speculation=guesses) as guide:
         shared = speculation_of(guide)
-        assert shared._draft is not None
         if guide.spec.device == "cpu":
             from tokamac.engine.cpu.layers import rounds_rows
             from tokamac.engine.cpu.stepping import steps_of

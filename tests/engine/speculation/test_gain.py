@@ -167,9 +167,7 @@ class Alike(Acceptance):
 
 
 @given(st.sampled_from([M1, M3_MAX, M4_PRO, M5_MAX]), st.floats(0, 1), st.sampled_from([4, 8]))
-def test_a_ledger_that_may_lose_enough_takes_the_width_that_is_predicted(
-    place: Machine, likely: float, bits: int
-) -> None:
+def test_a_ledger_that_may_lose_enough_takes_the_predicted_width(place: Machine, likely: float, bits: int) -> None:
     model = weighed("Qwen3-8B", place, bits)
     ledger = DraftLedger(
         PassCosts(lambda rows, at: pass_steps(model.work, model.latency, place.chip, at, rows, device="metal"))

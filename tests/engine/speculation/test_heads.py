@@ -105,9 +105,7 @@ def both(
 
 @pytest.mark.parametrize("knowing", [True, False])
 @pytest.mark.parametrize("kind", walked(KINDS, families.HEADS))
-def test_every_family_says_the_same_and_what_its_heads_know_comes_true(
-    kind: str, knowing: bool, tmp_path: Path
-) -> None:
+def test_each_family_says_the_same_and_what_its_heads_know_is_true(kind: str, knowing: bool, tmp_path: Path) -> None:
     with loaded(written(tmp_path / "model", kind, knowing=knowing)) as engine:
         for sampling in (GREEDY, SEEDED):
             plain, found = both(engine, sampling)
@@ -115,7 +113,6 @@ def test_every_family_says_the_same_and_what_its_heads_know_comes_true(
             metrics = found.metrics
             assert metrics.drafted_tokens
             if not knowing:
-                assert metrics.accepted_tokens is not None
                 assert metrics.accepted_tokens < metrics.drafted_tokens / 4
             elif sampling is GREEDY:
                 assert metrics.accepted_tokens == metrics.drafted_tokens > NEW // 2
@@ -228,17 +225,13 @@ def test_heads_that_are_right_are_asked_and_save_passes(
     metrics = plain.metrics
     assert metrics.accepted_tokens == metrics.drafted_tokens
     assert (metrics.accepted_tokens or 0) > 100
-    assert metrics.saved_s is not None
     assert metrics.saved_s > 0
     lost = wrong.ask(PROMPT, replace(GREEDY, max_tokens=200)).metrics
     assert lost.drafted_tokens
-    assert lost.saved_s is not None
     assert lost.saved_s >= -5.0
 
 
-def test_heads_that_cost_more_than_they_gain_are_never_called(
-    engines: tuple[Engine, ...], use_heads: Callable[[Engine, Any], None]
-) -> None:
+def test_costly_heads_are_never_called(engines: tuple[Engine, ...], use_heads: Callable[[Engine, Any], None]) -> None:
     for engine in engines:
         plain = engine.ask(PROMPT, GREEDY)
         drafter = StandsStill()
@@ -270,9 +263,7 @@ class StandsStill:
 
 
 @pytest.mark.parametrize("family", walked(FAMILIES, families.HEADS))
-def test_a_layer_guesses_what_its_class_computes_of_the_hidden_states_of_whole_passes(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_layer_guesses_what_its_class_computes_of_whole_passes(family: str, tmp_path: Path) -> None:
     _, made, fused = mtp_parts(family)
     drafts: list[tuple[int, list[int], tuple[int, ...]]] = []
     with loaded(write_mtp(tmp_path / "model", family)) as engine:

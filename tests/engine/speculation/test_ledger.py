@@ -44,9 +44,7 @@ traces = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), max_size=4
 
 @settings(max_examples=150, deadline=None)
 @given(costs, traces)
-def test_on_any_text_no_more_is_lost_than_one_in_a_hundred_and_the_credit(
-    cost: Callable[[int], float], trace: list[tuple[int, int]]
-) -> None:
+def test_no_more_is_lost_than_one_in_a_hundred(cost: Callable[[int], float], trace: list[tuple[int, int]]) -> None:
     run(DraftLedger(known(cost)), trace, least=1)
 
 

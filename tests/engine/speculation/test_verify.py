@@ -6,15 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.kv.models import (
-    FAMILIES,
-    SPECS,
-    VOCABULARY,
-    config_of,
-    largest_difference,
-    model_of,
-    tokens,
-)
+from tests.engine.kv.models import FAMILIES, SPECS, VOCABULARY, config_of, largest_difference, model_of, tokens
 from tests.engine.speculation.scripted import Decoding, Knowing, always_right, always_wrong, at_random
 from tests.families import LAYOUTS, crossed, walked
 from tokamac.engine import OptionError

@@ -167,9 +167,7 @@ UNTYPED = {"null": None, "12": 12, "[1, 2]": [1, 2], "x y": "x y"}
 @example("qwen3_coder", [{"text": "\n\n two lines before and after \n\n"}], EVERYWHERE)
 @example("glm47", [{"text": "\u2003 white space around the whole \u2003"}], EVERYWHERE)
 @example("glm47", [{"text": "    indented\n", "path": "a </arg_value> b"}], EVERYWHERE)
-def test_arguments_in_tags_come_as_they_were_written(
-    name: str, called: list[dict[str, Any]], cuts: Sequence[int]
-) -> None:
+def test_arguments_in_tags_come_as_written(name: str, called: list[dict[str, Any]], cuts: Sequence[int]) -> None:
     text = written(name, [("write_file", arguments) for arguments in called])
     calls = calls_in([*chain(*told(name, pieces_of(text, cuts)))])
     wanted = [
@@ -207,9 +205,7 @@ def copied(pieces: Sequence[str]) -> tuple[str, str]:
 
 @settings(max_examples=200, deadline=None)
 @given(VALUES, CUTS, st.none() | st.integers(0, 2), st.integers(0, 200), st.sampled_from('"{},x1\\ '))
-def test_json_is_told_as_it_is_and_what_is_not_quite_json_becomes_json(
-    value: Any, cuts: list[int], indent: int | None, at: int, more: str
-) -> None:
+def test_what_is_not_quite_json_becomes_it(value: Any, cuts: list[int], indent: int | None, at: int, more: str) -> None:
     text = json.dumps({"a": value}, indent=indent)
     at = 1 + at % len(text)
     text = text[:at] + more + text[at:]

@@ -176,9 +176,7 @@ def test_thinking_stays_free_before_a_strict_call(tmp_path: Path) -> None:
     assert not takes(constraint(model, thought=True), model, f"Hm\n</think>\n\nI go. {call.replace('left', 'up')}")
 
 
-def test_how_calls_are_written_is_found_out_once_whatever_tools_a_request_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_calls_are_written_is_found_out_once_for_all_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template, marks, call = CALLS["qwen"]
     own = tokenizer(tmp_path, template, marks=marks, thinking=False)
     found: list[None] = []
@@ -227,9 +225,7 @@ def test_what_there_is_no_form_for_is_an_error(tmp_path: Path) -> None:
     number=st.integers(-99, 99),
 )
 @settings(deadline=None, max_examples=25)
-def test_what_json_writes_of_a_value_fits_its_schema(
-    tmp_path_factory: pytest.TempPathFactory, word: str, number: int
-) -> None:
+def test_what_json_writes_fits_its_schema(tmp_path_factory: pytest.TempPathFactory, word: str, number: int) -> None:
     model = tokenizer(tmp_path_factory.mktemp("model"), QWEN, thinking=False)
     schema = {"type": "object", "properties": {"word": {"const": word}, "number": {"type": "integer"}},
               "required": ["word", "number"]}  # fmt: skip

@@ -55,9 +55,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=150, deadline=None)
 @given(conversations())
-def test_every_word_of_any_conversation_reaches_the_model(
-    model: Tokenizer, told: tuple[list[Message], list[str]]
-) -> None:
+def test_every_word_of_a_talk_reaches_the_model(model: Tokenizer, told: tuple[list[Message], list[str]]) -> None:
     messages, words = told
     text = model.render(messages).replace("\ufdd1", "")
     assert [word for word in words if word not in text] == []

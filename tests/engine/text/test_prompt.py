@@ -254,9 +254,7 @@ def test_only_the_template_writes_control_tokens(tokenizer: Tokenizer, said: lis
 
 @settings(deadline=None)
 @given(PARTS.filter(bool), PARTS.filter(bool))
-def test_a_conversation_that_goes_on_begins_with_the_same_tokens(
-    tokenizer: Tokenizer, said: list[str], more: list[str]
-) -> None:
+def test_a_conversation_begins_with_the_same_tokens(tokenizer: Tokenizer, said: list[str], more: list[str]) -> None:
     turns = [Message("user", "".join(said))]
     longer = [*turns, Message("assistant", "yes"), Message("user", "".join(more))]
     first = tokenizer.encode(tokenizer.render(turns, reply=False))
@@ -334,9 +332,7 @@ MULTIPLYING = [
 
 
 @pytest.mark.parametrize(("normalizer", "said"), MULTIPLYING, ids=[said for _, said in MULTIPLYING])
-def test_a_normalizer_that_multiplies_is_refused_before_it_is_loaded(
-    tmp_path: Path, normalizer: dict[str, Any], said: str
-) -> None:
+def test_a_normalizer_that_multiplies_is_refused(tmp_path: Path, normalizer: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelDamagedError, match=f"the normalizer in .* {said} as long"):
         Engine.load(write(tmp_path, normalizer=normalizer))
 

@@ -257,9 +257,7 @@ def fed(text: ReplyText, budget: ThinkingBudget, ids: list[int]) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(alphabet="ab é中\n", max_size=30), st.integers(0, 40), st.booleans())
-def test_the_budget_ends_thinking_after_so_many_tokens(
-    tmp_path_factory: pytest.TempPathFactory, thought: str, most: int, opened: bool
-) -> None:
+def test_the_budget_ends_it(tmp_path_factory: pytest.TempPathFactory, thought: str, most: int, opened: bool) -> None:
     found = tokenizer(tmp_path_factory.mktemp("budget"), TURNS)
     text = ReplyText(found, in_thinking=opened)
     budget = ThinkingBudget(most, text, found)
@@ -327,9 +325,7 @@ def held_after(events: Iterator[object], monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 @pytest.mark.parametrize("most", [0, 1, 7])
-def test_after_the_budget_the_answer_comes_and_caches_ids_and_counts_agree(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_after_the_budget_caches_and_counts_agree(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     asked = [Message("user", f"What is prefill? {most}")]
     options = TemplateOptions(thinking="on", thinking_budget=most)
     events = list(engine.generate(asked, SAMPLED, template=options))
@@ -354,9 +350,7 @@ def test_after_the_budget_the_answer_comes_and_caches_ids_and_counts_agree(
     assert (shown["answer"], shown["thinking"]) == (finished.text, finished.thinking)
 
 
-def test_what_follows_is_what_the_model_says_after_that_very_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_follows_is_what_the_model_says_after_that_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, greedy = [Message("user", "What is decode?")], Sampling(temperature=0, max_tokens=30)
     with Engine.load(folder, prompt_cache=None) as engine:
         options = TemplateOptions(thinking="on", thinking_budget=5)
