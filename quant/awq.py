@@ -19,14 +19,13 @@ from .packing import (
     Ends,
     Search,
     check_plain,
-    dequantized,
     packed_arrays,
     uniform,
     with_packed,
     working,
 )
 from .report import StageDone, StageProgress
-from .source import Packed, Source, check_finite, clone, fresh, layer_paths, leaves
+from .source import Packed, Source, check_finite, clone, dequantized, fresh, layer_paths, leaves
 from .streaming import Inputs, Streamed, streamable_source
 
 # Lin et al., arXiv 2306.00978. Columns are multiplied by s = (root mean square of their inputs)^α, and the norm or layer

@@ -19,6 +19,7 @@ from tokamac.engine.hub.names import nearest
 from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.config import context_length
 from tokamac.engine.model.safetensors import find_shards
+from tokamac.engine.model.weights import VISION_FILE
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.memory import check_address_space, device_total
 from tokamac.engine.text.tokenizer import load_tokenizer
@@ -83,6 +84,8 @@ class ConversionRequest(TypedDict, total=False):
     verify: bool
     adapter: str | Path | None
     unchecked: bool
+    keep_vision: bool | None
+    vision_bits: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,11 @@ def _convert(
         if (done := _installed(target, folder, options, adapter, overwrite=overwrite)) is not None:
             return replace(done, seconds=time.perf_counter() - started_s)
         check_target(target, folder, overwrite=overwrite)
-    opened = open_source(folder, adapter=adapter, unchecked=options.unchecked)
+    towers = options.keep_vision is not False
+    opened = open_source(folder, adapter=adapter, unchecked=options.unchecked, towers=towers)
+    asked = options.keep_vision or options.vision_bits is not None
+    if asked and not any(each.file == VISION_FILE for each in opened.beside):
+        raise OptionError("this model has no part that sees or hears", "Leave out what is asked of it.")
     _check_method(opened, options)
     key = conversion_key(folder, options, adapter)
     options, unread = settled(opened, options)

@@ -45,6 +45,8 @@ class Options:
     each. embed_bits: of embedding and output head; 16 leaves them unpacked; None: up to 8, as far as quant/packing.py
     finds them worth their bytes. verify: compare with the source at the end. adapter: low-rank changes, merged before
     packing. unchecked: convert despite config doubts.
+    keep_vision: False leaves out what sees or hears; None keeps it where there is any. vision_bits: of its linear layers,
+    in affine groups; None: as the source.
     """
 
     bits: int | None = None
@@ -61,9 +63,11 @@ class Options:
     verify: bool = True
     adapter: str | Path | None = None
     unchecked: bool = False
+    keep_vision: bool | None = None
+    vision_bits: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "group_size", "embed_bits"):  # numbers of other libraries become Python's
+        for name in ("bits", "group_size", "embed_bits", "vision_bits"):  # numbers of other libraries become Python's
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(value, name))
         for name in ("target_bpw", "target_kl"):
@@ -120,6 +124,7 @@ class Options:
             (f"method {self.method} is", self.method, METHODS),
             (f"dtype {self.dtype} is", self.dtype, DTYPES),
             (f"{self.embed_bits} bits for the embedding is", self.embed_bits, (*BITS, UNQUANTIZED)),
+            (f"{self.vision_bits} bits for what sees is", self.vision_bits, BITS),
         ):
             if value is not None and value not in allowed:
                 raise OptionError(f"{what} not supported", f"Use one of {', '.join(str(each) for each in allowed)}.")
@@ -168,6 +173,8 @@ class Options:
                 "--dequantize (dequantize=True) unpacks everything, so options about packing have no effect",
                 "Leave one of them.",
             )
+        if self.vision_bits is not None and (self.keep_vision is False or self.dequantize):
+            raise OptionError("what sees can't be packed where it is left out or unpacked", "Leave out its bits.")
         if self.calibration not in (None, NO_TEXT) and (self.how == "round" or self.dequantize):
             raise OptionError("rounding looks at no text", "Use method search, gptq or awq with a calibration text.")
         if self.calibration == NO_TEXT and self.how in CALIBRATED:

@@ -2,22 +2,24 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
+from mlx import nn
 
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import OptionError
-from tokamac.engine.model.weights import text_config
+from tokamac.engine.model.weights import VISION_FILE, text_config
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import PartName, Tensor, part_of
+from tokamac.engine.vision.eyes import family_of
 
-from .options import DEFAULT_GROUP_SIZE, SEARCHED, UNQUANTIZED, Options
+from .options import DEFAULT_GROUP_SIZE, GROUP_SIZES, SEARCHED, UNQUANTIZED, Options
 from .report import WeightError
-from .source import HeadSource, Packed, Source, check_finite, fresh, leaves
+from .source import Beside, Packed, Source, check_finite, dequantized, fresh, leaves
 from .streaming import LENGTH
 
 if TYPE_CHECKING:
@@ -82,10 +84,12 @@ def worthwhile_embed_bits(source: Source, options: Options) -> int | None:
     return next((each for each in EMBED_BITS if each > own and (each - own) * of_ends <= EMBED_SHARE * total), None)
 
 
-def choose_for_heads(heads: HeadSource, options: Options) -> Choices:
+def choose_beside(beside: Beside, options: Options) -> Choices:
+    if beside.file == VISION_FILE:
+        return _of_tower(beside.source, options)
     usual, chosen = Packing(options.packed_bits, options.group, options.mode), Choices()
-    for path, (own_path, module) in heads.modules.items():
-        weight, rule = heads.source.weights[f"{path}.weight"], model_rule(heads.source, own_path, module)
+    for path, (own_path, module) in beside.modules.items():
+        weight, rule = beside.source.weights[f"{path}.weight"], model_rule(beside.source, own_path, module)
         wanted: Packing | None = usual if rule else None
         if isinstance(rule, dict):
             wanted = Packing(
@@ -96,6 +100,24 @@ def choose_for_heads(heads: HeadSource, options: Options) -> Choices:
         fits = wanted is not None and not options.dequantize and weight.shape[-1] % wanted.group_size == 0
         chosen[path] = wanted if fits else None
     return chosen
+
+
+def _of_tower(tower: Source, options: Options) -> Choices:
+    """Return its packings as the source has them, and of linear layers with the bits that were asked for."""
+    as_stored: Choices = {path: None if options.dequantize else each.packing for path, each in tower.packed.items()}
+    if options.vision_bits is None:
+        return as_stored
+    family = family_of(tower.folder, tower.config)
+    if isinstance(family, str):
+        raise OptionError(f"the bits of what sees can't be chosen: {family}", "Leave out --vision-bits.")
+    linear = {f"{path}.weight" for path, leaf in leaves(family.tower()) if isinstance(leaf, nn.Linear)}
+    widths = {name: array.shape[-1] for name, array in tower.weights.items() if family.own_name(name) in linear}
+    groups = (options.group, *reversed(GROUP_SIZES))
+    asked: Choices = {
+        name.removesuffix(".weight"): next((Packing(options.vision_bits, g) for g in groups if width % g == 0), None)
+        for name, width in widths.items()
+    }
+    return as_stored | asked
 
 
 def packable(source: Source) -> Iterator[tuple[str, Any]]:
@@ -259,13 +281,6 @@ class Search:
             return Round().pack(path, weight, packing)
         find = search if packing.mode == "affine" else search_scales
         return find(weight, packing, self.importance.get(path))
-
-
-def dequantized(arrays: Sequence[mx.array], packing: Packing) -> mx.array:
-    """Return dequantized ``arrays`` (words, scales and, if affine, biases); lazy."""
-    words, scales, *biases = arrays
-    made: mx.array = mx.dequantize(words, scales, biases[0] if biases else None, **asdict(packing))
-    return made
 
 
 def check_plain(method: str, options: Options) -> None:

@@ -22,7 +22,7 @@ from tokamac.engine import files
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.files import TOKENIZER_FILES
 from tokamac.engine.metrics import rate
-from tokamac.engine.model.weights import text_config
+from tokamac.engine.model.weights import VISION_FILE, text_config
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Tensor
 
@@ -35,7 +35,7 @@ from .packing import (
     Quantizer,
     Round,
     Search,
-    choose_for_heads,
+    choose_beside,
     left_out,
     model_rule,
     out_of_groups,
@@ -46,7 +46,7 @@ from .report import StageDone, StageProgress, in_vain
 from .resume import append
 from .search import implementation, on_mlx
 from .sensitivity import AlphaBasis, Errors, ErrorTrial, alpha_basis, find_alphas, packed_type, relative_errors, sample
-from .source import HeadSource, Source, fresh, layer_paths, open_source
+from .source import Beside, Source, fresh, layer_paths, open_source
 from .streaming import LENGTH, Streamed, activation_statistics, streamable_source
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ COPIED = (
     "modules.json", "config_sentence_transformers.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors",
 )  # fmt: skip
 
+SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of towers
+
 TOKENIZERS = (*TOKENIZER_FILES, "vocab.txt", "*.tiktoken")
 
 # Bytes a weight beside the weight itself, while a block is rounded.
@@ -260,7 +262,7 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsPlan:
+class BesidePlan:
     named: str
     tensors: tuple[TensorPlan, ...]
     shard: Shard
@@ -270,7 +272,7 @@ class HeadsPlan:
 class Plan:
     """A whole conversion, in bytes.
 
-    peak_memory_bytes: an upper estimate of MLX's. heads: beside the model, not counted in its weights. carried: of a
+    peak_memory_bytes: an upper estimate of MLX's. beside: the model, not counted in its weights. carried: of a
     GGUF file.
     """
 
@@ -283,7 +285,7 @@ class Plan:
     source_bytes: int
     peak_memory_bytes: int
     notes: tuple[str, ...]
-    heads: tuple[HeadsPlan, ...] = ()
+    beside: tuple[BesidePlan, ...] = ()
     carried: tuple[str, ...] = ()
 
     @property
@@ -305,7 +307,7 @@ class Plan:
     def output_bytes(self) -> int:
         """Bytes of the files of the finished folder, but for the card and the record."""
         copied = sum(file.stat().st_size for file in self.copies)
-        beside = sum(heads.shard.file_bytes for heads in self.heads)
+        beside = sum(each.shard.file_bytes for each in self.beside)
         shards = sum(shard.file_bytes for shard in self.shards)
         return shards + beside + len(self.config_json) + len(self.index_json) + copied
 
@@ -324,43 +326,51 @@ class Plan:
     @property
     def index_json(self) -> bytes:
         """model.safetensors.index.json as it will be written."""
-        return index_json(self.shards, parameters=self.parameters)
+        towers = [each.shard for each in self.beside if each.shard.name == VISION_FILE]
+        return index_json([*self.shards, *towers], parameters=self.parameters)
 
 
 def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
     tensors = tuple(_tensor(source, options, name, array, chosen) for name, array in source.weights.items())
-    heads, carried = tuple(_heads(each, options) for each in source.heads), tuple(_carried(source, tensors))
-    copies = sorted({file for pattern in COPIED for file in source.folder.glob(pattern) if file.is_file()})
+    beside, carried = tuple(_beside(each, options) for each in source.beside), tuple(_carried(source, tensors))
+    copied = (*COPIED, *SETTINGS) if any(each.file == VISION_FILE for each in source.beside) else COPIED
+    copies = sorted({file for pattern in copied for file in source.folder.glob(pattern) if file.is_file()})
     plan = Plan(
         source=source.folder,
         options=options,
         tensors=tensors,
         shards=lay_out([tensor.outputs for tensor in tensors]),
-        config=_config(source.config, options, chosen),
+        config=_config(source.config, options, chosen, _packings_beside(beside)),
         copies=tuple(copies),
         source_bytes=source.source_bytes,
-        peak_memory_bytes=max(_stage_bytes(source, options, chosen, tensors, heads)),
-        notes=(*carried, *_notes(source, chosen), *(_note_on(each) for each in heads)),
-        heads=heads,
+        peak_memory_bytes=max(_stage_bytes(source, options, chosen, tensors, beside)),
+        notes=(*carried, *_notes(source, chosen), *(_note_on(each) for each in beside)),
+        beside=beside,
         carried=carried,
     )
     useless = in_vain(plan)
     return replace(plan, notes=(useless, *plan.notes)) if useless else plan
 
 
-def _heads(heads: HeadSource, options: Options) -> HeadsPlan:
-    chosen, own = choose_for_heads(heads, options), heads.source
+def _beside(beside: Beside, options: Options) -> BesidePlan:
+    chosen, own = choose_beside(beside, options), beside.source
     tensors = tuple(_tensor(own, options, name, array, chosen) for name, array in own.weights.items())
-    return HeadsPlan(
-        heads.named, tensors, Shard(heads.file, tuple(output for tensor in tensors for output in tensor.outputs))
+    return BesidePlan(
+        beside.named, tensors, Shard(beside.file, tuple(output for tensor in tensors for output in tensor.outputs))
     )
 
 
-def _note_on(heads: HeadsPlan) -> str:
-    nbytes = sum(tensor.nbytes for tensor in heads.tensors)
-    bits = 8 * nbytes / sum(tensor.parameters for tensor in heads.tensors)
+def _packings_beside(beside: Iterable[BesidePlan]) -> Choices:
+    """Return the packings of towers: mlx-vlm looks them up by path."""
+    towers = (tensor for each in beside if each.shard.name == VISION_FILE for tensor in each.tensors)
+    return {each.name.removesuffix(".weight"): each.packing for each in towers if each.packing is not None}
+
+
+def _note_on(beside: BesidePlan) -> str:
+    nbytes = sum(tensor.nbytes for tensor in beside.tensors)
+    bits = 8 * nbytes / sum(tensor.parameters for tensor in beside.tensors)
     size = f"{files.size(nbytes)}, {bits:.2f} bits per weight"
-    return f"its own heads for further tokens ({heads.named}) are kept in {heads.shard.name}: {size}"
+    return f"{beside.named} are kept in {beside.shard.name}: {size}"
 
 
 def _notes(source: Source, chosen: Choices) -> Iterator[str]:
@@ -409,7 +419,7 @@ def _described(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return Tensor(name, dtype, shape, math.prod(shape) * type_bytes(dtype))
 
 
-def _config(config: dict[str, Any], options: Options, chosen: Choices) -> dict[str, Any]:
+def _config(config: dict[str, Any], options: Options, chosen: Choices, beside: Choices) -> dict[str, Any]:
     made = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map", "model_file")}
     if options.dtype:
         made |= {"dtype": options.dtype, "torch_dtype": options.dtype}
@@ -419,7 +429,8 @@ def _config(config: dict[str, Any], options: Options, chosen: Choices) -> dict[s
     # The packing of the options, or else the most frequent.
     usual = Packing(options.packed_bits, options.group, options.mode)
     default = usual if usual in used else max(used, key=used.count)
-    own = {path: asdict(each) if each else False for path, each in chosen.items() if each != default}
+    every = {**chosen, **beside}
+    own = {path: asdict(each) if each else False for path, each in every.items() if each != default}
     quantization = {**asdict(default), **own}
     return {**made, "quantization": quantization, "quantization_config": quantization}
 
@@ -434,10 +445,10 @@ def _tagged(value: Any) -> Any:
 
 
 def _stage_bytes(
-    source: Source, options: Options, chosen: Choices, tensors: tuple[TensorPlan, ...], heads: tuple[HeadsPlan, ...]
+    source: Source, options: Options, chosen: Choices, tensors: tuple[TensorPlan, ...], beside: tuple[BesidePlan, ...]
 ) -> Iterator[int]:
     yield max(_tensor_bytes(tensor, source, options) for tensor in tensors)
-    for plan, each in zip(heads, source.heads, strict=True):
+    for plan, each in zip(beside, source.beside, strict=True):
         yield max(_tensor_bytes(tensor, each.source, options) for tensor in plan.tensors)
     if options.how in CALIBRATED_METHODS:
         yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)

@@ -23,9 +23,9 @@ from tokamac.engine.perf import memory
 from tokamac.engine.perf.config_cost import Packing
 
 from .options import Options
-from .packing import FLOAT_BYTES, Quantizer, dequantized, packable, part
+from .packing import FLOAT_BYTES, Quantizer, packable, part
 from .report import StageDone, StageProgress
-from .source import Source, check_finite, clone, fresh, leaves, not_finite, override
+from .source import Source, check_finite, clone, dequantized, fresh, leaves, not_finite, override
 from .streaming import Streamed, streamable_source
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -26,11 +27,12 @@ from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes,
 from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.extra_heads import ModelEnds, build_heads, place_of
 from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, gguf_arrays, load_lazily, skeleton_model
-from tokamac.engine.model.safetensors import check_places, find_shards, locate_tensors
+from tokamac.engine.model.safetensors import StoredTensor, check_places, find_shards, locate_tensors
 from tokamac.engine.model.weights import (
     MEDUSA_FILE,
     MTP_FILE,
     OTHER_PARTS,
+    VISION_FILE,
     HeadKind,
     find_heads,
     name_in_file,
@@ -134,8 +136,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSource:
-    """Extra prediction heads, packed like the model into a file of their own."""
+class Beside:
+    """What is no part of the text model, in a file of its own: extra prediction heads, or towers.
+
+    named: at the beginning of a sentence. modules: that may be packed, by path in the file: their path and module.
+    """
 
     file: str
     named: str
@@ -162,7 +167,7 @@ class Source:
     adapter: Adapter | None = None
     changes: Mapping[str, Change] = field(default_factory=dict)
     unchecked: bool = False
-    heads: tuple[HeadSource, ...] = ()
+    beside: tuple[Beside, ...] = ()
     carried: Mapping[str, tuple[str, Packing]] = field(default_factory=dict)
     narrow: str | None = None
 
@@ -181,12 +186,15 @@ def open_adapter(adapter: str | Path) -> Adapter:
     return read_adapter(resolve_adapter(adapter), str(adapter))
 
 
-def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool = False) -> Source:
+def open_source(
+    folder: Path, *, adapter: Adapter | None = None, unchecked: bool = False, towers: bool = True
+) -> Source:
     """Return the model in ``folder``, checked without reading a weight.
 
     Args:
         adapter: Merged lazily; weights that it changes no longer count as packed.
         unchecked: Open despite config doubts.
+        towers: Keep what sees or hears, beside the model.
 
     Raises:
         ModelError: Missing, truncated, pickled or of an unknown kind.
@@ -200,14 +208,17 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
     weights = read_checkpoint(folder, config, unchecked=unchecked).weights if read.packed else read.weights
     changes = {} if adapter is None else changes_of(adapter, read.module, config)
     notes = list(_notes(folder, config, read))
-    unused = () if "vision_tower" in read.module.get("model", {}) else ("vision_config",)
-    senses = _senses(shards) if unused and leaves_out_senses(config) else {}
-    if senses:
-        count, nbytes = len(senses), sum(senses.values())
+    apart = "vision_tower" not in read.module.get("model", {})
+    senses = _senses(folder, shards) if apart and leaves_out_senses(config) else {}
+    beside = tuple(_open_heads(folder, config, read.module, notes))
+    if senses and towers:
+        beside += (_open_towers(folder, config, senses),)
+    elif senses:
+        count, nbytes = len(senses), sum(map(_nbytes, senses.values()))
         notes.append(
             f"what sees or hears is left out, {count} tensors, {files.size(nbytes)}: the result reads text alone"
         )
-    heads = tuple(_open_heads(folder, config, read.module, notes))
+    unused = ("vision_config",) if apart and not (senses and towers) else ()
     if adapter is not None:
         notes.append(replace(adapter, name=adapter_name(adapter)).note(changes))
     if unchecked:
@@ -219,12 +230,13 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
         module=read.module,
         weights=_changed(weights, changes),
         packed={path: packed for path, packed in read.packed.items() if path not in changes},
-        source_bytes=sum(shard.stat().st_size for shard in shards) - sum(senses.values()),
+        source_bytes=sum(shard.stat().st_size for shard in shards)
+        - sum(_nbytes(each) for each in senses.values() if each.file in shards),
         notes=tuple(notes),
         adapter=adapter,
         changes=changes,
         unchecked=unchecked,
-        heads=heads,
+        beside=beside,
         narrow=_narrow(config, weights) if (folder / TABLE).is_file() else None,
         carried={
             path: (kind, Packing(form.bits, form.group_size, form.mode))
@@ -234,19 +246,69 @@ def open_source(folder: Path, *, adapter: Adapter | None = None, unchecked: bool
     )
 
 
-def _senses(shards: Sequence[Path]) -> dict[str, int]:
-    """Return the bytes of each tensor of a part that sees or hears."""
-    stored = locate_tensors(shards)
-    return {
-        name: math.prod(each.shape) * each.item_bytes for name, each in stored.items() if SENSES & set(name.split("."))
-    }
+def _senses(folder: Path, shards: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors of the parts that see or hear."""
+    own = [file for file in (folder / VISION_FILE,) if file.is_file()]
+    stored = locate_tensors([*shards, *own])
+    return {name: each for name, each in stored.items() if SENSES & set(name.split("."))}
+
+
+def _nbytes(stored: StoredTensor) -> int:
+    return math.prod(stored.shape) * stored.item_bytes
+
+
+def _open_towers(folder: Path, config: Mapping[str, Any], senses: Mapping[str, StoredTensor]) -> Beside:
+    """Return the towers under the names that mlx-vlm writes, lazily; what they are packed by stands in the config."""
+    arrays = dict[str, mx.array]()
+    for shard in sorted({each.file for each in senses.values()}):
+        stored: Any = mx.load(str(shard))
+        arrays |= {_tower_name(name): array for name, array in stored.items() if name in senses}
+    packed, weights = dict[str, Packed](), dict[str, mx.array]()
+    for name, array in arrays.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and f"{path}.scales" in arrays:
+            words = tuple(arrays[key] for each in ("weight", "scales", "biases") if (key := f"{path}.{each}") in arrays)
+            packing = _tower_packing(config, path, words)
+            packed[path], weights[name] = Packed(packing, words), dequantized(words, packing)
+        elif f"{path}.scales" not in arrays or leaf not in PACKED_LEAVES:
+            weights[name] = array
+        if leaf == "weight" and path not in packed and not mx.issubdtype(array.dtype, mx.floating):
+            raise ConversionError(f"{name} is packed in a way that is not read here", "Leave it out with --no-vision.")
+    weights = dict(sorted(weights.items()))  # as read, they come in any order
+    source = Source(folder, dict(config), nn.Module(), weights, packed, sum(map(_nbytes, senses.values())))
+    return Beside(VISION_FILE, f"the {len(senses)} tensors of what sees or hears", source, {})
+
+
+def _tower_packing(config: Mapping[str, Any], path: str, words: Sequence[mx.array]) -> Packing:
+    settings = config.get("quantization")
+    try:
+        form = {**settings, **(settings.get(path) or settings.get(f"model.{path}") or {})}  # type: ignore[union-attr, dict-item]
+        packing = Packing(form["bits"], form["group_size"], form.get("mode", "affine"))
+        dequantized(words, packing)  # from shapes: nothing is read
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelDamagedError(
+            f"how {path} is packed does not stand in the config", "Download the model again."
+        ) from error
+    return packing
+
+
+def dequantized(arrays: Sequence[mx.array], packing: Packing) -> mx.array:
+    """Return dequantized ``arrays`` (words, scales and, if affine, biases); lazy."""
+    words, scales, *biases = arrays
+    made: mx.array = mx.dequantize(words, scales, biases[0] if biases else None, **asdict(packing))
+    return made
+
+
+def _tower_name(name: str) -> str:
+    name = re.sub(r"^visual\.", "vision_tower.", name.removeprefix("model."))
+    return re.sub(r"^vision_tower\.(?=embeddings\.|encoder\.|post_layernorm\.)", "vision_tower.vision_model.", name)
 
 
 def _narrow(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> str | None:
     return None if {array.dtype for array in weights.values()} == {mx.float32} else str(config["torch_dtype"])
 
 
-def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes: list[str]) -> Iterator[HeadSource]:
+def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes: list[str]) -> Iterator[Beside]:
     for stored in find_heads(folder, config):
         try:
             if stored.trouble:
@@ -273,7 +335,8 @@ def _open_heads(folder: Path, config: Mapping[str, Any], model: nn.Module, notes
         # Or it would hold what is read.
         module.update(tree_map(lambda array: mx.zeros((), array.dtype), module.parameters()))
         own = Source(folder, dict(config), module, weights, packed, stored.nbytes)
-        yield HeadSource(MTP_FILE if stored.kind == "mtp" else MEDUSA_FILE, stored.named, own, modules)
+        said = f"its own heads for further tokens ({stored.named})"
+        yield Beside(MTP_FILE if stored.kind == "mtp" else MEDUSA_FILE, said, own, modules)
 
 
 def fresh(source: Source) -> dict[str, mx.array]:

@@ -16,11 +16,11 @@ from tokamac.engine.perf.config_cost import Packing
 
 from .options import CALIBRATED, NO_TEXT, SHIPPED, Options
 from .packing import Quantizer
-from .plan import FLOATS, INDEX, HeadsPlan, Plan, ShardWriter, TensorPlan
+from .plan import FLOATS, INDEX, BesidePlan, Plan, ShardWriter, TensorPlan
 from .report import RECORD, Outcome, Provenance, WeightError, by_part, with_error
 from .resume import TensorEntry, WorkDir
 from .search import squared_error
-from .source import AGAIN, HeadSource, Packed, Source, check_finite, not_finite
+from .source import AGAIN, Beside, Packed, Source, check_finite, not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def write(
             done_bytes += tensor.source_bytes
             if done >= work.resumed:
                 progress(TensorDone(tensor.name, done, total, done_bytes, total_bytes))
-    for each, heads in zip(plan.heads, source.heads, strict=True):
-        _write_heads(each, heads, quantizer, work.folder)
+    for each, beside in zip(plan.beside, source.beside, strict=True):
+        _write_beside(each, beside, quantizer, work.folder)
     (work.folder / INDEX).write_bytes(plan.index_json)
     (work.folder / "config.json").write_bytes(plan.config_json)
     for file in plan.copies:
@@ -97,11 +97,11 @@ def _write(tensor: TensorPlan, packed: PackedTensor, writer: ShardWriter, work: 
     work.add(TensorEntry(tensor.name, at.shard, at.end, at.checksum, packed.error), synced=at.complete)
 
 
-def _write_heads(plan: HeadsPlan, heads: HeadSource, quantizer: Quantizer, folder: Path) -> None:
+def _write_beside(plan: BesidePlan, beside: Beside, quantizer: Quantizer, folder: Path) -> None:
     (folder / plan.shard.name).unlink(missing_ok=True)
     with ShardWriter(folder, [plan.shard]) as writer:
         for tensor in plan.tensors:
-            for output, array in zip(tensor.outputs, converted(tensor, heads.source, quantizer).arrays, strict=True):
+            for output, array in zip(tensor.outputs, converted(tensor, beside.source, quantizer).arrays, strict=True):
                 writer.append(output.name, array)
             mx.clear_cache()
         writer.mark()
@@ -297,11 +297,13 @@ def _flags(options: Options) -> Iterator[str]:
         "--target-bpw": None if options.target_bpw is None else f"{options.target_bpw:g}",
         "--target-kl": None if options.target_kl is None else f"{options.target_kl:g}",
         "--embed-bits": options.embed_bits,
+        "--vision-bits": options.vision_bits,
         "--dtype": options.dtype,
     }
     yield from (word for flag, value in valued.items() if value is not None for word in (flag, str(value)))
     plain = {
         ("--dequantize",): options.dequantize,
+        ("--no-vision",): options.keep_vision is False,
         ("--calibration",): options.calibration == SHIPPED,
         ("--calibration", NO_TEXT): options.calibration == NO_TEXT,
         ("--calibration", "FILE"): isinstance(options.calibration, Path),

@@ -117,6 +117,15 @@ def _add_packing(made: Parser) -> None:
         help="bits of the embedding and the head; 16 is not quantized (default: up to 8, while they add a fifth at most)",
     )
     group.add_argument("--dtype", choices=DTYPES, help="type of scales and unquantized weights (default: the source's)")
+    eyes = group.add_mutually_exclusive_group()
+    eyes.add_argument(
+        "--keep-vision",
+        action="store_true",
+        default=None,
+        help="keep what sees or hears, as it is (default: where there is any)",
+    )
+    eyes.add_argument("--no-vision", dest="keep_vision", action="store_false", help="leave out what sees or hears")
+    group.add_argument("--vision-bits", type=int, choices=BITS, help="bits of what sees (default: as the source)")
     group.add_argument("--dequantize", action="store_true", help="write a quantized model as floats")
 
 

@@ -24,7 +24,7 @@ from ..files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, exists, expan
 from ..gguf.library import ollama_file
 from ..gguf.places import GgufVariant, find_gguf, suitable, variants
 from ..model.safetensors import find_shards
-from ..model.weights import MEDUSA_FILE, MTP_FILE
+from ..model.weights import MEDUSA_FILE, MTP_FILE, VISION_FILE
 from ..perf import hardware
 from .cache import (
     ModelOnDisk,
@@ -71,7 +71,7 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
 WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
-BESIDE = (MTP_FILE, MEDUSA_FILE)  # heads for further tokens, where a model has them
+BESIDE = (MTP_FILE, MEDUSA_FILE, VISION_FILE)  # heads for further tokens and towers, where a model has them
 
 # What an embedding model's states go through (embedding.py).
 POOLED = re.compile(r"\d_\w+/(config\.json|model\.safetensors)", re.ASCII)

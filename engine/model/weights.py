@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HeadKind = Literal["mtp", "medusa"]
 
 MTP_FILE, MEDUSA_FILE = "mtp.safetensors", "medusa_lm_head.safetensors"
+VISION_FILE = "vision.safetensors"  # what sees or hears, of a converted model: mlx-lm reads model*.safetensors alone
 
 # Keys that say how many layers predict further.
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")

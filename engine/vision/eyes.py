@@ -273,10 +273,8 @@ def family_of(folder: Path, config: Mapping[str, Any]) -> PictureFamily | str:
 
 
 def tower_weights(folder: Path, family: PictureFamily) -> dict[str, mx.array]:
-    from ..model.safetensors import find_shards
-
     weights: dict[str, mx.array] = {}
-    for shard in find_shards(folder):
+    for shard in _tower_files(folder):
         stored: Any = mx.load(str(shard))
         weights.update((own, array) for name, array in stored.items() if (own := family.own_name(name)) is not None)
     return weights
@@ -321,9 +319,16 @@ def _flat(array: mx.array, wanted: tuple[int, ...] | None) -> mx.array:
 
 
 def has_tower(folder: Path, family: PictureFamily) -> bool:
-    from ..model.safetensors import find_shards, locate_tensors
+    from ..model.safetensors import locate_tensors
 
-    return any(family.own_name(name) is not None for name in locate_tensors(find_shards(folder)))
+    return any(family.own_name(name) is not None for name in locate_tensors(_tower_files(folder)))
+
+
+def _tower_files(folder: Path) -> list[Path]:
+    from ..model.safetensors import find_shards
+    from ..model.weights import VISION_FILE
+
+    return [*find_shards(folder), *filter(Path.is_file, (folder / VISION_FILE,))]
 
 
 def open_eyes(

@@ -171,14 +171,21 @@ def seeing(tmp_path, **more):
     return tmp_path / "source", model
 
 
-def test_of_a_multimodal_checkpoint_the_language_part_is_converted_as_mlx_lm_would(tmp_path):
+@pytest.mark.parametrize("keep", [True, False])
+def test_of_a_multimodal_checkpoint_the_language_part_is_converted_as_mlx_lm_would(tmp_path, keep):
     folder, model = seeing(tmp_path)
     whole = (folder / "model.safetensors").stat().st_size
-    made = run(folder, tmp_path / "out")
-    assert "what sees or hears is left out, 2 tensors, 512 B: the result reads text alone" in made.notes
+    made = run(folder, tmp_path / "out", **({} if keep else {"keep_vision": False}))
+    said = (
+        "the 2 tensors of what sees or hears are kept in vision.safetensors: 512 B, 32.00 bits per weight"
+        if keep
+        else "what sees or hears is left out, 2 tensors, 512 B: the result reads text alone"
+    )
+    assert said in made.notes
     assert made.source_bytes == whole - 2 * 64 * 4  # sizes compare like with like
-    assert all(name.startswith("language_model.") for name in arrays_of(tmp_path / "out"))
-    assert "vision_config" not in config_of(tmp_path / "out")
+    kept = {name for name in arrays_of(tmp_path / "out") if not name.startswith("language_model.")}
+    assert kept == ({"vision_tower.patch.weight", "multi_modal_projector.weight"} if keep else set())
+    assert ("vision_config" in config_of(tmp_path / "out")) is keep
     nn.quantize(model, group_size=64, bits=4)
     assert same(logits(tmp_path / "out"), model(TOKENS))
 

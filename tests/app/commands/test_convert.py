@@ -53,6 +53,7 @@ def test_every_flag_of_the_contract_is_an_option_of_a_conversion() -> None:
     assert asked() == {
         "bits": None, "group_size": None, "mode": "affine", "method": None, "recipe": None, "target_bpw": None, "target_kl": None,
         "calibration": None, "dtype": None, "embed_bits": None, "dequantize": False, "verify": True, "adapter": None,
+        "keep_vision": None, "vision_bits": None,
         "unchecked": False,
     }  # fmt: skip
     found = asked(
