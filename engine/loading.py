@@ -91,8 +91,8 @@ class _Found:
 class _Read:
     loaded: LoadedModel
     tokenizer: Tokenizer
-    cost_key: str | None
     rounding: RoundingCost | None
+    cost_key: str | None
     changes: dict[str, Change]
 
     @property
@@ -204,7 +204,7 @@ class _Loading:
             from .cpu import compared_key, keep_equal, was_equal
 
             added = None if found.added is None else found.added.digest
-            key = compared_key(read.cost_key, planned.kv, several, self._request.cpu_exact, added)
+            key = compared_key(read.cost_key, planned.kv, several, added)
         equal = key is not None and was_equal(key)
         alone = ""
         if several and equal:
@@ -280,11 +280,11 @@ class _Loading:
             divide=None if share is None else partial(_divide, share, device, self._limit),
         )
         tokenizer = load_tokenizer(found.folder, loaded.config, self._name)
-        key = _cost_key(loaded)
-        rounding = None if request.cpu_exact else _rounding(loaded, tokenizer, key, self._report)
+        exact = request.cpu_exact or not loaded.by_kernels
+        rounding, key = (None, None) if exact else _rounding(loaded, tokenizer, self._report)
         changes = {} if found.added is None else _adapt(loaded, found.added, request.dtype, device)
         install_seam()
-        return _Read(loaded, tokenizer, key, rounding, changes)
+        return _Read(loaded, tokenizer, rounding, key, changes)
 
     def _plan(self, read: _Read) -> _Planned:
         request, device, share, chip = self._request, self._device, self._share, self._chip
@@ -516,28 +516,20 @@ LAYER_BY_LAYER = "it is computed by MLX layer by layer: {}"
 SLOWLY_MEASURED = 500e6
 
 
-def _cost_key(loaded: LoadedModel) -> str | None:
-    if loaded.by_kernels:
-        from .cpu import cost_key
-
-        with contextlib.suppress(OSError):
-            return cost_key(loaded.folder, digest(weight_files(loaded.folder), default_root()))
-    return None
-
-
 def _rounding(
-    loaded: LoadedModel, tokenizer: Tokenizer, key: str | None, report: Callable[[LoadProgress], None]
-) -> RoundingCost | None:
-    """Enable row rounding if its measured quality cost is small; return the cost, or None."""
-    if not loaded.by_kernels:
-        return None
+    loaded: LoadedModel, tokenizer: Tokenizer, report: Callable[[LoadProgress], None]
+) -> tuple[RoundingCost | None, str | None]:
+    """Enable row rounding if its measured quality cost is small; return the cost, or None, and its key."""
     # Measured once per model and machine; on every load if the file can't be kept.
-    from .cpu import keep_cost, known_cost
+    from .cpu import cost_key, keep_cost, known_cost
     from .cpu.layers import TEXT, TOKENS, measure_cost, round_rows
 
     if not round_rows(loaded.module, rounds=False):
-        return None
-    cost = None if key is None else known_cost(key)
+        return None, None
+    key, cost = None, None
+    with contextlib.suppress(OSError):
+        key = cost_key(loaded.folder, digest(weight_files(loaded.folder), default_root()))
+        cost = known_cost(key)
     if cost is None:
         if loaded.stored.weight_bytes >= SLOWLY_MEASURED:
             report(LoadProgress("rounding", 0, None))
@@ -546,7 +538,7 @@ def _rounding(
         if cost is not None and key is not None:
             keep_cost(key, cost)
     round_rows(loaded.module, rounds=cost is not None and cost.is_small)
-    return cost
+    return cost, key
 
 
 def compute_by_steps(
