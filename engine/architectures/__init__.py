@@ -47,6 +47,8 @@ BY_TYPE = {
     "gemma4_unified": "gemma4",
     "deepseek_v41_text": "deepseek_v41",
 }
+# What sees, by the language model within it: the module that computes that.
+BY_LANGUAGE_PART = {"internvl": {"qwen2": "qwen2_vl", "qwen3": "qwen3_vl"}}
 BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
 
@@ -56,13 +58,15 @@ def own_architectures() -> frozenset[str]:
 
 
 def loads_in_mlx_lm(kind: str) -> bool:
-    return kind not in own_architectures() and kind not in SAME_CLASS
+    return not (kind in own_architectures() or kind in SAME_CLASS or kind in BY_LANGUAGE_PART)
 
 
 def find_classes(config: Mapping[str, Any]) -> tuple[Callable[..., Any], type[Any]]:
     """Return Model and ModelArgs of a config. Raises ValueError, ImportError or AttributeError if there is none."""
     # Ours takes precedence over a class of another mlx-lm version: ours is the verified one.
     kind = SAME_CLASS.get(config["model_type"], config["model_type"])
+    if (within := BY_LANGUAGE_PART.get(kind)) is not None:
+        kind = within.get(str((config.get("text_config") or {}).get("model_type")), kind)
     if not re.fullmatch(r"[\w-]+", kind):
         raise ValueError(f"{kind!r} is not a model type")
     find_models()

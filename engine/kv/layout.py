@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..device import device_kind
 from ..errors import OptionError
-from ..vision.positions import sees_ahead, with_groups
+from ..vision.positions import PictureGroups, sees_ahead
 from .costs import STEP, grown, token_bytes
 
 if TYPE_CHECKING:
@@ -207,12 +207,12 @@ class Growing:
 
         reach: the window the model asks for, if any.
         """
-        ahead = sees_ahead() is not None
-        if not as_array and not ahead and (reach is None or start + count <= reach):
+        ahead = sees_ahead(reach)
+        if not as_array and ahead is None and (reach is None or start + count <= reach):
             return None if count == 1 else "causal"
-        if count == 1 and not ahead:
+        if count == 1 and ahead is None:
             return _last_row(start + 1, reach)
-        return visible(mx.arange(start, start + count), mx.arange(start + count), None, 0, reach)
+        return visible(mx.arange(start, start + count), mx.arange(start + count), None, 0, reach, ahead=ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,18 +277,17 @@ class Ring:
         return parts
 
     def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
-        stop = start + count
+        stop, ahead = start + count, sees_ahead(reach)
         if reach is not None and reach >= self.window:
             reach = None
-        ahead = sees_ahead() is not None
-        if not as_array and not ahead and stop <= min(self.window, reach or stop):
+        if not as_array and ahead is None and stop <= min(self.window, reach or stop):
             return None if count == 1 else "causal"
-        if count == 1 and reach is None and not ahead:
+        if count == 1 and reach is None and ahead is None:
             return None if self.spare == 0 and not as_array else _ring_row(self, start)
         rows = mx.arange(start, stop)
         in_slots = self.fits(start, count)
         columns = self._positions(stop) if in_slots else mx.concatenate([self._positions(start), rows])
-        return visible(rows, columns, self.window, self.keep, reach)
+        return visible(rows, columns, self.window, self.keep, reach, ahead=ahead)
 
     def _positions(self, offset: int) -> mx.array:
         used, size = self.used(offset), self.window + self.spare - self.keep
@@ -337,16 +336,26 @@ def _distances(ring: Ring) -> "npt.NDArray[np.bool_]":
     return behind < ring.window - ring.keep
 
 
-def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, reach: int | None) -> mx.array:
+def visible(
+    rows: mx.array,
+    columns: mx.array,
+    window: int | None,
+    keep: int,
+    reach: int | None,
+    *,
+    ahead: PictureGroups | None = None,
+) -> mx.array:
     """Return (N, T) of bool: whether position rows[i] sees columns[j]."""
     p, q = rows[:, None], columns[None]
     seen = q <= p
+    if ahead is not None and ahead.slides:
+        seen = ahead.joined(seen, rows, columns)
     if window is not None:
         recent = q > p - (window - keep)
         seen = seen & (recent | (q < keep) if keep else recent)
     if reach is not None:
         seen = seen & (q > p - reach)
-    return seen if sees_ahead() is None else with_groups(seen, rows, columns)
+    return seen if ahead is None or ahead.slides else ahead.joined(seen, rows, columns)
 
 
 class Slots:

@@ -21,7 +21,7 @@ from ..errors import MemoryLimitError, ModelDamagedError, PictureError
 from ..files import CONFIG_BYTES, read_bytes, size
 from .families import FAMILIES, PictureFamily, PicturePlan
 from .picture import MOST, Picture, decoded, extent
-from .positions import Places, placed, take_deep, use_planes, why_no_planes
+from .positions import PictureGroups, Places, placed, take_deep, use_planes, why_no_planes
 
 if TYPE_CHECKING:
     from mlx import nn
@@ -54,7 +54,7 @@ class Sight:
     @property
     def whole(self) -> bool:
         """Whether no pass cuts a picture."""
-        return self.eyes.family.sees_ahead
+        return bool(self.eyes.family.sees_ahead)
 
     def end_of_part(self, begin: int, end: int) -> int:
         """Return where a pass from ``begin`` may end, at ``end`` or near."""
@@ -69,7 +69,7 @@ class Sight:
     def call(self, model: Any, part: Sequence[int], caches: list[Any], begin: int) -> mx.array:
         eyes, end = self.eyes, begin + len(part)
         low, high = np.searchsorted(self.where, (begin, end))
-        ids = mx.array([[eyes.token_id if each < 0 else each for each in part]])
+        ids = mx.array([[eyes.stands if each < 0 else each for each in part]])
         more: dict[str, Any] = {}
         deep = None
         if high > low:
@@ -78,7 +78,7 @@ class Sight:
         if self.whole and high > low:
             padded = np.zeros(max(end, len(self.groups)), np.int32)
             padded[: len(self.groups)] = self.groups
-            groups = mx.array(padded[:end])
+            groups = PictureGroups(mx.array(padded[:end]), eyes.family.sees_ahead == "slides")
         with placed(self._places(begin, end), groups, deep):
             logits: mx.array = model(ids, cache=caches, **more)
         return logits
@@ -140,6 +140,11 @@ class Eyes:
             if family.deep_layers:
                 take_deep(list(self._inner.model.layers[: family.deep_layers]))
             self._ready = True
+
+    @property
+    def stands(self) -> int:
+        """What the model is given as the id of a picture's token."""
+        return self.token_id if self.family.stands is None else self.family.stands
 
     @property
     def _inner(self) -> Any:

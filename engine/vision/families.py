@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import PictureError
 from .processing import (
@@ -14,13 +14,18 @@ from .processing import (
     CLIP_STD,
     HALF,
     LANCZOS,
+    MOST_ASPECT,
     Numbers,
+    closest_grid,
     fitting,
     longest_edge,
     normalised,
     patches,
     scaled,
+    tiled,
+    too_narrow,
     whole_tiles,
+    within_patches,
 )
 
 if TYPE_CHECKING:
@@ -49,13 +54,15 @@ class PicturePlan:
 class PictureFamily(ABC):
     """How a model sees.
 
-    mark: what the template writes for a picture. token: a picture's own, in the text. sees_ahead: its tokens attend
-    to each other both ways. sections: of rotary positions in a plane, if any.
+    mark: what the template writes for a picture. token: a picture's own, in the text. stands: the id of such a token in
+    tables of the language model, if another. sees_ahead: its tokens attend to each other both ways; "slides": in
+    layers with a window alone. sections: of rotary positions in a plane, if any.
     """
 
     mark: str
     token: str
-    sees_ahead: bool = False
+    stands: int | None = None
+    sees_ahead: bool | Literal["slides"] = False
     sections: tuple[int, ...] = ()
     interleaved: bool = False
     deep_layers: int = 0
@@ -157,14 +164,9 @@ class Idefics3(PictureFamily):
         import numpy as np
 
         first = longest_edge(image.width, image.height, self._edge)
-        whole, tile = scaled(scaled(image, *first, self._numbers), *plan.size, self._numbers), self._tile
-        rows, columns = plan.grid
-        cut = [
-            whole.crop((c * tile, r * tile, (c + 1) * tile, (r + 1) * tile))
-            for r in range(rows)
-            for c in range(columns)
-        ]
-        cut.append(scaled(whole, tile, tile, self._numbers))
+        whole = scaled(scaled(image, *first, self._numbers), *plan.size, self._numbers)
+        cut = tiled(whole, plan.grid[1], plan.grid[0], self._tile, self._numbers) if plan.grid[0] else []
+        cut.append(scaled(whole, self._tile, self._tile, self._numbers))
         return np.stack([patches(normalised(each, self._numbers), self._vision["patch_size"]) for each in cut])
 
     def tower(self) -> "nn.Module":
@@ -201,6 +203,8 @@ class Qwen25VL(PictureFamily):
 
     def plan(self, width: int, height: int) -> PicturePlan:
         factor = self._patch * self._merge
+        if max(width, height) > MOST_ASPECT * min(width, height):
+            raise too_narrow(width, height)
         size = fitting(width, height, factor, self._least, self._most)
         grid = size[1] // factor, size[0] // factor
         return PicturePlan(self.token * (grid[0] * grid[1]), grid[0] * grid[1], size, grid)
@@ -284,10 +288,189 @@ class Mistral3(PictureFamily):
         return name if name.startswith(("vision_tower.", "multi_modal_projector.")) else None
 
 
+class Lfm2VL(PictureFamily):
+    """Small pictures whole; larger ones in tiles, and once more whole and small."""
+
+    mark = token = "<image>"
+    usual: ClassVar[Config] = {**SIGLIP, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16} | {
+        "num_patches": 256
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        self._config = self._completed(config)
+        self._numbers = Numbers.of(settings, BILINEAR, HALF, HALF)
+        self._patch, self._merge = (
+            int(settings.get("encoder_patch_size") or 16),
+            int(settings.get("downsample_factor") or 2),
+        )
+        self._square, self._tile = self._patch * self._merge, int(settings.get("tile_size") or 512)
+        pixels = self._square**2
+        self._least = int(settings.get("min_image_tokens") or 64) * pixels
+        self._most = int(settings.get("max_image_tokens") or 256) * pixels
+        self._bound = self._most * float(settings.get("max_pixels_tolerance") or 2.0)
+        self._tiles = int(settings.get("min_tiles") or 2), int(settings.get("max_tiles") or 10)
+        self._splits = settings.get("do_image_splitting") is not False and self._tiles != (1, 1)
+        self._whole = settings.get("use_thumbnail") is not False
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        size = fitting(width, height, self._square, self._least, self._most, side=self._square)
+        grid = size[1] // self._square, size[0] // self._square
+        own, tiles = self.token * (grid[0] * grid[1]), self._grid(width, height)
+        count, parts = grid[0] * grid[1], ["<|image_start|>"]
+        if tiles != (1, 1):
+            each = math.ceil(self._tile // self._patch / self._merge) ** 2
+            places = [(r + 1, c + 1) for r in range(tiles[1]) for c in range(tiles[0])]
+            parts += [f"<|img_row_{r}_col_{c}|>{self.token * each}" for r, c in places]
+            own, grid, count = ("<|img_thumbnail|>" + own, grid, count) if self._whole else ("", (0, 0), 0)
+            count += each * len(places)
+        return PicturePlan("".join([*parts, own, "<|image_end|>"]), count, size, grid)
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        across, down = (max(self._patch, round(each / self._square) * self._square) for each in (width, height))
+        if not self._splits or across * down <= self._bound:
+            return 1, 1
+        return closest_grid(width, height, self._tile, *self._tiles)
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        import numpy as np
+
+        tiles = self._grid(image.width, image.height)
+        cut = [] if tiles == (1, 1) else tiled(image, *tiles, self._tile, self._numbers)
+        cut += [scaled(image, *plan.size, self._numbers)] if plan.grid[0] else []
+        values = [patches(normalised(each, self._numbers), self._patch, colours_last=True) for each in cut]
+        return np.concatenate(values)
+
+    def tower(self) -> "nn.Module":
+        from .towers import Lfm2Tower
+
+        return Lfm2Tower(self._config, self._merge, self._tile // self._patch)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        kept = name.startswith(("vision_tower.", "multi_modal_projector.")) and not name.startswith(
+            "vision_tower.head."
+        )
+        return name if kept else None
+
+
+class InternVL(PictureFamily):
+    mark = token = "<IMG_CONTEXT>"
+    usual: ClassVar[Config] = {
+        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+        **{"image_size": 448, "patch_size": 14},
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        self._config = self._completed(config)
+        vision = self._config["vision_config"]
+        self._side, self._patch = (_one(vision[key]) for key in ("image_size", "patch_size"))
+        if config.get("vision_feature_layer", -1) != -1:
+            raise PictureError(f"layer {config['vision_feature_layer']} of its tower is asked for, not the last")
+        self._numbers = Numbers.of(settings, BICUBIC, CLIP_MEAN, CLIP_STD)
+        size = settings.get("size") or {}
+        if {size.get("height", self._side), size.get("width", self._side)} != {self._side}:
+            raise PictureError(f"its pictures are not cut into tiles of {self._side} × {self._side}")
+        self._tiles = int(settings.get("min_patches") or 1), int(settings.get("max_patches") or 12)
+        self._merge = round(1 / float(config.get("downsample_ratio") or 0.5))
+        self._each = (self._side // self._patch // self._merge) ** 2
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        columns, rows = closest_grid(width, height, self._side, *self._tiles)
+        count = self._each * (columns * rows + (columns * rows > 1))
+        size = columns * self._side, rows * self._side
+        return PicturePlan(f"<img>{self.token * count}</img>", count, size, (rows, columns))
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        import numpy as np
+
+        cut = tiled(image, plan.grid[1], plan.grid[0], self._side, self._numbers)
+        cut += [scaled(image, self._side, self._side, self._numbers)] if len(cut) > 1 else []
+        return np.stack([patches(normalised(each, self._numbers), self._patch) for each in cut])
+
+    def tower(self) -> "nn.Module":
+        from .towers import InternTower
+
+        return InternTower(self._config, self._patch, self._side // self._patch, self._merge)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.")
+        kept = name.startswith(("vision_tower.", "multi_modal_projector.")) and not name.endswith(".mask_token")
+        return name if kept else None
+
+
+def _one(size: Any) -> int:
+    """Return a side, given once or for both. Raises PictureError."""
+    sides = {int(each) for each in (size if isinstance(size, list | tuple) else [size])}
+    if len(sides) != 1:
+        raise PictureError("its tower sees tiles that are not square, which is not supported yet")
+    return sides.pop()
+
+
+class Gemma4(PictureFamily):
+    mark = token = "<|image|>"
+    usual: ClassVar[Config] = {
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12},
+        **{"head_dim": 64, "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240},
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        self._config = self._completed(config)
+        plain = {} if settings.get("do_normalize") else {"image_mean": None, "image_std": None}
+        self._numbers = Numbers.of({**settings, **plain}, BICUBIC, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+        vision, text = self._config["vision_config"], self._config["text_config"]
+        self._patch, self._pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
+        self._most = int(settings.get("max_soft_tokens") or config.get("vision_soft_tokens_per_image") or 280)
+        self.stands = int(text.get("pad_token_id") or 0)
+        self.sees_ahead = self.ahead if text.get("use_bidirectional_attention") == "vision" else False
+
+    ahead: bool | Literal["slides"] = "slides"
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        square = self._patch * self._pool
+        size = within_patches(width, height, square, self._most)
+        grid = size[1] // square, size[0] // square
+        count = grid[0] * grid[1]
+        return PicturePlan(f"<|image>{self.token * count}<image|>", count, size, grid)
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        values = normalised(scaled(image, *plan.size, self._numbers), self._numbers)
+        return patches(values, self._patch, colours_last=True)
+
+    def tower(self) -> "nn.Module":
+        from .gemma4_towers import Gemma4Tower
+
+        return Gemma4Tower(self._config)
+
+    def own_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.")
+        return name if name.startswith(("vision_tower.", "vision_embedder.", "embed_vision.")) else None
+
+    def embedding_scale(self) -> float:
+        return float(self._config["text_config"]["hidden_size"] ** 0.5)
+
+
+class Gemma4Unified(Gemma4):
+    ahead = True
+    usual: ClassVar[Config] = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120}
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        values = normalised(scaled(image, *plan.size, self._numbers), self._numbers)
+        return patches(values, self._patch * self._pool, colours_last=True)
+
+    def tower(self) -> "nn.Module":
+        from .gemma4_towers import Gemma4UnifiedTower
+
+        return Gemma4UnifiedTower(self._config)
+
+
 FAMILIES: dict[str, Callable[[Config, Config], PictureFamily]] = {
     "gemma3": Gemma3,
+    "gemma4": Gemma4,
+    "gemma4_unified": Gemma4Unified,
     "idefics3": Idefics3,
     "smolvlm": Idefics3,
+    "internvl": InternVL,
+    "lfm2_vl": Lfm2VL,
     "llava": Mistral3,
     "mistral3": Mistral3,
     "qwen2_5_vl": Qwen25VL,

@@ -9,9 +9,29 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-# By position in the whole sequence, which picture a token is of, from 1; 0: text. None: nothing sees ahead.
-_groups: ContextVar[mx.array | None] = ContextVar("groups", default=None)
-sees_ahead = _groups.get
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureGroups:
+    """By position in the whole sequence, which picture a token is of, from 1; 0: text.
+
+    slides: its tokens see each other in layers with a window alone, and within it.
+    """
+
+    of: mx.array
+    slides: bool = False
+
+    def joined(self, mask: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
+        own, other = self.of[rows][:, None], self.of[columns][None]
+        return mask | ((own == other) & (own > 0))
+
+
+_groups: ContextVar[PictureGroups | None] = ContextVar("groups", default=None)
+
+
+def sees_ahead(reach: int | None) -> PictureGroups | None:
+    """Return the pictures whose tokens see each other in a layer with such a window; None: no token sees ahead."""
+    groups = _groups.get()
+    return None if groups is None or (groups.slides and reach is None) else groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +49,7 @@ _deep: ContextVar[mx.array | None] = ContextVar("deep", default=None)
 
 
 @contextmanager
-def placed(at: Places | None, groups: mx.array | None, deep: mx.array | None) -> Iterator[None]:
+def placed(at: Places | None, groups: PictureGroups | None, deep: mx.array | None) -> Iterator[None]:
     first, second, third = _places.set(at), _groups.set(groups), _deep.set(deep)
     try:
         yield
@@ -47,14 +67,6 @@ def shifted(shifts: list[int]) -> Iterator[None]:
         yield
     finally:
         _places.reset(token)
-
-
-def with_groups(mask: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
-    groups = _groups.get()
-    if groups is None:
-        return mask
-    own, other = groups[rows][:, None], groups[columns][None]
-    return mask | ((own == other) & (own > 0))
 
 
 def why_no_planes(model: nn.Module, sections: tuple[int, ...]) -> str:

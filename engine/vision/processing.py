@@ -50,7 +50,7 @@ def normalised(image: Any, numbers: Numbers) -> "Pixels":
     return (values.astype(np.float32) - mean) / std
 
 
-def patches(pixels: "Pixels", size: int, merge: int = 1, repeat: int = 1) -> "Pixels":
+def patches(pixels: "Pixels", size: int, merge: int = 1, repeat: int = 1, *, colours_last: bool = False) -> "Pixels":
     """Return (N, 3 · repeat · size²), by blocks of merge × merge."""
     import numpy as np
 
@@ -59,14 +59,17 @@ def patches(pixels: "Pixels", size: int, merge: int = 1, repeat: int = 1) -> "Pi
     cut = pixels.reshape(channels, rows // merge, merge, size, columns // merge, merge, size)
     cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     cut = np.broadcast_to(cut, (*cut.shape[:5], repeat, size, size))
+    cut = np.moveaxis(cut, 4, -1) if colours_last else cut
     return np.ascontiguousarray(cut.reshape(rows * columns, channels * repeat * size * size))
 
 
-def fitting(width: int, height: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Return (width, height) in multiples of ``factor``. Raises PictureError."""
-    if max(width, height) > MOST_ASPECT * min(width, height):
-        raise PictureError(f"a picture of {width:,} × {height:,} is too narrow for this model", "Cut a part out of it.")
-    across, down = round(width / factor) * factor, round(height / factor) * factor
+def too_narrow(width: int, height: int) -> PictureError:
+    return PictureError(f"a picture of {width:,} × {height:,} is too narrow for this model", "Cut a part out of it.")
+
+
+def fitting(width: int, height: int, factor: int, least: int, most: int, *, side: int = 0) -> tuple[int, int]:
+    """Return (width, height) in multiples of ``factor``, of at least ``side`` before they are scaled to fit."""
+    across, down = (max(side, round(each / factor) * factor) for each in (width, height))
     if across * down > most:
         shrink = math.sqrt(width * height / most)
         across, down = (max(factor, math.floor(side / shrink / factor) * factor) for side in (width, height))
@@ -100,3 +103,35 @@ def whole_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
         return width, math.ceil(int(width / aspect) / tile) * tile
     height = math.ceil(height / tile) * tile
     return math.ceil(int(height * aspect) / tile) * tile, height
+
+
+def within_patches(width: int, height: int, square: int, most: int) -> tuple[int, int]:
+    """Return the largest (width, height) in multiples of ``square`` with at most ``most`` squares. Raises PictureError."""
+    factor = math.sqrt(most * square**2 / (width * height))
+    across, down = math.floor(factor * width / square), math.floor(factor * height / square)
+    if not across and not down:
+        raise too_narrow(width, height)
+    if not down:
+        across, down = min(width // height, most), 1
+    elif not across:
+        across, down = 1, min(height // width, most)
+    return across * square, down * square
+
+
+def closest_grid(width: int, height: int, tile: int, least: int, most: int) -> tuple[int, int]:
+    """Return the (columns, rows) of tiles, ``least`` to ``most`` of them, whose aspect is the nearest to a picture's."""
+    counts = range(1, most + 1)
+    grids = sorted(((c, r) for c in counts for r in counts if least <= c * r <= most), key=lambda at: at[0] * at[1])
+    best, nearest = (1, 1), math.inf
+    for columns, rows in grids:
+        away = abs(width / height - columns / rows)
+        # Of equally near ones the larger, unless the picture has less than half of its pixels.
+        if away < nearest or (away == nearest and width * height > 0.5 * tile**2 * columns * rows):
+            best, nearest = (columns, rows), away
+    return best
+
+
+def tiled(image: Any, columns: int, rows: int, tile: int, numbers: Numbers) -> list[Any]:
+    whole = scaled(image, columns * tile, rows * tile, numbers)
+    boxes = [(c * tile, r * tile, (c + 1) * tile, (r + 1) * tile) for r in range(rows) for c in range(columns)]
+    return [whole.crop(box) for box in boxes]

@@ -148,10 +148,9 @@ class Idefics3Tower(nn.Module):
         self.connector = nn.Linear(width, config["text_config"]["hidden_size"], bias=False)
 
     def __call__(self, patches: mx.array, _: tuple[int, int]) -> Any:
-        x, factor = self.vision_model(patches), self.factor
-        side = int(x.shape[1] ** 0.5) // factor
-        x = x.reshape(len(x), side, factor, side, factor, -1).transpose(0, 1, 3, 2, 4, 5)
-        return self.connector(x.reshape(-1, x.shape[-1] * factor**2))
+        x = self.vision_model(patches)
+        side = int(x.shape[1] ** 0.5)
+        return self.connector(squares(x, side, side, self.factor))
 
 
 def turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
@@ -444,3 +443,162 @@ class MistralTower(nn.Module):
     def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Any:
         seen = self.vision_tower(patches, grid[0] * self.merge, grid[1] * self.merge)
         return self.multi_modal_projector(seen, grid, self.merge)
+
+
+class ShuffledProjector(nn.Module):
+    """Squares of merge × merge tokens made one, in two layers."""
+
+    def __init__(self, config: Config, merge: int, inner: int, *, bias: bool = True, norm: bool = True) -> None:
+        super().__init__()
+        width, out = config["vision_config"]["hidden_size"] * merge**2, config["text_config"]["hidden_size"]
+        if norm:
+            self.layer_norm = nn.LayerNorm(width, 1e-5)
+        self.linear_1, self.linear_2 = nn.Linear(width, inner, bias), nn.Linear(inner, out, bias)
+        self.act = activation(config.get("projector_hidden_act", "gelu"))
+
+    def __call__(self, x: mx.array) -> Any:
+        x = self.layer_norm(x) if "layer_norm" in self else x
+        return self.linear_2(self.act(self.linear_1(x)))
+
+
+def squares(x: mx.array, rows: int, columns: int, merge: int) -> mx.array:
+    """(B, rows · columns, width) → (tokens, merge² · width)."""
+    cut = x.reshape(len(x), rows // merge, merge, columns // merge, merge, -1).transpose(0, 1, 3, 2, 4, 5)
+    return cut.reshape(-1, x.shape[-1] * merge**2)
+
+
+class Siglip2Embeddings(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.patch_embedding = Patches(3 * config["patch_size"] ** 2, config["hidden_size"], bias=True)
+        self.position_embedding = nn.Embedding(config["num_patches"], config["hidden_size"])
+
+    def __call__(self, patches: mx.array, rows: int, columns: int) -> Any:
+        table = self.position_embedding.weight
+        side = int(len(table) ** 0.5)
+        down, across = spread(rows, side), spread(columns, side)
+        table = table.astype(mx.float32).reshape(side, side, -1)
+        placed = mx.einsum("rs,cd,sdw->rcw", down, across, table).reshape(rows * columns, -1)
+        return self.patch_embedding(patches) + placed.astype(self.position_embedding.weight.dtype)
+
+
+def spread(count: int, side: int) -> mx.array:
+    """Return (count, side): how much of each of ``side`` places goes into each of ``count``, linearly and widened."""
+    scale = side / count
+    centre = (mx.arange(count) + 0.5) * scale - 0.5
+    away = mx.abs(mx.arange(side)[None] - centre[:, None]) / max(scale, 1.0)
+    weights = mx.maximum(1 - away, 0)
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+class Siglip2(nn.Module):
+    """Siglip for pictures of any shape: (tiles, N, 3 · P²) → (tiles, N, width)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embeddings, self.encoder = Siglip2Embeddings(config), SiglipEncoder(config)
+        self.post_layernorm = nn.LayerNorm(config["hidden_size"], config.get("layer_norm_eps", 1e-6))
+
+    def __call__(self, patches: mx.array, rows: int, columns: int) -> Any:
+        return self.post_layernorm(self.encoder(self.embeddings(patches, rows, columns)))
+
+
+class Lfm2Tower(nn.Module):
+    """Tiles of side × side patches, then the whole picture, whose grid of tokens may be (0, 0)."""
+
+    def __init__(self, config: Config, merge: int, side: int) -> None:
+        super().__init__()
+        self.merge, self.side = merge, side
+        self.vision_tower = Siglip2(config["vision_config"])
+        self.multi_modal_projector = ShuffledProjector(
+            config,
+            merge,
+            config.get("projector_hidden_size", 2560),
+            bias=config.get("projector_bias", True),
+            norm=config.get("projector_use_layernorm", True),
+        )
+
+    def __call__(self, patches: mx.array, grid: tuple[int, int]) -> Any:
+        whole, each = grid[0] * grid[1] * self.merge**2, self.side**2
+        tiles = (len(patches) - whole) // each
+        shapes = [(patches[: tiles * each].reshape(tiles, each, -1), self.side, self.side)] if tiles else []
+        shapes += [(patches[tiles * each :][None], grid[0] * self.merge, grid[1] * self.merge)] if whole else []
+        seen = [squares(self.vision_tower(*shape), *shape[1:], self.merge) for shape in shapes]
+        return self.multi_modal_projector(mx.concatenate(seen))
+
+
+class InternAttention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.heads = config["hidden_size"], config["num_attention_heads"]
+        bias = bool(config.get("attention_bias", False))
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias) for _ in range(3))
+        self.projection_layer = nn.Linear(width, width)
+        if config.get("use_qk_norm"):
+            self.q_norm, self.k_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
+
+    def __call__(self, x: mx.array) -> Any:
+        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if "q_norm" in self:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        shape = (*x.shape[:2], self.heads, -1)
+        queries, keys, values = (each.reshape(shape).transpose(0, 2, 1, 3) for each in (queries, keys, values))
+        return self.projection_layer(attend(queries, keys, values, (x.shape[-1] // self.heads) ** -0.5))
+
+
+class InternLayer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, eps = config["hidden_size"], config.get("layer_norm_eps", 1e-6)
+        norm = nn.RMSNorm if config.get("norm_type") == "rms_norm" else nn.LayerNorm
+        self.layernorm_before, self.layernorm_after = norm(width, eps), norm(width, eps)
+        self.attention, self.mlp = InternAttention(config), SiglipMLP({"hidden_act": "gelu", **config})
+        self.lambda_1, self.lambda_2 = mx.ones((width,)), mx.ones((width,))
+
+    def __call__(self, x: mx.array) -> Any:
+        x = x + self.lambda_1 * self.attention(self.layernorm_before(x))
+        return x + self.lambda_2 * self.mlp(self.layernorm_after(x))
+
+
+class InternEmbeddings(nn.Module):
+    def __init__(self, config: Config, inputs: int, count: int) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.cls_token = mx.zeros((1, 1, width))
+        self.patch_embeddings = {"projection": Patches(inputs, width, bias=True)}
+        if config.get("use_absolute_position_embeddings", True):
+            self.position_embeddings = mx.zeros((1, count + 1, width))
+
+    def __call__(self, patches: mx.array) -> Any:
+        seen = self.patch_embeddings["projection"](patches)
+        first = mx.broadcast_to(self.cls_token, (len(seen), 1, seen.shape[-1]))
+        x = mx.concatenate([first, seen], axis=1)
+        return x + self.position_embeddings if "position_embeddings" in self else x
+
+
+class Intern(nn.Module):
+    """(tiles, N, 3 · P²) → (tiles, N, width)."""
+
+    def __init__(self, config: Config, inputs: int, count: int) -> None:
+        super().__init__()
+        self.embeddings = InternEmbeddings(config, inputs, count)
+        self.encoder = {"layer": [InternLayer(config) for _ in range(config["num_hidden_layers"])]}
+        if config.get("use_mean_pooling") is False:
+            self.layernorm = nn.LayerNorm(config["hidden_size"], config.get("layer_norm_eps", 1e-6))
+
+    def __call__(self, patches: mx.array) -> Any:
+        x = self.embeddings(patches)
+        for layer in self.encoder["layer"]:
+            x = layer(x)
+        return (self.layernorm(x) if "layernorm" in self else x)[:, 1:]
+
+
+class InternTower(nn.Module):
+    def __init__(self, config: Config, patch: int, side: int, merge: int) -> None:
+        super().__init__()
+        self.side, self.merge = side, merge
+        self.vision_tower = Intern(config["vision_config"], 3 * patch**2, side**2)
+        self.multi_modal_projector = ShuffledProjector(config, merge, config["text_config"]["hidden_size"])
+
+    def __call__(self, patches: mx.array, _: tuple[int, int]) -> Any:
+        return self.multi_modal_projector(squares(self.vision_tower(patches), self.side, self.side, self.merge))

@@ -1,12 +1,13 @@
 """Golden values of models that see: ids, pixels and log-probabilities as Hugging Face transformers computes them.
 
-    pip install -e '.[golden,vision]' && python -m tests.golden.vision [CASE…]
+    pip install -e '.[golden,vision]' torchvision && python -m tests.golden.vision [CASE…]
 
 For each case of ``vision/cases.json`` it writes ``vision/<case>.json`` (config, settings, shapes, ids) and ``<case>.npz``
 (some of each picture's pixels, log-probabilities of each prompt's last tokens). Image processors are the Pillow ones.
 """
 
 import importlib
+import importlib.util
 import io
 import json
 import sys
@@ -105,10 +106,43 @@ def made_config(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
 
 def named(path: str) -> Any:
     """Return a class of transformers; some files import torchvision, of which the Pillow processors use nothing."""
-    for each in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-        sys.modules.setdefault(each, MagicMock())
+    if importlib.util.find_spec("torchvision") is None:
+        for each in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+            sys.modules.setdefault(each, MagicMock())
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+def scale_with_pillow() -> None:
+    """Have processors without a Pillow form (they need torchvision) scale by Pillow; all else of them stays."""
+    import torch
+    from PIL import Image
+    from torchvision.transforms.v2 import functional
+
+    def resize(image: Any, size: Any, interpolation: Any = None, **_: Any) -> Any:
+        filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}  # or as Pillow counts
+        parts = image.reshape(-1, *image.shape[-3:])
+        scaled = [
+            np.asarray(
+                Image.fromarray(each.permute(1, 2, 0).numpy()).resize(
+                    size[::-1], filters.get(getattr(interpolation, "value", ""), interpolation)
+                )
+            )
+            for each in parts
+        ]
+        return torch.tensor(np.stack(scaled)).permute(0, 3, 1, 2).reshape(*image.shape[:-2], *size)
+
+    functional.resize = resize
+
+
+def shown_pixels(found: Any) -> Any:
+    """Return the pixels of one picture, flat and without what fills up a batch."""
+    pixels = found["pixel_values"]
+    if "pixel_attention_mask" in found:
+        pixels = pixels[np.asarray(found["pixel_attention_mask"]) > 0]
+    if "image_position_ids" in found:
+        pixels = pixels[(np.asarray(found["image_position_ids"]) >= 0).all(-1)]
+    return np.asarray(pixels).reshape(-1)
 
 
 def make(case: str) -> None:
@@ -130,12 +164,17 @@ def make(case: str) -> None:
         shapes = saved_shapes(made_config(given, tokenizer.get_vocab()), folder)
         model = load(folder, 1, shapes)
         images = named(given["image_processor"])(**given["settings"])
+        if type(images).__mro__[1].__name__ == "TorchvisionBackend":
+            scale_with_pillow()
         # Some want a video processor, which needs torchvision, and look for one of that kind.
         transformers.ProcessorMixin.check_argument_for_proper_class = lambda *_: None
-        processor = named(given["processor"])(images, tokenizer, **given["more"])
+        processor_class = named(given["processor"])
+        wanted = processor_class.__init__.__code__.co_varnames
+        parts = {"image_processor": images, "tokenizer": tokenizer, "feature_extractor": None, "video_processor": None}
+        processor = processor_class(**{key: value for key, value in parts.items() if key in wanted}, **given["more"])
         for kind in SIZES:
             (folder / kind).write_bytes(picture(kind))
-            pixels = images([load_image(str(folder / kind))], return_tensors="np")["pixel_values"].reshape(-1)
+            pixels = shown_pixels(images([load_image(str(folder / kind))], return_tensors="np"))
             kept[f"{kind} pixels"] = pixels[np.linspace(0, len(pixels) - 1, SHOWN).astype(int)].astype(np.float32)
         for prompt, turns in PROMPTS.items():
             shown = [load_image(str(folder / each)) for names, _ in turns for each in names] or None

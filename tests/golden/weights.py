@@ -35,6 +35,8 @@ def tensor(seed: int, name: str, shape: tuple[int, ...], config: Mapping[str, An
     ):
         # Its attention has no scale but these: at 1, scores of 60 would make float32 itself err by 3e-4.
         return np.float32(0.07) * noise + np.float32(0.35)
+    if name.endswith(("put_min", "put_max")):  # bounds that some numbers pass
+        return np.float32(-1.5 if name.endswith("min") else 1.5) + np.float32(0.1) * noise
     if "norm" in name and name.endswith("weight"):
         return np.float32(0.2) * noise + np.float32(1.0)
     if len(shape) < 2:  # biases, sinks and other vectors

@@ -36,11 +36,11 @@ def messages(prompt: str) -> list[Message]:
     return said
 
 
-def pixels(family: Any, shown: Picture) -> np.ndarray[Any, Any]:
+def pixels(family: Any, shown: Picture, *, planes: bool) -> np.ndarray[Any, Any]:
     """Return a picture's pixels as transformers orders them: flat patches, or planes of colour."""
     plan = family.plan(*extent(shown))
-    cut = family.pixels(decoded(shown), plan)
-    if family.sections:
+    cut: np.ndarray[Any, Any] = family.pixels(decoded(shown), plan)
+    if not planes:
         return cut
     tiles, size = cut.reshape(-1, *cut.shape[-2:]), int((cut.shape[-1] // 3) ** 0.5)
     side = int(tiles.shape[1] ** 0.5)
@@ -74,7 +74,8 @@ def test_a_family_sees_as_transformers_does(case: str, tmp_path: Path) -> None:
     with Engine.load(tmp_path, dtype="float32", prompt_cache=None) as engine:
         runner = runner_of(engine)
         for kind in SIZES:
-            flat = pixels(runtime_of(engine).eyes.family, Picture.of(picture(kind))).reshape(-1)
+            family, planes = runtime_of(engine).eyes.family, not case.startswith(("qwen", "lfm2", "gemma4"))
+            flat = pixels(family, Picture.of(picture(kind)), planes=planes).reshape(-1)
             places = np.linspace(0, len(flat) - 1, SHOWN).astype(int)
             assert np.abs(flat[places] - golden[f"{kind} pixels"]).max() < 1e-3, kind
         for prompt in PROMPTS:
