@@ -18,9 +18,6 @@ from tokamac.engine.device import broken_library, cannot_import, check_backends
 from tokamac.engine.errors import DeviceError
 from tokamac.engine.requirements import newer_python, unmet
 
-# What `make` and .ci/install do before and around pip, with a machine's commands replaced where they would say
-# another one.
-
 ROOT = Path(__file__).parent.parent
 
 

@@ -35,6 +35,7 @@ from tokamac.app.tui.widgets.prompt_input import Chips, Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 
 Shown = TypeVar("Shown", bound=Screen[Any])
+Start = Callable[..., Any]  # the `chat` fixture
 
 OFTEN_S, SOON_S, SELDOM_S = (
     0.01,
@@ -221,7 +222,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> Callable[..., Any]:
+def chat(tmp_path: Path) -> Start:
     @asynccontextmanager
     async def start(
         model: str = "fast",

@@ -28,8 +28,6 @@ from tests.waiting import PATIENCE_S, until
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage, StoreError
 
-# The whole product as a person uses it: the command, a terminal, the engine's process and the embedded model.
-
 Start = Callable[..., Any]
 EMPTY = "Write a message"
 LOADED = " bits"  # in the side panel

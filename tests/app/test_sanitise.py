@@ -4,10 +4,9 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -19,7 +18,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 
-from tests.app.conftest import Chat, reply_of, strips_of
+from tests.app.conftest import Chat, Start, reply_of, strips_of
 from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
 from tokamac.app.backend import protocol
 from tokamac.app.backend.protocol import ReplyEvent
@@ -42,8 +41,6 @@ from tokamac.app.tui.app import OutputFilter
 from tokamac.app.tui.screens.dialog import EngineSaid
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import TextChunk
-
-# Nothing a terminal would obey passes, however the text is cut.
 
 FORBIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]"
@@ -135,7 +132,6 @@ def test_the_last_gate_takes_away_and_keeps_the_cells(text: str) -> None:
 
 # Nothing foreign reaches the terminal as anything but text, whichever way it comes in and whatever widget shows it.
 
-Start = Callable[..., Any]
 SEQUENCES = [
     "\x1b[2J", "\x1b[31;1m", "\x1b]0;a title\x07", "\x1b]52;c;c2VjcmV0\x1b\\",
     "\x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\", "\x1bP$q\x1b\\", "\x1b(0", "\x9b5n", "\x9d0;t\x9c",

@@ -20,8 +20,6 @@ from tokamac.engine.reply import ReplyTask
 from tokamac.engine.runner import Runner
 from tokamac.engine.schedule.decoding import Lane
 
-# Work that can't hold up the suite.
-
 T = TypeVar("T")
 
 DEADLINE_S = PATIENCE_S

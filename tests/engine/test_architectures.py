@@ -40,9 +40,6 @@ from tokamac.engine.text.template import ChatTemplate, template_of
 from tokamac.engine.text.tokenizer import load_tokenizer
 from tokamac.quant import convert
 
-# Architectures of our own: found like mlx-lm's, seen by the rules and the caches like mlx-lm's, and unknown to mlx-
-# lm.
-
 GOLDEN = Path(__file__).parents[1] / "golden"
 OWN = sorted(own_architectures())
 

@@ -49,8 +49,6 @@ from tokamac.engine.model.adapters import attach, changes_of, read_adapter
 from tokamac.engine.reply import room_of_reply
 from tokamac.engine.text.stream import ENOUGH_TOKENS
 
-# The engine whole, on a tiny model: reuse, cancelling, seeds, threads, limits, closing.
-
 GREEDY = Sampling(temperature=0, max_tokens=12)
 
 

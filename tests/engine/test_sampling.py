@@ -34,8 +34,6 @@ from tokamac.engine.sampling import (
     take_top_k,
 )
 
-# Sampling: filters against plain NumPy, seeds, penalties, and what options refuse.
-
 # Hundredths: nearer values would be ties in float32 once they are probabilities.
 PLAIN = Sampling(min_p=0, repetition_penalty=1)  # a model whose files say that nothing is to be done
 LOGITS = st.lists(st.integers(-800, 800), min_size=2, max_size=30, unique=True).map(lambda n: [i / 100 for i in n])

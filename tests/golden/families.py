@@ -5,8 +5,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-# The golden cases: which transformers configuration each one is, and what it is there to catch.
-
 VOCABULARY = 128
 PROMPT = 24  # tokens of a prompt, shorter than every sliding window
 WINDOW = 16

@@ -20,8 +20,6 @@ from tokamac.quant import convert
 from tokamac.quant.source import Source, clone, fresh, open_source
 from tokamac.quant.streaming import Streamed, streamable_source
 
-# Tiny seeded models for the conversion tests.
-
 GOLDEN = Path(__file__).parent.parent / "golden"
 BASE = {
     "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,

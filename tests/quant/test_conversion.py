@@ -37,9 +37,6 @@ from tokamac.quant.search import search
 from tokamac.quant.source import fresh, open_adapter, open_source
 from tokamac.quant.streaming import Streamed, activation_statistics, calibration_text, streamable_source
 
-# Conversion: what comes out, and that it is what MLX's own quantizer gives, in a folder that mlx-lm and the engine
-# load.
-
 TOKENS = mx.array([[5, 4, 3, 2, 1, 7, 7, 9]])
 
 

@@ -26,8 +26,6 @@ from tokamac.quant.options import Options
 from tokamac.quant.plan import layer_of
 from tokamac.quant.resume import check_target
 
-# Conversions that cannot be, or are cut short: a clear error, the target as it was, no leftovers.
-
 
 def refuse(error, tmp_path, match, source=None, **options):
     """Converting must raise before any work: nothing appears beside the source."""

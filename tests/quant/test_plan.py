@@ -288,7 +288,7 @@ def quiet(_):
     pass
 
 
-def uneven(folder, kind="llama", layers=6, **changes):
+def uneven(folder, kind="llama", *, layers, **changes):
     """Write a source with heavy-tailed weights whose layers matter unequally: each adds a third of what the one before adds."""
     source = make_source(folder, kind, num_hidden_layers=layers, **changes)
     weights = mx.load(str(source / "model.safetensors"))
@@ -327,7 +327,7 @@ def bits_per_weight(source, chosen):
 
 @pytest.mark.parametrize("quantizer", [Round(), Search()], ids=["round", "search"])
 def test_a_target_of_the_same_size_beats_packing_everything_alike(tmp_path, quantizer):
-    source = uneven(tmp_path)
+    source = uneven(tmp_path, layers=4)
     uniform = choose(source, UNIFORM)
     target = bits_per_weight(source, uniform)
     chosen, notes = plan_budget(source, Options(target_bpw=target), quantizer, IDS, quiet)
@@ -340,8 +340,8 @@ def test_a_target_of_the_same_size_beats_packing_everything_alike(tmp_path, quan
 
 
 def test_a_target_for_the_divergence_takes_the_fewest_bits_that_keep_it(tmp_path):
-    source, before = uneven(tmp_path), (0.0, math.inf)
-    for target in (0.3, 0.05, 0.005):
+    source, before = uneven(tmp_path, layers=3), (0.0, math.inf)
+    for target in (0.3, 0.02):
         chosen, notes = plan_budget(source, Options(target_kl=target), Search(), IDS, quiet)
         assert 0.9 * target <= float(notes[1].split()[3]) <= target
         found = (bits_per_weight(source, chosen), divergence(source, chosen, Search(), IDS[::-1]))
@@ -403,7 +403,7 @@ def no_room(monkeypatch):
 
 @pytest.mark.parametrize("how", ["guessed", "by kind"])
 def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tmp_path, no_room, how):
-    source = uneven(tmp_path)
+    source = uneven(tmp_path, layers=2)
     ids = IDS if how == "guessed" else None
     chosen, notes = plan_budget(source, Options(target_bpw=4.5), Round(), ids, quiet)
     assert bits_per_weight(source, chosen) <= 4.5
@@ -412,7 +412,7 @@ def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tm
 
 
 def test_a_guess_gives_more_bits_to_layers_that_change_more(tmp_path, no_room):
-    source = uneven(tmp_path)
+    source = uneven(tmp_path, layers=6)
     chosen, _ = plan_budget(source, Options(target_bpw=4.5), Round(), IDS, quiet)
     bits = [chosen[f"model.layers.{layer}.mlp.down_proj"].bits for layer in range(6)]
     assert bits[0] > bits[-1]
@@ -453,7 +453,7 @@ def test_sizes_are_those_of_the_plan(tmp_path, kind):
 def test_a_replay_gives_what_a_whole_reading_gives(tmp_path, kind):
     source = uneven(tmp_path, kind, layers=3)
     replay = Replay(source, IDS)
-    for path in [path for path, _ in packable(source)][::3]:
+    for path in [path for path, _ in packable(source)][::5]:
         packing = Packing(3, 64)
         changed = coarse(path, replay.weight(path).astype(mx.bfloat16), packing, Round())
         whole = divergence(source, {path: packing}, Round(), IDS)

@@ -43,8 +43,6 @@ from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant import convert
 from tokamac.quant.source import fresh, open_source, unpacked
 
-# Sources: MLX folders, multimodal ones, and what is damaged; and that no weight is read before its turn.
-
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

@@ -13,7 +13,7 @@ from tests.app.chat.test_session import DIED, Clock, done, loaded_session
 from tests.app.chat.test_session import LOADED as SESSION_LOADED
 from tests.app.chat.test_session import METRICS as SESSION_METRICS
 from tests.app.chat.test_session import asked as session_asked
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, Start
 from tests.engine.helpers import write_model
 from tests.engine.text.test_tools import QWEN, SUM, tokenizer
 from tests.scripted_engine import SCENARIOS, ScriptedEngine, model_spec
@@ -307,7 +307,6 @@ def test_what_fails_aside_is_not_told_and_delays_nothing(error: Exception) -> No
 
 # Attachments counted in tokens: the state machine's part, the child's, and the chip over the prompt box.
 
-Start = Callable[..., Any]
 NOTES, CODE = Attachment("notes.md", "some notes"), Attachment("a.py", "x = 1", "code")
 
 

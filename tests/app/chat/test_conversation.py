@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from tests.app.chat.test_session import METRICS, done, kinds, loaded_session
 from tests.app.chat.test_session import asked as session_asked
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, Start
 from tests.scripted_engine import SCENARIOS, model_spec
 from tests.tiny import TEMPLATE, make_tiny
 from tokamac.app.backend.child import load_engine
@@ -47,8 +46,6 @@ from tokamac.engine.options import Sampling, TemplateOptions
 
 # Going on with a reply that was cut: a copy beside it that begins with what was said, in the session, the store and
 # the chat.
-
-Start = Callable[..., Any]
 
 
 @pytest.fixture

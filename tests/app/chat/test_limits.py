@@ -10,8 +10,7 @@ from rich.cells import cell_len
 from textual.app import App
 
 from tests.app.chat.test_session import DIED, LOADED, Clock, asked, done, loaded_session
-from tests.app.conftest import Chat
-from tests.app.tui.test_app import Start as ChatStart
+from tests.app.conftest import Chat, Start
 from tests.scripted_engine import model_spec
 from tokamac.app.backend.protocol import (
     AskCount,
@@ -63,7 +62,6 @@ from tokamac.engine.options import KVSpec, OnFull, Sampling, ToolSpec
 
 # What actions and paths would take, as it is asked for and as it is said.
 
-Start = Callable[..., Any]
 DISK = Price(3_000, 0, 310_000_000, 0.4)
 SOME = Price(3_000, 12, 310_000_000, 0.4)
 MUCH = Price(3_000, 1_240, 310_000_000, 2.1)
@@ -156,51 +154,36 @@ def test_a_path_that_needs_the_disk_alone_is_not_ready() -> None:
     assert of_path(Price(3_000, 12, 0, 0.1)) == "nothing to re-read"
 
 
-@pytest.mark.parametrize(
-    ("price", "width", "said"),
-    [
-        (Price(9, 1, 310_000_000, 0.4), 120, "next: 1 token to read, 310 MB from disk, about 0.4 s"),
-        (DISK, 120, "next: 310 MB from disk, about 0.4 s"),
-        (SOME, 40, "next: 310 MB, about 0.4 s"),
-        (MUCH, 40, "next: 1.24k tokens, about 2.1 s"),
-    ],
-)
-async def test_the_next_prompt_takes_what_an_action_would(chat: Start, price: Price, width: int, said: str) -> None:
-    async with chat("fast", size=(width, 24)) as c:
-        c.session.warmup.price = price
-        assert said in await drawn(c)
-
-
-@pytest.mark.parametrize(
-    ("width", "said"),
-    [(60, "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB"), (40, "r: 1.24k · e: ≤310 MB · f: 310 MB")],
-)
-async def test_in_little_room_what_comes_from_the_disk_does_not_look_free(chat: Start, width: int, said: str) -> None:
-    async with chat("fast", size=(width, 24)) as c:
+async def test_prices_and_a_name_in_wide_letters_take_no_more_room_than_there_is(chat: Start) -> None:
+    async with chat("fast", size=(120, 24)) as c:
+        for price, width, said in (
+            (Price(9, 1, 310_000_000, 0.4), 120, "next: 1 token to read, 310 MB from disk, about 0.4 s"),
+            (DISK, 120, "next: 310 MB from disk, about 0.4 s"),
+            (MUCH, 80, "about 2.1 s"),
+            (SOME, 40, "next: 310 MB, about 0.4 s"),
+            (MUCH, 40, "next: 1.24k tokens, about 2.1 s"),
+        ):
+            c.session.warmup.price = price
+            assert said in await drawn(c, width)
+        c.session.warmup.price = None
         again = KnownPrice(PriceQuestion("again", ()), MUCH)
-        c.session.prices.known = (
-            again,
-            KnownPrice(PriceQuestion("edit", (), most=True), SOME),
-            KnownPrice(PriceQuestion("fork", (), key=2), DISK),
-        )
-        assert said in await drawn(c)
-
-
-@pytest.mark.parametrize("width", [40, 60, 120])
-async def test_a_name_in_wide_letters_takes_no_more_room_than_there_is(chat: Start, width: int) -> None:
-    async with chat("fast", size=(width, 24)) as c:
-        assert c.session.engine.info is not None
+        edit = KnownPrice(PriceQuestion("edit", (), most=True), SOME)
+        c.session.prices.known = (again, edit, KnownPrice(PriceQuestion("fork", (), key=2), DISK))
+        assert "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB" in await drawn(c, 60)
+        assert "r: 1.24k · e: ≤310 MB · f: 310 MB" in await drawn(c, 40)
         c.session.engine.info = replace(c.session.engine.info, name="通义千问大语言模型指令微调版本四比特-7B")
-        *_, line = (line for line in (await drawn(c)).splitlines() if "7B" in line)  # the panel names it too
-        assert cell_len(line.rstrip()) <= width
-        assert "help" in line
-        name = line.strip("● ").split()[0]
-        assert name.startswith("…")
-        assert cell_len(name) <= 28
+        for width in (40, 60, 120):
+            *_, line = (line for line in (await drawn(c, width)).splitlines() if "7B" in line)  # the panel names it too
+            assert cell_len(line.rstrip()) <= width
+            assert "help" in line
+            name = line.strip("● ").split()[0]
+            assert name.startswith("…")
+            assert cell_len(name) <= 28
 
 
-async def drawn(c: Chat) -> str:
-    """Return the screen once it shows what the session holds now."""
+async def drawn(c: Chat, width: int) -> str:
+    """Return the screen once it is so wide, and shows what the session holds now."""
+    await c.pilot.resize_terminal(width, 24)
     c.app.chat.perform([])
     await c.pilot.pause()
     return c.screen_text()
@@ -683,7 +666,7 @@ def test_memory_that_was_short_is_told(resting: Session) -> None:
     assert resting.on_event(ReplyEvent(7, SQUEEZED)) == []  # of a reply that is over
 
 
-async def test_the_whole_way(chat: ChatStart, tmp_path: Path) -> None:
+async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
     """Set on the settings screen; the process is gone, the status says so; typing brings it back with the conversation."""
     async with chat() as it:
         await it.ask("one")

@@ -1,16 +1,15 @@
 """What can't be stored is tried again until it is, said for as long as it is not, and never taken for stored."""
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.app.chat.test_session import LOADED, METRICS, Clock, done
-from tests.app.conftest import Chat, refuse_writes, reply_of
+from tests.app.conftest import Start, refuse_writes, reply_of
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import AskCount, Counted, Load, ReplyEvent
 from tokamac.app.chat import recording
@@ -24,8 +23,6 @@ from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage, StoreError
 from tokamac.engine.events import Finished, ToolCall
 from tokamac.engine.options import Sampling, ToolSpec
-
-Start = Callable[..., Any]
 
 
 class Desk:
@@ -358,11 +355,6 @@ def test_a_chat_in_the_background_is_saved_in_the_new_file_too(desk: Desk) -> No
 
 
 # On the screen --------------------------------------------------------------------------------------------------------------
-
-
-async def ready(c: Chat) -> None:
-    await c.phase(EnginePhase.IDLE)
-    await c.until(lambda: c.app.chat.recording is not None)
 
 
 async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_so(chat: Start, tmp_path: Path) -> None:

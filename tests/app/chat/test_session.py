@@ -59,8 +59,6 @@ from tokamac.engine.events import (
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
-# The state machine alone: what it asks for and tells, for every way a chat can go.
-
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
 LOADED = Loaded(model_spec("guide"))
 

@@ -39,8 +39,6 @@ from tokamac.engine.events import Event
 from tokamac.engine.metrics import Metrics, share
 from tokamac.engine.perf.roofline import Limits
 
-# `tokamac bench`: runs, sweeps, spread, and the picture, on tiny models.
-
 METRICS = {field.name for field in fields(Metrics)}
 CONTRACT = {"runs", "median", "ceiling_tps", "expected_tps", "peer"}
 UNKNOWN_RUN = Metrics(40, 0, 40, 8, *[None] * 13)  # type: ignore[arg-type]

@@ -18,8 +18,6 @@ from tokamac.app.store import database
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import StoreDamagedError, StoredChat, refused
 
-# `tokamac chats`: list, show, export, import, delete, restore and repair, for people and for programs.
-
 HEAVY = {"mlx", "mlx.core", "numpy", "textual", "transformers", "huggingface_hub"}
 
 

@@ -25,8 +25,6 @@ from tokamac.engine.metrics import Metrics
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.diagnosis import Diagnosis
 
-# Every command on a tiny model, against the public contract.
-
 METRICS = {field.name for field in fields(Metrics)}
 
 

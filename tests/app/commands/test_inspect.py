@@ -18,8 +18,6 @@ from tests.tiny import make_tiny
 from tokamac.engine.perf import footprint
 from tokamac.quant.report import RECORD, Outcome, Quality
 
-# `inspect` of what is not here, on what is not here: places, cases, tables and pictures; and `models suggest`.
-
 M4_MAX = ("--chip", "Apple M4 Max", "--gpu-cores", "40", "--memory", "64")
 QWEN = "mlx-community/Qwen3-0.6B-4bit"
 

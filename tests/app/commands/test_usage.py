@@ -27,8 +27,6 @@ from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.cli import COMMANDS
 from tokamac.app.commands.prompts import InputError, compose
 
-# Exit codes, help, wrong usage: no model is needed.
-
 HEAVY = "{'mlx', 'mlx_lm', 'textual', 'transformers', 'huggingface_hub', 'numpy', 'rich', 'tomlkit'}"
 
 

@@ -34,8 +34,6 @@ from tokamac.app.store import messages
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
 
-# `tokamac chat --plain`: what the full screen has a panel or a dialog for, as lines.
-
 pytestmark = pytest.mark.usefixtures("data")
 
 OWN_BITS = ("--kv-bits", "8,4", "--kv-group-size", "32")

@@ -23,8 +23,6 @@ from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError, storable
 from tokamac.engine.events import ToolCall
 
-# Conversations out into files and back: exactly, and nothing foreign is more than data.
-
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 NASTY = st.sampled_from(
     [

@@ -17,8 +17,6 @@ from tokamac.app.store.messages import ID_CHARS, MAX_CHARS, SNIPPET_CHARS, joine
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import TITLE_CHARS, Archive, Attachment, StoredChat, StoredMessage, StoreError, title_of
 
-# Chats: ids, titles, lists, drafts, settings, deleting.
-
 
 def chat_about(store: Store, words: str) -> str:
     chat = store.new_chat(model="guide").id

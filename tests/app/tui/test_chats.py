@@ -21,7 +21,7 @@ from textual.widgets import Input, OptionList
 from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
-from tests.app.conftest import PATIENCE_S, Chat, text_on
+from tests.app.conftest import PATIENCE_S, Chat, Start, text_on
 from tokamac.app.backend.protocol import AskPrice, Request
 from tokamac.app.chat.actions import Keymap
 from tokamac.app.chat.conversation import Reply, Tree
@@ -144,7 +144,6 @@ def test_the_match_is_seen_in_a_narrow_list() -> None:
 # The list of conversations while it changes: where it points, what it answers too late, and a title that is written
 # in it.
 
-Start = Callable[..., Any]
 FRUITS = ("apples", "pears", "plums", "quinces")  # as they are listed: the newest first
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Input, OptionList, Static, TextArea
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, Start
 from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.controller import GIVEN_UP
@@ -28,11 +28,6 @@ from tokamac.app.tui.screens.dialog import Tick
 from tokamac.app.tui.screens.settings import NOT_USED, SystemScreen
 from tokamac.app.tui.widgets.prompt_input import Prompt
 
-# Conversations that are kept: stored as they go on, opened again, searched, edited, forked, deleted and brought
-# back.
-
-Start = Callable[..., Any]
-
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Callable[[], Any]:
@@ -44,11 +39,6 @@ def kept(tmp_path: Path) -> Callable[[], Any]:
             return None if chat is None else (chat, store.path(chat.id))
 
     return read
-
-
-async def ready(c: Chat) -> None:
-    await c.phase(EnginePhase.IDLE)
-    await c.until(lambda: c.app.chat.recording is not None)
 
 
 async def test_a_prompt_is_stored_before_its_reply_is_and_the_reply_with_its_figures(chat: Start, kept: Any) -> None:
@@ -327,17 +317,6 @@ def drafts(c: Chat) -> list[str]:
         return sorted(chat.draft for chat in store.chats())
 
 
-async def test_a_new_chat_ends_an_edit(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ask("one")
-        await edit(c, "one")
-        await c.pilot.press("ctrl+n")
-        assert c.prompt.text == ""
-        await c.ask("two")
-        assert c.prompts == ["two"]
-        assert drafts(c) == ["", ""]  # the edit changed nothing
-
-
 async def test_an_edit_does_not_reach_the_chat_that_is_opened(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ask("one")
@@ -523,14 +502,10 @@ def text(screen: SystemScreen) -> str:
     return screen.query_one("#system", TextArea).text
 
 
-async def left(c: Chat) -> None:
-    await c.closed()
-
-
 async def seen(c: Chat) -> str:
     """What the dialog shows when it is opened; it is closed again."""
     shown = text(await c.opened("ctrl+s", SystemScreen))
-    await left(c)
+    await c.closed()
     return shown
 
 
@@ -540,21 +515,21 @@ async def test_what_was_written_is_there_again_after_esc_and_it_is_told_once(cha
         assert not screen.query("#draft")
         await c.pilot.press(*"Be brief.")
         screen.query_one("#own", Tick).value = True
-        await left(c)
+        await c.closed()
         assert SYSTEM_DRAFT_KEPT in c.notices
         assert c.session.system == ""
         c.app.clear_notifications()
         screen = await c.opened("ctrl+s", SystemScreen)
         assert (text(screen), screen.query_one("#own", Tick).value) == ("Be brief.", True)
         assert str(screen.query_one("#draft", Static).render()) == NOT_USED
-        await left(c)
+        await c.closed()
         assert c.notices == ""
         await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press("ctrl+s")
         await c.until(lambda: c.session.system == "Be brief.")
         screen = await c.opened("ctrl+s", SystemScreen)
         assert (text(screen), len(screen.query("#draft"))) == ("Be brief.", 0)
-        await left(c)
+        await c.closed()
         assert SYSTEM_DRAFT_KEPT not in c.notices
 
 
@@ -564,12 +539,12 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
         first = c.held
         await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press(*"apples")
-        await left(c)
+        await c.closed()
         await c.pilot.press("ctrl+n")
         assert await seen(c) == ""
         await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press(*"pears")
-        await left(c)
+        await c.closed()
         await c.ask("about pears")  # from here on it is a chat of its own
         assert await seen(c) == "pears"
         c.app.view.library.load("slow")
@@ -586,13 +561,13 @@ async def test_a_draft_can_be_discarded_for_what_holds(chat: Start) -> None:
     async with chat("fast", system="Shout.") as c:
         screen = await c.opened("ctrl+s", SystemScreen)
         screen.query_one("#system", TextArea).text = "Whisper."
-        await left(c)
+        await c.closed()
         screen = await c.opened("ctrl+s", SystemScreen)
         assert text(screen) == "Whisper."
         screen.query_one("#discard").press()
         await c.until(lambda: text(screen) == "Shout.")
         assert not screen.query_one("#draft").display
-        await left(c)
+        await c.closed()
         screen = await c.opened("ctrl+s", SystemScreen)
         assert (text(screen), len(screen.query("#draft"))) == ("Shout.", 0)
 

@@ -6,7 +6,7 @@ import queue
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 
-from tests.app.conftest import Chat, strips_of
+from tests.app.conftest import Chat, Start, strips_of
 from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tests.tiny import make_tiny
 from tests.waiting import PATIENCE_S
@@ -72,11 +72,6 @@ from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.perf.what_if import WhatIfCase, elsewhere, notes, table
 from tokamac.engine.schedule.capacity import Capacity, WidthOutcome
 
-# F2: a reply's diagnosis on the screen, in windows of every size, with a real child process and a scripted engine
-# behind it.
-
-Start = Callable[..., Any]
-
 
 def answers_of(screen: WhatIfScreen) -> dict[Any, Any]:
     """Return what the screen was answered, by what it asked for."""
@@ -124,13 +119,15 @@ async def test_earlier_replies_are_explained_too(chat: Start) -> None:
         assert title.border_title == "Explain · reply 1 of 2"
         await c.pilot.press("left", "right", "right")
         assert title.border_title == "Explain · reply 2 of 2"
+        await c.opened("f3", WhatIfScreen)
 
 
-async def test_without_a_reply_it_says_so(chat: Start) -> None:
+async def test_without_a_reply_there_is_nothing_to_explain_or_to_walk_through(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.pilot.press("f2")
-        assert not isinstance(c.app.screen, ExplainScreen)
-        assert "no reply to explain" in c.notices
+        for key, said in (("f2", "no reply to explain"), ("f10", "no reply to walk through")):
+            await c.pilot.press(key)
+            assert c.app.screen is c.app.view
+            assert said in c.notices
 
 
 async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -> None:
@@ -140,13 +137,6 @@ async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -
         await c.until(lambda: c.session.engine.replying, "a second reply")
         await explain(c)
         assert c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 1"
-
-
-async def test_f3_leads_on_to_what_if(chat: Start) -> None:
-    async with chat("fast") as c:
-        await c.ask("one")
-        await explain(c)
-        await c.opened("f3", WhatIfScreen)
 
 
 # F10: the steps of a reply.
@@ -309,12 +299,6 @@ async def test_a_reply_that_ended_with_the_engine_keeps_its_figures_and_says_why
         assert ReplySteps(reply).missing == NOT_REPORTED
 
 
-async def test_without_a_reply_there_are_no_steps(chat: Start) -> None:
-    async with chat("guide") as c:
-        await c.pilot.press("f10")
-        assert "no reply to walk through" in c.notices
-
-
 async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ask("one")
@@ -339,13 +323,6 @@ def test_what_slowed_the_machine_down_is_told_with_what_ends_it() -> None:
     assert "Low Power Mode was on, which slows the chip down.\n  System Settings > Battery" in told
     plain = explanation(Reply("", metrics=METRICS, diagnosis=replace(SLOWED, throttles=())), 200).plain
     assert "SLOWED" not in plain
-
-
-def test_a_reply_without_a_token_is_explained_in_a_sentence() -> None:
-    from tests.app.chat.test_figures import VERDICT_METRICS as METRICS
-
-    nothing = replace(METRICS, ttft_s=None, total_s=None)
-    assert explanation(Reply("", metrics=nothing), 40).plain == "No token was made."
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=3, max_size=3), st.integers(10, 200))
@@ -493,10 +470,7 @@ async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None
         await c.send("/gauges")
         await c.until(lambda: gauges(c).has_focus)
         await c.until(lambda: "first token" in c.screen_text())
-
-
-async def test_a_window_that_is_too_narrow_says_so(chat: Start) -> None:
-    async with chat("fast", size=(80, 24)) as c:
+        await c.pilot.resize_terminal(80, 24)
         await c.send("/gauges")
         await c.until(lambda: "too narrow for the gauges" in c.notices)
 
@@ -698,7 +672,10 @@ def test_names_in_tables_are_no_markup_and_what_is_unknown_is_left_empty() -> No
     hostile = "[red]x[/] \x1b[2J"
     (model,) = whatif.model_rows([ModelLine(hostile, None, None, None, "tight", Figures())])
     (chip,) = whatif.chip_rows([ChipLine(hostile, None, Figures(fits=False))])
-    (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, Figures(memory_bytes=5 * 10**9, fits=True))])
+    figures = Figures(memory_bytes=5 * 10**9, fits=True)
+    others = replace(figures, from_others=10**9)  # what others give way for is tight
+    case, tight = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, each) for each in (figures, others)])
+    assert tight[5].plain == "tight"
     assert model[0].plain.startswith("[red]x[/]")
     assert "\x1b" not in model[0].plain + chip[0].plain
     assert [cell.plain for cell in model[2:]] == [""] * 6
@@ -707,12 +684,6 @@ def test_names_in_tables_are_no_markup_and_what_is_unknown_is_left_empty() -> No
     assert len(model) == len(whatif.MODELS)
     assert len(chip) == len(whatif.CHIPS)
     assert len(case) == len(whatif.CASES)
-
-
-def test_what_others_give_way_for_is_tight_in_a_table() -> None:
-    figures = Figures(memory_bytes=5 * 10**9, fits=True, from_others=10**9)
-    (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, figures)])
-    assert case[5].plain == "tight"
 
 
 def test_the_limit_that_was_set_is_what_this_machine_is_judged_by(tmp_path: Path) -> None:

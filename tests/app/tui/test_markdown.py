@@ -15,8 +15,6 @@ from tokamac.app.tui.markdown.rows import SHORT, Block, Code, Flow, Grid, Horizo
 from tokamac.app.tui.markdown.rows import rows as markdown_rows
 from tokamac.app.tui.markdown.turns import ReplyMessage, Thinking, UserMessage
 
-# Markdown to blocks to rows: the shapes, the widths, and that streaming ends where the whole would.
-
 PIECES = st.sampled_from(
     [
         "word ",

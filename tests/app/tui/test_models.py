@@ -48,8 +48,6 @@ from tokamac.app.models.jobs import (
 from tokamac.app.tui.screens.model import ConvertScreen, ModelList, ModelScreen
 from tokamac.app.tui.widgets.prompt_input import Prompt
 
-# Ctrl+O: the picker over the chat, with the real commands behind it and a small local hub.
-
 Start = Callable[..., Any]
 WEIGHTS = safetensors(600_000)
 

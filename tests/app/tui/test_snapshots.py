@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual.command import CommandList, CommandPalette
 from textual.containers import VerticalScroll
 from textual.widgets import Button, DataTable, Input, OptionList, Select, TabbedContent
 
-from tests.app.conftest import Chat, reply_of
+from tests.app.conftest import Chat, Start, reply_of
 from tests.app.tui.album import (
     SIZES,
     THEME,
@@ -70,9 +69,6 @@ from tokamac.engine.metrics import Outlier
 from tokamac.engine.perf.catalogue import Group
 from tokamac.engine.perf.diagnosis import diagnose
 
-# Every screen as it is drawn, row by row and style by style, against what was drawn before (see album.py).
-
-Start = Callable[..., Any]
 DAY_S = 86400.0
 ANSWER = """Decode reads **every weight once per token**.
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +21,7 @@ from textual.widgets import Button, Input, OptionList, Select, Static, TextArea
 from textual.widgets._select import SelectOverlay
 from textual.widgets._toast import Toast
 
-from tests.app.conftest import Chat, strips_of
+from tests.app.conftest import Chat, Start, strips_of
 from tokamac.app.chat.actions import Keymap, keymap
 from tokamac.app.chat.settings_form import GROUPS
 from tokamac.app.chat.start import ChatOptions
@@ -39,8 +38,6 @@ from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL, end_of, readable
 from tokamac.app.tui.widgets.prompt_input import Chips
 from tokamac.app.tui.widgets.status import StatusLine
 from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, with_keys
-
-# Tokamac's themes can be read: in 24 bits, and in the nearest of 256 colours, which is what Terminal.app has.
 
 TEXTS = ["foreground", "primary", "secondary", "accent", "warning", "error", "success"]
 GROUNDS = ["background", "surface", "panel"]
@@ -90,7 +87,6 @@ def test_the_terminal_theme_names_no_colour_but_the_terminals_own() -> None:
 # Text can be read in every theme: each colour that the app derives for it, and what is drawn with them on the
 # screen.
 
-Start = Callable[..., Any]
 LEAST = 4.5  # of WCAG 2, for running text
 RGB = [theme for theme in (*BUILTIN_THEMES.values(), DARK, LIGHT) if not theme.ansi]
 LIGHTS = ["solarized-light", "textual-light", "catppuccin-latte", LIGHT.name]
@@ -314,9 +310,8 @@ async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Sta
         assert row(c, -1).endswith("name-4bit · not saved   F1 help")
 
 
-@pytest.mark.parametrize("size", [SMALLEST, USUAL])
-async def test_a_notice_has_its_own_lines_above_the_box_and_covers_nothing(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("fast", size=size) as c:
+async def test_a_notice_has_its_own_lines_above_the_box_and_covers_nothing(chat: Start) -> None:
+    async with chat("fast", size=SMALLEST) as c:
         await c.ask("hi")
         for _ in range(2):  # told twice, it is shown once
             await c.pilot.press("ctrl+n")
@@ -660,15 +655,17 @@ def test_all_else_is_written_as_it_is(text: str) -> None:
     assert anchored(text) == text
 
 
-@pytest.mark.parametrize("size", [(80, 40), (200, 50), (211, 50)])
-async def test_title_and_prompt_stand_where_the_column_of_text_does(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("fast", size=size) as c:
+async def test_title_and_prompt_stand_where_the_column_of_text_does(chat: Start) -> None:
+    async with chat("fast", size=(80, 40)) as c:
         await c.ask("what is a ring?")
         await c.send("/title Rings")
         await c.until(lambda: "Rings" in c.screen_text().splitlines()[0], "the title")
-        lines = c.screen_text().splitlines()
-        name = next(line.index("fast") for line in lines if line.strip().startswith("fast"))
-        assert lines[0].index("Rings") == name
-        box = next(line for line in lines if "╭" in line)
-        assert box.index("╭") == name - 2
-        assert "Write a message" in lines[lines.index(box) + 1][name : name + 20]
+        for size in ((80, 40), (200, 50), (211, 50)):
+            await c.pilot.resize_terminal(*size)
+            await c.pilot.pause()
+            lines = c.screen_text().splitlines()
+            name = next(line.index("fast") for line in lines if line.strip().startswith("fast"))
+            assert lines[0].index("Rings") == name
+            box = next(line for line in lines if "╭" in line)
+            assert box.index("╭") == name - 2
+            assert "Write a message" in lines[lines.index(box) + 1][name : name + 20]

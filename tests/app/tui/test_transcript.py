@@ -11,7 +11,7 @@ from textual.geometry import Offset
 from textual.strip import Strip
 from textual.widgets import OptionList
 
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, Start
 from tokamac.app.chat.conversation import Reply, Turn
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, dumps
@@ -23,9 +23,6 @@ from tokamac.app.tui.screens.dialog import ContextScreen, LinksScreen
 from tokamac.app.tui.screens.help import LeaderScreen
 from tokamac.app.tui.widgets.transcript import SHARE_BESIDE_GPU, SLOWEST_S, FramePacer, share_on
 
-# The transcript as a reader uses it: scrolling, resizing, selecting, folding; and what a growing reply may cost.
-
-Start = Callable[..., Any]
 WORDS = "These are the words of a paragraph that is long enough to be wrapped into several rows of the screen. " * 2
 
 
@@ -266,6 +263,7 @@ async def test_after_a_reply_is_made_again_one_writes_on(chat: Start) -> None:
         first = c.session.turns[-1].reply_key
         await c.pilot.press("r", "enter")
         await c.until(lambda: c.session.turns[-1].reply_key != first and c.session.turns[-1].reply, "another reply")
+        assert [type(message) for message in c.transcript.messages] == [UserMessage, ReplyMessage]
         await is_written(c)
 
 

@@ -1,13 +1,12 @@
 """Several versions of a reply on the screen: side by side or as tabs, chosen and taken by keys, stopped, resized, left."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from textual.screen import Screen
 
 from tests.app.chat.test_session import METRICS
-from tests.app.conftest import Chat
+from tests.app.conftest import Chat, Start
 from tests.app.terminals import foreign, recorder
 from tokamac.app.backend.protocol import ReplyEvent, RequestFailed
 from tokamac.app.chat.steps import EnginePhase
@@ -20,7 +19,6 @@ from tokamac.app.tui.screens.help import HelpScreen
 from tokamac.app.tui.screens.versions import LEAST, VersionColumn, VersionsScreen, keys_line
 from tokamac.engine.events import Finished
 
-Start = Callable[..., Any]
 THREE = "/compare temperature 0 0.7 1.2"
 
 

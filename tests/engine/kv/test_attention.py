@@ -27,8 +27,6 @@ from tokamac.engine.kv.costs import MLX_VERSION, AttentionCall, AttentionDevice,
 from tokamac.engine.kv.layout import Codec, Growing, Layout, Ring
 from tokamac.engine.kv.plan import plan_caches
 
-# The one place where mlx-lm is touched: nobody else may notice.
-
 
 @pytest.fixture
 def original() -> Any:

@@ -24,8 +24,6 @@ from tokamac.engine.kv.cache import Cache, nbytes, rewindable
 from tokamac.engine.kv.plan import plan_caches
 from tokamac.engine.model.config import ignored_windows, read_config
 
-# Which layer gets what, what it costs, and what is refused with which reason.
-
 LLAMA = {"model_type": "llama"}
 
 

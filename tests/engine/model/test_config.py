@@ -40,8 +40,6 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.footprint import weigh
 from tokamac.engine.perf.inspection import inspect_model
 
-# config.json: read, normalised, and refused where mlx-lm would compute something else than it says.
-
 GOLDEN = Path(__file__).parents[2] / "golden"
 SAVED = {path.parent.name: json.loads(path.read_text()) for path in GOLDEN.glob("*/config.json")}
 

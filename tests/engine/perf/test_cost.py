@@ -22,16 +22,12 @@ from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue,
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
 from tokamac.engine.perf.cost import (
     Cost,
-    Tensor,
     bits_per_weight,
     cost_of_folder,
     cost_of_model,
-    cost_of_tensors,
     text_config,
 )
 from tokamac.engine.perf.footprint import KVTable
-
-# What a model costs: both ways of counting agree, and equal what is known of published models.
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4,
@@ -76,14 +72,6 @@ def build(config, *, quantized=None, dtype=mx.bfloat16):
 def save(folder: Path, model, config):
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-
-
-@pytest.mark.parametrize("quantized", [None, {"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 3}], ids=str)
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_headers_and_loaded_arrays_agree(tmp_path, kind, quantized):
-    model, config = build(CONFIGS[kind], quantized=quantized)
-    save(tmp_path, model, config)
-    assert cost_of_folder(tmp_path, config) == cost_of_model(model, config)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -171,69 +159,7 @@ def test_formula_equals_counted_bits(tmp_path):
     assert parts["norms and other"].bits_per_weight == 16
 
 
-def published(row):
-    """Yield the tensors of a published dense model, or of a mixture, as an MLX 4-bit group-64 checkpoint has them."""
-    number = {
-        key: int(row[key]) for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "intermediate")
-    }
-    hidden, heads, kv = number["hidden"], number["heads"] * number["head_dim"], number["kv_heads"] * number["head_dim"]
-
-    def packed(name, *shape):
-        yield Tensor(f"{name}.weight", "U32", (*shape[:-1], shape[-1] // 8), _product(shape) // 2)
-        for leaf in ("scales", "biases"):
-            yield Tensor(f"{name}.{leaf}", "BF16", (*shape[:-1], shape[-1] // 64), _product(shape) // 32)
-
-    def plain(name, *shape):
-        yield Tensor(name, "BF16", shape, 2 * _product(shape))
-
-    yield from packed("model.embed_tokens", number["vocab"], hidden)
-    if row["tied_embeddings"] == "no":
-        yield from packed("lm_head", number["vocab"], hidden)
-    yield from plain("model.norm.weight", hidden)
-    for layer in range(number["layers"]):
-        prefix = f"model.layers.{layer}"
-        for name, size in (("q", heads), ("k", kv), ("v", kv)):
-            yield from packed(f"{prefix}.self_attn.{name}_proj", size, hidden)
-            if row["model"].startswith("Qwen2.5"):
-                yield from plain(f"{prefix}.self_attn.{name}_proj.bias", size)
-        yield from packed(f"{prefix}.self_attn.o_proj", hidden, heads)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield from plain(f"{prefix}.{name}.weight", hidden)
-        if row["model"].startswith("Qwen3"):
-            for name in ("q_norm", "k_norm"):
-                yield from plain(f"{prefix}.self_attn.{name}.weight", number["head_dim"])
-        if "experts" not in row["moe"]:
-            for name, shape in (("gate", (0, 1)), ("up", (0, 1)), ("down", (1, 0))):
-                sizes = (number["intermediate"], hidden)
-                yield from packed(f"{prefix}.mlp.{name}_proj", *(sizes[i] for i in shape))
-        else:
-            yield from packed(f"{prefix}.mlp.gate", 128, hidden)
-            for name, shape in (("gate", (768, hidden)), ("up", (768, hidden)), ("down", (hidden, 768))):
-                yield from packed(f"{prefix}.mlp.switch_mlp.{name}_proj", 128, *shape)
-
-
-def _product(shape):
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
 MODELS = list(csv.DictReader((Path(__file__).parent / "models.csv").read_text(encoding="utf-8").splitlines()))
-COVERED = [row for row in MODELS if row["model"].startswith(("Llama", "Qwen", "Mistral"))]
-
-
-@pytest.mark.parametrize("row", COVERED, ids=lambda row: row["model"])
-def test_published_shapes_cost_what_is_known(row):
-    config = {"num_experts": 128, "num_experts_per_tok": 8} if "experts" in row["moe"] else {}
-    cost = cost_of_tensors(published(row), config)
-    assert cost.parameters == int(row["params_total_computed"])
-    assert cost.weight_bytes == pytest.approx(int(row["mlx_4bit_g64_bytes_computed"]), rel=2e-3)
-    assert cost.weight_bytes_per_token == pytest.approx(int(row["decode_bytes_per_token_4bit_computed"]), rel=2e-3)
-    if row["repo_bytes_published"]:  # the repository holds the tokenizer too
-        assert cost.weight_bytes == pytest.approx(int(row["repo_bytes_published"]), rel=0.05)
-
-
 # The table of models: every row builds and costs, and what was published of it comes out of its config.
 
 KNOWN = [entry for entry in catalogue() if entry.config is not None]
@@ -290,7 +216,6 @@ def row_name(row: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("entry", KNOWN, ids=name_of)
 def test_every_config_builds_and_costs(entry: CatalogueEntry) -> None:
-    assert entry.config is not None
     plain = said(cost_of_config(entry.config, packing=Packing(None)))
     packed = said(cost_of_config(entry.config, packing=Packing(4)))
     assert plain.bits_per_weight == 16
@@ -345,7 +270,6 @@ def test_every_published_size_of_the_facts_is_in_the_table() -> None:
 @pytest.mark.parametrize("row", MODELS, ids=row_name)
 def test_keys_and_values_of_a_token_come_out_of_configs(row: dict[str, str]) -> None:
     entry = named(row["model"].removesuffix(" (text)"))
-    assert entry.config is not None
     table = kv_table(entry.config, KVSpec(), 4096, value_bytes=2)
     assert table.bytes_per_token == int(row["kv_bytes_per_token_16bit_computed"])
 
@@ -353,7 +277,6 @@ def test_keys_and_values_of_a_token_come_out_of_configs(row: dict[str, str]) -> 
 @pytest.mark.parametrize("row", MODELS, ids=row_name)
 def test_parameters_and_bytes_come_out_of_configs(row: dict[str, str]) -> None:
     entry = named(row["model"].removesuffix(" (text)"))
-    assert entry.config is not None
     cost = said(cost_of_config(entry.config, packing=Packing(4)))
     assert cost.parameters == int(row["params_total_computed"])
     if row["mlx_4bit_g64_bytes_computed"]:  # routers at 8 bits and biases are not in the facts' formula
@@ -402,7 +325,6 @@ def test_a_star_stands_for_every_layer() -> None:
 def test_a_head_stored_twice_takes_room_and_no_time() -> None:
     entry = named("gemma-3-1b")
     stored = said(cost_of(entry, entry.repositories[0]))
-    assert entry.config is not None
     tied = said(cost_of_config(entry.config, packing=Packing(4)))
     assert stored.weight_bytes - tied.weight_bytes == 262_144 * 1152 * 4.5 / 8
     assert stored.weight_bytes_per_token == tied.weight_bytes_per_token
@@ -452,7 +374,6 @@ def gemma4_tower(hidden: int, wide: int, layers: int, head_dim: int) -> int:
 @pytest.mark.parametrize("name", ["gemma-3-4b", "gemma-3-12b", "gemma-3-27b"])
 def test_gemma_3s_tower_is_siglip_and_a_projector(name: str) -> None:
     entry = named(name)
-    assert entry.config is not None
     width = text_config(entry.config)["hidden_size"]
     assert entry.tower_parameters == siglip() + RMS * 1152 + 1152 * width
 
@@ -460,7 +381,6 @@ def test_gemma_3s_tower_is_siglip_and_a_projector(name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.8-27B", "Qwen3.6-35B-A3B", "Qwen3.5-122B-A10B"])
 def test_qwen_3_5s_towers_are_worked_out_by_hand(name: str) -> None:
     entry = named(name)
-    assert entry.config is not None
     shape = (1024, 4096, 24) if name == "Qwen3.5-4B" else (1152, 4304, 27)
     assert entry.tower_parameters == qwen_tower(*shape, out=text_config(entry.config)["hidden_size"])
 
@@ -471,7 +391,6 @@ def test_qwen_3_5s_towers_are_worked_out_by_hand(name: str) -> None:
 )
 def test_gemma_4s_towers_are_worked_out_by_hand(name: str, small: bool) -> None:
     entry = named(name)
-    assert entry.config is not None
     width = text_config(entry.config)["hidden_size"]
     if small:
         assert entry.tower_parameters == gemma4_tower(768, 3072, 16, 64) + AUDIO

@@ -40,8 +40,6 @@ from tokamac.engine.perf.roofline import (
 )
 from tokamac.engine.perf.what_if import Machine, WhatIfCase, elsewhere, outcome
 
-# The verdict on a reply, worked by hand on a machine of round numbers; what is promised, and what never is.
-
 CHIP = Chip("Test", 10, bandwidth_gbs=400.0, fp16_tflops=20.0, source="table")
 KV = KVUse(bytes_per_token=131_072, limit=None, fixed_bytes=0)
 WORK = Workload(

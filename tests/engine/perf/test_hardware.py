@@ -48,8 +48,6 @@ from tokamac.engine.perf.roofline import fitted, peak_tflops
 from tokamac.engine.perf.what_if import WhatIfCase, elsewhere, here
 from tokamac.engine.runtime import MachineSpeed
 
-# Chips: the table, what macOS prints for every one of them, and the measurement where no table knows.
-
 IOREG = """+-o AGXAcceleratorG16G  <class AGXAcceleratorG16G, id 0x10000039c, registered, matched, active, busy 0 (309 ms), retain 59>
     {
       "IOMatchedAtBoot" = Yes

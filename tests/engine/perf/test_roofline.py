@@ -41,9 +41,6 @@ from tokamac.engine.perf.roofline import (
     size_of,
 )
 
-# Ceilings and expected speeds: the domain's numbers, the formulas worked by hand, and what must hold of any machine
-# and model.
-
 H100 = lookup("NVIDIA H100 80GB HBM3")
 CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in known_chips()]
 APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]

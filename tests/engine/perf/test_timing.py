@@ -52,9 +52,6 @@ from tokamac.engine.text import stream
 from tokamac.engine.text.stream import ReplyText
 from tokamac.engine.text.tokenizer import load_tokenizer
 
-# A latency made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found
-# again.
-
 MATRIX = Product(64, 32, None, count=3)
 HEAD = Product(128, 32, None, head=True)
 LATENCY = MeasuredLatency(

@@ -38,8 +38,6 @@ from tokamac.engine.prompt_cache.folder import (
     root_name,
 )
 
-# The folder of stored segments: whole or not there, within its budgets, whatever happens to it. Without MLX.
-
 ROOT = root_name(MODEL, None)
 
 

@@ -182,7 +182,6 @@ def test_what_can_not_be_weighed_or_kept_is_refused() -> None:
 @cache
 def weighed(name: str) -> Footprint | str:
     entry = find(name)
-    assert entry.config is not None
     return weigh(entry.config, "metal", packing=WhatIfCase(4).packing())
 
 

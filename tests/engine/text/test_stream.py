@@ -25,8 +25,6 @@ from tokamac.engine import (
 from tokamac.engine.text.stream import ReplyText, first_of
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 
-# What the reader sees: whole characters, no stop text, thinking apart, hostile templates stopped.
-
 CONFIG = {"eos_token_id": 1}
 
 
