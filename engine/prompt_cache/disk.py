@@ -9,6 +9,8 @@ import contextlib
 import json
 import threading
 import time
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,8 @@ HEAD_BYTES = 1 << 16  # read of a file to know its tokens: they come first, afte
 # Seconds from a failed write to the next: by then a full disk may have room, or the daily budget be a new one.
 AGAIN_S = 300.0
 
+
+MOST_TOKENS = 1 << 21  # of stored segments that are remembered, the least used forgotten first: 8 MB
 
 MOST_PINNED = 1 << 14  # up to this many pinned tokens, a stored prefix is recognised without knowing their number
 
@@ -105,13 +109,13 @@ def from_bytes(data: bytes) -> Segment:
         raise DamagedError(f"not a segment: {error}") from error
 
 
-def _tokens_in(head: bytes) -> list[int] | None:
+def _tokens_in(head: bytes) -> "array[int] | None":
     try:
         header, length = _header(head)
         begin, end = header["t"]["data_offsets"]
         data = head[length + begin : length + end]
-        return None if len(data) < end - begin else np.frombuffer(data, np.int64).tolist()
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return None if len(data) < end - begin else array("i", np.frombuffer(data, np.int64).tolist())
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -155,6 +159,7 @@ class DiskStore:
         clock: Callable[[], float] = time.monotonic,
         *,
         identity: Identity | None = None,
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
         self.identity = identity
         self.label = label
@@ -165,20 +170,20 @@ class DiskStore:
         self._clock = clock
         self._model = model
         self._index = _Index()
-        self._tokens: dict[str, list[int]] = {}  # by segment name
+        self._tokens = OrderedDict[str, "array[int]"]()  # by segment name
+        self._held, self._most_tokens = 0, most_tokens  # of these
         self._writer: threading.Thread | None = None
         with contextlib.suppress(OSError):
             folder.tidy()
 
     def chain(self, ids: list[int], keep: int | None) -> list[Link]:
         self._refresh()
-        links: list[Link] = []
+        links, wanted = list[Link](), array("i", ids)
         parent, at, whole = root_name(self._model, keep), 0, True
         while at < len(ids) and whole:
-            entry, shared = self._best(parent, ids, at)
+            entry, shared, whole = self._best(parent, wanted, at)
             if entry is None:
                 break
-            whole = shared == len(self._tokens[entry.name])
             links.append(Link(entry, at, shared, whole))
             at, parent = at + shared, entry.name
         return links
@@ -186,14 +191,14 @@ class DiskStore:
     def nearest(self, ids: list[int], keep: int | None) -> list[int]:
         """Return the stored tokens that begin most like ``ids``, as the newest of them go on."""
         links = self.chain(ids, keep)
-        names = [link.entry.name for link in links]
-        parent = names[-1] if names else root_name(self._model, keep)
-        while (children := self._index.children.get(parent)) and len(names) <= len(self._index.names):
-            newest = max(children, key=lambda entry: entry.used)
-            names.append(parent := newest.name)
+        found = [link.entry for link in links]
+        parent = found[-1].name if found else root_name(self._model, keep)
+        while (children := self._index.children.get(parent)) and len(found) <= len(self._index.names):
+            found.append(newest := max(children, key=lambda entry: entry.used))
+            parent = newest.name
             if self._tokens_of(newest) is None:
                 break
-        return [token for name in names for token in self._tokens.get(name, ())]
+        return [token for entry in found for token in self._tokens_of(entry) or ()]
 
     @property
     def has_other_settings(self) -> bool:
@@ -281,7 +286,7 @@ class DiskStore:
         self._refresh()
         for entry in list(self._index.children.get(parent, [])):
             held = self._tokens_of(entry)
-            shorter = held is not None and len(held) < len(tokens) and held == tokens[: len(held)]
+            shorter = held is not None and len(held) < len(tokens) and held.tolist() == tokens[: len(held)]
             if shorter and entry.name not in self._index.children:
                 self.discard(entry)
 
@@ -313,22 +318,24 @@ class DiskStore:
             index.children.setdefault(entry.parent, []).append(entry)
             index.names.add(entry.name)
         self._index = index
-        self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in index.names}
+        for name in self._tokens.keys() - index.names:
+            self._forget_tokens(name)
 
-    def _best(self, parent: str, ids: list[int], at: int) -> tuple[SegmentEntry | None, int]:
-        best, most = None, 0
-        for entry in self._index.children.get(parent, []):
-            tokens = self._tokens_of(entry) or []
+    def _best(self, parent: str, ids: "array[int]", at: int) -> tuple[SegmentEntry | None, int, bool]:
+        best, most, whole = None, 0, False
+        for entry in list(self._index.children.get(parent, [])):
+            tokens = self._tokens_of(entry) or array("i")
             shared = common_prefix(tokens, ids[at : at + len(tokens)])
             # Of two that share as much, prefer one that is wanted whole: others may continue it.
             if shared > most or (shared == most > 0 and len(tokens) == shared):
-                best, most = entry, shared
-        return best, most
+                best, most, whole = entry, shared, len(tokens) == shared
+        return best, most, whole
 
-    def _tokens_of(self, entry: SegmentEntry) -> list[int] | None:
-        if entry.name not in self._tokens:
+    def _tokens_of(self, entry: SegmentEntry) -> "array[int] | None":
+        tokens = self._tokens.get(entry.name)
+        if tokens is None:
             try:
-                with open_regular(entry.path) as file:
+                with open_regular(entry.file) as file:
                     tokens = _tokens_in(file.read(HEAD_BYTES))
                     if tokens is None:  # a long header
                         file.seek(0)
@@ -339,11 +346,18 @@ class DiskStore:
                 self.discard(entry)
                 return None
             self._tokens[entry.name] = tokens
-        return self._tokens[entry.name]
+            self._held += len(tokens)
+        self._tokens.move_to_end(entry.name)
+        while self._held > self._most_tokens:
+            self._forget_tokens(next(iter(self._tokens)))
+        return tokens
 
     def _forget(self, entry: SegmentEntry) -> None:
         self._index.changed = -1
-        self._tokens.pop(entry.name, None)
+        self._forget_tokens(entry.name)
+
+    def _forget_tokens(self, name: str) -> None:
+        self._held -= len(self._tokens.pop(name, ()))
 
 
 def _path(entry: SegmentEntry, entries: dict[str, SegmentEntry]) -> list[SegmentEntry]:

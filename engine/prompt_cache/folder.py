@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 import platformdirs
@@ -79,11 +80,16 @@ class FullError(OSError):
 class SegmentEntry:
     """A stored segment; when it was last used, in seconds."""
 
+    # A server holds thousands: a Path takes as much as all of this.
     parent: str
     name: str
-    path: Path
+    file: str
     size: int
     used: float
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ class Folder:
                 if match := NAME.fullmatch(file.name):
                     with contextlib.suppress(OSError):  # removed meanwhile
                         at = file.stat()
-                        yield SegmentEntry(match[1], match[2], Path(file.path), at.st_size, at.st_mtime)
+                        yield SegmentEntry(intern(match[1]), match[2], file.path, at.st_size, at.st_mtime)
 
     def read(self, entry: SegmentEntry) -> bytes | None:
         """Return a segment's bytes and mark its use; None, and it is removed, if they are damaged."""
@@ -192,7 +198,7 @@ class Folder:
             fcntl.flock(file, fcntl.LOCK_EX)  # tells other processes, and containers, that its writer is alive
             file.write(data)
         self._note(len(data))
-        return SegmentEntry(parent, name, path, len(data), path.stat().st_mtime)
+        return SegmentEntry(parent, name, str(path), len(data), path.stat().st_mtime)
 
     def remove(self, entry: SegmentEntry) -> None:
         with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from ..kv.cache import nbytes as kv_bytes
 from ..kv.cache import rewindable
 from ..kv.snapshot import LOCAL, CacheOperations, KVSlice, States
 from ..metrics import Rates
+from ..perf.memory import give_back_freed
 from .misses import ReadPrompt
 
 # Lookups compare whole lists at C speed: well under 1 ms for tens of thousands of tokens.
@@ -124,6 +125,8 @@ SHORTEST_BRANCH = 8
 WORTH_SHARING = 256
 
 LEAST_TAIL = 32  # tokens beyond the last whole block that are worth a file of their own
+
+HOLES = 128 << 20  # bytes evicted from between others that stay: then what is free goes back to the system
 
 WORTH_WAITING = 64  # tokens of a prompt that another reply is reading anyway from which on a reply waits for them
 
@@ -257,6 +260,7 @@ class CacheStore:
         self._own: list[CacheLease] = []  # in use, with caches of their own
         self._set_aside: list[CacheLease] = []  # such ones, suspended until others need the memory
         self._uses = 0
+        self._freed = 0  # bytes, since they were given back
         self._written = set[
             str
         ]()  # segments, since the last request, so that a small budget does not cause a cycle of writes
@@ -664,6 +668,10 @@ class CacheStore:
             if not freed:
                 return
             surplus -= freed
+            self._freed += freed
+        if self._freed >= HOLES:
+            self._freed = 0
+            give_back_freed()
 
     def _last_two_bytes(self) -> int:
         live, ends = self._idle, self._leaves()

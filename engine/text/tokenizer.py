@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # ``check_growth`` bounds that from tokenizer.json before it is loaded.
 
 
-MOST_CHARACTERS = 1 << 21  # of the remembered segments: some half a million tokens, in about 6 MB
+MOST_CHARACTERS = 1 << 21  # of the remembered segments: some half a million tokens, in about 4 MB
 # Characters from which a text is encoded alone, and what that took is given back to the system: 200 bytes each.
 LONG_TEXT = 1 << 18
 
@@ -103,7 +103,7 @@ class SegmentEncoder:
             if known is not None:
                 self._known.move_to_end(segment)
                 return known
-        ids = array("q", self._encode(segment))
+        ids = array("i", self._encode(segment))
         with self._lock:
             if segment not in self._known and len(segment) <= MOST_CHARACTERS:
                 self._known[segment] = ids

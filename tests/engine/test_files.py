@@ -232,7 +232,7 @@ def test_the_prompt_caches_files(tmp_path: Path, make: Make) -> None:
     for each in (whole.path, whole.path.parent / "model.txt", whole.path.parent / ".new-x", folder._ledger()):
         replaced(each, make)
     folder._budgets = type(folder._budgets)(total=1 << 20)
-    assert within(lambda: folder.read(SegmentEntry(whole.parent, whole.name, whole.path, 100, 0.0))) is None
+    assert within(lambda: folder.read(SegmentEntry(whole.parent, whole.name, whole.file, 100, 0.0))) is None
     assert within(folder.written_today) == 0
     within(folder.tidy)
     assert [usage.label for usage in within(folder.models)] == [""]

@@ -2,11 +2,15 @@
 
 import datetime
 import errno
+import gc
 import json
 import subprocess
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from sys import getsizeof
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -28,8 +32,16 @@ from tokamac.engine.model.config import model_classes, normalise
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache import memory
 from tokamac.engine.prompt_cache.cache import PAUSE_S, PromptCache
-from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, from_bytes, to_bytes, to_host
-from tokamac.engine.prompt_cache.folder import Budgets, Folder
+from tokamac.engine.prompt_cache.disk import (
+    AGAIN_S,
+    DamagedError,
+    DiskStore,
+    HostSegment,
+    from_bytes,
+    to_bytes,
+    to_host,
+)
+from tokamac.engine.prompt_cache.folder import Budgets, Folder, child_name, root_name
 from tokamac.engine.prompt_cache.memory import (
     WORTH_WAITING,
     CacheLease,
@@ -505,6 +517,36 @@ def test_short_prompts_are_not_stored(tmp_path: Path) -> None:
     assert lengths(tmp_path) == []
 
 
+def held_by(disk: DiskStore) -> tuple[int, int]:
+    """Return the bytes of what a store reaches, but code; and the tokens in arrays of them."""
+    seen, waiting = dict[int, object](), list[object]([disk])
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType | BuiltinFunctionType):
+            seen[id(each)] = each
+            waiting += gc.get_referents(each)
+    return sum(map(getsizeof, seen.values())), sum(len(each) for each in seen.values() if isinstance(each, array))
+
+
+def test_a_stored_segment_takes_little_memory_and_the_tokens_of_all_are_bounded(tmp_path: Path) -> None:
+    folder, root = Folder(tmp_path), entries_root()
+    prompts = [[at, *range(1000, 1255)] for at in range(300, 360)]
+    few, stores = 0, [DiskStore(folder, MODEL, "m", Rates(), most_tokens=most) for most in (1 << 21, 1024)]
+    for at, prompt in enumerate(prompts):
+        data = to_bytes(HostSegment(0, prompt, {}, {}, None))
+        folder.write(MODEL, "m", root, child_name(root, prompt), data)
+        if at == 19:
+            assert stores[0].chain(prompts[7], None)[0].whole
+            few = held_by(stores[0])[0]
+    for prompt in prompts:
+        assert [[(link.tokens, link.whole) for link in store.chain([*prompt, 1], None)] for store in stores] == [
+            [(256, True)]
+        ] * 2
+        assert stores[1].nearest(prompt[:200], None) == prompt
+    assert held_by(stores[0])[0] - few < 40 * 2000  # bytes; as lists they were 12,000 each
+    assert [held_by(store)[1] for store in stores] == [60 * 256, 1024]
+
+
 def test_what_is_dearer_to_read_than_to_compute_is_neither_written_nor_read(tmp_path: Path) -> None:
     bench = BENCHES["full"]
     slow = opened(bench, tmp_path)
@@ -545,8 +587,6 @@ def test_a_whole_file_in_the_wrong_place_is_a_miss(kind: str, tmp_path: Path) ->
 
 
 def entries_root() -> str:
-    from tokamac.engine.prompt_cache.folder import root_name
-
     return root_name(MODEL, None)
 
 

@@ -84,7 +84,7 @@ def test_the_total_is_kept_by_dropping_what_was_not_used_for_longest(tmp_path: P
 
 def test_what_others_continue_is_dropped_after_them() -> None:
     def entry(name: str, parent: str, used: float) -> SegmentEntry:
-        return SegmentEntry(parent, name, Path(name), 1, used)
+        return SegmentEntry(parent, name, name, 1, used)
 
     entries = [entry("a", "", 1), entry("b", "a", 2), entry("c", "b", 9), entry("d", "", 5)]
     assert [each.name for each in least_used_first(entries)] == ["d", "c", "b", "a"]
