@@ -397,8 +397,8 @@ class _Loading:
             from .gguf.checkpoint import kept_of, projector_of
 
             yield ModelNote(f"a GGUF file, run as it is: {' · '.join(map(str, kept_of(read.loaded.folder)))}")
-            if (projector := projector_of(read.loaded.folder)) is not None:
-                yield ModelNote(f"{projector.name} beside it is a vision projector, and is not read: text only")
+            if (projector := projector_of(read.loaded.folder)) is not None and isinstance(self._eyes, str):
+                yield ModelNote(f"{projector.name} beside it is not used: {self._eyes}")
         if leaves_out_senses(config) and isinstance(self._eyes, str):
             yield ModelNote("text only: what this model could see or hear is left out")
         if found.added is not None:

@@ -331,7 +331,7 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
 
         print("\n" + "\n".join(map(str, kept_of(as_it_is))))
         if (projector := projector_of(as_it_is)) is not None:
-            print(f"{sanitise_line(projector.name)} beside it is a vision projector, and is not read")
+            print(f"{sanitise_line(projector.name)} beside it is a vision projector, read when a picture comes")
     planned = found.kv_table
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
         print(f"\n{kv_report(planned, found.context)}")

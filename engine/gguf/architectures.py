@@ -38,6 +38,8 @@ def config_of(file: GgufFile) -> Config:
             config[name] = params.least(key)
     if (scaling := rope_scaling(params)) is not None:
         config["rope_scaling"] = scaling
+    if isinstance(sections := params.find("rope.dimension_sections"), list):
+        config["mrope_section"] = [each for each in sections if each]
     if family.partial:
         config["partial_rotary_factor"] = params.number("rope.dimension_count", params.head_dim) / params.head_dim
     config |= family.more(params) if family.more else {}

@@ -40,7 +40,7 @@ from .vocabulary import write_tokenizer
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FORMAT = 4  # of the folder
+FORMAT = 5  # of the folder
 TYPES = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 NEW, IN_MLX_FORM = ".new-", "model.safetensors"
 OLD_S = 86_400  # after which what a process that was killed left is removed

@@ -406,6 +406,9 @@ FAMILIES: dict[str, Architecture] = {
                        given={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
     "qwen3moe": Architecture("qwen3_moe", keys=EXPERT_KEYS, more=_experts,
                        given={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    # Without pictures, positions in a plane are those in a line.
+    "qwen2vl": Architecture("qwen2", head_dim=False),
+    "qwen3vl": Architecture("qwen3"),
     "gemma": Architecture("gemma", {"ffn_norm": "post_attention_layernorm"}, less_one=True, wide=True, given=GEMMA),
     "gemma2": Architecture("gemma2", SANDWICH, less_one=True, wide=True, keys=CAPS | WINDOW, given=GEMMA,
                      more=_gemma_scale(46)),

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import MemoryLimitError, ModelDamagedError, PictureError
+from ..errors import MemoryLimitError, ModelDamagedError, ModelError, PictureError
 from ..files import CONFIG_BYTES, read_bytes, size
+from ..gguf.places import TABLE
 from .families import FAMILIES, PictureFamily, PicturePlan
 from .picture import MOST, Picture, decoded, extent
 from .positions import PictureGroups, Places, placed, take_deep, use_planes, why_no_planes
@@ -262,22 +263,38 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+def told_of(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | str:
+    """Return config and picture settings of a model, or why it has none. Raises ModelDamagedError."""
+    if not (folder / TABLE).is_file():
+        return config, settings_of(folder)
+    from ..gguf.projector import settings_beside
+
+    return settings_beside(folder, config.get("text_config") or config)
+
+
 def family_of(folder: Path, config: Mapping[str, Any]) -> PictureFamily | str:
     """Return how a model's pictures are seen, or why they are not."""
-    kind, vision = str(config.get("model_type")), config.get("vision_config")
-    if not isinstance(vision, dict) or not vision:
-        return "it was made to read text alone"
-    if kind not in FAMILIES:
-        return f"pictures for {kind} are not supported yet"
     try:
-        return FAMILIES[kind](config, settings_of(folder))
-    except PictureError as error:
+        if isinstance(told := told_of(folder, config), str):
+            return told
+        config, settings = told
+        kind, vision = str(config.get("model_type")), config.get("vision_config")
+        if not isinstance(vision, dict) or not vision:
+            return "it was made to read text alone"
+        if kind not in FAMILIES:
+            return f"pictures for {kind} are not supported yet"
+        return FAMILIES[kind](config, settings)
+    except (PictureError, ModelError) as error:
         return error.message
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         return f"its picture settings can't be right ({' '.join(str(error).split())[:80]})"
 
 
 def tower_weights(folder: Path, family: PictureFamily) -> dict[str, mx.array]:
+    if (folder / TABLE).is_file():
+        from ..gguf.projector import arrays_beside
+
+        return arrays_beside(folder)
     weights: dict[str, mx.array] = {}
     for shard in _tower_files(folder):
         stored: Any = mx.load(str(shard))
@@ -350,12 +367,12 @@ def open_eyes(
     family = family_of(folder, config)
     if isinstance(family, str):
         return family
-    if not has_tower(folder, family):
+    if not (folder / TABLE).is_file() and not has_tower(folder, family):
         return "the part of it that sees is not in its folder"
     token = token_id(family.token)
     if token is None:
         return f"its tokenizer has no {family.token}"
     if family.sections and (why := why_no_planes(model, family.sections)):
         return why
-    salt = hashlib.sha256(json.dumps(settings_of(folder), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    salt = hashlib.sha256(json.dumps(told_of(folder, config)[1], sort_keys=True, default=str).encode()).hexdigest()[:16]
     return Eyes(family, folder, model, name, token, salt, dtype, limit)

@@ -196,7 +196,7 @@ class Qwen25VL(PictureFamily):
         self._least = int(settings.get("min_pixels") or size.get("shortest_edge") or self.usual_pixels[0])
         self._most = int(settings.get("max_pixels") or size.get("longest_edge") or self.usual_pixels[1])
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        self.sections = tuple(scaling.get("mrope_section") or self.usual_sections)
+        self.sections = tuple(scaling.get("mrope_section") or text.get("mrope_section") or self.usual_sections)
 
     usual_sections: tuple[int, ...] = (16, 24, 24)
     usual_pixels = 56 * 56, 28 * 28 * 1280

@@ -77,6 +77,8 @@ def packed(kind: Kind, values: Array) -> Array:
 
 def case_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], int, dict[str, tuple[int, ...]]]:
     """Return config, changed to what a GGUF file can say, seed and shapes: a golden case's, or those of mlx-lm's class."""
+    if "stored" in row:
+        return row["stored"]  # type: ignore[no-any-return]
     folder, changes = GOLDEN / row["case"], row.get("config", {})
     if not folder.exists():
         module, config = built(row["case"], **changes)
@@ -113,8 +115,15 @@ def write(path: Path, row: Mapping[str, Any], kind: GGMLQuantizationType = F32, 
         add_key(writer, f"{row['architecture']}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b", "ab", *(f"t{index}" for index in range(3, config["vocab_size"]))])
-    writer.add_token_merges(["a b"])
+    words = row.get("vocabulary") or {"tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    writer.add_token_list(
+        [*words["tokens"], *(f"t{index}" for index in range(len(words["tokens"]), config["vocab_size"]))]
+    )
+    writer.add_token_merges(words["merges"])
+    if "template" in words:
+        writer.add_token_types(words["types"])
+        writer.add_eos_token_id(words["eos"])
+        writer.add_chat_template(words["template"])
     names = get_tensor_name_map(ARCHITECTURES[row["architecture"]], layers)
     for name, values in _changed(row["architecture"], config, weights):
         known = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -154,7 +163,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(architecture: str, config: Mapping[str, Any], weights: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
     experts: dict[str, list[Array]] = {}
-    named = {name.replace("language_model.", "", 1): values for name, values in weights.items()}
+    named = {re.sub(r"(language_model|text_model)\.", "", name, count=1): values for name, values in weights.items()}
     for name, values in sorted(named.items(), key=_by_number):
         if (found := re.fullmatch(r"model\.(altup\w+)\.\d\.weight", name)) is not None:
             experts.setdefault(f"model.{found[1]}.weight", []).append(values)
