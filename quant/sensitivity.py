@@ -18,6 +18,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from tokamac.engine.device import device_kind
+from tokamac.engine.kv.attention import attending_uncached, install_seam
 from tokamac.engine.model.weights import text_config
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.config_cost import Packing
@@ -267,7 +268,8 @@ class Replay:
         """Return log-probabilities (n, vocabulary), replaying the layers before ``first``."""
         self._answers.first = first
         self._answers.calls.clear()
-        logits = self._model(self._ids)[0].astype(mx.float32)
+        with attending_uncached():
+            logits = self._model(self._ids)[0].astype(mx.float32)
         found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         mx.eval(found)
         return found
@@ -304,6 +306,7 @@ def _divergences(exact: mx.array, other: mx.array) -> mx.array:
 
 
 def _loaded(source: Source) -> Any:
+    install_seam()
     model, weights = clone(source.module).eval(), fresh(source)
     for name in list(weights):
         array = weights.pop(name)

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError, access_hint
 from tokamac.engine.files import TooLargeError, read_bytes
+from tokamac.engine.kv.attention import attending_uncached, install_seam
 from tokamac.engine.model.config import read_config
 from tokamac.engine.model.loader import build_model
 from tokamac.engine.model.safetensors import find_shards
@@ -200,7 +201,8 @@ class Streamed:
     def run(self, ids: Sequence[int], *, observer: Observer | None = None, watch: Watch | None = None) -> mx.array:
         """Return (n, vocabulary) float32, evaluated: log-probabilities after each of ``ids``."""
         model = self._open(observer, watch, lazy_ends=False)
-        logits = model(mx.array([list(ids)]))[0].astype(mx.float32)
+        with attending_uncached():
+            logits = model(mx.array([list(ids)]))[0].astype(mx.float32)
         found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         mx.eval(found)
         return found
@@ -209,12 +211,14 @@ class Streamed:
         """Run equal-length sequences in parallel for ``observer``, without logits."""
         # Memory beside a layer: some 4 × tokens × widest layer × 4 bytes; 1 GB for 4,096 tokens of an 8B model.
         model = self._open(observer, None, lazy_ends=True)
-        model(mx.array([list(ids) for ids in batch]))
+        with attending_uncached():
+            model(mx.array([list(ids) for ids in batch]))
 
     def _open(self, observer: Observer | None, watch: Watch | None, *, lazy_ends: bool) -> Any:
         model = clone(self._model.module).eval()
         model.update(tree_unflatten(list(self._model.read().items())))
         if self._on_cpu:
+            install_seam()
             model.set_dtype(mx.float32)
         numbers = {id(layer): number for number, layer in enumerate(model.layers)}
         reader = _Reader(self._model.read, self._on_cpu, observer)

@@ -34,6 +34,7 @@ _recorders: list[Recorder] = []
 _ours: set[Any] = set()  # functions that stand in for mlx-lm's, each with the original as `__wrapped__`
 # One for each thread: other engines' calls stay as they are.
 _forced: ContextVar[AttentionDevice | None] = ContextVar("forced", default=None)
+_uncached: ContextVar[bool] = ContextVar("uncached", default=False)
 # Returns for what device a fused kernel is asked for; None where none is. In every layer: so it is no function around
 # another.
 forced = _forced.get
@@ -169,6 +170,8 @@ def _make_seam(original: Callable[..., mx.array]) -> Any:
             return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         if isinstance(mask, StandInMask):
             return mask.attend(queries, keys, values, scale=scale, sinks=sinks)
+        if cache is None and _uncached.get() and prefers_numpy(queries, keys):
+            return attend_in_numpy(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     _ours.add(scaled_dot_product_attention)
@@ -205,6 +208,16 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _recorders.remove(recorder)
+
+
+@contextmanager
+def attending_uncached() -> Iterator[None]:
+    """Let calls without a cache be attended by NumPy, too, where it is faster."""
+    before = _uncached.set(True)
+    try:
+        yield
+    finally:
+        _uncached.reset(before)
 
 
 @contextmanager

@@ -185,6 +185,20 @@ def test_only_large_float32_work_on_a_cpu_goes_there(count: int, total: int, dty
     assert attention.prefers_numpy(queries, keys) is (worth and mx.default_device() == mx.Device(mx.cpu))
 
 
+def test_calls_without_a_cache_go_there_where_that_is_asked_for() -> None:
+    from mlx_lm.models import base
+
+    install_seam()
+    queries, keys, values = arrays(2, 2, 512, 512)
+    by: dict[str, Any] = {"scale": 0.2, "mask": "causal"}
+    ours = attention.attend_in_numpy(queries, keys, values, **by, sinks=None)
+    theirs = mx.fast.scaled_dot_product_attention(queries, keys, values, **by)
+    assert mx.array_equal(base.scaled_dot_product_attention(queries, keys, values, cache=None, **by), theirs)
+    with attention.attending_uncached():
+        found = base.scaled_dot_product_attention(queries, keys, values, cache=None, **by)
+    assert mx.array_equal(found, ours if mx.default_device() == mx.Device(mx.cpu) else theirs)
+
+
 # Which kernel attends: MLX's own conditions, as a table written by hand.
 
 M4 = AttentionDevice("metal", architecture="applegpu_g16g")
