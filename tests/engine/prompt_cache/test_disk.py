@@ -869,7 +869,7 @@ def test_without_a_prompt_cache_none_is_written(tiny: Path, tmp_path: Path, monk
     for spec in (None, PromptCacheSpec(disk=False)):
         with Engine.load(tiny, prompt_cache=spec) as engine:
             finish(engine, list(range(300 % 260)) * 2)
-    assert {each.name for each in tmp_path.rglob("*") if each.is_file()} <= {"weights.json"}  # their digests
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_whatever_goes_wrong_in_the_writers_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
