@@ -45,8 +45,8 @@ def _stem(word: str) -> str:
     return word
 
 
-def near_questions(question: str, count: int = 2) -> tuple[str, ...]:
-    """Return the nearest answerable questions, best first; none for a foreign one."""
+def near_questions(question: str) -> tuple[str, ...]:
+    """Return the two nearest answerable questions, best first; none for a foreign one."""
     titles, words = _index()
     rarest = math.log(len(titles) + 1)
     scores: dict[int, float] = {}
@@ -61,7 +61,7 @@ def near_questions(question: str, count: int = 2) -> tuple[str, ...]:
     if not scores or known < KNOWN * total or max(scores.values()) < NEAR * total:
         return ()
     best = sorted(scores, key=lambda number: (-scores[number], number))
-    return tuple(titles[number] for number in best[:count])
+    return tuple(titles[number] for number in best[:2])
 
 
 @cache

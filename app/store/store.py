@@ -242,14 +242,14 @@ class Store(Questions):
         return store
 
     @classmethod
-    def repair(cls, path: Path | None = None, *, clock: Clock = time.time) -> int:
+    def repair(cls, path: Path | None = None) -> int:
         """Rebuild the search index and check the file; return the number of searchable messages.
 
         Raises StoreDamagedError, messages unchanged, where more than the index is broken.
         """
         try:
             # Not ``open``: a reply that is ended is indexed.
-            with cls(Database(path or database.default_path()), clock) as store:
+            with cls(Database(path or database.default_path()), time.time) as store:
                 store.repair_search()
                 store.check()  # after it: SQLite from 3.44 on finds a broken index here
                 store.recover()

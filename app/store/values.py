@@ -251,11 +251,11 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def title_of(text: str, chars: int = TITLE_CHARS) -> str:
+def title_of(text: str) -> str:
     for line in text.split("\n"):
         words = "" if _FENCE.match(line) else one_line(_DECORATION.sub("", line))
         if words:
-            return _shortened(words, chars)
+            return _shortened(words, TITLE_CHARS)
     return ""
 
 

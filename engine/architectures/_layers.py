@@ -22,11 +22,11 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 class GatedFeedForward(nn.Module):
     """down(activation(gate x) · up x)."""
 
-    def __init__(self, hidden: int, width: int, activation_name: str, *, bias: bool = False) -> None:
+    def __init__(self, hidden: int, width: int, activation_name: str) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, width, bias=bias)
-        self.up_proj = nn.Linear(hidden, width, bias=bias)
-        self.down_proj = nn.Linear(width, hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
         self._activation = activation(activation_name)
 
     def __call__(self, x: mx.array) -> mx.array:

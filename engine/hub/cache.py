@@ -297,10 +297,10 @@ class OtherModels:
     gguf: tuple[Path, ...] = ()
 
 
-def lm_studio_models(home: Path | None = None) -> OtherModels:
+def lm_studio_models() -> OtherModels:
     folders: list[Path] = []
     gguf: list[Path] = []
-    for root in dict.fromkeys(root.resolve() for root in _models_folders(home or Path.home())):
+    for root in dict.fromkeys(root.resolve() for root in _models_folders(Path.home())):
         for folder in _model_folders(root):
             if is_file(folder / "config.json") and any(folder.glob("*.safetensors")):
                 folders.append(folder)

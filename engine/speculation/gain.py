@@ -79,7 +79,7 @@ class DraftOffer:
     expected_tps: float | None
 
 
-def draft_offer(found: "Suggestion", place: "Machine", acceptance: float = ACCEPTANCE) -> DraftOffer | None:
+def draft_offer(found: "Suggestion", place: "Machine") -> DraftOffer | None:
     from ..perf.catalogue import draft_for, find  # the chat's wire doesn't wait for the table
     from ..perf.inspection import model_ref_of_entry
 
@@ -89,7 +89,7 @@ def draft_offer(found: "Suggestion", place: "Machine", acceptance: float = ACCEP
         return None
     own = model_ref_of_entry(entry, entry.repository(found.id))
     try:
-        gained = gain_of(own, found.outcome.case, place, acceptance, model_ref_of_entry(other, draft))
+        gained = gain_of(own, found.outcome.case, place, ACCEPTANCE, model_ref_of_entry(other, draft))
     except TokamacError:
         return None
     with_it, alone = next(each for each in gained.guessers if each.source == "draft"), found.outcome.memory
@@ -97,7 +97,7 @@ def draft_offer(found: "Suggestion", place: "Machine", acceptance: float = ACCEP
     if alone is not None:
         both = place.fit(weights=alone.weights + with_it.memory_bytes, kv=alone.kv, working=alone.working)
     speed = gained.expected_tps(with_it)
-    return DraftOffer(draft.id, draft.published_bytes, both, acceptance, with_it.gain, speed)
+    return DraftOffer(draft.id, draft.published_bytes, both, ACCEPTANCE, with_it.gain, speed)
 
 
 def tokens_a_pass(acceptance: float, width: int) -> float:

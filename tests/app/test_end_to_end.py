@@ -28,7 +28,6 @@ from tests.waiting import PATIENCE_S, until
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage, StoreError
 
-Start = Callable[..., Any]
 EMPTY = "Write a message"
 LOADED = " bits"  # in the side panel
 COLOUR = re.compile(r"\x1b\[(?:[0-9;:]*;)?(?:[349][0-8]|10[0-7])[;:m]")

@@ -18,6 +18,7 @@ from mlx_lm import load as mlx_lm_load
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from tests.engine.helpers import write_fused, write_model, write_peft
+from tests.families import crossed
 from tests.quant.models import CONFIGS, arrays_of, build, difference, make_source, names_in, run
 from tokamac.engine import Engine
 from tokamac.engine.errors import ConversionError, ModelNotFoundError, ModelUnsupportedError, OptionError
@@ -47,8 +48,7 @@ def reference(kind, **options):
     return model
 
 
-@pytest.mark.parametrize("bits", [4, 3, 8])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "bits"), crossed(CONFIGS, [4, 3, 8]))
 def test_logits_equal_those_of_mlx_quantize_through_mlx_lm_and_the_engine(tmp_path, kind, bits):
     source = make_source(tmp_path, kind)
     report = convert(source, tmp_path / "out", bits=bits, method="round")

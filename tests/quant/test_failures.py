@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.families import crossed
 from tests.quant.dying import interpreter
 from tests.quant.models import make_source, names_in
 from tokamac.engine import files
@@ -116,8 +117,13 @@ def test_a_weight_of_another_shape_is_named(tmp_path):
     refuse(ModelDamagedError, tmp_path, r"128.*64.*model\.norm\.weight")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    crossed(
+        ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"],
+        [float("nan"), float("inf"), -float("inf")],
+    ),
+)
 def test_a_weight_that_is_not_a_number_is_named(tmp_path, name, value):
     def poison(arrays):
         array = arrays[name]

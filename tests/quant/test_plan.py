@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from tests.families import crossed
 from tests.quant.models import GOLDEN, build, make_source, packed_folder, run
 from tokamac.engine.errors import OptionError
 from tokamac.engine.model.config import normalise
@@ -352,8 +353,7 @@ def test_a_target_for_the_divergence_takes_the_fewest_bits_that_keep_it(tmp_path
         plan_budget(source, Options(target_kl=0.05), Search(), None, quiet)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "mixtral", "gemma3"])
-@pytest.mark.parametrize("target", [3.0, 4.5, 7.25])
+@pytest.mark.parametrize(("kind", "target"), crossed(["llama", "tied", "mixtral", "gemma3"], [3.0, 4.5, 7.25]))
 def test_what_is_stored_never_exceeds_the_target_and_comes_close_to_it(tmp_path, kind, target):
     source = open_source(make_source(tmp_path, kind))
     chosen, _ = plan_budget(source, Options(target_bpw=target), Round(), IDS[:32], quiet)

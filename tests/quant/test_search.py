@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.families import crossed
 from tests.quant.models import make_source
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.perf.config_cost import Packing
@@ -500,8 +501,13 @@ def test_a_block_grows_with_memory(kind: DeviceKind, memory: int | None, weight_
         assert weights * weight_bytes <= memory / on_mlx.PART_OF_MEMORY
 
 
-@pytest.mark.parametrize("importance", [None, (1, 128), (3, 128)])
-@pytest.mark.parametrize("packing", [Packing(4, 64), Packing(3, 32), Packing(4, 32, "mxfp4"), Packing(4, 16, "nvfp4")])
+@pytest.mark.parametrize(
+    ("packing", "importance"),
+    crossed(
+        [Packing(4, 64), Packing(3, 32), Packing(4, 32, "mxfp4"), Packing(4, 16, "nvfp4")],
+        [(1, 128), None, (3, 128)],
+    ),
+)
 def test_the_size_of_a_block_changes_no_bit(
     packing: Packing, importance: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

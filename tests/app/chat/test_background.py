@@ -116,17 +116,6 @@ def test_what_lies_on_disk_is_read(ready: Session) -> None:
     assert asked(ready.on_event(Priced("draft", 1, Price(900, 9, 310_000_000, 0.2)))) == [Warm(2, written(LONG))]
 
 
-def test_what_is_asked_is_what_would_be_sent(ready: Session) -> None:
-    ready.system = "Be brief."
-    ready.submit("one")
-    ready.on_event(ReplyEvent(1, Finished("stop", "1", METRICS)))
-    (price,) = asked(ready.draft_paused(f"\n {LONG}"))
-    (send,) = asked(ready.submit(LONG.strip()))
-    assert isinstance(price, AskPrice)
-    assert isinstance(send, Generate)
-    assert price.messages == send.messages
-
-
 def test_the_same_draft_is_asked_about_once_a_short_one_never(ready: Session) -> None:
     ready.draft_paused(LONG)
     assert ready.draft_paused(f"{LONG} \n") == []

@@ -543,11 +543,6 @@ def test_an_edited_prompt_stands_beside_the_old_one(talked: Session) -> None:
     assert prompts(talked) == ["one", "two"]
 
 
-def test_the_first_prompt_may_be_edited_too(talked: Session) -> None:
-    talked.edit(1, "begin again")
-    assert prompts(talked) == ["begin again"]
-
-
 def test_an_earlier_reply_made_again_leaves_what_followed_the_old_one(talked: Session) -> None:
     moved, begun, _ = talked.regenerate(2)
     assert moved == Moved(())
@@ -660,10 +655,6 @@ def stopping(clock: Clock) -> Session:
     return session
 
 
-def kinds_after_stop(steps: list[Step]) -> list[type]:
-    return [type(step) for step in steps]
-
-
 def sent(steps: list[Step]) -> list[str]:
     requests = [step.request for step in steps if isinstance(step, Ask)]
     return [request.messages[-1].content for request in requests if isinstance(request, Generate)]
@@ -671,21 +662,21 @@ def sent(steps: list[Step]) -> list[str]:
 
 def test_it_is_sent_when_the_reply_has_ended(stopping: Session) -> None:
     steps = stopping.on_event(CANCELLED)
-    assert kinds_after_stop(steps) == [ReplyEnded, TurnBegun, Ask]
+    assert kinds(steps) == [ReplyEnded, TurnBegun, Ask]
     assert sent(steps) == ["and now this"]
     assert stopping.queued == []
 
 
 def test_another_stop_gives_it_back(stopping: Session) -> None:
     assert stopping.stop() == [DraftReturned("and now this")]
-    assert kinds_after_stop(stopping.on_event(CANCELLED)) == [ReplyEnded]
+    assert kinds(stopping.on_event(CANCELLED)) == [ReplyEnded]
 
 
 def test_an_engine_that_did_not_hear_the_stop_is_not_asked(stopping: Session, clock: Clock) -> None:
     clock.now += 3600.0
     steps = stopping.check_cancel()
     assert StartEngine() in steps
-    assert (sent(steps), kinds_after_stop(steps).count(TurnBegun)) == ([], 0)
+    assert (sent(steps), kinds(steps).count(TurnBegun)) == ([], 0)
     assert sent(stopping.on_event(Loaded(model_spec("guide")))) == ["and now this"]
 
 

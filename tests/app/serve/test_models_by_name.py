@@ -26,7 +26,6 @@ from tokamac.app.serve.model_pool import Eviction, InMemory, ModelPool, Offer, R
 from tokamac.app.serve.routes import ServerApp
 
 CHAT = "/v1/chat/completions"
-CONTEXT = 8192
 NAMES = ("a", "b", "c")
 # Bytes; each of the models takes 24.1 MB.
 ROOM_FOR_ONE, ROOM_FOR_TWO, ROOM_FOR_NONE = 30_000_000, 60_000_000, 20_000_000

@@ -362,16 +362,6 @@ def test_the_parts_are_the_whole(metrics: Metrics, situation: Situation):
     assert found.slowest.seconds == max(part.seconds for part in found.parts)
 
 
-def gain(name: str, prompt: int, generated: int) -> float:
-    """What a change saves of a reply that went as expected."""
-    step = decode_phase(WORK, CHIP, LATENCY, prompt + generated // 2).expected_s or 0.0
-    read_s = LATENCY.prefill_s(WORK, prompt, 0, 512)
-    packed = PACKED if name == "packed keys and values" else None
-    situation = Situation(packed, 16.0, keeps_prompts=name != "prompt cache", chunk=512)
-    found = verdict(reply(prompt, generated, read_s, step), situation).remedies
-    return next((remedy.gain_s for remedy in found if remedy.name == name), 0.0)
-
-
 # From a real reply --------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from tests.families import LAYOUTS, crossed, walked
 from tokamac.engine import OptionError
 from tokamac.engine.kv.plan import plan_caches
 
-NEW = 40
 DRAFTERS = {"right": always_right, "wrong": always_wrong, "at random": at_random}
 
 
