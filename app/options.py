@@ -11,6 +11,7 @@ from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.files import expanded, is_dir
 from tokamac.engine.hub.names import EMBEDDED, nearest
 from tokamac.engine.options import (
+    FULL_PACE,
     GROUP_SIZES,
     KV_BITS,
     MOST_NODES,
@@ -267,6 +268,12 @@ def replies_at_once(text: str) -> int:
     return int(text)
 
 
+def pace(text: str) -> int:
+    if not text.isdecimal() or len(text) > 3 or not 1 <= int(text) <= FULL_PACE:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a share of the time, 1 to 100 per cent")
+    return int(text)
+
+
 def widths(text: str) -> tuple[int, ...]:
     """Parse unique widths (parallel replies)."""
     return tuple(dict.fromkeys(replies_at_once(part.strip()) for part in text.split(",")))
@@ -305,6 +312,13 @@ def limit_of_settings() -> int | None:
 
 def is_cpu_exact(options: argparse.Namespace | None = None) -> bool:
     return getattr(options, "cpu_exact", False) or known_settings().cpu_exact
+
+
+def pace_of(options: argparse.Namespace) -> tuple[int, int | None]:
+    """Return the pace, and the one on battery, by flag or settings."""
+    given = getattr(options, "pace", FULL_PACE)  # a command without the flag rests never
+    known = known_settings()
+    return (known.pace, known.pace_on_battery) if given is None else (given, None)
 
 
 def adapter_of(options: argparse.Namespace, model: str) -> str | None:
@@ -506,6 +520,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--parallel": {
         "type": replies_at_once, "metavar": "N",
         "help": f"write up to N replies in parallel (default: parallel in the settings, at first {PARALLEL})",
+    },
+    "--pace": {
+        "type": pace, "metavar": "N",
+        "help": "per cent of the time the GPU may work; it rests between steps (default: pace in the settings, at first 100)",
     },
     "--draft": {
         "type": draft_name, "metavar": "MODEL",

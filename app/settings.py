@@ -14,7 +14,16 @@ from typing import Any, TypeVar, cast, get_type_hints
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import atomic_write, expanded, read_text
 from tokamac.engine.hub.names import nearest
-from tokamac.engine.options import PARALLEL, KVSpec, Sampling, TemplateOptions, WiredMode, given_wired
+from tokamac.engine.options import (
+    FULL_PACE,
+    PARALLEL,
+    KVSpec,
+    Sampling,
+    TemplateOptions,
+    WiredMode,
+    given_pace,
+    given_wired,
+)
 from tokamac.engine.perf import hardware
 
 from .text.strict_json import ShapeError, build
@@ -209,7 +218,8 @@ TITLES = ("model", "words")
 # Settings that are one value, not a table.
 VALUES = (
     "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel",
-    "speculation", "tint_guesses", "cpu_exact", "wired", "models_folder", "keep_awake", "titles", "toured",
+    "speculation", "tint_guesses", "cpu_exact", "wired", "pace", "pace_on_battery", "models_folder", "keep_awake", "titles",
+    "toured",
 )  # fmt: skip
 OPTIONS = ("sampling", "template", "kv", "tools")  # tables that are a dataclass
 MAPS = ("system_prompts", "adapters", "drafts", "keys", "mcp", "profiles")  # tables whose keys are the user's
@@ -274,6 +284,8 @@ class Settings:
     tint_guesses: bool = False
     cpu_exact: bool = False
     wired: WiredMode = "auto"
+    pace: int = FULL_PACE
+    pace_on_battery: int | None = None
     models_folder: str = ""
     keep_awake: bool = True
     titles: str = "model"
@@ -301,6 +313,9 @@ class Settings:
                 f"parallel is {self.parallel}, which is not a number of replies at once.", f"Use 1 to {MOST_PARALLEL}."
             )
         given_wired(self.wired)
+        given_pace(self.pace)
+        if self.pace_on_battery is not None:
+            given_pace(self.pace_on_battery)
         if self.titles not in TITLES:
             raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
         expanded(self.models_folder, strict=True)

@@ -37,6 +37,7 @@ from .events import (
 from .files import expanded
 from .metrics import Recorder
 from .options import (
+    FULL_PACE,
     PARALLEL,
     KVBits,
     KVSpec,
@@ -51,13 +52,15 @@ from .options import (
     given_bits,
     given_count,
     given_limit,
+    given_pace,
     given_sampling,
     given_template,
     given_wired,
     sample_of,
 )
+from .perf.hardware import PowerShare, on_battery, system
 from .perf.memory import check_address_space, snapshot
-from .schedule.schedule import Pace, ReplyEvents
+from .schedule.schedule import Pace, Pacing, ReplyEvents
 from .schedule.stream import EventStream, ManyReplies, ReplyHandle, ReplyStream
 from .worker import ReplyScheduler, TextlessReply, Worker
 
@@ -124,6 +127,8 @@ class Engine:
         speculation: Speculation | None = Speculation(),  # noqa: B008  # frozen
         cpu_exact: bool = False,
         wired: WiredMode = "auto",
+        pace: int = FULL_PACE,
+        pace_on_battery: int | None = None,
         nodes: Nodes | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
@@ -142,6 +147,7 @@ class Engine:
             speculation: drafts tokens for single replies, without changing the text; None: off.
             cpu_exact: no rounding of packed products' inputs on a CPU (``spec.rounding``).
             wired: whether a Mac keeps the model's memory from being moved: while it works, "on" always, or "off".
+            pace, pace_on_battery: see ``pace``.
             nodes: processes or machines that share the model. If one is lost, replies raise DeviceError, and this
                 process can't load with nodes again.
             progress: called from another thread.
@@ -151,6 +157,8 @@ class Engine:
         """
         _check_load(model, kv, prompt_cache, adapter, speculation, nodes)
         limit = None if memory is None else given_limit(memory)
+        for percent in (pace, FULL_PACE if pace_on_battery is None else pace_on_battery):
+            given_pace(percent)
         request = LoadRequest(
             model,
             kv=kv,
@@ -181,12 +189,12 @@ class Engine:
 
         work = partial(_load, request, tell, team, nodes)
         try:
-            if team is None:
-                return cls(worker, worker.call(work))
-            engine = cls(worker, team.guarding(worker.submit(work)))
-            engine._team = team
-            team.when_lost = [engine._replies.fail]
-            team.stuck_s = engine._replies.schedule.stuck_s
+            engine = cls(worker, worker.call(work) if team is None else team.guarding(worker.submit(work)))
+            if team is not None:
+                engine._team = team
+                team.when_lost = [engine._replies.fail]
+                team.stuck_s = engine._replies.schedule.stuck_s
+            engine.pace(pace, pace_on_battery)
             return engine
         except BaseException:
             # An interrupted load ends at its next tensor. The process must not exit before: MLX would abort it.
@@ -672,6 +680,16 @@ class Engine:
         For several engines: loaded models aren't rechecked; running replies obey from their caches' next growth.
         """
         self.run(lambda runner: setattr(runner.runtime.memory_limit, "nbytes", memory))
+
+    def pace(self, percent: int, battery: int | None = None) -> None:
+        """Let the device work ``percent`` of the time, and rest between steps.
+
+        battery: the same on battery; None: no other. Raises OptionError.
+        """
+        given_pace(percent)
+        whole = percent == FULL_PACE and (battery is None or given_pace(battery) == FULL_PACE)
+        share = PowerShare(percent, battery, lambda: on_battery(system()))
+        self._replies.pace(None if whole else Pacing(share, self._runner.settle))
 
     def close(self) -> None:
         """End all replies (readers get EngineClosedError), free the model, stop the thread. Repeatable."""

@@ -226,6 +226,7 @@ def achieved_gbs(bytes_per_step: int | None, decode_tps: float | None) -> float 
 
 
 Throttle = Literal["thermal", "low power"]  # what the system slows the chip down for
+Slowing = Throttle | Literal["pace"]  # or the user
 
 # kv growth: a cache's arrays were full, and copied to larger ones. pool cleared: MLX's unused buffers went back to the
 # system, so the next step had to ask for memory again. swap: pages of this process had to be read from disk (major page

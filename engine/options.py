@@ -497,6 +497,16 @@ class LoadRequest:
     wired: WiredMode = "auto"
 
 
+FULL_PACE = 100  # per cent of the time that the device may work
+
+
+def given_pace(percent: int) -> int:
+    """Raises OptionError."""
+    given_count(percent, "pace", least=1)
+    _require(percent <= FULL_PACE, f"pace is {percent}, and the whole time is 100 per cent", "Use 1 to 100.")
+    return percent
+
+
 def given_wired(mode: object) -> WiredMode:
     """Raises OptionError."""
     for known in WIRED_MODES:

@@ -23,7 +23,7 @@ from .events import (
 from .generation import Generation, PrefillChunker, read_prompt
 from .kv.cache import nbytes as kv_bytes
 from .lab.passes import PassLog, cost_of, log_of
-from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate, whole_width
+from .metrics import Metrics, Outlier, ProcessWatch, Recorder, Slowing, achieved_gbs, gaps_ms, recent_rate, whole_width
 from .options import Sampling, ToolSpec
 from .perf import hardware
 from .perf.diagnosis import Diagnosis, diagnose
@@ -533,7 +533,8 @@ class ReplyTask:
         runtime, machine = self._runtime, self._runtime.machine
         chunk = runtime.prefill_chunk if self._chunker is None else self._chunker.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
-        throttled = replace(situation, throttles=self._throttled.seen)
+        own: tuple[Slowing, ...] = ("pace",) if self.pace.rests else ()
+        throttled = replace(situation, throttles=(*self._throttled.seen, *own))
         return diagnose(metrics, runtime.work, machine.chip, machine.latency, throttled)
 
     def _passes(self) -> PassLog | None:

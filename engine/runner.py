@@ -129,6 +129,10 @@ class Runner:
         assert self._decoder is not None
         return self._decoder.step(lanes)
 
+    def settle(self) -> None:
+        """Wait for the device."""
+        mx.synchronize()
+
     def idle(self) -> float | None:
         """Do a little of what can wait; return after how many seconds there may be more, or None."""
         if self._runtime is None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from .device import end_without_mlx
 from .errors import EngineClosedError, OptionError, TokamacError, engine_error
 from .events import Event, Live
-from .schedule.schedule import EventSource, Pace, ReplyEvents, Schedule, Seat
+from .schedule.schedule import EventSource, Pace, Pacing, ReplyEvents, Schedule, Seat
 from .schedule.stream import EventStream
 
 T = TypeVar("T")
@@ -51,13 +51,12 @@ class _Job:
 class Worker:
     """A daemon thread that runs callables in order, and ``at_end`` last.
 
-    In between: ``turn``, while it returns True; then idle submissions; then ``when_idle``, which returns the
-    seconds
-    until its next call, or None. An exception in it is logged, and pauses it until the next work.
+    In between: ``turn`` until it returns None; then idle submissions; then ``when_idle``. Both return the seconds until
+    their next call, which work cuts short. An exception in the latter pauses it until the next work.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
-        self.turn: Callable[[], bool] = lambda: False
+        self.turn: Callable[[], float | None] = lambda: None
         self.when_idle: Callable[[], float | None] = lambda: None
         self.closed = False
         self._failure: TokamacError | None = None
@@ -141,8 +140,7 @@ class Worker:
             try:
                 job = self._jobs.get(timeout=pause)
             except queue.Empty:
-                pause = 0.0
-                if self.turn():
+                if (pause := self.turn()) is not None:
                     continue
                 try:
                     job = self._idle_jobs.get_nowait()
@@ -234,9 +232,19 @@ class ReplyScheduler:
         """Let ``cancel`` and ``close`` reach a reply whose prompt is still prepared."""
         self.open.append(stream)
         stream.when_over = lambda: self._forget(stream)
+        if self.schedule.pacing is not None:
+            stream.when_cancelled = self._wake
+
+    def pace(self, pacing: Pacing | None) -> None:
+        self.schedule.pacing = pacing
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(TokamacError):  # it is closed, or has failed
+            self._worker.submit(lambda: None)
 
     def _forget(self, stream: EventStream) -> None:
-        stream.when_over = lambda: None  # it referred to the stream itself
+        stream.when_over = stream.when_cancelled = lambda: None  # it referred to the stream itself
         with contextlib.suppress(ValueError):  # it is over already
             self.open.remove(stream)
 

@@ -63,6 +63,7 @@ class RecordedMac:
     counted: Pages | None = PAGES
     states: dict[str, int] = field(default_factory=lambda: {hardware.THERMAL_PRESSURE: 0})
     low_power_mode: bool | None = False
+    unplugged: bool | None = False
     outputs: dict[str, str] = field(default_factory=lambda: {hardware.IOREG[0]: IOREG})
     asked: Counter[str] = field(default_factory=Counter)
 
@@ -87,6 +88,9 @@ class RecordedMac:
     def low_power(self) -> bool | None:
         self.asked["low_power"] += 1
         return self.low_power_mode
+
+    def on_battery(self) -> bool | None:
+        return self.unplugged
 
     def output(self, *command: str) -> str | None:
         self.asked["output"] += 1

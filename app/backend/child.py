@@ -61,6 +61,7 @@ from .protocol import (
     ReplyEvent,
     Request,
     RequestFailed,
+    SetPace,
     Share,
     StopLooking,
     Warm,
@@ -102,6 +103,8 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tup
             speculation=Speculation(draft=request.draft) if request.speculation else None,
             cpu_exact=request.cpu_exact,
             wired=request.wired,
+            pace=request.pace,
+            pace_on_battery=request.pace_on_battery,
             nodes=request.nodes,
             progress=progress,
         )
@@ -212,6 +215,9 @@ class Child:
                     client.looker.stop()
                 case LimitMemory(memory):
                     self._limit_memory(memory)
+                case SetPace(percent, on_battery):
+                    if self._engine is not None:
+                        self._engine.pace(percent, on_battery)
                 case _:
                     pass  # what is for a reply that runs never waits in the queue, and Quit ends the loop
 

@@ -14,7 +14,17 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Event, Live, LoadProgress, Message, ModelSpec, Price, PromptText, StepTokens
 from tokamac.engine.lab.passes import PassLog
 from tokamac.engine.lab.without_cache import CacheWorth
-from tokamac.engine.options import PARALLEL, KVBits, KVSpec, Nodes, Sampling, TemplateOptions, ToolSpec, WiredMode
+from tokamac.engine.options import (
+    FULL_PACE,
+    PARALLEL,
+    KVBits,
+    KVSpec,
+    Nodes,
+    Sampling,
+    TemplateOptions,
+    ToolSpec,
+    WiredMode,
+)
 from tokamac.engine.perf.diagnosis import Waits
 from tokamac.engine.schedule.capacity import Capacity
 from tokamac.engine.speculation.gain import ACCEPTANCE, SpeculationGain
@@ -209,6 +219,8 @@ class Load:
     draft: str | None = None
     cpu_exact: bool = False
     wired: WiredMode = "auto"
+    pace: int = FULL_PACE
+    pace_on_battery: int | None = None
     text_every_s: float | None = None
     nodes: Nodes | None = None
     forms: bool = False
@@ -228,7 +240,16 @@ class Load:
     @property
     def _computing(self) -> "Load":
         kv = self.kv if self.kv.rolls else replace(self.kv, keep=KVSpec().keep)
-        return replace(self, kv=kv, memory=None, parallel=PARALLEL, text_every_s=None, forms=False)
+        return replace(
+            self,
+            kv=kv,
+            memory=None,
+            parallel=PARALLEL,
+            pace=FULL_PACE,
+            pace_on_battery=None,
+            text_every_s=None,
+            forms=False,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +416,19 @@ class LimitMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPace:
+    percent: int
+    on_battery: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     """End the process, once no reply runs."""
 
 
 Request = (
     Load | Generate | Cancel | KeepGoing | Hold | GoOn | Warm | AskPrice | AskCount | AskTokens | AskEmbeddings | AskWhatIf
-    | LookAgain | StopLooking | Share | Join | LimitMemory | Quit
+    | LookAgain | StopLooking | Share | Join | LimitMemory | SetPace | Quit
 )  # fmt: skip
 
 # What a guest may ask.

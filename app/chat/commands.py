@@ -660,6 +660,7 @@ COMMANDS: Mapping[str, Callable[[ChatController, str], None]] = {
     "serve": setup.serve,
     "pull": setup.pull,
     "thinking": setup.thinking,
+    "pace": setup.pace,
     "remember": setup.remember,
     "project": setup.project,
     "profile": setup.profile,

@@ -20,6 +20,7 @@ from ..backend.protocol import (
     ReplyEvent,
     Request,
     RequestFailed,
+    SetPace,
 )
 from ..settings import CHAT_KV
 from ..text.sanitise import Sanitiser, sanitise
@@ -280,6 +281,12 @@ class EngineConnection:
             return reply
         metrics, diagnosis = at_bandwidth(reply.metrics, reply.diagnosis, self.bandwidth_gbs)
         return replace(reply, metrics=metrics, diagnosis=diagnosis)
+
+    def pace(self, percent: int, on_battery: int | None) -> list[Step]:
+        self.load = replace(self.load, pace=percent, pace_on_battery=on_battery)
+        if self._last_working is not None:
+            self._last_working = replace(self._last_working, pace=percent, pace_on_battery=on_battery)
+        return [Ask(SetPace(percent, on_battery))] if self._alive else []
 
     def fall_back(self) -> bool:
         """Select the last working model; return whether it differs from the failed one."""

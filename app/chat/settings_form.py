@@ -174,6 +174,8 @@ MEMORY_FIELDS = (
     Field("wired", "Wire on a Mac", "auto: while it works; on, off", _word, choices=WIRED_MODES),
 )
 SPEED_FIELDS = (
+    Field("pace", "Pace", "% of the time that the GPU works", int),
+    Field("pace_on_battery", "Pace on battery", "the same; empty: as above", int, None),
     Field("speculation", "Guess ahead", "on or off; the text is the same", _switch, show=_show_switch, choices=SWITCH),
     Field(
         "cpu_exact",

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from tokamac.engine.events import ToolCall
 from tokamac.engine.hub.names import nearest
+from tokamac.engine.options import FULL_PACE
 from tokamac.engine.requirements import pip_install
 
 from .. import system_files
@@ -17,7 +18,7 @@ from ..models.local import hub_cache, is_id, is_short, lasting, must_be_download
 from ..options import given_adapter, given_draft
 from ..settings import NO_PROFILE, Profile, differing, gigabytes_of, why_no_name
 from ..text.sanitise import sanitise, sanitise_line
-from ..text.units import count, short, size
+from ..text.units import count, rate, short, size
 from ..tools.calls import Decision, edited_arguments
 from ..tools.toolbox import Consent, ListedTool, Toolbox
 from .actions import Action, no_action, refusal
@@ -197,6 +198,19 @@ def thinking(chat: ChatController, text: str) -> None:
     chat.view.tell(f"{sentences(template, None)} This applies to this chat, from the next message on.")
 
 
+def pace(chat: ChatController, written: str) -> None:
+    """Change how much of the time the GPU may work, or say it."""
+    if written:
+        settings(chat, f"pace {written.rstrip(' %')}")
+    load, last = chat.session.engine.load, chat.session.progress.metrics
+    now = f"The GPU may work {load.pace} % of the time"
+    now += "" if load.pace_on_battery is None else f", on battery {load.pace_on_battery} %"
+    full = None if last is None else last.expected_tps
+    rests = full is not None and load.pace < FULL_PACE
+    price = f": about {rate(full * load.pace / FULL_PACE)} of {rate(full)}" if rests and full else ""
+    chat.view.show(f"{now}{price}. /pace N changes it; it rests between steps.")
+
+
 def current_sheet(chat: ChatController) -> Sheet:
     """Return the settings of the open chat, the model and the app as the form has them."""
     session, preferences = chat.session, chat.preferences
@@ -208,6 +222,8 @@ def current_sheet(chat: ChatController) -> Sheet:
         parallel=session.engine.load.parallel,
         speculation=session.engine.load.speculation,
         cpu_exact=session.engine.load.cpu_exact,
+        pace=session.engine.load.pace,
+        pace_on_battery=session.engine.load.pace_on_battery,
     )
     own = preferences.own.sampling is not None or preferences.own.template is not None
     return Sheet(session.template, session.sampling, session.engine.load.kv, values, own)
@@ -231,6 +247,10 @@ def apply_sheet(chat: ChatController, sheet: Sheet) -> bool:
         chat.apply_choice(preferences.choose_template(sheet.template, own=sheet.own))
     if _is_chosen(sheet, before, sheet.sampling != before.sampling, preferences.own.sampling):
         chat.apply_choice(preferences.choose_sampling(sheet.sampling, own=sheet.own))
+    if (sheet.settings.pace, sheet.settings.pace_on_battery) != (engine.load.pace, engine.load.pace_on_battery):
+        chat.perform(engine.pace(sheet.settings.pace, sheet.settings.pace_on_battery))
+        if chat.bridge.server_url:
+            chat.view.tell("The server that this chat uses keeps its own pace: tokamac serve --pace N.")
     load = replace(
         engine.load,
         kv=sheet.kv,
@@ -247,6 +267,7 @@ def apply_sheet(chat: ChatController, sheet: Sheet) -> bool:
     return True
 
 
+AT_ONCE = ("unload_after_min", "pace", "pace_on_battery")  # settings of a model that load nothing again
 EVERYWHERE = "everywhere"  # before a setting: change it for every chat, not for this one alone
 
 
@@ -279,7 +300,7 @@ def settings(chat: ChatController, written: str) -> None:
     sheet = form.read({**texts, name: form.defaults[name] if value.lower() == USUAL else value}, own=own)
     was, now = texts[name] or NOT_SET, form.texts(sheet)[name] or NOT_SET
     where = "" if group.scope != THIS_CHAT else " in this chat" if own else " in every chat without settings of its own"
-    reloads = f" {RELOADING}" if group.scope == THE_MODEL and name != "unload_after_min" and was != now else ""
+    reloads = f" {RELOADING}" if group.scope == THE_MODEL and name not in AT_ONCE and was != now else ""
     chat.view.tell(f"{name} is {now}{where}{'' if was == now else f'; it was {was}'}.{reloads}")
     if was != now or own != before.own:
         apply_sheet(chat, sheet)

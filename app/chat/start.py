@@ -53,6 +53,7 @@ class ChatOptions:
     speculation: bool | None = None
     draft: str | None = None
     cpu_exact: bool = False
+    pace: int | None = None
     nodes: Nodes | None = None
     system: str | None = None
     profile: str | None = None
@@ -131,6 +132,8 @@ def begin(options: ChatOptions) -> ChatStart:
         cpu_exact=options.cpu_exact or known.cpu_exact,
         private=options.private,
         wired=known.wired,
+        pace=known.pace if options.pace is None else options.pace,
+        pace_on_battery=known.pace_on_battery if options.pace is None else None,
         nodes=options.nodes,
     )
     session = Session(load, preferences.sampling, preferences.system, time.monotonic)

@@ -289,7 +289,7 @@ def parser() -> Parser:
     made.add_argument(
         "--resume", metavar="OUT", help="with --each: skip what OUT answers already, as in --resume OUT >> OUT"
     )
-    add_flags(made, "--parallel")
+    add_flags(made, "--parallel", "--pace")
     add_speculation_flags(made)
     add_nodes_flags(made)
     add_flags(made, "--logprobs", "--schema")

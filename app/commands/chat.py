@@ -59,7 +59,7 @@ def parser() -> Parser:
     add_flags(made, "--prompt")
     which.add_argument("--private", action="store_true", help="keep nothing of this chat, as /private does")
     add_reply_flags(made)
-    add_flags(made, "--parallel")
+    add_flags(made, "--parallel", "--pace")
     add_speculation_flags(made)
     add_nodes_flags(made)
     made.add_argument(
@@ -102,6 +102,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             memory=None if options.memory is None else round(options.memory * 1e9),
             unchecked=options.unchecked,
             cpu_exact=options.cpu_exact,
+            pace=options.pace,
             adapter=None if options.adapter is None else given_adapter(options.adapter),
             parallel=options.parallel,
             speculation=None if options.speculation is None else options.speculation == AUTO,

@@ -18,7 +18,7 @@ from tokamac.engine.events import Event, Finished, LoadProgress
 from tokamac.engine.options import KVSpec, Nodes, PromptCacheSpec, Speculation
 
 from .. import INTERRUPTED, settings
-from ..options import adapter_of, is_cpu_exact, known_settings, memory_limit
+from ..options import adapter_of, is_cpu_exact, known_settings, memory_limit, pace_of
 from ..settings import CHAT_KV
 from ..text.terminal import Progress, note
 
@@ -56,6 +56,7 @@ def load(
         fetch(str(speculation.draft), download.resolve)
     from tokamac.engine import Engine
 
+    pace, on_battery = pace_of(options)
     bar = Progress("loading", plain=False)
 
     def leave() -> None:
@@ -75,6 +76,8 @@ def load(
                 speculation=speculation,
                 cpu_exact=is_cpu_exact(options),
                 wired=known_settings().wired,
+                pace=pace,
+                pace_on_battery=on_battery,
                 nodes=nodes,
                 progress=lambda at: tell_loading(at, bar),
             )

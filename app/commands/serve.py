@@ -38,6 +38,7 @@ from ..options import (
     memory_limit,
     model_name,
     nodes_of,
+    pace_of,
     parallel_of,
     sampling,
     speculation_of,
@@ -133,7 +134,7 @@ def parser() -> Parser:
     service.add_argument("--uninstall", action="store_true", help="stop and remove it, and exit")
     made.add_argument("--print-config", action="store_true", help="print settings for editors and agents, and exit")
     add_reply_flags(made)
-    add_flags(made, "--parallel")
+    add_flags(made, "--parallel", "--pace")
     add_speculation_flags(made)
     add_nodes_flags(made)
     return made
@@ -306,7 +307,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
     from ..serve.model_pool import Offer
     from ..serve.server import ServerOptions
 
-    guesses, nodes = speculation_of(options, model), nodes_of(parser, options)
+    guesses, nodes, (pace, on_battery) = speculation_of(options, model), nodes_of(parser, options), pace_of(options)
     if nodes is not None and (options.allow or options.allow_downloaded):
         parser.error("several nodes serve one model: leave out --allow and --allow-downloaded")
     load = Load(
@@ -321,6 +322,8 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         draft=None if guesses is None or guesses.draft is None else str(guesses.draft),
         cpu_exact=is_cpu_exact(options),
         wired=known_settings().wired,
+        pace=pace,
+        pace_on_battery=on_battery,
         text_every_s=TEXT_EVERY_S,
         nodes=nodes,
         forms=True,

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tokamac.engine.events import MemoryPressure
-from tokamac.engine.metrics import Metrics, Throttle, is_shown
+from tokamac.engine.metrics import Metrics, Slowing, is_shown
 from tokamac.engine.perf.diagnosis import (
     BEHIND,
     NEAR,
+    RELIEF,
     WORTH_S,
     WORTH_SHARE,
     Diagnosis,
@@ -113,7 +114,7 @@ def remark(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
 
 
 LONG_S = 1.0  # seconds before the first token from which on a reader notices that they wait
-BRIEF_THROTTLED: dict[Throttle, str] = {"thermal": "hot chip", "low power": "Low Power Mode"}
+BRIEF_THROTTLED: dict[Slowing, str] = {"thermal": "hot chip", "low power": "Low Power Mode", "pace": "--pace"}
 
 
 def is_held_up(part: TimePart, total_s: float | None) -> bool:
@@ -244,7 +245,7 @@ def _would_help(remedy: Remedy, total_s: float) -> str:
         case "quiet machine":
             alone = seconds(max(total_s - remedy.gain_s, 0.0))
             return f"Something else was using the machine; alone it would have taken {alone}."
-        case "full power" | "cool chip":
+        case "full power" | "full pace" | "cool chip":
             return f"At full speed it would have taken {seconds(max(total_s - remedy.gain_s, 0.0))}."
     return f"What would help: {remedy_text(remedy)}."
 
@@ -318,6 +319,7 @@ REMEDIES: dict[RemedyName, RemedyWords] = {
     "full power": RemedyWords(
         "Low Power Mode off, nothing else running", "", "System Settings > Battery (Energy on a desktop Mac)"
     ),
+    "full pace": RemedyWords("the whole time of the GPU", "", "/pace 100; pace in the settings"),
     "cool chip": RemedyWords(
         "a cool chip, nothing else running", "", "let the machine cool down, and close other busy programs"
     ),
@@ -339,11 +341,11 @@ def help_text(metrics: Metrics, ending: str) -> str:
     return NOTHING_HELPS if paid and ending in ("stop", "tool_calls") else ""
 
 
-THROTTLED: dict[Throttle, str] = {
+THROTTLED: dict[Slowing, str] = {
     "thermal": "macOS slowed the chip down because it was hot",
     "low power": "Low Power Mode was on, which slows the chip down",
+    "pace": "The model rested between steps, as you asked",
 }
-RELIEF: dict[Throttle, RemedyName] = {"thermal": "cool chip", "low power": "full power"}  # what ends it
 DOING: dict[PartName, str] = {
     "start": "starting the program",
     "load": "loading the model",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..kv.costs import group_for, token_bytes
-from ..metrics import Metrics, Throttle, bytes_per_step, ceiling_tps, rate, share, share_of_limit
+from ..metrics import Metrics, Slowing, bytes_per_step, ceiling_tps, rate, share, share_of_limit
 from .hardware import Chip, Source
 from .roofline import (
     Fitted,
@@ -43,8 +43,11 @@ PartName = Literal["start", "load", "wait", "prefill", "decode"]
 Waits = Literal["memory", "compute", "host", "overhead", "not memory"]
 RemedyName = Literal[
     "packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine", "full power", "cool chip",
-    "no guesses",
+    "full pace", "no guesses",
 ]  # fmt: skip
+
+# What ends a throttle; the first that there is is told.
+RELIEF: dict[Slowing, RemedyName] = {"pace": "full pace", "low power": "full power", "thermal": "cool chip"}
 
 MOST = 3
 WORTH_S = 0.1  # seconds below which a change is not worth a sentence
@@ -86,7 +89,7 @@ class Situation:
     bits_per_weight: float | None
     keeps_prompts: bool
     chunk: int
-    throttles: tuple[Throttle, ...] = ()
+    throttles: tuple[Slowing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class Diagnosis:
     parts: tuple[TimePart, ...]
     remedies: tuple[Remedy, ...]
     terms: tuple[Term, ...]
-    throttles: tuple[Throttle, ...] = ()
+    throttles: tuple[Slowing, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -315,7 +318,7 @@ class _Reply:
         # What both phases lost to whatever else held the machine up, by the name of a cause that is known.
         name: RemedyName = "quiet machine"
         if self.situation.throttles:
-            name = "full power" if "low power" in self.situation.throttles else "cool chip"
+            name = next(name for each, name in RELIEF.items() if each in self.situation.throttles)
         lost_s = _behind_s(m.prefill_s, self.prefill), 0.0 if m.drafted_tokens else _behind_s(self.step_s, self.decode)
         yield self._remedy(name, prefill_s=lost_s[0], step_s=lost_s[1])
 

@@ -37,6 +37,8 @@ PROFILER = ("/usr/sbin/system_profiler", "SPDisplaysDataType")
 THERMAL_PRESSURE = "com.apple.system.thermalpressurelevel"
 THERMAL_HEAVY = 2
 
+PLUGGED_IN = -2.0  # kIOPSTimeRemainingUnlimited (IOPowerSources.h); on battery seconds, or -1 while they are estimated
+
 HOST_VM_INFO64 = 4  # the flavor of `host_statistics64` that counts pages (mach/host_info.h)
 
 
@@ -73,6 +75,9 @@ class System(Hashable, Protocol):
 
     def low_power(self) -> bool | None:
         """Whether Low Power Mode is on."""
+
+    def on_battery(self) -> bool | None:
+        """Whether a battery powers the machine."""
 
     def output(self, *command: str) -> str | None:
         """Run a program; return its output. Never during a reply."""
@@ -158,6 +163,11 @@ class Darwin:
         info = send(objc.objc_getClass(b"NSProcessInfo"), b"processInfo", ctypes.c_void_p)
         return bool(send(info, b"isLowPowerModeEnabled", ctypes.c_bool)) if info else None
 
+    def on_battery(self) -> bool | None:
+        kit = ctypes.CDLL("/System/Library/Frameworks/IOKit.framework/IOKit")
+        kit.IOPSGetTimeRemainingEstimate.restype = ctypes.c_double
+        return bool(kit.IOPSGetTimeRemainingEstimate() != PLUGGED_IN)
+
     def output(self, *command: str) -> str | None:
         return run(*command)
 
@@ -221,6 +231,50 @@ def gpu_cores(asked: System) -> int | None:
 def throttled(asked: System) -> bool | None:
     level = asked.notified(THERMAL_PRESSURE)
     return None if level is None else level >= THERMAL_HEAVY
+
+
+SUPPLIES = Path("/sys/class/power_supply")  # Linux: a folder each, Documentation/ABI/testing/sysfs-class-power
+
+
+def on_battery(mac: System | None, supplies: Path = SUPPLIES) -> bool:
+    """Whether a battery powers this machine."""
+    if mac is not None:
+        return bool(mac.on_battery())
+    if sys.platform != "linux":
+        return False
+    told = {}
+    for name in ("type", "status", "scope"):
+        for file in supplies.glob(f"*/{name}"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                told[file.parent, name] = read_text(file).strip()
+    return any(
+        told.get((each, "status")) == "Discharging" and told.get((each, "scope")) != "Device"  # a mouse has one, too
+        for (each, name), value in told.items()
+        if name == "type" and value == "Battery"
+    )
+
+
+class PowerShare:
+    """Returns the share of the time that the device may work."""
+
+    LOOKS_S = 30.0
+
+    def __init__(
+        self,
+        percent: int,
+        on_battery: int | None,
+        battery: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plugged, self._unplugged = percent / 100, (percent if on_battery is None else on_battery) / 100
+        self._battery, self._clock = battery, clock
+        self._due_s, self._now = -1.0, self._plugged
+
+    def __call__(self) -> float:
+        if self._plugged != self._unplugged and self._clock() >= self._due_s:
+            self._due_s = self._clock() + self.LOOKS_S
+            self._now = self._unplugged if self._battery() else self._plugged
+        return self._now
 
 
 EVERY_S = 5.0  # a chip takes longer to get hot

@@ -264,7 +264,7 @@ def time_token(vocabulary: int, tokenizer: "Tokenizer | None") -> float:
         return typical_s(schedule.turn)
     finally:
         stream.abandon()
-        while schedule.turn():
+        while schedule.turn() is not None:
             pass
         reader.join()
 

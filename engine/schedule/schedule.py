@@ -71,6 +71,25 @@ class Pace:
 
     within_s: float = ALONE_S
     is_in_the_way: bool = False
+    rests: bool = False
+
+
+class Pacing:
+    """Rests between turns. settle: waits for what was launched ahead, which else would run, uncounted, meanwhile."""
+
+    def __init__(self, share: Callable[[], float], settle: Callable[[], None]) -> None:
+        self.settle, self._share = settle, share
+        self._until_s = -math.inf
+
+    @property
+    def rests(self) -> bool:
+        return self._share() < 1
+
+    def owed_s(self, now_s: float) -> float:
+        return max(0.0, self._until_s - now_s)
+
+    def worked(self, seconds: float, now_s: float) -> None:
+        self._until_s = max(self._until_s, now_s) + seconds * (1 / self._share() - 1)  # what is still owed is added
 
 
 class Policy:
@@ -189,6 +208,8 @@ class Schedule:
         self.decode: Callable[[list[Any]], Sequence[Decoded]] = lambda _: ()
         self.width = 1
         self._again, self._clock = again, clock
+        self.pacing: Pacing | None = None
+        self._came = False  # a reply, since the last turn
         self._policy = Policy()
         self._seats: list[Seat] = []
         self._waiting: list[Seat] = []
@@ -216,9 +237,28 @@ class Schedule:
         self._count += 1
         seat.number = seat.number or self._count
         self._waiting.append(seat)
+        self._came = True
 
-    def turn(self) -> bool:
-        """Take a turn; return whether there is more to do. A failure outside a reply ends all replies."""
+    def turn(self) -> float | None:
+        """Take a turn; return the seconds to rest, None once idle. A failure outside a reply ends all replies."""
+        if (pacing := self.pacing) is None:
+            self._go_on()
+            return 0.0 if self.busy else None
+        came, self._came = self._came, False
+        if not came and not self._is_ending() and self.busy and (owed_s := pacing.owed_s(self._clock())):
+            return owed_s  # a call came in between
+        began = self._clock()
+        self._go_on()
+        if pacing.rests:
+            pacing.settle()
+        now_s = self._clock()
+        pacing.worked(now_s - began, now_s)
+        return None if not self.busy else 0.0 if self._is_ending() else pacing.owed_s(now_s)
+
+    def _is_ending(self) -> bool:
+        return any(each.stream.cancelled for each in (*self._seats, *self._waiting, *self._parked))
+
+    def _go_on(self) -> None:
         try:
             if self._waiting or self._parked:
                 self._admit()
@@ -229,7 +269,6 @@ class Schedule:
         except BaseException as error:
             log.exception("the schedule failed")
             self.fail_all(error)
-        return self.busy
 
     def _take_turn(self) -> None:
         self._is_alone = False
@@ -248,7 +287,7 @@ class Schedule:
         reads, began = seat.lane is None, self._clock()
         self._under_way = reads, began
         if reads:
-            self._advance(seat, within_s=STALL_S if seat.background else ALONE_S)
+            self._advance(seat, within_s=STALL_S if seat.background or self.pacing is not None else ALONE_S)
         else:
             if not self._is_alone:
                 self._is_alone, seat.lane.free = True, 0  # who left may have changed what its caches share
@@ -331,7 +370,7 @@ class Schedule:
         if act.reads is not None:
             seat = by_number[act.reads]
             began = self._clock()
-            self._advance(seat, within_s=act.within_s)
+            self._advance(seat, within_s=act.within_s if self.pacing is None else min(act.within_s, STALL_S))
             took_ms = (self._clock() - began) * 1e3
             prompt = PromptBeside(seat.prompt_tokens, seat.background) if seat.prompt_tokens else None
             for other in self._seats:
@@ -384,6 +423,7 @@ class Schedule:
             if within_s is not None:
                 making.pace.within_s = within_s
             making.pace.is_in_the_way = self._is_in_the_way(seat)
+            making.pace.rests = self.pacing is not None and self.pacing.rests
             if stream.is_abandoned():
                 events.close()
                 self._end(seat)

@@ -31,6 +31,7 @@ class EventStream:
         self._clock = clock
         self._announce = announce
         self.when_over: Callable[[], None] = lambda: None
+        self.when_cancelled: Callable[[], None] = lambda: None
         self.live: Callable[[], Live | None] = _unmeasured
         self._batches: queue.SimpleQueue[list[Event] | BaseException | None] = queue.SimpleQueue()
         self._waiting: list[Event] = []
@@ -45,6 +46,7 @@ class EventStream:
     def cancel(self) -> None:
         self.cancelled = True
         self._wake()
+        self.when_cancelled()
 
     def is_cancelled(self) -> bool:
         return self.cancelled

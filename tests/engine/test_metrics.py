@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 import threading
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from tokamac.engine.metrics import (
     outliers,
 )
 from tokamac.engine.perf import hardware
-from tokamac.engine.perf.hardware import EVERY_S, ThrottleWatch, throttles
+from tokamac.engine.perf.hardware import EVERY_S, PowerShare, ThrottleWatch, on_battery, throttles
 from tokamac.engine.schedule.decoding import POOL_CLEAR_STEPS
 
 # Gaps that stand out, by hand; what may be named as their cause; and who watches the process for it.
@@ -249,6 +250,43 @@ def test_both_reasons_are_told_and_what_is_not_said_is_none():
     assert throttles(RecordedMac(states=hot, low_power_mode=True)) == ("thermal", "low power")
     assert throttles(RecordedMac(low_power_mode=True)) == ("low power",)
     assert throttles(RecordedMac()) == throttles(RecordedMac(states={}, low_power_mode=None)) == ()
+
+
+@pytest.mark.parametrize(
+    ("supplies", "expected"),
+    [
+        ({}, False),
+        ({"BAT0": {"type": "Battery", "status": "Discharging"}, "AC": {"type": "Mains"}}, True),
+        ({"BAT0": {"type": "Battery", "status": "Full"}}, False),
+        ({"mouse": {"type": "Battery", "status": "Discharging", "scope": "Device"}}, False),
+    ],
+)
+def test_what_powers_the_machine_is_read_where_the_system_tells(tmp_path, supplies, expected):
+    for supply, told in supplies.items():
+        (tmp_path / supply).mkdir()
+        for name, text in told.items():
+            (tmp_path / supply / name).write_text(f"{text}\n")
+    assert on_battery(None, tmp_path) is (expected and sys.platform == "linux")
+    assert on_battery(RecordedMac(unplugged=expected)) is expected
+    assert on_battery(RecordedMac(unplugged=None)) is False
+
+
+def test_another_share_holds_on_battery_and_the_source_is_asked_for_now_and_then():
+    now_s, unplugged, asked = 0.0, False, 0
+
+    def battery():
+        nonlocal asked
+        asked += 1
+        return unplugged
+
+    share = PowerShare(80, 30, battery, lambda: now_s)
+    assert (share(), share(), asked) == (0.8, 0.8, 1)
+    unplugged = True
+    assert share() == 0.8
+    now_s = PowerShare.LOOKS_S
+    assert (share(), asked) == (0.3, 2)
+    assert PowerShare(50, None, battery, lambda: now_s)() == 0.5
+    assert asked == 2
 
 
 class Clocked:

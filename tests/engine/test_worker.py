@@ -200,16 +200,16 @@ def test_calls_run_between_two_turns_and_idle_ones_after_the_last() -> None:
     worker, order, go = Worker("test", at_end=lambda: None), list[str](), threading.Event()
     left = iter(range(4))
 
-    def turn() -> bool:
+    def turn() -> float | None:
         if not go.is_set():
-            return False
+            return None
         at = next(left, None)
         if at == 1:
             worker.submit(lambda: order.append("idle"), idle=True)
             worker.submit(lambda: order.append("call"))
         if at is not None:
             order.append(f"turn {at}")
-        return at is not None
+        return None if at is None else 0.0
 
     worker.turn = turn
     worker.call(go.set)

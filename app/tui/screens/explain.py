@@ -18,8 +18,8 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tokamac.engine import metrics as rates
-from tokamac.engine.metrics import Cause, Throttle
-from tokamac.engine.perf.diagnosis import Concern, Diagnosis, PartName, Remedy, Term
+from tokamac.engine.metrics import Cause, Slowing
+from tokamac.engine.perf.diagnosis import RELIEF, Concern, Diagnosis, PartName, Remedy, Term
 
 from ...backend.protocol import LookedAt
 from ...chat import figures
@@ -28,7 +28,6 @@ from ...chat.figures import Explained, Input
 from ...chat.reply_steps import NoBranchError, ReplySteps, StepLine, Tone
 from ...reports.cache_use import why
 from ...reports.verdict import (
-    RELIEF,
     REMEDIES,
     THROTTLED,
     help_text,
@@ -208,7 +207,7 @@ def shares(values: Sequence[float], cells: int) -> list[int]:
     return counts
 
 
-def _throttled(throttles: Sequence[Throttle], width: int) -> Iterator[Content]:
+def _throttled(throttles: Sequence[Slowing], width: int) -> Iterator[Content]:
     for each in throttles:
         yield from _indented(Content.styled(f"{THROTTLED[each]}.", "$text-warning"), width)
         yield from _indented(Content.styled(REMEDIES[RELIEF[each]].how, FAINT), width, indent=2)

@@ -401,6 +401,18 @@ async def test_what_the_model_is_loaded_with_loads_it_again_and_is_remembered(
     assert getattr(settings.load(tmp_path / "settings.toml").settings, name) == value
 
 
+async def test_the_pace_changes_without_loading_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        setup.pace(c.app.chat, "40%")
+        setup.settings(c.app.chat, "pace_on_battery 20")
+        assert c.session.engine.phase is EnginePhase.IDLE
+        load = c.session.engine.load
+        assert (load.pace, load.pace_on_battery) == (40, 20)
+        assert load.same_engine(replace(load, pace=100, pace_on_battery=None))
+    known = settings.load(tmp_path / "settings.toml").settings
+    assert (known.pace, known.pace_on_battery) == (40, 20)
+
+
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
         c.app.view.dialogs.apply(Sheet(sampling=Sampling(temperature=0.5), settings=Settings(memory_gb=2.0)))

@@ -45,12 +45,14 @@ from tokamac.engine.schedule.schedule import (
     WAITS,
     WELL,
     Pace,
+    Pacing,
     Policy,
     ReplyEvents,
     Schedule,
     Seat,
 )
 from tokamac.engine.schedule.stream import EventStream
+from tokamac.engine.worker import ReplyScheduler, Worker
 
 PROMPTS = [[5 + (i * i + number * 7) % 250 for i in range(40 + 37 * number)] for number in range(5)]
 SAMPLED = Sampling(temperature=0.9, top_k=30, seed=4, max_tokens=24, repetition_penalty=1.1, presence_penalty=0.3)
@@ -858,7 +860,7 @@ def test_a_turn_is_stuck_once_it_takes_far_longer_than_any_like_it() -> None:
 
     schedule.decode = decode
     schedule.add(Seat(lambda _: Reply(), EventStream(), background=False))
-    while schedule.turn():
+    while schedule.turn() is not None:
         pass
     assert found == [None, 61, None, 729, None, 61, None, None, None, 620]
     assert schedule.stuck_s(9.0) is None
@@ -904,7 +906,7 @@ def test_a_reply_that_waits_for_others_to_leave_is_passed_by_some_and_not_for_ev
     come()
     schedule.turn()
     schedule.add(Seat(lambda _: Large(0), EventStream(), background=background))
-    while schedule.turn():
+    while schedule.turn() is not None:
         pass
     assert begun == 201
     assert (large_at[0] <= MOST_PASSED + 6) is not background  # what nobody waits for holds up nobody
@@ -925,3 +927,89 @@ def test_a_failure_of_the_schedule_reaches_every_reader(either: Engine, monkeypa
         with pytest.raises(ZeroDivisionError, match="of the schedule"):
             within(lambda stream=stream: list(stream))
     assert alone(either, PROMPTS[:1], SAMPLED) == single
+
+
+class Steps:
+    """A reply of three steps, a second each."""
+
+    def __init__(self, clock: Callable[[float], None]) -> None:
+        self.pace, self._work = Pace(), clock
+
+    def events(self) -> ReplyEvents:
+        for _ in range(3):
+            self._work(1.0)
+            yield None
+
+    def live(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("percent", "rests"), [(100, [0.0, 0.0, 0.0]), (50, [1.5, 1.5, 1.5]), (25, [4.5, 4.5, 4.5]), (1, [148.5] * 3)]
+)
+def test_the_device_works_a_share_of_the_time_with_what_was_launched_ahead(percent: int, rests: list[float]) -> None:
+    now_s, found = 0.0, list[float]()
+
+    def work(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    schedule = Schedule(lambda _: None, clock=lambda: now_s)
+    schedule.pacing = Pacing(lambda: percent / 100, settle=lambda: work(0.5))
+    reply = Steps(work)
+    schedule.add(Seat(lambda _: reply, EventStream(), background=False))
+    while (rest_s := schedule.turn()) is not None:
+        found.append(rest_s)
+        assert reply.pace.within_s <= STALL_S
+        assert reply.pace.rests is (percent < 100)
+        if rest_s > 1:
+            now_s += 1.0
+            assert schedule.turn() == pytest.approx(rest_s - 1)  # a call in between cuts nothing short
+            rest_s -= 1
+        now_s += rest_s
+    assert found == pytest.approx(rests)
+
+
+@pytest.mark.parametrize("comes", ["a reply", "its end"])
+def test_a_rest_ends_for_a_reply_that_comes_and_for_one_that_ends_and_is_not_forgotten(comes: str) -> None:
+    now_s = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    schedule, stream = Schedule(lambda _: None, clock=lambda: now_s), EventStream()
+    schedule.pacing = Pacing(lambda: 0.01, settle=lambda: None)
+    schedule.add(Seat(lambda _: Steps(work), stream, background=False))
+    assert schedule.turn() == pytest.approx(99)
+    if comes == "a reply":
+        schedule.add(Seat(lambda _: Steps(work), EventStream(), background=False))
+        assert schedule.turn() == pytest.approx(99 - 1 + 99)
+    else:
+        stream.abandon()
+        assert schedule.turn() is None
+
+
+def test_a_thread_that_rests_is_woken_by_a_reply_its_end_another_pace_and_the_end() -> None:
+    worker = Worker("test", at_end=lambda: None)
+    replies, steps = ReplyScheduler(worker), list[float]()
+    replies.pace(Pacing(lambda: 1e-9, settle=lambda: None))
+
+    def source(_: EventStream) -> Steps:
+        return Steps(steps.append)
+
+    streams = [EventStream(), EventStream(), EventStream()]
+    replies.open_reply(source, streams[0])
+    until(lambda: len(steps) == 1)
+    replies.open_reply(source, streams[1])
+    until(lambda: len(steps) == 2)
+    streams[0].abandon()
+    until(lambda: len(replies.open) == 1)
+    replies.pace(None)
+    until(lambda: not replies.open)
+    before = len(steps)
+    replies.pace(Pacing(lambda: 1e-9, settle=lambda: None))
+    replies.open_reply(source, streams[2])
+    until(lambda: len(steps) > before)
+    within(lambda: replies.close(lambda: None))
+    assert worker.closed
