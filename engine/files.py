@@ -33,6 +33,12 @@ def size(value: int) -> str:
     return f"{value} B"
 
 
+def memory_size(value: int) -> str:
+    """Return a machine's memory as it is sold: 16 GB for 16 GiB."""
+    gib, rest = divmod(value, 1 << 30)
+    return f"{gib} GB" if gib and not rest else size(value)
+
+
 def sizes(first: int, second: int) -> tuple[str, str]:
     if first == second or size(first) != size(second):
         return size(first), size(second)

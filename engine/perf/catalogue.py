@@ -1,7 +1,7 @@
 """The model catalogue (assets/models.json): configs, sizes, packed repositories."""
 
 # Configs keep only cost-relevant fields; every row cites sources, unknown is null. Weighed sizes are in the
-# table, so ``standings`` is immediate. Capability ≈ √(all weights × weights per token): dense: its weights.
+# table, so ``standings`` is immediate.
 
 import json
 import math
@@ -23,7 +23,7 @@ class Repository:
     """A packed hub copy.
 
     packing: None where ``quantization`` lists modules. stores_head: duplicates a tied head. published_bytes: of all
-    files. weight_bytes: text model. memory_gb: recommended sizes.
+    files. weight_bytes: text model. memory_gb: recommended sizes. released: year and month, "2026-04".
     """
 
     id: str
@@ -35,6 +35,7 @@ class Repository:
     context: int | None
     good_for: str
     weight_bytes: int = 0
+    released: str = ""
 
     @property
     def tail(self) -> str:
@@ -87,65 +88,96 @@ def find(name: str) -> CatalogueEntry | None:
     return _by_name().get(name.casefold())
 
 
-# What a model is listed under, best first. recommended: it leaves room in memory, and is quicker than twice reading.
+# What a model is listed under, best first. recommended: it leaves room in memory, and is quick on this chip.
 Group = Literal["recommended", "slow", "tight", "fit unknown", "does not fit"]
 
 # Tokens a second that keep up with a reader: adults read some 238 words a minute silently (Brysbaert 2019,
 # doi:10.1016/j.jml.2019.104047), about 5 tokens a second; twice that leaves room for skimming.
 READABLE_TPS = 10.0
 
-START_TPS = 15.0  # what the model to start with is to reach, at least: three times as fast as people read
-ROOMY = 0.8  # share of the budget that weights may take so that a long context has room
+# What a recommended model reaches, at least: three times as fast as people read, and a prompt of 2,048 tokens in 5 s.
+QUICK_TPS = 15.0
+QUICK_PROMPT, QUICK_TTFT_S = 2048, 5.0
+ROOMY = 0.7  # share of the budget that its weights may take: a long context and other programs have the rest
+FULL = 0.8  # the same of all memory, beyond which it does not fit
 REACHED = 0.65  # share of the bandwidth that is left for weights, beside a long context and what kernels lose
+# The share of the peak arithmetic that prompts reach in published measurements: of dense models 0.6 to 0.8, of mixtures,
+# whose experts get few tokens each, 0.5 to 0.6 of the shaders', which neural accelerators hardly raise.
+COMPUTED, COMPUTED_MIXTURE = 0.65, 0.5
+MIXTURE = 4  # times as many weights as a token reads has a mixture; per-layer embeddings make it 2
+
+# Quality: the weights of an equal dense model, √(all × those of a token), doubled for each DOUBLING_MONTHS by which it
+# is younger: what models of a size can do doubles in 3.5 months (Xiao et al. 2025, doi:10.1038/s42256-025-01137-0).
+DOUBLING_MONTHS = 3.5
 
 
 @dataclass(frozen=True, slots=True)
 class Nominal:
-    """A machine by its make, independent of measurements. budget_bytes: certain; most_bytes: possible."""
+    """A machine by its make, independent of measurements.
+
+    budget_bytes: certain; most_bytes: possible. tflops, shader_tflops: peak.
+    """
 
     budget_bytes: int | None
     most_bytes: int | None
     bandwidth_gbs: float
+    tflops: float | None = None
+    shader_tflops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A repository's rank on a machine. tps: expected rate. start: the one to start with."""
+    """A repository's rank on a machine. tps, ttft_s: expected; None is unknown. start: the one to start with."""
 
     entry: CatalogueEntry
     repository: Repository
     group: Group
     tps: float
+    ttft_s: float | None
     start: bool = False
+
+    @property
+    def quality(self) -> float:
+        year, month = map(int, self.repository.released.split("-"))
+        size = math.sqrt(self.entry.parameters * self.entry.active_parameters)
+        return size * float(2 ** ((12 * (year - 2024) + month) / DOUBLING_MONTHS))
 
 
 def standings(machine: Nominal) -> tuple[Standing, ...]:
     found = [_standing(entry, each, machine) for entry in catalogue() for each in entry.repositories]
     ranked = sorted(found, key=_rank)
-    start = next((at for at, each in enumerate(ranked) if each.group == "recommended" and each.tps >= START_TPS), None)
-    return tuple(replace(each, start=at == start) for at, each in enumerate(ranked))
+    return tuple(replace(each, start=at == 0 and each.group == "recommended") for at, each in enumerate(ranked))
 
 
 def _standing(entry: CatalogueEntry, repository: Repository, machine: Nominal) -> Standing:
     read = repository.weight_bytes * entry.active_parameters / entry.parameters
     tps = REACHED * machine.bandwidth_gbs * 1e9 / read
-    return Standing(entry, repository, _group(repository.weight_bytes, tps, machine), tps)
+    ttft_s = None
+    mixture = entry.parameters > MIXTURE * entry.active_parameters
+    reached, peak = (COMPUTED_MIXTURE, machine.shader_tflops) if mixture else (COMPUTED, machine.tflops)
+    if peak is not None and entry.config is not None:
+        shape = text_config(entry.config)
+        computed = entry.active_parameters - shape["vocab_size"] * shape["hidden_size"]  # its head reads the last token
+        ttft_s = 2 * computed * QUICK_PROMPT / (reached * peak * 1e12)
+    quick = tps >= QUICK_TPS and (ttft_s is None or ttft_s <= QUICK_TTFT_S)
+    return Standing(entry, repository, _group(repository.weight_bytes, machine, quick=quick), tps, ttft_s)
 
 
-def _group(weight_bytes: int, tps: float, machine: Nominal) -> Group:
-    if machine.most_bytes is not None and weight_bytes > max(ROOMY * machine.most_bytes, machine.budget_bytes or 0):
+def _group(weight_bytes: int, machine: Nominal, *, quick: bool) -> Group:
+    if machine.most_bytes is not None and weight_bytes > max(FULL * machine.most_bytes, machine.budget_bytes or 0):
         return "does not fit"
     if machine.budget_bytes is None or weight_bytes > machine.budget_bytes:
         return "fit unknown"
     if weight_bytes > ROOMY * machine.budget_bytes:
         return "tight"
-    return "recommended" if tps >= READABLE_TPS else "slow"
+    return "recommended" if quick else "slow"
 
 
 def _rank(each: Standing) -> tuple[int, float, int, str]:
-    """Sort key: group, then capability, or speed if slow, or size if it may not fit."""
-    weights, size = each.repository.weight_bytes, math.sqrt(each.entry.parameters * each.entry.active_parameters)
-    worth = {"recommended": -size, "tight": -size, "slow": -each.tps}.get(each.group, float(weights))
+    """Sort key: group, then quality, or speed if slow, or size if it may not fit."""
+    weights = each.repository.weight_bytes
+    quality = -each.quality
+    worth = {"recommended": quality, "tight": quality, "slow": -each.tps}.get(each.group, float(weights))
     return get_args(Group).index(each.group), worth, -weights, each.repository.id
 
 
@@ -175,14 +207,13 @@ def _guide_draft() -> Repository:
     return Repository(GUIDE_DRAFT, Packing(4), None, False, sum(each.stat().st_size for each in files), (), None, "")
 
 
-def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int | None:
-    if entry.tokenizer_bytes is None:
-        return None
+def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int:
+    # Without the tokenizer's where they are not known: at most 0.04 GB.
     projector = 0.0
     if entry.projector_parameters and repository.packing and repository.packing.bits:
         # Only affine repositories have towers here: each group adds a scale and a bias of two bytes.
         projector = entry.projector_parameters * (repository.packing.bits / 8 + 4 / repository.packing.group_size)
-    return weight_bytes + 2 * entry.tower_parameters + round(projector) + entry.tokenizer_bytes
+    return weight_bytes + 2 * entry.tower_parameters + round(projector) + (entry.tokenizer_bytes or 0)
 
 
 @cache
@@ -199,14 +230,12 @@ def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
     from ..model.config import normalise  # the chat's first frame doesn't wait for it
 
     config = row["config"]
-    context, good_for = row.get("context"), row.get("good_for", "")
+    shared = {"context": row.get("context"), "good_for": row.get("good_for", ""), "released": row.get("released", "")}
     return CatalogueEntry(
         name=row["name"],
         aliases=tuple(row["aliases"]),
         config=normalise(config) if config is not None else None,
-        repositories=tuple(
-            _repository({"context": context, "good_for": good_for, **each}) for each in row["repositories"]
-        ),
+        repositories=tuple(_repository({**shared, **each}) for each in row["repositories"]),
         tokenizer_bytes=row.get("tokenizer_bytes"),
         tower_parameters=row.get("tower_parameters", 0),
         projector_parameters=row.get("projector_parameters", 0),
@@ -232,6 +261,7 @@ def _repository(row: Mapping[str, Any]) -> Repository:
         context=row["context"],
         good_for=row["good_for"],
         weight_bytes=row["weights"],
+        released=row["released"],
     )
 
 

@@ -18,7 +18,7 @@ from .bandwidth import LARGEST, with_bandwidth
 from .catalogue import READABLE_TPS, CatalogueEntry, Group, Nominal, Repository, files_bytes, standings
 from .config_cost import Packing, traits_of
 from .footprint import Footprint, KVTable, table_of_plan, weigh
-from .hardware import Chip, detect, known_chips, lookup, machine_key, plain_name
+from .hardware import Chip, detect, known_chips, lookup, machine_key, plain_name, units_of
 from .memory import MemoryFit, giving_way
 from .peak_memory import ModelShape, Peak, predict_peak
 from .roofline import (
@@ -100,10 +100,8 @@ class Machine:
             return None
         if self.device == "cuda":
             return "all of the card's memory"
-        total, sure = self.memory_bytes / 1e9, self.budget_bytes / 1e9
-        return (
-            f"macOS lets a GPU use two thirds of {total:.1f} GB ({sure:.1f} GB) or more; only that Mac knows how much"
-        )
+        total, sure = files.memory_size(self.memory_bytes), files.size(self.budget_bytes)
+        return f"macOS lets a GPU use two thirds of {total} ({sure}) or more; only that Mac knows how much"
 
 
 def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Machine:
@@ -131,12 +129,17 @@ CPU_GBS = 20.0
 
 def nominal(place: Machine | None = None, *, limit: int | None = None) -> Nominal:
     if place is not None and not place.local:
-        return Nominal(place.budget_bytes, place.memory_bytes, place.chip.bandwidth_gbs or CPU_GBS)
+        bandwidth = place.chip.bandwidth_gbs or CPU_GBS
+        return Nominal(place.budget_bytes, place.memory_bytes, bandwidth, *_peaks(place.chip))
     mac, total = hardware.system(), memory.machine_total()
     chip = None if mac is None else lookup(hardware.chip_name(mac) or "", hardware.gpu_cores(mac))
     gbs = None if chip is None else chip.bandwidth_gbs
     sure = None if total is None else round(SURE_SHARE * total)
-    return Nominal(limit or sure, limit or total, gbs or CPU_GBS)
+    return Nominal(limit or sure, limit or total, gbs or CPU_GBS, *((None, None) if chip is None else _peaks(chip)))
+
+
+def _peaks(chip: Chip) -> tuple[float | None, float | None]:
+    return chip.nax_fp16_tflops if units_of(chip) == "neural" else chip.fp16_tflops, chip.fp16_tflops
 
 
 def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | None = None) -> Machine:
@@ -290,6 +293,9 @@ class DecodePoint:
     expected_tps: float | None
 
 
+_HOSTS: dict[Workload, Host | None] = {}  # by work: equal shapes get one speed, however busy the machine is meanwhile
+
+
 @dataclass(frozen=True, slots=True)
 class WeighedModel:
     """A weighed model with the caches of one KV spec, at one place; made by ``load``."""
@@ -314,7 +320,9 @@ class WeighedModel:
         if device_s is None or device_s > MATTERS_S:
             return None
         install_seam()
-        return measure_host(self.weighed.module, lambda: self.plan.make(None))
+        if self.work not in _HOSTS:
+            _HOSTS[self.work] = measure_host(self.weighed.module, lambda: self.plan.make(None))
+        return _HOSTS[self.work]
 
     @property
     def chunking(self) -> Chunking:
@@ -545,7 +553,7 @@ def reason_of(found: WhatIfOutcome, verdict: Verdict) -> str:
     if memory.budget is None:
         return f"{need}; how much may be used is not known"
     of = f"{need} of {files.size(memory.budget)}"
-    most = f"{need}; the machine has {files.size(found.place.memory_bytes or memory.budget)} in all"
+    most = f"{need}; the machine has {files.memory_size(found.place.memory_bytes or memory.budget)} in all"
     spoken: dict[Verdict, str] = {
         "runs well": of,
         "fits, speed unknown": f"{of}; {found.reason or 'its speed is not known'}",

@@ -390,3 +390,8 @@ def test_the_chats_are_committed_past_the_drives_own_cache(tmp_path: Path, monke
     assert opened[0].execute("PRAGMA fullfsync").fetchone()[0] == 1
     assert opened[0].execute("PRAGMA checkpoint_fullfsync").fetchone()[0] == 1
     database.close()
+
+
+@pytest.mark.parametrize(("nbytes", "said"), [(16 << 30, "16 GB"), (512 << 30, "512 GB"), (16_777_216_000, "16.8 GB")])
+def test_memory_is_called_what_it_is_sold_as(nbytes: int, said: str) -> None:
+    assert files.memory_size(nbytes) == said

@@ -1,6 +1,7 @@
 """What if: cases and outcomes by hand, other machines, suggested models; and what `inspect` says of a model."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,17 @@ from tokamac.engine.kv.plan import plan_caches, spare_slots
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import bandwidth, inspection, timing
-from tokamac.engine.perf.catalogue import START_TPS, Group, Nominal, catalogue, find, standings
+from tokamac.engine.perf.catalogue import (
+    QUICK_TPS,
+    QUICK_TTFT_S,
+    ROOMY,
+    Group,
+    Nominal,
+    catalogue,
+    files_bytes,
+    find,
+    standings,
+)
 from tokamac.engine.perf.config_cost import kv_bytes, kv_bytes_per_token, kv_layers, pinned_bytes
 from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.footprint import Footprint, KVRow, KVTable, weigh
@@ -320,8 +331,8 @@ def test_best_first_is_the_most_capable_that_leaves_room_and_is_quick() -> None:
     ranked = [each for each in standings(nominal(M4_PRO)) if each.repository.tail in NAMED]
     assert [(each.repository.tail, each.group) for each in ranked] == [
         ("Qwen3-30B-A3B-4bit", "recommended"),  # 30.5B weights, 3B of them active: about a dense model of 10B
-        ("Qwen3-8B-4bit", "recommended"),
         ("Qwen3-0.6B-4bit", "recommended"),
+        ("Qwen3-8B-4bit", "slow"),  # 5.5 s to the first token of a prompt of 2,048
         ("Llama-3.3-70B-Instruct-4bit", "fit unknown"),  # more than macOS surely lets a GPU use
         ("gpt-oss-120b-MXFP4-Q8", "does not fit"),
     ]
@@ -341,12 +352,49 @@ def test_the_order_is_of_the_machine_and_the_catalogue_alone(most: int | None, g
         weights = each.repository.weight_bytes
         assert (each.group == "does not fit") == (most is not None and weights > 0.8 * most)
         assert (each.group == "fit unknown") == (budget is None or budget < weights <= 0.8 * (most or 0))
-        assert each.group != "recommended" or (each.tps >= 10 and weights <= 0.8 * (budget or 0))
+        assert each.group != "recommended" or (each.tps >= QUICK_TPS and weights <= ROOMY * (budget or 0))
     chosen = [each for each in found if each.start]
-    quick = [each for each in found if each.group == "recommended" and each.tps >= START_TPS]
+    quick = [each for each in found if each.group == "recommended"]
     assert chosen == quick[:1]
+    assert [each.quality for each in quick] == sorted((each.quality for each in quick), reverse=True)
     better = {each.repository.id: each.group for each in standings(Nominal(budget, most, 2 * gbs))}
     assert all(better[each.repository.id] == "recommended" for each in quick)
+
+
+@pytest.mark.parametrize(
+    ("chip", "cores", "memory_gb", "first"),
+    [
+        ("M1", 8, 8, "gemma-4-e2b-it-4bit"),
+        ("M1", 8, 16, "gemma-4-e2b-it-8bit"),
+        ("M2", 10, 16, "gemma-4-e2b-it-8bit"),
+        ("M4", 10, 16, "gemma-4-e2b-it-8bit"),
+        ("M4", 10, 24, "gemma-4-e2b-it-8bit"),
+        ("M5", 10, 24, "gemma-4-e4b-it-4bit"),
+        ("M3 Pro", 18, 36, "gemma-4-26b-a4b-it-4bit"),
+        ("M4 Pro", 20, 48, "Qwen3.6-35B-A3B-4bit"),
+        ("M1 Max", 32, 64, "Qwen3.6-35B-A3B-4bit"),
+        ("M4 Max", 40, 64, "gemma-4-12B-it-4bit"),
+        ("M5 Max", 40, 128, "Qwen3.8-27B-4bit"),
+        ("M3 Ultra", 80, 512, "Qwen3.5-122B-A10B-6bit"),
+    ],
+)
+def test_the_first_of_the_list_suits_the_mac(chip: str, cores: int, memory_gb: float, first: str) -> None:
+    place = elsewhere(chip, cores, memory_gb)
+    start = next(each for each in standings(nominal(place)) if each.start)
+    assert start.repository.tail == first
+    assert start.tps >= QUICK_TPS
+    assert start.ttft_s is not None
+    assert start.ttft_s <= QUICK_TTFT_S
+    assert start.repository.weight_bytes <= 0.7 * place.budget_bytes <= 0.7 * place.memory_bytes
+    found = suggestion(start.entry, start.repository, WhatIfCase(context=2048, prompt=2048), place)
+    assert None not in (found.download_bytes, found.outcome.memory, found.outcome.expected_tps)
+
+
+def test_every_row_of_the_catalogue_has_an_age_a_source_and_a_download() -> None:
+    for entry in catalogue():
+        for each in entry.repositories:
+            assert re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", each.released), each.id
+            assert files_bytes(entry, each, each.weight_bytes) >= each.weight_bytes
 
 
 def test_what_the_catalogue_says_of_weights_is_what_weighing_finds() -> None:
