@@ -139,6 +139,10 @@ class DeviceError(TokamacError):
     """MLX has no usable backend here, or the device failed during computation."""
 
 
+class DeviceLostError(DeviceError):
+    """The device takes no more work of this process: only a new one helps."""
+
+
 class ConversionError(TokamacError):
     """A model can't be converted."""
 
@@ -164,6 +168,7 @@ _MEMORY = (
     "cannot allocate memory",
     "failed to map segment",
 )
+_LOST = ("prior/excessive gpu errors",)  # [METAL] … Ignored (for causing prior/excessive GPU errors)
 _TIMES = ("impactinginteractivity", "impacting interactivity", "timeout", "timed out")
 _LINKS = ("[ring]", "[jaccl]")
 _SHORTER = "Shorten the prompt, pack keys and values (--kv-bits 8), take a smaller model, or close other programs."
@@ -180,8 +185,14 @@ def engine_error(error: BaseException) -> TokamacError | None:
     if any(text in known for text in _LINKS):
         hint = "Check the other machines and the links to them, then start again."
         return DeviceError(f"the connection to another node was lost ({said})", hint)
+    if any(text in known for text in _LOST):
+        hint = "Start Tokamac again; the chat does so by itself."
+        return DeviceLostError(f"macOS takes no more GPU work of this process, after earlier failures ({said})", hint)
     if any(text in known for text in _TIMES):
-        hint = "Close other programs that use the GPU, or load the model with a shorter context; then try again."
+        hint = (
+            "Close other programs that use the GPU, or try --pace 50 or a shorter context. A display that is off, and "
+            "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in the environment, helped others on macOS: the screen may stutter."
+        )
         return DeviceError(f"the system stopped the GPU's work, because it took too long ({said})", hint)
     if "command buffer" in known or "[metal" in known or "cuda" in known:
         return DeviceError(

@@ -19,7 +19,17 @@ from .perf.diagnosis import Situation, packed_layers
 from .perf.hardware import Chip
 from .perf.memory import MemoryLimit
 from .perf.peak_memory import ModelShape, cache_layers
-from .perf.roofline import KVUse, LatencyModel, Limits, Prediction, Workload, decode_phase, limits_of, predict
+from .perf.roofline import (
+    KVUse,
+    LatencyModel,
+    Limits,
+    Prediction,
+    Workload,
+    bandwidth_for,
+    decode_phase,
+    limits_of,
+    predict,
+)
 from .perf.timing import LatencyProfiler
 from .text.tokenizer import Tokenizer
 
@@ -168,7 +178,7 @@ class Runtime:
     def step_cost(self, context: int, batch: int = 1) -> StepCost:
         work, machine = self.work, self.machine
         expected_s = decode_phase(work, machine.chip, machine.latency, context, batch).expected_s
-        bandwidth = machine.chip.bandwidth_gbs
+        bandwidth = bandwidth_for(machine.chip, work.weight_bytes())
         return StepCost(work.weight_bytes(batch), work.kv_bytes(context, batch), bandwidth, rate(1, expected_s))
 
     def limits(self, context: int) -> Limits:

@@ -21,7 +21,14 @@ from tokamac.app.backend.child import serve
 from tokamac.app.backend.protocol import Load
 from tokamac.engine import Engine, ReplyStream
 from tokamac.engine import metrics as rates
-from tokamac.engine.errors import ContextError, MemoryLimitError, ModelNotFoundError, OptionError, TokamacError
+from tokamac.engine.errors import (
+    ContextError,
+    MemoryLimitError,
+    ModelNotFoundError,
+    OptionError,
+    TokamacError,
+    engine_error,
+)
 from tokamac.engine.events import (
     Alternative,
     CutBy,
@@ -109,6 +116,7 @@ class Scenario:
     load_error: str = ""
     packs: bool = True  # keys and values; else loading with them packed fails
     dies_on: str = ""  # load, send, decode, idle
+    gpu_error: str = ""  # what MLX says when decoding
     freezes_on: str = ""  # send: the whole process stops, its heartbeat too
     deaf: bool = False  # does not hear cancel
     context: int = 32_768
@@ -163,6 +171,7 @@ SCENARIOS = {
     "dies-idle": Scenario(dies_on="idle"),
     "dies-sending": Scenario(dies_on="send"),
     "dies-decoding": Scenario(gap_s=0.01, dies_on="decode"),
+    "loses-gpu": Scenario(gpu_error="[METAL] Ignored (for causing prior/excessive GPU errors)"),
     "freezes": Scenario(freezes_on="send"),
     "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
     "tiny-context": Scenario(context=8),
@@ -448,6 +457,8 @@ class ScriptedEngine(Engine):
     def _fault(self, place: str) -> None:
         if self._scenario.dies_on == place:
             _die(place)
+        if self._scenario.gpu_error and place == "decode":
+            raise engine_error(RuntimeError(self._scenario.gpu_error)) or RuntimeError
         if self._scenario.freezes_on == place:
             os.kill(os.getpid(), signal.SIGSTOP)
 

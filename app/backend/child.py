@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from tokamac.engine.errors import EngineClosedError, OptionError, TokamacError, panic_error
+from tokamac.engine.errors import DeviceLostError, EngineClosedError, OptionError, TokamacError, panic_error
 from tokamac.engine.events import Event, Finished, LoadProgress, Message, ModelNote, ModelSpec, Piece, Price, TextChunk
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.hub.names import GUIDE
@@ -235,6 +235,8 @@ class Child:
             told = RequestFailed(failed, known.message, known.hint, type(known).__name__)
             for each in self._everybody() if isinstance(request, Load) else (client,):
                 each.outbox.put(told)
+            if isinstance(known, DeviceLostError):
+                self._lost(known)  # the chat starts another process
 
     def _load_model(self, request: Load, client: EngineClient) -> None:
         """Load for ``client``; guests that expect another model are disconnected, others notified."""
@@ -278,7 +280,7 @@ class Child:
             threading.Thread(target=limit, name="limit", daemon=True).start()
 
     def _lost(self, error: TokamacError) -> None:
-        """A node is gone: fail all replies and end the process."""
+        """A node, or the device, is gone: fail all replies and end the process."""
         # MLX can join a group only once per process, so only a restart can rejoin.
         threading.Event().wait(TELLING_S)
         print(error.message, file=sys.stderr, flush=True)  # at the very end: MLX's link complains in the same log

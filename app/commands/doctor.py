@@ -4,20 +4,27 @@
 # embedded model.
 
 import argparse
+import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from ipaddress import ip_address
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.files import memory_size
 from tokamac.engine.requirements import pip_install
 
 from .. import settings
@@ -32,6 +39,8 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "textual", "nump
 LEAST_PYTHON = (3, 11)
 LEAST_FREE = 2 * 10**9  # bytes free on a disk below which a download or the prompt cache will soon fail
 LEAST_COLUMNS, LEAST_ROWS = 40, 12
+REGISTRY = "https://pypi.org/pypi/tokamac/json"  # asked by --updates alone
+REGISTRY_S, MOST_ANSWER = 5.0, 4 << 20  # how long, and how much of an answer is read
 STEPS = 48  # tokens that the embedded model writes: some tenths of a second
 
 
@@ -51,13 +60,19 @@ def parser() -> Parser:
         "doctor",
         "Check this installation and machine: versions, chip, memory, folders, terminal, settings, and a few steps of the "
         "embedded model. The output has no private paths: paste it into a bug report.",
-        "  tokamac doctor\n  tokamac doctor --json > report.json\n  tokamac doctor --answers -m qwen3:4b",
+        "  tokamac doctor\n  tokamac doctor --json > report.json\n  tokamac doctor --answers -m qwen3:4b\n"
+        "  tokamac doctor --updates",
     )
     made.add_argument("--json", action="store_true", help="findings as JSON lines, the last one the result")
     kept = (
         "instead: whether a model still answers your last prompts as it did when this was first run; renew: from now on"
     )
     made.add_argument("--answers", nargs="?", const="compare", choices=("compare", "renew"), help=kept)
+    made.add_argument(
+        "--updates",
+        action="store_true",
+        help="instead: ask the Python registry for a newer version, and say how to get it",
+    )
     made.add_argument("-m", "--model", metavar="MODEL", help="with --answers: another model than the settings' one")
     return made
 
@@ -69,9 +84,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         return answers.run(options, tuple((name, _version(name) or UNKNOWN) for name in answers.PACKAGES))
     if options.model is not None:
         parser.error("-m has no effect without --answers")
+    if options.updates and options.answers is not None:
+        parser.error("--updates and --answers are two questions: ask one")
     found: list[Finding] = []
     section = ""
-    for each in findings():
+    for each in findings({"Updates": updates} if options.updates else CHECKS):
         found.append(each)
         if options.json:
             json_line({"event": "finding", **asdict(each)})
@@ -94,9 +111,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def findings() -> Iterator[Finding]:
+def findings(checks: "Mapping[str, Callable[[], Iterator[Finding]]]") -> Iterator[Finding]:
     """Yield all findings; a failing check is itself a finding."""
-    for section, check in CHECKS.items():
+    for section, check in checks.items():
         try:
             for each in check():
                 yield replace(each, section=section, value=private(each.value), fix=private(each.fix))
@@ -132,6 +149,11 @@ def _program() -> Iterator[Finding]:
         fix = "" if known else f"Install Tokamac again: {pip_install('--force-reinstall', name)}"
         yield Finding(name, known or "missing", "ok" if known else "broken", fix)
     from tokamac.engine.device import check_backends, installed_backends
+    from tokamac.engine.kv.costs import MLX_VERSION
+
+    if (mlx := _version("mlx")) and release(mlx)[:2] != release(MLX_VERSION)[:2]:
+        fitted = f"Expected speeds and memory were fitted to MLX {MLX_VERSION}: take them as rough."
+        yield Finding("MLX's version", f"{mlx}, which is another", "note", fitted)
     from tokamac.engine.requirements import unmet_here
 
     backends = installed_backends()
@@ -150,6 +172,57 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def updates(url: str = REGISTRY) -> Iterator[Finding]:
+    """Ask the registry, and say how this copy is updated."""
+    own = _version("tokamac")
+    how = update_command(Path(sys.prefix), _installed_from())
+    yield Finding("tokamac", own or "run from its source")
+    try:
+        with urllib.request.urlopen(url, timeout=REGISTRY_S) as answer:  # one address of ours
+            newest = str(json.loads(answer.read(MOST_ANSWER))["info"]["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = getattr(error, "code", None)
+        why = "tokamac is not there" if said == 404 else f"no answer: {error!s:.80}"
+        yield Finding("registry", why, "note", f"To update this copy all the same: {how}")
+        return
+    newer = bool(own) and release(newest) > release(own)
+    yield Finding("newest", newest, "note" if newer else "ok", how if newer else "")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Parse ``0.3.0rc1`` as (0, 3, 0)."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return () if numbers is None else tuple(map(int, numbers[0].split(".")))
+
+
+def _installed_from() -> str | None:
+    """Return a URL; None: a registry."""
+    try:  # as pip notes it: PEP 610
+        noted = metadata.distribution("tokamac").read_text("direct_url.json")
+        return None if noted is None else str(json.loads(noted)["url"])
+    except metadata.PackageNotFoundError:
+        return Path(__file__).parents[2].as_uri()
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def update_command(prefix: Path, source: str | None) -> str:
+    """Return the command for an environment, and the URL that it was installed from."""
+    parts = prefix.parts
+    if "Cellar" in parts:
+        return "brew upgrade tokamac"
+    if source is not None and source.startswith("file:"):
+        folder = Path(unquote(urlsplit(source).path))
+        if (folder / ".git").exists():
+            return f"git -C {shlex.quote(str(folder))} pull && make -C {shlex.quote(str(folder))} chat"
+        return pip_install("--upgrade", str(folder))
+    if ("uv", "tools") in pairwise(parts):
+        return "uv tool upgrade tokamac"
+    if ("pipx", "venvs") in pairwise(parts):
+        return "pipx upgrade tokamac"
+    return pip_install("--upgrade", "tokamac")
 
 
 def _machine() -> Iterator[Finding]:
@@ -171,7 +244,8 @@ def _machine() -> Iterator[Finding]:
         kept = settings.load(settings.default_path()).settings.wired
         fix = 'If the Mac panics: wired = "off" in the settings (tokamac help memory).' if kept == "on" else ""
         yield Finding("wired", kept, "note" if fix else "ok", fix)
-    yield Finding("memory", f"{size(total)}, models may use {limit}, {size(free)} free now")
+    has = UNKNOWN if total is None else memory_size(total)
+    yield Finding("memory", f"{has}, models may use {limit}, {size(free)} free now")
 
 
 def _memory_speed() -> Iterator[Finding]:

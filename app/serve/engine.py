@@ -142,6 +142,7 @@ DIED = "Died"
 LOADING = {
     "MemoryLimitError": (503, "out_of_memory"),
     "DeviceError": (503, "device_failed"),
+    "DeviceLostError": (503, "device_failed"),
     DIED: (503, "engine_unavailable"),
 }
 

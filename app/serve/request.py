@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[int, str]] = {
     "MemoryLimitError": (400, "out_of_memory"),  # not even beside no other reply: what fits later waits
     "AnotherModelError": (503, "model_changed"),
     "DeviceError": (503, "device_failed"),
+    "DeviceLostError": (503, "device_failed"),
     "EngineClosedError": (503, "engine_stopped"),
 }
 

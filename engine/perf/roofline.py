@@ -652,6 +652,22 @@ class Limits:
     bandwidth_condition: str = ""
 
 
+# Bytes of weights that a chip's caches hold: what is read from there is not bound by the bandwidth of its memory, which
+# is what the table has. A bandwidth that was measured here is that of as many bytes.
+CHIP_CACHE = 16_000_000
+CACHED = "not what bounds so small a model, which stays in the chip's caches"
+
+
+def bandwidth_for(chip: Chip, weight_bytes: int | None) -> float | None:
+    cached = (
+        chip.source == "table"
+        and chip.name.startswith("Apple")
+        and weight_bytes is not None
+        and weight_bytes < CHIP_CACHE
+    )
+    return None if cached else chip.bandwidth_gbs
+
+
 def limits_of(context: int, work: Workload, chip: Chip, latency: LatencyModel | None) -> Limits:
     expected = decode_phase(work, chip, latency, context).expected_tps
     known = limits_for(
@@ -664,6 +680,7 @@ def limits_for(
     context: int, *, weight_bytes_per_token: int | None, kv_bytes_per_step: int | None, chip: Chip
 ) -> Limits:
     """Return limits from bytes alone; an unknown cost leaves the ceiling unknown."""
+    gbs = bandwidth_for(chip, weight_bytes_per_token)
     unknown = weight_bytes_per_token is None or kv_bytes_per_step is None
     step = None if unknown else (weight_bytes_per_token or 0) + (kv_bytes_per_step or 0)
     return Limits(
@@ -671,8 +688,8 @@ def limits_for(
         weight_bytes_per_token=weight_bytes_per_token,
         kv_bytes_per_step=kv_bytes_per_step,
         bytes_per_step=step,
-        bandwidth_gbs=chip.bandwidth_gbs,
+        bandwidth_gbs=gbs,
         bandwidth_source=chip.source,
-        ceiling_tps=ceiling_tps(chip.bandwidth_gbs, step),
-        bandwidth_condition=chip.condition,
+        ceiling_tps=ceiling_tps(gbs, step),
+        bandwidth_condition=chip.condition if gbs == chip.bandwidth_gbs else CACHED,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import PictureError
 from ..files import NotRegularError, TooLargeError, expanded, read_bytes, size
+from ..requirements import pip_install
 
 BYTES = 32 << 20  # of a file
 PIXELS = 64 << 20  # of a picture: decoded, 3 bytes each
@@ -112,7 +113,7 @@ def pillow() -> Any:
     try:
         from PIL import Image, ImageFile, ImageOps  # noqa: F401
     except ImportError as error:
-        raise PictureError("pictures need Pillow", "Install it: pip install 'tokamac[vision]'.") from error
+        raise PictureError("pictures need Pillow", f"Install it: {pip_install('tokamac[vision]')}.") from error
     import PIL
 
     return PIL

@@ -347,6 +347,17 @@ def test_death_is_reported_with_the_last_log_line(talk: Callable[..., Talk], sce
     assert died.last_line.startswith("scripted: the engine dies")
 
 
+def test_a_process_whose_gpu_takes_no_more_work_says_so_and_ends(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("loses-gpu")
+    child.say()
+    *_, failed, died = child.until(Died)
+    assert isinstance(failed, RequestFailed)
+    assert failed.kind == "DeviceLostError"
+    assert isinstance(died, Died)
+    assert died.last_line.startswith("macOS takes no more GPU work")
+
+
 def test_a_frozen_process_is_killed(talk: Callable[..., Talk]) -> None:
     child = talk(silence_s=1.5)
     child.load("freezes")

@@ -24,7 +24,7 @@ from tokamac.engine import (
     Sampling,
     TokamacError,
 )
-from tokamac.engine.errors import computing_error, engine_error
+from tokamac.engine.errors import DeviceLostError, computing_error, engine_error
 from tokamac.engine.generation import Generation, PrefillChunker
 from tokamac.engine.kv.attention import install_seam, leaves
 from tokamac.engine.kv.plan import plan_caches
@@ -376,6 +376,10 @@ def test_what_idle_time_was_enough_for_moves_no_logit(engine: Engine, logits: li
 GREEDY = Sampling(temperature=0, max_tokens=8)
 LONG_PROMPT = [5 + i * i % 250 for i in range(700)]
 
+IGNORED = (
+    "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU errors) "
+    "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
 INSUFFICIENT = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 TOO_LARGE = (
     "[metal::malloc] Attempting to allocate 9663676416 bytes which is greater than the maximum allowed buffer size of "
@@ -400,6 +404,7 @@ TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00
         (MemoryError("std::bad_alloc"), MemoryLimitError, "not enough memory"),
         (MemoryError(), MemoryLimitError, "allocation failed"),
         (RuntimeError(IMPACTING), DeviceError, "took too long"),
+        (RuntimeError(IGNORED), DeviceLostError, "no more GPU work"),
         (RuntimeError(TIMEOUT), DeviceError, "took too long"),
         (RuntimeError("[METAL] Command buffer execution failed: Invalid Resource"), DeviceError, "the GPU failed"),
         (RuntimeError("CUDA error: an illegal memory access"), DeviceError, "the GPU failed"),

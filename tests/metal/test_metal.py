@@ -429,7 +429,7 @@ def test_the_guide_answers_and_no_process_is_started_in_a_reply(metal, mac):
         mac.asked.clear()
         last = reply(engine, "Why is decode memory-bound?")
         assert "memory" in last.text
-        assert last.metrics.ceiling_tps is not None
+        assert last.metrics.ceiling_tps is None  # its 4 MB stay in the caches of an M4
         assert mac.asked["output"] == 0
         assert metal.processes[started:] == []
     assert metal.wired[-1] == 0

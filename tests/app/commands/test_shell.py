@@ -261,3 +261,50 @@ def test_after_an_update_the_same_prompts_are_answered_again_and_what_differs_is
     assert ([each["before"] for each in found["differ"]], found["updates"][0][:10]) == (["before\x1b[2J"], "mlx 0.1 → ")
     file.write_text("{}")
     assert "can't be read" in tokamac(*asked).err
+
+
+@pytest.mark.parametrize(
+    ("prefix", "source", "command"),
+    [
+        ("/Users/a/.local/share/uv/tools/tokamac", None, "uv tool upgrade tokamac"),
+        ("/Users/a/.local/pipx/venvs/tokamac", None, "pipx upgrade tokamac"),
+        ("/opt/homebrew/Cellar/tokamac/0.3.0/libexec", None, "brew upgrade tokamac"),
+        ("/Users/a/env", None, f"{sys.executable} -m pip install --upgrade tokamac"),
+        ("/Users/a/env", "file:///a%20b/tokamac", f"{sys.executable} -m pip install --upgrade '/a b/tokamac'"),
+        ("/Users/a/env", "https://example.org/t.whl", f"{sys.executable} -m pip install --upgrade tokamac"),
+    ],
+)
+def test_a_copy_is_updated_by_what_installed_it(prefix: str, source: str | None, command: str) -> None:
+    assert doctor.update_command(Path(prefix), source) == command
+
+
+def test_a_clone_is_pulled(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    assert (
+        doctor.update_command(Path("/env"), tmp_path.as_uri()) == f"git -C {tmp_path} pull && make -C {tmp_path} chat"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "value", "state"),
+    [
+        ('{"info": {"version": "99.0.1"}}', "newest", "99.0.1", "note"),
+        ('{"info": {"version": "0.0.1"}}', "newest", "0.0.1", "ok"),
+        ('{"info": {}}', "registry", "no answer: 'version'", "note"),
+        ("<html>", "registry", "no answer: Expecting value: line 1 column 1 (char 0)", "note"),
+    ],
+)
+def test_the_registry_is_asked_and_what_it_says_is_one_line(
+    tmp_path: Path, answer: str, name: str, value: str, state: str
+) -> None:
+    (tmp_path / "json").write_text(answer)
+    _, last = doctor.findings({"Updates": lambda: doctor.updates((tmp_path / "json").as_uri())})
+    assert (last.name, last.value, last.state) == (name, value, state)
+    assert ("install" in last.fix or "pull" in last.fix) is (state == "note")
+
+
+def test_without_a_network_the_question_is_one_line_and_nothing_fails() -> None:
+    _, last = doctor.updates("http://127.0.0.1:1/")
+    assert (last.name, last.state) == ("registry", "note")
+    assert "refused" in last.value
+    assert doctor.release("0.10.0rc1") == (0, 10, 0) > doctor.release("0.9")

@@ -314,6 +314,17 @@ def test_limits_are_the_decode_phase():
     assert found.bandwidth_source == "table"
 
 
+@pytest.mark.parametrize(("source", "known"), [("table", False), ("measured", True)])
+def test_weights_that_stay_in_a_chips_caches_have_no_ceiling_of_its_memory(source, known):
+    chip = replace(lookup("Apple M4", 10), source=source)
+    small, large = (
+        limits_for(64, weight_bytes_per_token=nbytes, kv_bytes_per_step=0, chip=chip)
+        for nbytes in (4_000_000, 16_000_000)
+    )
+    assert (small.ceiling_tps is not None) is known
+    assert large.ceiling_tps == 7500
+
+
 def test_every_model_of_the_catalogue_has_an_expected_speed():
     for entry in catalogue():
         if entry.config is None:
