@@ -564,7 +564,7 @@ class RoundingCost:
         return self.added <= MOST_ROUNDING_SHARE * self.packing
 
     def __str__(self) -> str:
-        share = f"adds KL {self.added:.2g}, packing about {self.packing:.2g}"
+        share = f"adds KL {self.added:.2g}; the weights' own few bits about {self.packing:.2g}"
         return f"rounded to 8 bits ({share})" if self.is_small else f"exact (rounding to 8 bits {share})"
 
 

@@ -488,7 +488,7 @@ def _chips(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
 
 RUNS_SHOWN = 3  # runs of layers named in a row of the table: models that mix kinds of layers have many short ones
 
-FORMS = {"stored": "as stored", "float32": "unquantized weights in float32"}
+FORMS = {"stored": "as stored", "float32": "in float32 where not packed"}
 
 KNOWN = {
     "files": "",
@@ -513,6 +513,8 @@ def quality(folder: "Path | None") -> list[str] | None:
 
     if folder is None:
         return None
+    if (folder / TABLE).is_file():
+        return ["that of the file's own numbers, but for the errors below; what its maker lost is not recorded"]
     found = read_recorded(folder)
     if isinstance(found, str):
         return [f"{UNKNOWN}: {found}"]

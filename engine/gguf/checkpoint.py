@@ -240,7 +240,7 @@ class Kept:
     error: float
 
     def __str__(self) -> str:
-        off = f", relative error {self.error:g}" if self.error else ""
+        off = f", relative error {self.error:g}" if self.error else ", exact"
         stored = f"{self.bits(self.file_bytes):.3g} bits a weight on disk, {self.bits(self.nbytes):.3g} in memory"
         return f"{self.kind} ({size(self.file_bytes)}): {self.packing}{off}; {stored}"
 

@@ -114,6 +114,10 @@ def _lfm2(params: HyperParameters) -> Config:
     return {"layer_types": types, **dims}
 
 
+def _lfm2_moe(params: HyperParameters) -> Config:
+    return _lfm2(params) | _experts(params)
+
+
 def _exaone4(params: HyperParameters) -> Config:
     if not params.find("attention.sliding_window"):
         return {"sliding_window": None, "sliding_window_pattern": None}
@@ -385,11 +389,18 @@ MIXTRAL = Architecture(
     turned=True,
     keys={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
 )
+BIASED = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+LFM2 = {
+    "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+}  # fmt: skip
+LFM2_TOP = {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+LFM2_KEYS = {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"}
 OLMO3 = Architecture("olmo3", NORM_AFTER, keys=WINDOW, more=_sliding(4))
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
-    LATENT | {"attn_k_b": "self_attn.embed_q", "attn_v_b": "self_attn.unembed_out",
-              "exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    LATENT | BIASED | {"attn_k_b": "self_attn.embed_q", "attn_v_b": "self_attn.unembed_out"},
     head_dim=False, wide=True, keys=DEEPSEEK_KEYS, bare=frozenset({"exp_probs_b"}), more=_deepseek,
     given={"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 )  # fmt: skip
@@ -404,8 +415,10 @@ FAMILIES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3"),
     "qwen2moe": Architecture("qwen2_moe", keys=EXPERT_KEYS, head_dim=False, shapes=GATE_ROW, more=_experts,
                        given={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    "qwen3moe": Architecture("qwen3_moe", keys=EXPERT_KEYS, more=_experts,
-                       given={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture(
+        "qwen3_moe", keys=EXPERT_KEYS, more=_experts,
+        given={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})),
+    "olmoe": Architecture("olmoe", keys=EXPERT_KEYS, given={"norm_topk_prob": False}),
     # Without pictures, positions in a plane are those in a line.
     "qwen2vl": Architecture("qwen2", head_dim=False),
     "qwen3vl": Architecture("qwen3"),
@@ -417,6 +430,17 @@ FAMILIES: dict[str, Architecture] = {
                      given=GEMMA | {"sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0}),
     "phi3": Architecture("phi3", FUSED, partial=True, head_dim=False, more=_phi3),
     "granite": Architecture("granite", turned=True, head_dim=False, keys=GRANITE),
+    "granitemoe": Architecture("granitemoe", {**MIXTRAL.layer, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+                               turned=True, head_dim=False, keys={**GRANITE, **MIXTRAL.keys}),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", {"attn_q_norm": "self_attn.query_layernorm",
+                                                       "attn_k_norm": "self_attn.key_layernorm"}),
+    "minimax-m2": Architecture("minimax_m2",
+                               {**MIXTRAL.layer, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}, wide=True,
+                               keys={**MIXTRAL.keys, "rotary_dim": "rope.dimension_count"}, bare=frozenset({"exp_probs_b"})),
+    "dots1": Architecture("dots1", SHARED | BIASED
+                          | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}, wide=True,
+                          keys=DEEPSEEK_KEYS, bare=frozenset({"exp_probs_b"}), more=_glm4_moe,
+                          given={"n_group": 1, "topk_group": 1, "scoring_func": "noaux_tc"}),
     "olmo2": Architecture("olmo2", NORM_AFTER),
     "smollm3": Architecture("smollm3", turned=True, given={"no_rope_layer_interval": 4}),
     "starcoder2": Architecture("starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, head_dim=False,
@@ -437,7 +461,7 @@ FAMILIES: dict[str, Architecture] = {
     "qwen3next": replace(QWEN35, model_type="qwen3_5_moe_text", parts={"ssm_ba": _grouped, "ssm_in": _grouped}),
     "qwen35": QWEN35,
     "qwen35moe": replace(QWEN35, model_type="qwen3_5_moe_text"),
-    "glm4moe": Architecture("glm4_moe", NORM_AFTER | SHARED | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    "glm4moe": Architecture("glm4_moe", NORM_AFTER | SHARED | BIASED,
                       partial=True, wide=True, keys=DEEPSEEK_KEYS, bare=frozenset({"exp_probs_b"}),
                       given={"n_group": 1, "topk_group": 1}, more=_glm4_moe),
     "exaone": Architecture(
@@ -516,15 +540,20 @@ FAMILIES: dict[str, Architecture] = {
                         keys=DEEPSEEK_KEYS, more=_deepseek,
                         given={"n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax"}),
     "lfm2": Architecture(
-        "lfm2",
-        {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj",
-         "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
-         "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
-         "ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"},
-        {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}, head_dim=False,
-        keys={"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+        "lfm2", LFM2 | {"ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"},
+        LFM2_TOP, head_dim=False, keys=LFM2_KEYS,
         given={"conv_bias": False,
                "block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
         shapes={"shortconv.conv": _channels}, more=_lfm2,
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        LFM2 | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias"}
+        | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+        | {f"ffn_{part}_exps": f"feed_forward.switch_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        LFM2_TOP, head_dim=False,
+        keys=LFM2_KEYS | EXPERT_KEYS | {"num_dense_layers": "leading_dense_block_count"},
+        given={"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True},
+        shapes={"shortconv.conv": _channels}, bare=frozenset({"exp_probs_b"}), more=_lfm2_moe,
     ),
 }  # fmt: skip

@@ -30,14 +30,18 @@ class LoadLab:
         self._folder = find(model)
         self._load = tokamac.engine.model.loader.load_model
 
-    def load(self) -> tuple[float, float, float]:
-        """Return seconds, seconds of CPU, and how much the most memory grew for each byte of weights."""
+    def load(self) -> tuple[float, float, float, float]:
+        """Return seconds, seconds of CPU, and for each byte of weights: how much the most memory grew; MLX's most."""
+        import mlx.core as mx
+
         from tokamac.engine.device import device_kind
 
         before, began, cpu = resident_peak(), time.perf_counter(), time.process_time()
+        mx.reset_peak_memory()
         loaded = self._load(self._folder, dtype=None, device=device_kind(), progress=lambda *_: None)
         took, computed = time.perf_counter() - began, time.process_time() - cpu
-        return took, computed, (resident_peak() - before) / loaded.stored.weight_bytes
+        weights = loaded.stored.weight_bytes
+        return took, computed, (resident_peak() - before) / weights, mx.get_peak_memory() / weights
 
 
 class QualityLab:
@@ -71,7 +75,7 @@ def measure_real_gguf(plan: Plan) -> Section:
     how = (
         "SmolLM2-135M-Instruct (Q4_1 and Q8_0) and Gemma 3 270M (Q4_K_M, which has Q5_0, Q8_0, Q4_K and Q6_K) as they were "
         "published, beside what `convert FILE.gguf` makes of them: the same codes, but for Q6_K, which it packs anew. Loads "
-        "are each in a new process, everything imported; the peak is how much its resident memory grew. Speeds at "
+        "are each in a new process, everything imported; the peak is how much its resident memory grew, code included. Speeds at "
         f"temperature 0 after prompts of {PROMPT} tokens, in turn, nothing cached, nothing guessed. KL over "
         f"{plan.count(TOKENS, 256):,} tokens against all numbers unpacked in float32 and saved in bfloat16."
     )
@@ -82,7 +86,9 @@ def _rows(plan: Plan, model: RealModel, folder: Path) -> list[Row]:
     with Remote(QualityLab, str(model.gguf), str(folder)) as lab:
         kl, top1 = lab.call("measure", str(model.hf), plan.count(TOKENS, 256))
     file, made = alternate(plan.rounds, partial(_load, model.gguf), partial(_load, folder))
-    took, cpu, peak = ((series([each[at] for each in file]), series([each[at] for each in made])) for at in range(3))
+    took, cpu, peak, arrays = (
+        (series([each[at] for each in file]), series([each[at] for each in made])) for at in range(4)
+    )
     with Remote(EngineServer, str(model.gguf)) as one, Remote(EngineServer, str(folder)) as other:
         new = plan.count(128, 16)
         replies = alternate(plan.rounds, partial(_reply, one, new), partial(_reply, other, new))
@@ -93,6 +99,7 @@ def _rows(plan: Plan, model: RealModel, folder: Path) -> list[Row]:
         at_most(f"{name}: CPU time of a load, file ÷ folder", ratios(*cpu), LOAD_TIMES),
         plain(f"{name}: memory that a load adds at its peak ÷ weights", peak[0]),
         at_most(f"{name}: the same, file ÷ folder", ratios(*peak), PEAK),
+        at_most(f"{name}: of it in arrays ÷ weights", arrays[0], PEAK),
         *(
             at_least(f"{name}: {what}, file ÷ folder", _faster(replies, figure), SPEED)
             for figure, what in (("prefill_tps", "prefill"), ("decode_tps", "decode"))
@@ -107,10 +114,10 @@ def _faster(replies: list[list[Timing]], figure: str) -> Series:
     return ratios(one, other)
 
 
-def _load(model: Path, number: int) -> tuple[float, float, float]:
+def _load(model: Path, number: int) -> tuple[float, float, float, float]:
     del number  # the same each time
     with Remote(LoadLab, str(model)) as lab:
-        loaded: tuple[float, float, float] = lab.call("load")
+        loaded: tuple[float, float, float, float] = lab.call("load")
     return loaded
 
 

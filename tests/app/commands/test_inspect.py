@@ -44,7 +44,10 @@ def test_a_gguf_file_tells_what_became_of_its_types_and_of_a_projector(tokamac: 
     (kept,) = (each for each in told["types"] if each["kind"] == "Q8_0")
     assert (kept["error"], kept["bits_on_disk"], kept["bits_in_memory"]) == (0, 8.5, 9)
     assert Path(told["projector"]).name == "mmproj-a.gguf"
-    assert "mmproj-a.gguf beside it is a vision projector" in tokamac("inspect", tmp_path / "a.gguf").out
+    shown = tokamac("inspect", tmp_path / "a.gguf").out
+    assert "mmproj-a.gguf beside it is a vision projector" in shown
+    assert "8 bits in groups of 32, the same codes, exact; 8.5 bits" in shown
+    assert "quality            that of the file's own numbers" in shown
 
 
 def test_a_model_that_was_not_downloaded_is_predicted_and_that_is_said(tokamac: Run) -> None:

@@ -28,10 +28,18 @@ SCALES = {
     Kind.Q2_K: (-4, -2),
 }
 ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-INTERLEAVED = {"llama", "granite", "smollm3", "arcee"}  # whose rotation works on neighbours, unlike the original's
+INTERLEAVED = {
+    "llama",
+    "granite",
+    "granitemoe",
+    "smollm3",
+    "arcee",
+}  # whose rotation works on neighbours, unlike the original's
 ADDED_ONE = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
 STATE_SPACE = {"falcon-h1", "nemotron_h_moe"}
-EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp|mixer)\.experts\.(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight")
+EXPERT = re.compile(
+    r"(.*)\.(?:block_sparse_moe|mlp|mixer|feed_forward)\.experts\.(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight"
+)
 # config.json's key: GGUF's, as far as all architectures share them
 SHARED = {
     "hidden_size": "embedding_length",
@@ -173,6 +181,9 @@ def _changed(architecture: str, config: Mapping[str, Any], weights: Mapping[str,
             part = "feed_forward" if found[3][0] == "w" else "mlp"
             stem = f"{found[1].replace('backbone', 'model')}.{part}.experts.{found[3]}.weight"
             experts.setdefault(stem.removeprefix("model.") if part == "feed_forward" else stem, []).append(values)
+        elif found := re.fullmatch(r"model\.layers\.(\d+)\.block_sparse_moe\.input_linear\.weight", name):
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"blk.{found[1]}.ffn_{part}_exps.weight", half
         elif architecture == "gpt-oss" and ".experts." in name:
             yield from _gpt_oss_experts(name, values)
         elif name.endswith("kv_b_proj.weight") and config["model_type"] == "deepseek_v3":
