@@ -44,6 +44,9 @@ GRANITE = {
 }  # fmt: skip
 
 
+QUICKLY = {"method": "round", "verify": False}  # where how a weight is packed is not the subject
+
+
 def build(kind, **changes):
     """Return a bfloat16 model with seeded weights, and its config."""
     config = {**({**CONFIGS, "granite": GRANITE}[kind]), **changes}

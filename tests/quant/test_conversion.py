@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from tests.engine.helpers import write_fused, write_model, write_peft
 from tests.families import crossed
-from tests.quant.models import CONFIGS, arrays_of, build, difference, make_source, names_in, run
+from tests.quant.models import CONFIGS, QUICKLY, arrays_of, build, difference, make_source, names_in, run
 from tokamac.engine import Engine
 from tokamac.engine.errors import ConversionError, ModelNotFoundError, ModelUnsupportedError, OptionError
 from tokamac.engine.model.config import read_config
@@ -95,7 +95,7 @@ def test_what_the_groups_do_not_divide_stays_whole_and_says_so(tmp_path):
     by_name = {tensor.name: tensor for tensor in plan.tensors}
     assert by_name["model.layers.0.mlp.down_proj.weight"].packing is None
     assert plan.config["quantization"]["model.layers.0.mlp.down_proj"] is False
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", **QUICKLY)
     back, _ = mlx_lm_load_model(tmp_path / "out")
     assert back.model.layers[0].mlp.down_proj.weight.dtype == mx.bfloat16
 
@@ -106,7 +106,7 @@ def test_what_the_groups_do_not_divide_stays_whole_and_says_so(tmp_path):
 )
 def test_formula_and_counted_bits_agree(tmp_path, dtype, scale_bytes, mlx_type):
     source = make_source(tmp_path, "tied")
-    report = convert(source, tmp_path / "out", dtype=dtype, embed_bits=4)
+    report = convert(source, tmp_path / "out", dtype=dtype, embed_bits=4, **QUICKLY)
     config = read_config(tmp_path / "out")
     parts = cost_of_folder(tmp_path / "out", config).parts
     for name in ("embedding", "attention", "mlp"):
@@ -236,7 +236,7 @@ def test_the_source_is_never_written(tmp_path):
 
 def test_code_references_and_private_names_leave_the_config(tmp_path):
     source = make_source(tmp_path, "llama", auto_map={"AutoModel": "evil.Model"}, _name_or_path="/home/someone")
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", **QUICKLY)
     assert not {"auto_map", "_name_or_path", "model_file"} & set(
         json.loads((tmp_path / "out" / "config.json").read_text())
     )
@@ -491,14 +491,14 @@ def test_an_unfinished_conversion_with_another_adapter_is_another(tmp_path: Path
 def test_a_finished_conversion_is_another_with_an_adapter_and_the_same_with_the_same(tmp_path: Path) -> None:
     source, out = write_model(tmp_path / "source"), tmp_path / "out"
     one, other = (write_peft(tmp_path / f"{seed}", source, seed=seed) for seed in (1, 2))
-    convert(source, out, verify=False)
+    convert(source, out, **QUICKLY)
     with pytest.raises(ConversionError, match=r"there already|not empty|exists"):
-        convert(source, out, adapter=one, verify=False)
-    convert(source, out, adapter=one, verify=False, overwrite=True)
-    assert FINISHED in convert(source, out, adapter=one, verify=False).notes
+        convert(source, out, adapter=one, **QUICKLY)
+    convert(source, out, adapter=one, **QUICKLY, overwrite=True)
+    assert FINISHED in convert(source, out, adapter=one, **QUICKLY).notes
     for adapter in (None, other):
         with pytest.raises(ConversionError):
-            convert(source, out, adapter=adapter, verify=False)
+            convert(source, out, adapter=adapter, **QUICKLY)
 
 
 def test_weights_read_anew_have_the_adapter_too(tmp_path: Path) -> None:

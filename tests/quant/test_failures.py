@@ -12,7 +12,7 @@ import pytest
 
 from tests.families import crossed
 from tests.quant.dying import interpreter
-from tests.quant.models import make_source, names_in
+from tests.quant.models import QUICKLY, make_source, names_in
 from tokamac.engine import files
 from tokamac.engine.errors import (
     ConversionError,
@@ -140,7 +140,7 @@ def test_what_does_not_fit_the_wanted_type_is_named(tmp_path):
     rewrite(source, lambda arrays: arrays.update({"model.norm.weight": mx.full((128,), 1e6, dtype=mx.bfloat16)}))
     error = refuse(ConversionError, tmp_path, r"model\.norm\.weight", dtype="float16")
     assert "F16" in error.hint
-    convert(source, tmp_path / "out", dtype="bfloat16")
+    convert(source, tmp_path / "out", dtype="bfloat16", **QUICKLY)
 
 
 def test_a_target_that_exists_is_left_alone(tmp_path):
@@ -208,9 +208,9 @@ def test_a_source_that_is_mounted_in_another_place_too_is_the_source(tmp_path):
 
 def test_overwriting_replaces_the_whole_folder(tmp_path):
     source = make_source(tmp_path, "llama")
-    convert(source, tmp_path / "out", bits=8)
+    convert(source, tmp_path / "out", bits=8, **QUICKLY)
     (tmp_path / "out" / "stale.txt").write_text("stale")
-    convert(source, tmp_path / "out", bits=4, overwrite=True)
+    convert(source, tmp_path / "out", bits=4, overwrite=True, **QUICKLY)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]["bits"] == 4
     assert "stale.txt" not in names_in(tmp_path / "out")
     assert names_in(tmp_path) == {"source", "out"}
@@ -219,7 +219,7 @@ def test_overwriting_replaces_the_whole_folder(tmp_path):
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, exchanges):
     source = make_source(tmp_path, "tied")
-    convert(source, tmp_path / "out", bits=8)
+    convert(source, tmp_path / "out", bits=8, **QUICKLY)
     rename = Path.rename
 
     def fail(self, target):
@@ -238,7 +238,7 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, ex
         monkeypatch.setattr(files, "exchange", lambda *_: False)  # as on a file system that can't
         monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(ConversionError, match="Input/output error"):
-        convert(source, tmp_path / "out", overwrite=True)
+        convert(source, tmp_path / "out", overwrite=True, **QUICKLY)
     assert names_in(tmp_path) == {"source", "out", ".out.partial"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]["bits"] == 8
 
@@ -257,7 +257,7 @@ def converting():
 
 def test_ctrl_c_between_the_two_renames_of_the_swap(tmp_path, monkeypatch):
     source = make_source(tmp_path, "tied")
-    convert(source, tmp_path / "out", bits=8)
+    convert(source, tmp_path / "out", bits=8, **QUICKLY)
     rename = Path.rename
 
     def interrupted(self, target):
@@ -268,7 +268,7 @@ def test_ctrl_c_between_the_two_renames_of_the_swap(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", overwrite=True)
+        convert(source, tmp_path / "out", overwrite=True, **QUICKLY)
     assert names_in(tmp_path) == {"source", "out", ".out.partial"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]["bits"] == 8
 
