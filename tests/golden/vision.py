@@ -1,6 +1,7 @@
 """Golden values of models that see: ids, pixels and log-probabilities as Hugging Face transformers computes them.
 
     pip install -e '.[golden,vision]' torchvision && python -m tests.golden.vision [CASE…]
+    python -m tests.golden.vision --published FOLDER    of ORG__NAME.json, published configs
 
 For each case of ``vision/cases.json`` it writes ``vision/<case>.json`` (config, settings, shapes, ids) and ``<case>.npz``
 (some of each picture's pixels, log-probabilities of each prompt's last tokens). Image processors are the Pillow ones.
@@ -10,6 +11,7 @@ import importlib
 import importlib.util
 import io
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -145,6 +147,21 @@ def shown_pixels(found: Any) -> Any:
     return np.asarray(pixels).reshape(-1)
 
 
+def made_processor(given: dict[str, Any], tokenizer: Any, settings: dict[str, Any], more: dict[str, Any]) -> Any:
+    """Return a case's processor, and its image processor, with other settings."""
+    import transformers
+
+    images = named(given["image_processor"])(**settings)
+    if type(images).__mro__[1].__name__ == "TorchvisionBackend":
+        scale_with_pillow()
+    # Some want a video processor, which needs torchvision, and look for one of that kind.
+    transformers.ProcessorMixin.check_argument_for_proper_class = lambda *_: None
+    made = named(given["processor"])
+    parts = {"image_processor": images, "tokenizer": tokenizer, "feature_extractor": None, "video_processor": None}
+    wanted = made.__init__.__code__.co_varnames
+    return made(**{key: value for key, value in parts.items() if key in wanted}, **more), images
+
+
 def make(case: str) -> None:
     import torch
     import transformers
@@ -163,15 +180,7 @@ def make(case: str) -> None:
         )
         shapes = saved_shapes(made_config(given, tokenizer.get_vocab()), folder)
         model = load(folder, 1, shapes)
-        images = named(given["image_processor"])(**given["settings"])
-        if type(images).__mro__[1].__name__ == "TorchvisionBackend":
-            scale_with_pillow()
-        # Some want a video processor, which needs torchvision, and look for one of that kind.
-        transformers.ProcessorMixin.check_argument_for_proper_class = lambda *_: None
-        processor_class = named(given["processor"])
-        wanted = processor_class.__init__.__code__.co_varnames
-        parts = {"image_processor": images, "tokenizer": tokenizer, "feature_extractor": None, "video_processor": None}
-        processor = processor_class(**{key: value for key, value in parts.items() if key in wanted}, **given["more"])
+        processor, images = made_processor(given, tokenizer, given["settings"], given["more"])
         for kind in SIZES:
             (folder / kind).write_bytes(picture(kind))
             pixels = shown_pixels(images([load_image(str(folder / kind))], return_tensors="np"))
@@ -192,6 +201,118 @@ def make(case: str) -> None:
     (HERE / f"{case}.json").write_text(json.dumps(stored) + "\n")
 
 
+PUBLISHED = HERE / "published.json"
+SHAPES = ((37, 91), (224, 224), (640, 480), (1080, 1920), (3840, 2160), (3000, 500))
+# Checkpoints whose files were not at hand: what is told of them and differs from the config classes' defaults.
+KNOWN: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct": {
+        "model_type": "smolvlm",
+        "vision_config": {"image_size": 384, "patch_size": 14, "num_hidden_layers": 27, "intermediate_size": 4304},
+        "scale_factor": 3,
+    },
+    "HuggingFaceTB/SmolVLM-256M-Instruct": {
+        "model_type": "smolvlm",
+        "vision_config": {"hidden_size": 768, "num_attention_heads": 12, "image_size": 512, "patch_size": 16},
+        "scale_factor": 4,
+    },
+    "Qwen/Qwen2.5-VL-7B-Instruct": {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280}},
+    "OpenGVLab/InternVL3-1B-hf": {"model_type": "internvl", "vision_config": {"attention_bias": True}},
+}
+ALIKE = {"smolvlm": "idefics3", "qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5", "llava": "pixtral"}
+
+
+def published_settings(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the image processor's and the processor's settings of a published config."""
+    kind, vision = ALIKE.get(config["model_type"], config["model_type"]), config["vision_config"]
+    side, patch = vision.get("image_size"), vision.get("patch_size")
+    if kind == "gemma3":
+        return {"size": {"height": side, "width": side}}, {"image_seq_length": config["mm_tokens_per_image"]}
+    if kind == "idefics3":
+        each = (side // patch // config["scale_factor"]) ** 2
+        return {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}, {"image_seq_len": each}
+    if kind == "internvl":
+        return {"size": {"height": 448, "width": 448}, "crop_to_patches": True}, {"image_seq_length": 256}
+    if kind == "qwen2_5_vl":
+        return {"min_pixels": 3136, "max_pixels": 12845056}, {}
+    if kind.startswith("qwen"):
+        return {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16}, {}
+    if kind in ("mistral3", "pixtral"):
+        merge = config.get("spatial_merge_size", 1)
+        square = {"height": patch * merge, "width": patch * merge}
+        return {"size": {"longest_edge": side}, "patch_size": square}, {
+            "patch_size": patch,
+            "spatial_merge_size": merge,
+        }
+    return {}, {}
+
+
+def count_published(folder: Path) -> None:
+    """Write what transformers makes of published configs (``ORG__NAME.json``): a tower's parameters, a picture's tokens."""
+    import torch
+    import transformers
+    from PIL import Image
+
+    found, given = (
+        {},
+        {each.stem.replace("__", "/"): json.loads(each.read_text()) for each in sorted(folder.glob("*.json"))},
+    )
+    for name, config in {**given, **KNOWN}.items():
+        kind = ALIKE.get(config.get("model_type", ""), config.get("model_type", ""))
+        if kind not in CASES or "vision_config" not in config or name == "google/gemma-4-26b-a4b-it.prerelease":
+            continue
+        config["vision_config"] = {
+            key: each for key, each in config["vision_config"].items() if key != "model_type" or each
+        }
+        if isinstance(config.get("text_config"), dict):  # null: not said
+            config["text_config"] = {key: each for key, each in config["text_config"].items() if each is not None}
+        if name.endswith("prerelease"):  # whose rotary settings had another form
+            config["vision_config"].pop("rope_parameters", None)
+        whole = transformers.AutoConfig.for_model(
+            **{**config, "audio_config": None} if kind.startswith("gemma4") else config
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForImageTextToText.from_config(whole)
+        sees = [
+            each
+            for key, each in model.state_dict().items()
+            if not re.search(r"language_model|text_model|lm_head|\.head\.", key)
+        ]
+        told = whole.to_dict()
+        kept = {
+            key: told["text_config"].get(key) for key in ("hidden_size", "use_bidirectional_attention", "pad_token_id")
+        }
+        kept |= {key: told["text_config"][key] for key in ("rope_parameters",) if kind.startswith("qwen")}
+        config = {
+            **{key: each for key, each in told.items() if isinstance(each, int | float | str)},
+            "text_config": kept,
+        }
+        config["vision_config"] = told["vision_config"]
+        settings, more = published_settings(config)
+        case = CASES[kind]
+        marks = list(dict.fromkeys([*case["named"].values(), *case["ids"].values(), case["mark"], *case["marks"]]))
+        with tempfile.TemporaryDirectory() as place:
+            write_tokenizer(Path(place), marks, case["mark"], case["named"])
+            tokenizer = transformers.PreTrainedTokenizerFast(
+                tokenizer_file=f"{place}/tokenizer.json", extra_special_tokens=case["named"], pad_token="<|pad|>"
+            )
+        processor, images = made_processor(case, tokenizer, settings, more)
+        counts = []
+        for shape in SHAPES:
+            ids = processor(images=[Image.new("RGB", shape)], text=[case["mark"]], add_special_tokens=False)[
+                "input_ids"
+            ][0]
+            counts.append(list(ids).count(tokenizer.convert_tokens_to_ids(next(iter(case["ids"].values())))))
+        print(name, counts, sum(each.numel() for each in sees), flush=True)
+        found[name] = {"config": config, "settings": json.loads(images.to_json_string()), "counts": counts}
+        found[name]["parameters"] = sum(each.numel() for each in sees)
+    PUBLISHED.write_text(
+        "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in found.items()) + "\n}\n"
+    )
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--published"]:
+        count_published(Path(sys.argv[2]))
+        sys.exit()
     for each in sys.argv[1:] or CASES:
         make(each)

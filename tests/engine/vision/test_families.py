@@ -7,16 +7,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from tests.engine.inside import runner_of, runtime_of
-from tests.golden.vision import HERE, PROMPTS, ROWS, SHOWN, SIZES, picture, write_tokenizer
+from tests.golden.vision import HERE, PROMPTS, ROWS, SHAPES, SHOWN, SIZES, picture, write_tokenizer
 from tests.golden.weights import write_weights
 from tokamac.engine import Engine, Message, Sampling
 from tokamac.engine.metrics import Recorder
+from tokamac.engine.vision.families import FAMILIES
 from tokamac.engine.vision.picture import Picture, decoded, extent
 
 pytest.importorskip("PIL")
 CASES = sorted(path.stem for path in HERE.glob("*.npz"))
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((HERE / "published.json").read_text())
 
 
 def build(case: str, folder: Path) -> dict[str, Any]:
@@ -85,3 +88,11 @@ def test_a_family_sees_as_transformers_does(case: str, tmp_path: Path) -> None:
             for chunk in (10_000, 37):
                 found = engine.run(lambda _, request=request, chunk=chunk: logprobs(engine, request, chunk))
                 assert np.abs(found - golden[prompt]).max() < 1e-3, (prompt, chunk)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_makes_a_tower_and_counts_as_transformers_does(name: str) -> None:
+    given = PUBLISHED[name]
+    family = FAMILIES[given["config"]["model_type"]](given["config"], given["settings"])
+    assert [family.plan(*shape).tokens for shape in SHAPES] == given["counts"]
+    assert sum(each.size for _, each in tree_flatten(family.tower().parameters())) == given["parameters"]
