@@ -28,7 +28,7 @@ from . import streaming
 from .evaluation import sample, verify
 from .options import BITS, CALIBRATED, NO_TEXT, SHIPPED, Method, NoText, Options, Shipped
 from .packing import Choices, Quantizer, Round, Search, choose, worthwhile_embed_bits
-from .plan import CALIBRATED_METHODS, SEQUENCES, Plan, make_plan
+from .plan import CALIBRATED_METHODS, Plan, make_plan, searched_sequences
 from .report import (
     CARD,
     RECORD,
@@ -371,7 +371,7 @@ def _quantizer(source: Source, options: Options, work: WorkDir, tell: StageProgr
             tell(StageDone("calibrating", done, total))
 
         model = Streamed(streamable_source(source), progress=progress)
-        data: bytes = save(activation_statistics(model, _sequences(source, options, SEQUENCES)))
+        data: bytes = save(activation_statistics(model, _sequences(source, options, searched_sequences(source))))
         return data
 
     return Search(load(work.stage("moments.safetensors", measured)))
