@@ -39,7 +39,7 @@ from ..reports.verdict import changed_text, closeness
 from ..reports.what_if import ROOMY, at_once_json, at_once_text, gains_json, gains_text, worth_json, worth_text
 from ..text.sanitise import sanitise_line
 from ..text.terminal import is_terminal, json_line, note, picked, table
-from ..text.units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
+from ..text.units import UNKNOWN, bandwidth, lowest, rate, rates, seconds, short, size
 from . import loading
 
 if TYPE_CHECKING:
@@ -593,7 +593,7 @@ def _figures(found: "Inspection") -> list[list[str]]:
         ["this machine" if found.place.local else "machine", f"{sanitise_line(found.chip.label)}, {speed}"],
         *([["", chip.condition]] if chip.condition else []),
         ["ceiling", f"{rate(found.ceiling_tps)}{'' if found.ceiling_tps is None else ': the hardware limit'}"],
-        ["expected", f"{rate(found.expected_tps)}{_bound(decode)}"],
+        ["expected", f"{rates(found.expected_tps, found.expected_range)}{_bound(decode)}"],
         ["prefill", f"{rate(found.prefill_tps)}{_bound(prefill)}"],
         ["first token", first],
         ["memory", f"{size(memory.total)} of {size(memory.budget)}: {_verdict(memory, found.place)}"],

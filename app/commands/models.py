@@ -18,7 +18,7 @@ from ..reports.verdict import poor_quality
 from ..reports.what_if import times
 from ..text.sanitise import sanitise_line
 from ..text.terminal import Progress, json_line, note, picked, table
-from ..text.units import UNKNOWN, count, percent, rate, seconds, short, size
+from ..text.units import UNKNOWN, count, percent, rate, rates, seconds, short, size
 from . import loading
 from .inspect import add_place_flags, fits, measure_it, place_of
 
@@ -406,7 +406,7 @@ def _suggested_row(each: "Suggestion") -> list[str]:
         size(each.download_bytes),
         size(None if memory is None else memory.total),
         rate(outcome.ceiling_tps),
-        rate(outcome.expected_tps),
+        rates(outcome.expected_tps, outcome.expected_range),
         seconds(outcome.ttft_s),
         each.verdict,
     ]

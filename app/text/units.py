@@ -32,6 +32,13 @@ def rate(value: float | None) -> str:
     return UNKNOWN if value is None else f"{figures(value)} tok/s"
 
 
+def rates(value: float | None, within: tuple[float, float] | None) -> str:
+    """Return a rate as a range where one is known: ``31–36 tok/s``."""
+    if within is None or figures(within[0]) == figures(within[1]):
+        return rate(value)
+    return f"{figures(within[0])}–{figures(within[1])} tok/s"
+
+
 def bandwidth(value: float | None) -> str:
     return UNKNOWN if value is None else f"{figures(value)} GB/s"
 

@@ -139,6 +139,7 @@ class Inspection:
     bytes_per_step: int | None = None
     ceiling_tps: float | None = None
     expected_tps: float | None = None
+    expected_range: tuple[float, float] | None = None
     prefill_tps: float | None = None
     ttft_s: float | None = None
     reason: str | None = None
@@ -241,6 +242,7 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
         bytes_per_step=outcome.prediction.decode.bytes_read if outcome.prediction else None,
         ceiling_tps=outcome.ceiling_tps,
         expected_tps=outcome.expected_tps,
+        expected_range=outcome.expected_range,
         prefill_tps=outcome.prefill_tps,
         ttft_s=outcome.ttft_s,
         reason=outcome.reason,

@@ -425,6 +425,14 @@ def range_of(engine: str = "mlx") -> FittedRange:
     return FittedRange(**published()["ranges"][engine])
 
 
+def expected_range(expected_tps: float, work: Workload, ceiling_tps: float | None) -> tuple[float, float]:
+    """Return what nine of ten published rates lie within: of chips, and of models, that the fit had not seen."""
+    kind = "dense" if kind_of(work) == "dense" else "mixture and hybrid"
+    errors = published()["errors"]["mlx"][f"decode, {kind}"]
+    error = max(errors[how]["p90"] for how in ("held out", "model held out"))
+    return expected_tps / (1 + error), min(expected_tps / (1 - error), ceiling_tps or math.inf)
+
+
 def fitted(chip: Chip) -> Fitted | None:
     """Return an Apple chip's expected speeds; None for others, which only measurement knows."""
     known = chip.source == "table" and chip.name.startswith("Apple")

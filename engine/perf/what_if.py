@@ -31,6 +31,7 @@ from .roofline import (
     Prediction,
     Trait,
     Workload,
+    expected_range,
     fitted,
     limits_of,
     measure_host,
@@ -280,6 +281,7 @@ class WhatIfOutcome:
     memory: MemoryFit | None = None
     ceiling_tps: float | None = None
     expected_tps: float | None = None
+    expected_range: tuple[float, float] | None = None
     prefill_tps: float | None = None
     ttft_s: float | None = None
     reason: str | None = None
@@ -440,6 +442,9 @@ def outcome_at(loaded: WeighedModel, case: WhatIfCase) -> WhatIfOutcome:
         memory=loaded.fit(case),
         ceiling_tps=limits.ceiling_tps,
         expected_tps=limits.expected_tps,
+        expected_range=None
+        if limits.expected_tps is None or not isinstance(loaded.latency, Fitted | HostLimited)
+        else expected_range(limits.expected_tps, loaded.work, limits.ceiling_tps),
         prefill_tps=predicted.prefill.expected_tps,
         ttft_s=predicted.ttft_s,
         reason=_unknown(loaded, predicted, case.kv),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.roofline import measurements
-from tokamac.engine.perf.roofline import Constants, constants_of, published
+from tokamac.engine.perf.roofline import Constants, constants_of, expected_range, kind_of, published
 
 ROOT = Path(__file__).parents[2]
 BLANK = {
@@ -132,6 +132,22 @@ def test_the_errors_in_the_file_are_those_its_constants_have(rows):
     for engine, phases in published()["errors"].items():
         for phase, ways in phases.items():
             assert computed[engine][phase]["fitted"] == ways["fitted"], (engine, phase)
+
+
+def test_most_published_rates_lie_within_the_range_that_is_shown(rows):
+    constants = {engine: Constants(**values) for engine, values in published()["engines"].items()}
+    for kinds in (("dense",), ("mixture", "hybrid")):
+        found = [each for each in rows[0] if each.engine == "mlx" and each.decode_tps and kind_of(each.work) in kinds]
+        inside = 0
+        for each in found:
+            least, most = expected_range(measurements.decode_rate(each, constants), each.work, None)
+            inside += least <= each.decode_tps <= most
+        assert inside >= 0.8 * len(found), kinds
+        label = (
+            "dense" if kinds == ("dense",) else "mixture and hybrid"
+        )  # nine in ten of rows that the fit had not seen
+        half = max(errors("mlx", f"decode, {label}", how)["p90"] for how in ("held out", "model held out"))
+        assert most / least == pytest.approx((1 + half) / (1 - half))
 
 
 def test_the_file_says_what_was_left_out_and_why(rows):
