@@ -393,7 +393,7 @@ class InternVL(PictureFamily):
         return InternTower(self._config, self._patch, self._side // self._patch, self._merge)
 
     def own_name(self, name: str) -> str | None:
-        name = name.removeprefix("model.")
+        name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
         kept = name.startswith(("vision_tower.", "multi_modal_projector.")) and not name.endswith(".mask_token")
         return name if kept else None
 
@@ -442,7 +442,7 @@ class Gemma4(PictureFamily):
         return Gemma4Tower(self._config)
 
     def own_name(self, name: str) -> str | None:
-        name = name.removeprefix("model.")
+        name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
         return name if name.startswith(("vision_tower.", "vision_embedder.", "embed_vision.")) else None
 
     def embedding_scale(self) -> float:

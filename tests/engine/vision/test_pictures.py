@@ -12,6 +12,7 @@ from tests.golden.vision import SIZES, picture
 from tokamac.engine import Engine, Message, PromptCacheSpec, Sampling
 from tokamac.engine.errors import OptionError, PictureError, TokamacError
 from tokamac.engine.vision.picture import Picture, decoded, extent
+from tokamac.quant import convert
 
 pytest.importorskip("PIL")
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
@@ -106,3 +107,14 @@ def test_a_tower_that_is_not_whole_is_refused_and_text_still_works(tmp_path: Pat
         cut = picture("photo")[:300]
         with pytest.raises(PictureError, match="can't be read"):
             engine.ask([Message("user", "?", images=(cut,))], GREEDY)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4_unified", "internvl", "lfm2_vl"])
+def test_a_converted_model_sees_what_its_source_did(case: str, tmp_path: Path) -> None:
+    build(case, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "made", verify=False, dtype="float32", dequantize=True)
+    said = set()
+    for folder in ("source", "made"):
+        with Engine.load(tmp_path / folder, dtype="float32", prompt_cache=None) as engine:
+            said.add(engine.ask(messages("one"), GREEDY).text)
+    assert len(said) == 1
