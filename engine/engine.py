@@ -1,6 +1,7 @@
 """The engine: a loaded model on its own thread, and its public API."""
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -62,6 +63,7 @@ from .perf.hardware import PowerShare, on_battery, system
 from .perf.memory import check_address_space, snapshot
 from .schedule.schedule import Pace, Pacing, ReplyEvents
 from .schedule.stream import EventStream, ManyReplies, ReplyHandle, ReplyStream
+from .vision.picture import Picture
 from .worker import ReplyScheduler, TextlessReply, Worker
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from .reply import ReplyTask
     from .runner import Runner
     from .text.tokenizer import Tokenizer
+    from .vision.cost import PicturePrice
 
 
 T = TypeVar("T")
@@ -589,6 +592,15 @@ class Engine:
 
         given, told = given_prompt(prompt), given_template(template)
         return self.run(price, self._runner.request(given, Sampling(), Recorder(), continues=continues, template=told))
+
+    def picture_price(self, picture: "Picture | str | os.PathLike[str] | bytes") -> "PicturePrice":
+        """Return a picture's tokens, the size it is seen at, and the seconds that it takes to see and to read.
+
+        Waits for a reply in progress. Raises PictureError, for a model without eyes as well.
+        """
+        from .runner import picture_price
+
+        return self.run(picture_price, Picture.of(picture))
 
     def tokens(
         self, prompt: str | Sequence[Message], *, continues: bool = False, template: TemplateOptions | None = None

@@ -391,7 +391,7 @@ class Price:
     Attributes:
         tokens: Of ``prompt_tokens``, those to compute.
         disk_bytes: Keys and values to read from disk.
-        seconds: Of both, at speeds measured since the model was loaded.
+        seconds: Of both, and of seeing pictures, at speeds measured since the model was loaded.
         estimated: No sufficiently long prompt was measured, so ``seconds`` come from ``Engine.predict``; None until
             the machine's latency is known.
     """

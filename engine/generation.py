@@ -46,6 +46,7 @@ class Generation:
         self._force_fused = force_fused
         self.chunk = 0
         self.cached_ids = cached_ids
+        self.image_s, self.tower_operations = 0.0, 0
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
         """Compute ``ids`` after the cached ones in chunks; yield the count done. Stop iterating to cancel."""
@@ -60,6 +61,18 @@ class Generation:
             self.cached_ids.extend(part)
             done += len(part)
             yield done
+
+    def see(self, tokens: int) -> Iterator[None]:
+        """Compute the features of the pictures among the next ``tokens``; yield after each."""
+        if (sight := self._sight) is None:
+            return
+        begin = len(self.cached_ids)
+        for picture in sight.unseen(begin, begin + tokens):
+            began_s = time.perf_counter()
+            sight.eyes.features(picture)
+            self.image_s += time.perf_counter() - began_s
+            self.tower_operations += sight.eyes.cost(picture.plan).operations
+            yield
 
     def _call(self, part: list[int]) -> None:
         with forcing_fused(self._force_fused):
@@ -147,6 +160,11 @@ class PrefillChunker:
             size, sight = self._size(cached), self._sight
             end = at + size - cached % size
             chunk = ids[at : end if sight is None else sight.end_of_part(cached, cached + end - at) - cached + at]
+            for _ in generation.see(len(chunk)):
+                yield False
+                if self._stopped():
+                    yield True
+                    return
             began, aside_s = self._clock(), 0.0
             if (stages := self._stages(len(chunk))) > 1:
                 if (piece := self._chunking.piece) is None or (sight is not None and sight.whole):
@@ -197,6 +215,7 @@ def read_prompt(
     """Prefill ``ids`` until ``cancelled``; yield progress after each chunk, None within one."""
     with closing(chunker.compute(generation, ids)) as chunks:
         for whole in chunks:
+            recorder.image_s = generation.image_s
             if not whole:
                 yield None
                 continue

@@ -233,7 +233,7 @@ class _Loading:
             name=self._name,
             token_id=token_id,
             dtype=dtype,
-            limit=self._limit,
+            device=attention_device(self._device, self._chip),
         )
 
     def _reading(self, done: int, total: int) -> None:

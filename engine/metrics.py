@@ -1,6 +1,7 @@
 """All displayed rates, computed from time stamps (seconds, one monotonic clock, on the host)."""
 
 # TTFT          accepted → first token
+# image         the tower, for pictures that were not seen before
 # prefill rate  computed prompt tokens ÷ compute seconds; cached tokens never count
 # ITL           each gap between consecutive tokens
 # decode rate   (n − 1) ÷ (t_last − t_first); undefined below two tokens
@@ -53,6 +54,7 @@ class Metrics:
     Attributes:
         kv_bytes_per_step: Of all replies in the batch.
         queue_s: Accepted to start.
+        image_s: Seeing pictures, in ``ttft_s`` but not in ``prefill_s``; None without one to see.
         batch_width: Mean batch size over the steps.
         saved_s: Seconds saved by speculation, negative if it lost.
         drafts: Tokens by source; None without drafts.
@@ -83,6 +85,7 @@ class Metrics:
     saved_s: float | None = None
     undrafted: str | None = None
     drafts: tuple[DraftCount, ...] | None = None
+    image_s: float | None = None
 
     @property
     def decode_s(self) -> float | None:
@@ -415,6 +418,7 @@ class Recorder:
     began_s: float | None = None
     prefill_began_s: float | None = None
     others_s: float = 0.0
+    image_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled: int = 0
@@ -439,7 +443,7 @@ class Recorder:
     def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
         self.prefilled = 0
-        self.others_s = 0.0
+        self.others_s = self.image_s = 0.0
         self.pieces.clear()
         self.prefill_began_s = self.clock()
 
@@ -452,7 +456,7 @@ class Recorder:
 
     def computed(self, tokens: int) -> None:
         if tokens > self.prefilled:
-            self.pieces.append((tokens - self.prefilled, self.clock() - self.others_s))
+            self.pieces.append((tokens - self.prefilled, self.clock() - self.others_s - self.image_s))
         self.prefilled = tokens
 
     @property
@@ -515,7 +519,7 @@ class Recorder:
         # The first token's step computes the last of the prompt; a reply cancelled before it computed fewer.
         prefill_tokens = self.prompt_tokens - self.cached_tokens if times else self.prefilled
         began_s = self.prefill_began_s
-        prefill_s = None if first is None or began_s is None else first - began_s - self.others_s
+        prefill_s = None if first is None or began_s is None else first - began_s - self.others_s - self.image_s
         decode_tps = decode_rate(times)
         drafts = self.drafts
         metrics = Metrics(
@@ -543,6 +547,7 @@ class Recorder:
             saved_s=drafts.saved_s,
             undrafted=drafts.rests or None,
             drafts=drafts.drafts or None,
+            image_s=self.image_s or None,
         )
         return replace(metrics, achieved_gbs=achieved_gbs(cost.bytes_per_step, metrics.steps_tps))
 

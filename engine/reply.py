@@ -240,6 +240,7 @@ class ReplyTask:
             most=most,
             may_force=self._may_force,
             own=self._request.own_caches,
+            sight=self._request.sight,
         )
         lease, budget = self._lease, self._budget = found
         with lease:
@@ -311,7 +312,14 @@ class ReplyTask:
             if not (missing := ids[len(lease.ids) :]):
                 return
             try:
-                budget = make_room(self._runtime, self._store, lease, len(ids) + 1, may_force=self._may_force)
+                budget = make_room(
+                    self._runtime,
+                    self._store,
+                    lease,
+                    len(ids) + 1,
+                    may_force=self._may_force,
+                    sight=self._request.sight,
+                )
             except RoomTakenError:
                 self._store.start_over(lease, [])  # what waits holds nothing: else two could wait for each other
                 yield WAITS
@@ -534,7 +542,8 @@ class ReplyTask:
         chunk = runtime.prefill_chunk if self._chunker is None else self._chunker.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
         own: tuple[Slowing, ...] = ("pace",) if self.pace.rests else ()
-        throttled = replace(situation, throttles=(*self._throttled.seen, *own))
+        operations = 0 if self._generation is None else self._generation.tower_operations
+        throttled = replace(situation, throttles=(*self._throttled.seen, *own), tower_operations=operations)
         return diagnose(metrics, runtime.work, machine.chip, machine.latency, throttled)
 
     def _passes(self) -> PassLog | None:

@@ -17,12 +17,13 @@ from .errors import (
     EngineClosedError,
     MemoryLimitError,
     OptionError,
+    PictureError,
     computing,
 )
 from .events import Message, ModelSpec, PrefillProgress, Price
 from .files import FLUSH_S
 from .generation import Generation, PrefillChunker, read_prompt
-from .metrics import Recorder
+from .metrics import SURE_TOKENS, Recorder, rate
 from .options import NOTHING_TOLD, KVBits, Sampling, Speculation, TemplateOptions
 from .perf.memory import Wiring
 from .prompt_cache.cache import PromptCache
@@ -36,6 +37,8 @@ from .speculation.draft_model import LoadedDraft
 from .speculation.head_drafters import LoadedHeads
 from .speculation.speculator import SharedSpeculation
 from .text.prompt import Prompt, Prompting, Turn
+from .vision.cost import PicturePrice
+from .vision.picture import Picture
 
 if TYPE_CHECKING:
     from .embedding import Embedder
@@ -177,6 +180,7 @@ def compute_prompt(runner: Runner, request: Request, pace: Pace, *, cancelled: C
         pace=pace,
         cancelled=cancelled,
         background=request.background,
+        sight=request.sight,
     )
     force = runtime.shape.device if budget.force_fused else None
     generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force, sight=request.sight)
@@ -221,14 +225,17 @@ def stable_prompt(runner: Runner, messages: Sequence[Message], template: Templat
     # Packed keys and values end with a whole chunk: a prompt is cut alike, and its logits are the same, however much of it
     # there was time for.
     runtime, prompting, known = runner.runtime, runner.prompting(template), None
-    pictures = any(each.images for each in messages)  # ids alone don't say what to look at
-    ids = prompting.stable(messages) if runner.store.keeps and not pictures else []
+    reply = runner.request(messages, Sampling(), Recorder(), template=template)
+    ids = prompting.stable(messages) if runner.store.keeps else []
     if runtime.kv.quantized:
         ids = ids[: whole_chunks(runtime.chunking, len(ids) - 1) + 1]
+    if (sight := reply.sight) is not None:
+        ids = ids[: sight.end_of_part(0, len(ids) - 1) + 1] if reply.ids[: len(ids)] == ids else []
     if len(ids) > 1:
         # The template options were applied when these ids were rendered.
-        known = replace(cacheable(runner, ids), keep=prompting.pinned(messages), background=True)
-    return StablePrompt(known, runner.request(messages, Sampling(), Recorder(), template=template))
+        of_ids = cacheable(runner, ids) if sight is None else replace(reply, ids=ids, recorder=Recorder())
+        known = replace(of_ids, keep=prompting.pinned(messages), background=True)
+    return StablePrompt(known, reply)
 
 
 def warm_stable(
@@ -250,6 +257,33 @@ def warm_stable(
         return None
 
 
+def tower_s(runner: Runner, operations: int) -> float | None:
+    """Return the seconds of a tower's operations: at the speed of the last picture, else at that of prefill here."""
+    if not operations:
+        return 0.0
+    runtime = runner.runtime
+    speed = None if isinstance(runtime.eyes, str) else runtime.eyes.operations_per_s
+    if speed is None:
+        phase = runtime.predict(SURE_TOKENS, SURE_TOKENS, 0).prefill
+        seconds = runner.store.rates.prefill_s(SURE_TOKENS) or phase.expected_s
+        speed = None if phase.operations is None else rate(phase.operations, seconds)
+    return None if speed is None else operations / speed
+
+
+def picture_price(runner: Runner, picture: Picture) -> PicturePrice:
+    runtime = runner.runtime
+    if isinstance(runtime.eyes, str):
+        raise PictureError(f"this model can't see pictures: {runtime.eyes}", "Use a model that sees.")
+    found, operations = runtime.eyes.price(picture)
+    prompting, asked = runner.prompting(), Message("user", "Hello", images=(picture,))
+    with_it, without = (prompting.tokens([each], continues=False) for each in (asked, replace(asked, images=())))
+    tokens = len(with_it) - len(without)
+    read_s = runner.store.rates.prefill_s(tokens)
+    if read_s is None:
+        read_s = runtime.predict(tokens, tokens, 0).ttft_s
+    return replace(found, tokens=tokens, see_s=tower_s(runner, operations), read_s=read_s)
+
+
 def price(runner: Runner, request: Request) -> Price:
     """Return what a request takes until its first token."""
     runtime, count = runner.runtime, len(request.ids)
@@ -259,6 +293,7 @@ def price(runner: Runner, request: Request) -> Price:
     estimated = computing_s is None
     if estimated:
         computing_s = runtime.predict(count, count, known.tokens).ttft_s
-    parts = [computing_s, rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
+    seeing_s = 0.0 if request.sight is None else tower_s(runner, request.sight.operations(known.tokens))
+    parts = [seeing_s, computing_s, rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
     seconds = None if None in parts else sum(part for part in parts if part is not None)
     return Price(count, tokens, known.disk_bytes, seconds, estimated and seconds is not None)

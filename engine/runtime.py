@@ -152,6 +152,9 @@ class Runtime:
     def prefill_chunk(self) -> int:
         return self.chunking.tokens_at(0)
 
+    def forget_pictures(self) -> int:
+        return 0 if isinstance(self.eyes, str) else self.eyes.forget()
+
     def new_caches(self, keep: int | None) -> list[Any]:
         return self.plan.make(keep)
 

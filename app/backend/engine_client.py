@@ -498,9 +498,9 @@ def counter(outbox: Outbox) -> Answerer[AskCount]:
         if ask.tools:
             with_them = engine.price(PROBE, template=TemplateOptions(tools=ask.tools)).prompt_tokens
             return Counted(ask.id, with_them - engine.price(PROBE).prompt_tokens)
-        if ask.pictures:
-            shown = [replace(each, images=ask.pictures) for each in PROBE]
-            return Counted(ask.id, engine.price(shown).prompt_tokens - engine.price(PROBE).prompt_tokens)
+        if ask.picture is not None:
+            found = engine.picture_price(ask.picture)
+            return Counted(ask.id, found.tokens, found)
         return Counted(ask.id, len(engine.tokenizer.encode(ask.text)))
 
     return Answerer(outbox, count, lambda ask: Counted(ask.id, None))

@@ -28,6 +28,7 @@ from tokamac.engine.options import (
 from tokamac.engine.perf.diagnosis import Waits
 from tokamac.engine.schedule.capacity import Capacity
 from tokamac.engine.speculation.gain import ACCEPTANCE, SpeculationGain
+from tokamac.engine.vision.cost import PicturePrice
 from tokamac.engine.vision.picture import Picture
 
 from ..text.strict_json import ShapeError, build, tag
@@ -330,12 +331,12 @@ class AskPrice:
 
 @dataclass(frozen=True, slots=True)
 class AskCount:
-    """Count the tokens of a text, or of ``tools`` or ``pictures`` as the chat template writes them."""
+    """Count the tokens of a text, of ``tools`` as the chat template writes them, or of one picture, with its price."""
 
     id: int
     text: str
     tools: tuple[ToolSpec, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,6 +500,7 @@ class Priced:
 class Counted:
     id: int
     tokens: int | None
+    picture: PicturePrice | None = None
 
 
 @dataclass(frozen=True, slots=True)

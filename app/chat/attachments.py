@@ -31,9 +31,11 @@ from urllib.parse import unquote
 
 from tokamac.engine.errors import PictureError, TokamacError, access_hint
 from tokamac.engine.files import NotRegularError, TooLargeError, exists, expanded, is_dir, is_file, read_bytes
+from tokamac.engine.vision.cost import PicturePrice
 from tokamac.engine.vision.picture import SUFFIXES, Picture
 
 from ..store.values import Attachment
+from ..text import units
 from ..text.sanitise import sanitise, sanitise_line
 
 if TYPE_CHECKING:
@@ -167,6 +169,14 @@ def dropped(text: str) -> str | None:
     path = words[0] if path is None and len(words) == 1 else path
     absolute = path is not None and PurePath(path).is_absolute()
     return path if absolute and path and kind_of(path) == PICTURE and is_file(path) else None
+
+
+def price_text(price: PicturePrice) -> str:
+    """``3,840 × 2,160, seen at 1,568 × 882, 1,196 tokens, about 2.1 s``."""
+    size, seen = (f"{width:,} × {height:,}" for width, height in (price.size, price.seen))
+    scaled = "" if size == seen else f", seen at {seen}"
+    takes = "" if price.seconds is None else f", about {units.seconds(price.seconds)}"
+    return f"{size}{scaled}, {units.count(price.tokens)} tokens{takes}"
 
 
 def picture_bytes(attachment: Attachment) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tokamac.engine.events import Event, Finished, Live, Message, ModelSpec, Price
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
+from tokamac.engine.vision.cost import PicturePrice
 
 from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, Priced, Warm, Warmed
 from ..store.values import Attachment
@@ -48,7 +49,8 @@ class DraftWarmup:
         self._id = 0
 
     def draft_paused(self, draft: str, messages: Sequence[Message]) -> list[Step]:
-        wanted = tuple(messages) if len(draft) >= LEAST_CHARACTERS else ()
+        shows = bool(messages and messages[-1].images)
+        wanted = tuple(messages) if shows or len(draft) >= LEAST_CHARACTERS else ()
         if wanted == self._messages:
             return []
         self._messages = wanted
@@ -92,16 +94,21 @@ class TokenCounts:
     def __init__(self) -> None:
         self._model: ModelSpec | None = None
         self._known: dict[Countable, int | None] = {}
+        self._pictures: dict[Countable, PicturePrice] = {}
         self._asked: dict[int, Countable] = {}
         self._id = 0
 
     def look_up(self, model: ModelSpec | None, counted: Countable) -> int | None:
         return self._known.get(counted) if model is not None and model == self._model else None
 
+    def picture(self, model: ModelSpec | None, counted: Countable) -> PicturePrice | None:
+        return self._pictures.get(counted) if model is not None and model == self._model else None
+
     def ask(self, model: ModelSpec | None, wanted: Iterable[Countable]) -> list[Step]:
         if model != self._model:
             self._model = model
             self._known.clear()
+            self._pictures.clear()
             self._asked.clear()
         pending = set(self._asked.values())
         new = dict.fromkeys(each for each in wanted if each not in self._known and each not in pending)
@@ -118,6 +125,8 @@ class TokenCounts:
     def counted(self, event: Counted) -> None:
         if (counted := self._asked.pop(event.id, None)) is not None:
             self._known[counted] = event.tokens
+            if event.picture is not None:
+                self._pictures[counted] = event.picture
 
     def reset(self) -> None:
         """Drop pending answers; uncounted items will be asked for again."""
@@ -130,7 +139,7 @@ class TokenCounts:
         if isinstance(wanted, tuple):
             return Ask(AskCount(self._id, "", wanted))
         if isinstance(wanted, Attachment) and (shown := pictures_of((wanted,))):
-            return Ask(AskCount(self._id, "", pictures=shown))
+            return Ask(AskCount(self._id, "", picture=shown[0]))
         return Ask(AskCount(self._id, wanted if isinstance(wanted, str) else whole("", (wanted,))))
 
 

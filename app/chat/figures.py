@@ -316,13 +316,16 @@ def _rounding(info: ModelSpec | None) -> tuple[Input, ...]:
 
 def _ttft(reply: Measured) -> Explained:
     m = reply.progress.metrics or UNMEASURED
-    waited = None if m.ttft_s is None or m.prefill_s is None else max(0.0, m.ttft_s - m.prefill_s)
+    known_s = None if m.prefill_s is None else m.prefill_s + (m.image_s or 0.0)
+    waited = None if m.ttft_s is None or known_s is None else max(0.0, m.ttft_s - known_s)
+    seen = () if m.image_s is None else (Input("seeing pictures", units.seconds(m.image_s), CLOCK),)
     return Explained(
         "time to first token",
         units.seconds(m.ttft_s),
         "first token reaches the host − request accepted",
         (
             Input("waiting", units.seconds(waited), "the queue, tokenizing, restoring the cache"),
+            *seen,
             Input("reading the prompt", units.seconds(m.prefill_s), CLOCK),
         ),
         CLOCK,

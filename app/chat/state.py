@@ -11,8 +11,10 @@ from tokamac.engine.events import (
     Message,
 )
 from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
+from tokamac.engine.vision.cost import PicturePrice
 
 from ..backend.protocol import Load
+from ..store.values import Attachment
 from ..system_files import SystemPart, with_parts
 from ..text.sanitise import sanitise_line
 from ..tools.calls import ToolLoop
@@ -304,6 +306,9 @@ class SessionState:
     def tokens(self, counted: Countable) -> int | None:
         """Return the token count for the loaded model; None if unknown."""
         return self.counts.look_up(self.engine.info, counted)
+
+    def picture(self, counted: Attachment) -> PicturePrice | None:
+        return self.counts.picture(self.engine.info, counted)
 
     def _expect_nothing(self) -> None:
         self.warmup.reset()

@@ -72,7 +72,8 @@ def prompt_text(metrics: Metrics) -> str:
     cached = f", {count(metrics.cached_tokens)} of them cached" if metrics.cached_tokens else ""
     tps = metrics.shown_prefill_tps
     read = "" if metrics.prefill_s is None else f"; read in {seconds(metrics.prefill_s)}"
-    return f"{count(metrics.prompt_tokens)} tokens{cached}{read}{'' if tps is None else f' at {rate(tps)}'}"
+    seen = "" if metrics.image_s is None else f"; pictures seen in {seconds(metrics.image_s)}"
+    return f"{count(metrics.prompt_tokens)} tokens{cached}{seen}{read}{'' if tps is None else f' at {rate(tps)}'}"
 
 
 def pace_text(metrics: Metrics) -> str:
@@ -108,7 +109,7 @@ def remark(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
         return f"{percent(part.of_expected)} of the expected speed"
     if part.name == "wait" and part.seconds >= LONG_S:
         return f"waited {seconds(part.seconds)} before the prompt was read"
-    if part.name in ("load", "prefill") and part.seconds >= LONG_S:
+    if part.name in ("load", "image", "prefill") and part.seconds >= LONG_S:
         return f"{DOING[part.name]} took {_of(part.seconds, diagnosis.total_s)}"
     return ""
 
@@ -164,7 +165,7 @@ def _cause(metrics: Metrics, diagnosis: Diagnosis) -> str:
         return f"{percent(part.of_expected)} of the expected speed: something else was using the machine."
     if part.name == "wait" and part.seconds >= LONG_S:
         return f"It waited {seconds(part.seconds)} before it read the prompt."
-    if part.name in ("load", "prefill") and part.seconds >= LONG_S:
+    if part.name in ("load", "image", "prefill") and part.seconds >= LONG_S:
         doing = DOING[part.name].capitalize()
         return f"{doing} took most of the time: {_of(part.seconds, diagnosis.total_s)}."
     decode = diagnosis.part("decode")
@@ -350,6 +351,7 @@ DOING: dict[PartName, str] = {
     "start": "starting the program",
     "load": "loading the model",
     "wait": "waiting before the prompt was read: the queue, tokenizing, loading the prompt cache",
+    "image": "seeing pictures",
     "prefill": "reading the prompt",
     "decode": "writing the reply",
 }

@@ -68,7 +68,10 @@ def look_again(
     tokenizer = runtime.tokenizer
     then(PromptText(len(prompt), tuple(_excerpts(tokenizer, prompt, question.begins))))
     lease, budget = yield from admitted(
-        runtime, store, prompt, request.keep, len(prompt) + len(ids), pace=pace, cancelled=cancelled
+        *(runtime, store, prompt, request.keep, len(prompt) + len(ids)),
+        pace=pace,
+        cancelled=cancelled,
+        sight=request.sight,
     )
     force = runtime.shape.device if budget.force_fused else None
     generation = Generation(runtime.model, lease.caches, lease.ids, force_fused=force, sight=request.sight)

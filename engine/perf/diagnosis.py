@@ -1,7 +1,7 @@
 """Why a reply took its time and what would help: a pure function of metrics and machine limits."""
 
 # wait     accepted → prefill begins: the queue, tokenizing, restoring the cache
-# prefill  → the first token
+# image    of it, seeing pictures; then prefill → the first token
 # decode   → the last token
 # saved = (predicted without the change − predicted with it) × min(1, measured ÷ predicted without it)
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..kv.plan import LayerPlan
 
 
-PartName = Literal["start", "load", "wait", "prefill", "decode"]
+PartName = Literal["start", "load", "wait", "image", "prefill", "decode"]
 # What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so
 # what lies around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or
 # overhead.
@@ -66,7 +66,7 @@ SOURCES: dict[Source, str] = {
     "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
 }  # fmt: skip
 Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte", "replies", "tokens"]
-Concern = Literal["machine", "decode", "prefill"]
+Concern = Literal["machine", "decode", "prefill", "image"]
 
 # Share of the roofline from which decode counts as waiting for a roof: all else that it does then takes less time.
 NEAR = 0.5
@@ -83,13 +83,17 @@ KV_BITS = 8  # bits that keep a reply the same to the eye (bench --kv-quality me
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Possible changes. packed_kv: caches at KV_BITS, or None. chunk: prefill tokens. throttles: seen meanwhile."""
+    """Possible changes. packed_kv: caches at KV_BITS, or None. chunk: prefill tokens. throttles: seen meanwhile.
+
+    tower_operations: for the pictures that the reply saw.
+    """
 
     packed_kv: tuple[KVUse, ...] | None
     bits_per_weight: float | None
     keeps_prompts: bool
     chunk: int
     throttles: tuple[Slowing, ...] = ()
+    tower_operations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,8 @@ class Diagnosis:
         """Extend the verdict to an earlier start; the unexplained remainder is waiting."""
         early = [part for part in (TimePart("start", start_s), TimePart("load", load_s)) if part.seconds > 0]
         waited_s = self.part("wait").seconds + max(whole_s - start_s - load_s - self.total_s, 0.0)
-        return replace(self, parts=(*early, TimePart("wait", waited_s), self.part("prefill"), self.part("decode")))
+        later = (part for part in self.parts if part.name in ("image", "prefill", "decode"))
+        return replace(self, parts=(*early, TimePart("wait", waited_s), *later))
 
     @property
     def slowest(self) -> TimePart:
@@ -179,7 +184,8 @@ def diagnose(
         decode=decode_phase(work, chip, latency, context, metrics.replies_at_once),
     )
     parts = (
-        TimePart("wait", max(ttft_s - prefill_s, 0.0)),
+        TimePart("wait", max(ttft_s - prefill_s - (metrics.image_s or 0.0), 0.0)),
+        *reply.image_parts(),
         reply.prefill_part(prefill_s),
         reply.decode_part(max(total_s - ttft_s, 0.0)),
     )
@@ -189,7 +195,7 @@ def diagnose(
         changes.append(Remedy("no guesses", -metrics.saved_s))
     worth = [remedy for remedy in changes if remedy.gain_s >= least]
     best = tuple(sorted(worth, key=lambda remedy: -remedy.gain_s)[:MOST])
-    terms = (*reply.machine_terms(), *reply.decode_terms(), *reply.prefill_terms())
+    terms = (*reply.machine_terms(), *reply.decode_terms(), *reply.prefill_terms(), *reply.image_terms())
     return Diagnosis(parts, best, terms, situation.throttles)
 
 
@@ -212,7 +218,9 @@ def at_bandwidth(metrics: Metrics, diagnosis: Diagnosis | None, gbs: float | Non
     reached = {"prefill": share_of_limit(least_s, metrics.prefill_s), "decode": metrics.share_of_ceiling}
     terms = tuple(replace(term, value=values.get(term.key, term.value)) for term in diagnosis.terms)
     parts = tuple(
-        part if (part.name, part.bound) == ("decode", "compute") else replace(part, of_ceiling=reached.get(part.name))
+        part
+        if part.name == "image" or (part.name, part.bound) == ("decode", "compute")
+        else replace(part, of_ceiling=reached.get(part.name))
         for part in diagnosis.parts
     )
     return metrics, replace(diagnosis, parts=parts, terms=terms)
@@ -269,6 +277,15 @@ class _Reply:
     def launching_s(self) -> float | None:
         idle = replace(self.work, shared_bytes=0, expert_bytes=0, prefill_parameters=0, head_parameters=0, kv=())
         return None if self.kernels is None else self.kernels.decode_s(idle, self.context)
+
+    def image_parts(self) -> Iterator[TimePart]:
+        if (seconds := self.metrics.image_s) is not None:
+            yield TimePart("image", seconds, of_ceiling=share_of_limit(self._least_image_s, seconds))
+
+    @property
+    def _least_image_s(self) -> float | None:
+        peak = peak_tflops(self.chip)
+        return None if not peak else self.situation.tower_operations / (peak * 1e12)
 
     def prefill_part(self, seconds: float) -> TimePart:
         phase = self.prefill
@@ -419,6 +436,15 @@ class _Reply:
         yield Term("least", "prefill", "at least", roofs, least, "s")
         yield Term("wanted", "prefill", "expected", self._expected_prompt(), phase.expected_s, "s")
         yield Term("reading", "prefill", "measured", "prefill begins → first token", m.prefill_s, "s")
+
+    def image_terms(self) -> Iterator[Term]:
+        if (seconds := self.metrics.image_s) is None:
+            return
+        operations = self.situation.tower_operations
+        tower = "2 × the tower's parameters × patches + attention among them"
+        yield Term("tower", "image", "operations", tower, operations, "FLOP")
+        yield Term("least image", "image", "at least", "{tower} ÷ {peak}", self._least_image_s, "s")
+        yield Term("seeing", "image", "measured", "read the file, scale, compute the tower", seconds, "s")
 
     def _expected_step(self) -> str:
         kernels, batch = self.kernels, self.metrics.replies_at_once

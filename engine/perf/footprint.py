@@ -170,7 +170,7 @@ def refusal(
     parts = {
         "weights": peak.weights,
         "KV cache": peak.kv,
-        "temporaries": peak.working,
+        **({"temporaries": peak.working} if peak.working >= peak.image else {"seeing a picture": peak.image}),
         "prompt cache": peak.prompt_cache,
     }
     listed = ", ".join(f"{name} {files.size(part)}" for name, part in parts.items() if part)

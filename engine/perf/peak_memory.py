@@ -273,16 +273,17 @@ SINK_SCORES = 3
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at the highest call. kv: room to grow included."""
+    """Bytes at the highest call. kv: room to grow included. image: temporaries of seeing a picture, before it."""
 
     weights: int
     kv: int
     working: int
     prompt_cache: int
+    image: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.working + self.prompt_cache
+        return self.weights + self.kv + max(self.working, self.image) + self.prompt_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -25,6 +25,9 @@ from ..perf.peak_memory import ModelShape, Peak, predict_peak
 from ..prompt_cache.memory import CacheLease, CacheStore
 from ..runtime import Runtime
 from .schedule import WAITS, Pace
+
+if TYPE_CHECKING:
+    from ..vision.eyes import Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class GrowthBudget:
         if (budget := self._budget()) is None:
             return True
         found = self._steps(budget)
-        if found.missing and (idle := store.drop_idle(self._lease)):
+        if found.missing and (idle := self._runtime.forget_pictures() + store.drop_idle(self._lease)):
             budget = self._budget()
             assert budget is not None
             found = self._steps(budget)
@@ -109,8 +112,9 @@ def make_room(
     *,
     most: int | None = None,
     may_force: bool = True,
+    sight: "Sight | None" = None,
 ) -> PrefillBudget:
-    """Make room to prefill ``tokens`` tokens, partly held by ``lease``, and one token of reply.
+    """Make room to see and prefill ``tokens`` tokens, partly held by ``lease``, and one token of reply.
 
     Raises MemoryLimitError, with what would fit, where there can't be room; RoomTakenError where other leases
     hold it (nothing is evicted then). most: chunk limit after MLX ran out of memory.
@@ -123,19 +127,22 @@ def make_room(
     pool, largest = mx.get_cache_memory(), chunking.first if cached < SHALLOW else chunking.tokens_at(cached)
     largest = largest if most is None else min(most, largest)
     critical = memory.is_critical()
+    tower, image = (0, 0) if sight is None else sight.needs(cached)
+    shape = replace(shape, weights=shape.weights + tower) if tower else shape
 
     def peak(of: ModelShape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
         new = max(0, tokens - 1 - cached)
-        return prompt_peak(
+        found = prompt_peak(
             of, runtime.chunking, held=cached, new=new, most=chunk, slots=slots, reply=reply, prompt_cache=beside
         )
+        return replace(found, image=image)
 
     def afresh(of: ModelShape) -> Peak:
-        return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
+        return replace(prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1), image=image)
 
     if budget is not None and most is None and not critical and len(store.leases) == 1:
         whole_peak, own = runtime.peak_within(tokens, slots)
-        needed = whole_peak + aside
+        needed = whole_peak + aside + tower + image
         if needed + pool <= budget and (
             spare is None or needed <= spare
         ):  # by far, as a rule: nothing is to be reckoned
@@ -154,8 +161,8 @@ def make_room(
 
     found = within(budget)
     if budget is not None and found.missing:
-        if store.drop_idle(lease):
-            return make_room(runtime, store, lease, tokens, most=most, may_force=may_force)
+        if runtime.forget_pictures() + store.drop_idle(lease):
+            return make_room(runtime, store, lease, tokens, most=most, may_force=may_force, sight=sight)
         given_back = sum(max(kv_bytes(each.caches), each.expected_bytes) for each in store.leases if each is not lease)
         if given_back and not within(budget + given_back).missing:
             raise RoomTakenError(MemoryPressure(0, None, 0, found.peak.total, budget, waits=True))
@@ -186,6 +193,7 @@ def admitted(
     most: int | None = None,
     may_force: bool = True,
     own: Callable[[int | None], list[Any]] | None = None,
+    sight: "Sight | None" = None,
 ) -> Generator[Any, None, tuple[CacheLease, PrefillBudget]]:
     """Return leased caches for ``ids``, and the room to compute ``tokens``, as ``make_room``.
 
@@ -205,7 +213,7 @@ def admitted(
                     yield None
                     if cancelled():
                         break
-            return lease, make_room(runtime, store, lease, tokens, most=most, may_force=may_force)
+            return lease, make_room(runtime, store, lease, tokens, most=most, may_force=may_force, sight=sight)
         except RoomTakenError as taken:
             if cancelled():
                 return lease, PrefillBudget(LEAST_CHUNK, None, lambda _: Peak(0, 0, 0, 0))

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import MemoryLimitError, ModelDamagedError, ModelError, PictureError
-from ..files import CONFIG_BYTES, read_bytes, size
+from ..errors import ModelDamagedError, ModelError, PictureError
+from ..files import CONFIG_BYTES, read_bytes
 from ..gguf.places import TABLE
+from ..kv.costs import AttentionDevice
+from .cost import PicturePrice, TowerCost, TowerShape, cost_of
 from .families import FAMILIES, PictureFamily, PicturePlan
 from .picture import MOST, Picture, decoded, extent
 from .positions import PictureGroups, Places, placed, take_deep, use_planes, why_no_planes
@@ -27,7 +29,7 @@ from .positions import PictureGroups, Places, placed, take_deep, use_planes, why
 if TYPE_CHECKING:
     from mlx import nn
 
-    from ..perf.memory import MemoryLimit
+    from ..model.safetensors import StoredTensor
 
 PREPARING = threading.Lock()
 FEATURE_BYTES = 256 << 20  # of pictures seen before, held for other prompts
@@ -39,6 +41,10 @@ class ShownPicture:
     picture: Picture
     plan: PicturePlan
     own: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.picture.digest} {self.plan.size}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +72,21 @@ class Sight:
         if first == end:
             return end
         return first if first > begin else last
+
+    def unseen(self, begin: int, end: int | None = None) -> Iterator[ShownPicture]:
+        """Yield the pictures that have tokens from ``begin`` to ``end`` and are still to be seen."""
+        numbers = self.groups[begin:end]
+        for number, each in enumerate(self.pictures, 1):
+            if not self.eyes.has_seen(each) and (numbers == number).any():
+                yield each
+
+    def needs(self, begin: int) -> tuple[int, int]:
+        """Return the bytes of the tower, where it is not loaded, and of seeing any picture from ``begin`` on."""
+        working = max((self.eyes.cost(each.plan).working for each in self.unseen(begin)), default=0)
+        return (self.eyes.tower_bytes if working else 0), working
+
+    def operations(self, begin: int) -> int:
+        return sum(self.eyes.cost(each.plan).operations for each in self.unseen(begin))
 
     def call(self, model: Any, part: Sequence[int], caches: list[Any], begin: int) -> mx.array:
         eyes, end = self.eyes, begin + len(part)
@@ -96,7 +117,10 @@ class Sight:
 
 @dataclass(slots=True)
 class Eyes:
-    """What a loaded model sees with. Its tower is read when the first picture is to be seen."""
+    """What a loaded model sees with. Its tower is read when the first picture is to be seen.
+
+    operations_per_s: of the last picture; None before one was seen.
+    """
 
     family: PictureFamily
     folder: Path
@@ -105,8 +129,10 @@ class Eyes:
     token_id: int
     salt: str
     dtype: mx.Dtype | None
-    limit: "MemoryLimit"
+    shape: TowerShape
+    device: AttentionDevice
     seen_s: float = 0.0
+    operations_per_s: float | None = None
     _ready: bool = False
     _tower: "nn.Module | None" = None
     _features: "OrderedDict[str, mx.array]" = field(default_factory=OrderedDict)
@@ -188,15 +214,39 @@ class Eyes:
         deep[:, places] = features[:, width:].reshape(-1, layers, width).transpose(1, 0, 2)
         return words, deep
 
+    def cost(self, plan: PicturePlan) -> TowerCost:
+        return cost_of(self.shape, self.family, plan, 2 if self.dtype is None else self.dtype.size, self.device)
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes that reading the tower takes; 0 once it is there."""
+        return 0 if self._tower is not None else self.shape.nbytes
+
+    def price(self, picture: Picture) -> tuple[PicturePrice, int]:
+        """Return what a picture costs, without seconds, and the tower's operations. Raises PictureError."""
+        size = extent(picture)
+        plan = self.family.plan(*size)
+        return PicturePrice(size, plan.size, plan.tokens), self.cost(plan).operations
+
+    def has_seen(self, seen: ShownPicture) -> bool:
+        return seen.key in self._features
+
+    def forget(self) -> int:
+        """Drop the features that are held; return their bytes."""
+        freed = sum(each.nbytes for each in self._features.values())
+        self._features.clear()
+        return freed
+
     def features(self, seen: ShownPicture) -> mx.array:
-        """Return (tokens, width). Raises PictureError, MemoryLimitError."""
-        key = f"{seen.picture.digest} {seen.plan.size}"
+        """Return (tokens, width). Raises PictureError, ModelDamagedError."""
+        key = seen.key
         if (known := self._features.get(key)) is not None:
             self._features.move_to_end(key)
             return known
         began_s = time.perf_counter()
         pixels = self.family.pixels(decoded(seen.picture), seen.plan)
         tower = self._tower if self._tower is not None else self._read_tower()
+        computing_s = time.perf_counter()
         made: mx.array = tower(mx.array(pixels), seen.plan.grid)
         mx.eval(made)
         mx.clear_cache()
@@ -205,18 +255,13 @@ class Eyes:
         self._features[key] = made
         while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > FEATURE_BYTES:
             self._features.popitem(last=False)
-        self.seen_s += time.perf_counter() - began_s
+        ended_s = time.perf_counter()
+        self.seen_s += ended_s - began_s
+        self.operations_per_s = self.cost(seen.plan).operations / max(ended_s - computing_s, 1e-9)
         return made
 
     def _read_tower(self) -> "nn.Module":
-        weights = tower_weights(self.folder, self.family)
-        needed = sum(each.nbytes for each in weights.values()) * (2 if self.dtype == mx.float32 else 1)
-        if not self.limit.fits(needed):
-            raise MemoryLimitError(
-                f"the part of {self.name} that sees takes {size(needed)}, for which there is no room",
-                "Load it with fewer bits for keys and values, or allow more with --memory.",
-            )
-        tower = build_tower(self.family, weights, self.name)
+        tower = build_tower(self.family, tower_weights(self.folder, self.family), self.name)
         if self.dtype is not None:
             tower.set_dtype(self.dtype)
         mx.eval(tower.parameters())
@@ -340,10 +385,16 @@ def _flat(array: mx.array, wanted: tuple[int, ...] | None) -> mx.array:
     return array.reshape(array.shape[0], -1)
 
 
-def has_tower(folder: Path, family: PictureFamily) -> bool:
-    from ..model.safetensors import locate_tensors
+def stored_tower(folder: Path, family: PictureFamily) -> "dict[str, StoredTensor]":
+    from ..model.safetensors import StoredTensor, locate_tensors
 
-    return any(family.own_name(name) is not None for name in locate_tensors(_tower_files(folder)))
+    if (folder / TABLE).is_file():  # a projector's blocks become half precision: shapes are those of the tower
+        from mlx.utils import tree_flatten
+
+        made: Any = tree_flatten(family.tower().parameters())
+        return {name: StoredTensor(folder, 0, array.shape, 2) for name, array in made}
+    stored = locate_tensors(_tower_files(folder))
+    return {own: each for name, each in stored.items() if (own := family.own_name(name)) is not None}
 
 
 def _tower_files(folder: Path) -> list[Path]:
@@ -361,18 +412,23 @@ def open_eyes(
     name: str,
     token_id: Callable[[str], int | None],
     dtype: mx.Dtype | None,
-    limit: "MemoryLimit",
+    device: AttentionDevice,
 ) -> Eyes | str:
     """Return a model's eyes, or why it has none."""
     family = family_of(folder, config)
     if isinstance(family, str):
         return family
-    if not (folder / TABLE).is_file() and not has_tower(folder, family):
+    if not (stored := stored_tower(folder, family)):
         return "the part of it that sees is not in its folder"
     token = token_id(family.token)
     if token is None:
         return f"its tokenizer has no {family.token}"
     if family.sections and (why := why_no_planes(model, family.sections)):
         return why
-    salt = hashlib.sha256(json.dumps(told_of(folder, config)[1], sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return Eyes(family, folder, model, name, token, salt, dtype, limit)
+    told = told_of(folder, config)
+    assert not isinstance(told, str)  # or there was no family
+    salt = hashlib.sha256(json.dumps(told[1], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    group_size = int((config.get("quantization") or {}).get("group_size") or 64)
+    vision = {**family.usual, **told[0]["vision_config"]}
+    shape = TowerShape.of(stored, vision, group_size, wide=dtype is not None and dtype.size == 4)
+    return Eyes(family, folder, model, name, token, salt, dtype, shape, device)

@@ -56,7 +56,8 @@ class PictureFamily(ABC):
 
     mark: what the template writes for a picture. token: a picture's own, in the text. stands: the id of such a token in
     tables of the language model, if another. sees_ahead: its tokens attend to each other both ways; "slides": in
-    layers with a window alone. sections: of rotary positions in a plane, if any.
+    layers with a window alone. sections: of rotary positions in a plane, if any. merge: patches in a row that become
+    one token.
     """
 
     mark: str
@@ -66,6 +67,7 @@ class PictureFamily(ABC):
     sections: tuple[int, ...] = ()
     interleaved: bool = False
     deep_layers: int = 0
+    merge: int = 1
     usual: ClassVar[Config] = {}  # what a config's tower has where it does not say
 
     def _completed(self, config: Config) -> dict[str, Any]:
@@ -88,6 +90,10 @@ class PictureFamily(ABC):
     def own_name(self, name: str) -> str | None:
         """Return a checkpoint's tensor's name in the tower; None for another part's."""
 
+    def attended(self, patches: int) -> tuple[float, int]:
+        """Return how many patches each attends to: on average over the tower's layers, and at most."""
+        return patches, patches
+
     def embedding_scale(self) -> float:
         """What the language model multiplies given embeddings by."""
         return 1.0
@@ -108,6 +114,7 @@ class Gemma3(PictureFamily):
         count = int(config.get("mm_tokens_per_image") or 256)
         text = f"\n\n{self.mark}{self.token * count}<end_of_image>\n\n"
         side = math.isqrt(count)
+        self.merge = self._side // self._vision["patch_size"] // side
         self._plan = PicturePlan(text, count, (self._side, self._side), (side, side))
 
     def plan(self, width: int, height: int) -> PicturePlan:  # noqa: ARG002  # one size for all
@@ -146,8 +153,11 @@ class Idefics3(PictureFamily):
         self._tile = int((settings.get("max_image_size") or {}).get("longest_edge") or self._vision["image_size"])
         self._edge = int((settings.get("size") or {}).get("longest_edge") or 4 * self._tile)
         self._splits = settings.get("do_image_splitting") is not False
-        side = self._vision["image_size"] // self._vision["patch_size"] // int(config.get("scale_factor") or 2)
-        self._each = side**2
+        self.merge = int(config.get("scale_factor") or 2)
+        self._each = (self._vision["image_size"] // self._vision["patch_size"] // self.merge) ** 2
+
+    def attended(self, patches: int) -> tuple[float, int]:  # noqa: ARG002  # within a tile
+        return self._each * self.merge**2, self._each * self.merge**2
 
     def plan(self, width: int, height: int) -> PicturePlan:
         size = longest_edge(width, height, self._edge)
@@ -191,7 +201,7 @@ class Qwen25VL(PictureFamily):
         whole = self._completed(config)
         self._vision, text = whole["vision_config"], whole["text_config"]
         self._numbers = Numbers.of(settings, BICUBIC, CLIP_MEAN, CLIP_STD)
-        self._patch, self._merge = int(self._vision["patch_size"]), int(self._vision["spatial_merge_size"])
+        self._patch, self.merge = int(self._vision["patch_size"]), int(self._vision["spatial_merge_size"])
         size = settings.get("size") or {}
         self._least = int(settings.get("min_pixels") or size.get("shortest_edge") or self.usual_pixels[0])
         self._most = int(settings.get("max_pixels") or size.get("longest_edge") or self.usual_pixels[1])
@@ -202,7 +212,7 @@ class Qwen25VL(PictureFamily):
     usual_pixels = 56 * 56, 28 * 28 * 1280
 
     def plan(self, width: int, height: int) -> PicturePlan:
-        factor = self._patch * self._merge
+        factor = self._patch * self.merge
         if max(width, height) > MOST_ASPECT * min(width, height):
             raise too_narrow(width, height)
         size = fitting(width, height, factor, self._least, self._most)
@@ -211,12 +221,18 @@ class Qwen25VL(PictureFamily):
 
     def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
         values = normalised(scaled(image, *plan.size, self._numbers), self._numbers)
-        return patches(values, self._patch, self._merge, int(self._vision["temporal_patch_size"]))
+        return patches(values, self._patch, self.merge, int(self._vision["temporal_patch_size"]))
 
     def tower(self) -> "nn.Module":
         from .towers import Qwen25Tower
 
         return Qwen25Tower(self._vision)
+
+    def attended(self, patches: int) -> tuple[float, int]:
+        if "window_size" not in self._vision:
+            return super().attended(patches)
+        window, full = (self._vision["window_size"] // self._patch) ** 2, len(self._vision["fullatt_block_indexes"])
+        return min(window, patches) + (patches - min(window, patches)) * full / self._vision["depth"], patches
 
     def own_name(self, name: str) -> str | None:
         name = name.removeprefix("model.").replace("vision_tower.", "visual.")
@@ -264,7 +280,8 @@ class Mistral3(PictureFamily):
             raise PictureError(f"its tower is a {self._vision.get('model_type')}, which is not supported yet")
         self._numbers = Numbers.of(settings, BICUBIC, CLIP_MEAN, CLIP_STD)
         self._patch = int(self._vision["patch_size"])
-        self._square = self._patch * int(config.get("spatial_merge_size") or 1)
+        self.merge = int(config.get("spatial_merge_size") or 1)
+        self._square = self._patch * self.merge
         self._edge = int((settings.get("size") or {}).get("longest_edge") or 1024)
 
     def plan(self, width: int, height: int) -> PicturePlan:
@@ -299,11 +316,11 @@ class Lfm2VL(PictureFamily):
     def __init__(self, config: Config, settings: Config) -> None:
         self._config = self._completed(config)
         self._numbers = Numbers.of(settings, BILINEAR, HALF, HALF)
-        self._patch, self._merge = (
+        self._patch, self.merge = (
             int(settings.get("encoder_patch_size") or 16),
             int(settings.get("downsample_factor") or 2),
         )
-        self._square, self._tile = self._patch * self._merge, int(settings.get("tile_size") or 512)
+        self._square, self._tile = self._patch * self.merge, int(settings.get("tile_size") or 512)
         pixels = self._square**2
         self._least = int(settings.get("min_image_tokens") or 64) * pixels
         self._most = int(settings.get("max_image_tokens") or 256) * pixels
@@ -318,7 +335,7 @@ class Lfm2VL(PictureFamily):
         own, tiles = self.token * (grid[0] * grid[1]), self._grid(width, height)
         count, parts = grid[0] * grid[1], ["<|image_start|>"]
         if tiles != (1, 1):
-            each = math.ceil(self._tile // self._patch / self._merge) ** 2
+            each = math.ceil(self._tile // self._patch / self.merge) ** 2
             places = [(r + 1, c + 1) for r in range(tiles[1]) for c in range(tiles[0])]
             parts += [f"<|img_row_{r}_col_{c}|>{self.token * each}" for r, c in places]
             own, grid, count = ("<|img_thumbnail|>" + own, grid, count) if self._whole else ("", (0, 0), 0)
@@ -340,10 +357,14 @@ class Lfm2VL(PictureFamily):
         values = [patches(normalised(each, self._numbers), self._patch, colours_last=True) for each in cut]
         return np.concatenate(values)
 
+    def attended(self, patches: int) -> tuple[float, int]:
+        tile = min(patches, (self._tile // self._patch) ** 2)
+        return tile, tile
+
     def tower(self) -> "nn.Module":
         from .towers import Lfm2Tower
 
-        return Lfm2Tower(self._config, self._merge, self._tile // self._patch)
+        return Lfm2Tower(self._config, self.merge, self._tile // self._patch)
 
     def own_name(self, name: str) -> str | None:
         name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -371,8 +392,8 @@ class InternVL(PictureFamily):
         if {size.get("height", self._side), size.get("width", self._side)} != {self._side}:
             raise PictureError(f"its pictures are not cut into tiles of {self._side} × {self._side}")
         self._tiles = int(settings.get("min_patches") or 1), int(settings.get("max_patches") or 12)
-        self._merge = round(1 / float(config.get("downsample_ratio") or 0.5))
-        self._each = (self._side // self._patch // self._merge) ** 2
+        self.merge = round(1 / float(config.get("downsample_ratio") or 0.5))
+        self._each = (self._side // self._patch // self.merge) ** 2
 
     def plan(self, width: int, height: int) -> PicturePlan:
         columns, rows = closest_grid(width, height, self._side, *self._tiles)
@@ -387,10 +408,13 @@ class InternVL(PictureFamily):
         cut += [scaled(image, self._side, self._side, self._numbers)] if len(cut) > 1 else []
         return np.stack([patches(normalised(each, self._numbers), self._patch) for each in cut])
 
+    def attended(self, patches: int) -> tuple[float, int]:  # noqa: ARG002  # within a tile
+        return self._each * self.merge**2, self._each * self.merge**2
+
     def tower(self) -> "nn.Module":
         from .towers import InternTower
 
-        return InternTower(self._config, self._patch, self._side // self._patch, self._merge)
+        return InternTower(self._config, self._patch, self._side // self._patch, self.merge)
 
     def own_name(self, name: str) -> str | None:
         name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -419,6 +443,7 @@ class Gemma4(PictureFamily):
         self._numbers = Numbers.of({**settings, **plain}, BICUBIC, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
         vision, text = self._config["vision_config"], self._config["text_config"]
         self._patch, self._pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
+        self.merge = self._pool
         self._most = int(settings.get("max_soft_tokens") or config.get("vision_soft_tokens_per_image") or 280)
         self.stands = int(text.get("pad_token_id") or 0)
         self.sees_ahead = self.ahead if text.get("use_bidirectional_attention") == "vision" else False

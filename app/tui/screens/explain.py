@@ -124,6 +124,7 @@ COLOURS: dict[PartName, str] = {
     "start": "$foreground 25%",
     "load": "$warning",
     "wait": "$foreground 40%",
+    "image": "$accent",
     "prefill": "$secondary",
     "decode": "$primary",
 }
@@ -131,7 +132,7 @@ COLOURS: dict[PartName, str] = {
 SPEEDS = ("ceiling", "expected", "rate")
 TIMES = ("least", "wanted", "reading")  # terms of prefill that are shown as bars, in seconds
 LABEL = 10  # cells
-TITLES: dict[Concern, str] = {"machine": "this machine", "decode": "decode", "prefill": "prefill"}
+TITLES: dict[Concern, str] = {"machine": "this machine", "decode": "decode", "prefill": "prefill", "image": "pictures"}
 
 
 def explanation(reply: Reply, width: int) -> Content:

@@ -27,7 +27,7 @@ from tokamac.engine.files import expanded
 
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, PartialCommand, by_slash, command_at, matching
-from ...chat.attachments import PICTURE, Draft, dropped, is_long, pasted, picture_bytes, shell_command
+from ...chat.attachments import PICTURE, Draft, dropped, is_long, pasted, picture_bytes, price_text, shell_command
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import Notice
@@ -574,15 +574,16 @@ def _attached(
     for each in attachments:
         name, size = ("$text-error", "$text-error") if each is largest else ("$text-primary", FAINT)
         chip = Content.styled(f"+ {sanitise_line(each.name)}", name)
-        chips.append(chip + Content.styled(f" {_size(each, session.tokens(each))}", size))
+        chips.append(chip + Content.styled(f" {_size(each, session)}", size))
     chips += [Content.styled(each, FAINT) for each in pending]
     return [Content("   ").join(chips)] if chips else []
 
 
-def _size(attachment: Attachment, tokens: int | None) -> str:
+def _size(attachment: Attachment, session: Session) -> str:
+    tokens = session.tokens(attachment)
     if attachment.kind == PICTURE:
-        counted = "" if tokens is None else f", {units.count(tokens)} tokens"
-        return f"{units.size(picture_bytes(attachment))}{counted}"
+        price = session.picture(attachment)
+        return units.size(picture_bytes(attachment)) if price is None else price_text(price)
     if tokens is None:
         return f"{units.count(len(attachment.text))} characters"
     return f"{units.count(tokens)} token{'' if tokens == 1 else 's'}"

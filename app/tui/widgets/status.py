@@ -480,6 +480,8 @@ def _first_token(reply: Measured) -> Iterator[GaugeRow]:
     total = m.prompt_tokens if m is not None else prefill.total if prefill is not None else None
     yield _title("FIRST TOKEN")
     yield _row("ttft", "TTFT", units.wait(m.ttft_s) if m else NONE_YET)
+    if m and m.image_s is not None:
+        yield _row("ttft", "of it, pictures", units.wait(m.image_s))
     yield _row("prefill", "prefill", _rate(m.shown_prefill_tps if m else None))
     yield _row("cached", "cached tokens", NONE_YET if cached is None else _of(cached, total))
 

@@ -1,6 +1,11 @@
 """Files of pictures, hostile ones among them; what the prompt cache knows of a picture; what is refused in one line."""
 
+import io
+import json
+import queue
+import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +15,8 @@ from tests.engine.inside import runtime_of
 from tests.engine.vision.test_families import build, messages
 from tests.golden.vision import SIZES, picture
 from tokamac.engine import Engine, Message, PromptCacheSpec, Sampling
-from tokamac.engine.errors import OptionError, PictureError, TokamacError
+from tokamac.engine.errors import MemoryLimitError, OptionError, PictureError, TokamacError
+from tokamac.engine.events import Price
 from tokamac.engine.vision.picture import Picture, decoded, extent
 from tokamac.quant import convert
 
@@ -118,3 +124,69 @@ def test_a_converted_model_sees_what_its_source_did(case: str, tmp_path: Path) -
         with Engine.load(tmp_path / folder, dtype="float32", prompt_cache=None) as engine:
             said.add(engine.ask(messages("one"), GREEDY).text)
     assert len(said) == 1
+
+
+def drawn(width: int, height: int) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), (90, 120, 30)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_seeing_is_a_phase_of_its_own_and_has_a_price_before(tmp_path: Path) -> None:
+    build("qwen2_5_vl", tmp_path)
+    asked = messages("one")
+    with Engine.load(tmp_path, dtype="float32", prompt_cache=PromptCacheSpec(folder=None)) as engine:
+        shown = asked[0].pictures[0]
+        price, beside = engine.picture_price(shown), engine.price([replace(asked[0], images=())])
+        whole = engine.price(asked)
+        assert price.tokens == whole.prompt_tokens - beside.prompt_tokens
+        assert (price.size, price.seen) == ((120, 80), runtime_of(engine).eyes.family.plan(120, 80).size)
+        end = engine.ask(asked, GREEDY)
+        m, parts = end.metrics, {part.name: part.seconds for part in end.diagnosis.parts}
+        assert list(parts) == ["wait", "image", "prefill", "decode"]
+        assert parts["image"] == m.image_s > 0
+        assert sum(parts.values()) == pytest.approx(m.total_s)
+        assert m.prefill_s + m.image_s < m.ttft_s
+        terms = {term.key: term.value for term in end.diagnosis.terms}
+        assert terms["tower"] == pytest.approx(
+            engine.picture_price(shown).see_s * runtime_of(engine).eyes.operations_per_s
+        )
+        assert engine.price(asked).tokens == 1
+        price = engine.picture_price(shown)
+        assert price.seconds is None or price.seconds == pytest.approx(price.see_s + price.read_s)
+        again = engine.ask(asked, GREEDY)
+        assert again.metrics.image_s is None
+        assert "image" not in {part.name for part in again.diagnosis.parts}
+
+
+def test_a_picture_without_room_is_refused_before_it_is_seen_by_figures_that_add_up(tmp_path: Path) -> None:
+    settings = {**build("qwen2_5_vl", tmp_path)["settings"], "max_pixels": 1 << 20}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with Engine.load(tmp_path, dtype="float32") as engine:
+        eyes, limit = runtime_of(engine).eyes, runtime_of(engine).memory_limit
+        engine.ask(messages("one"), GREEDY)
+        limit.nbytes = 60_000_000
+        with pytest.raises(MemoryLimitError, match="seeing a picture") as refused:
+            engine.ask([Message("user", "what is it?", images=(drawn(1400, 1000),))], GREEDY)
+        found = re.findall(r"([\d.]+) ([kMG])B", str(refused.value))
+        figures = [float(each) * {"k": 1e-3, "M": 1, "G": 1e3}[unit] for each, unit in found]
+        assert figures[0] == pytest.approx(sum(figures[1:-1]), abs=1.0)
+        assert 50 < figures[-1] <= 60  # less what else is held
+        assert eyes.forget() == 0  # what was seen before gave way first
+        assert engine.ask(messages("one"), GREEDY).metrics.generated_tokens
+
+
+def test_a_picture_is_seen_while_the_question_is_written(tmp_path: Path) -> None:
+    build("gemma3", tmp_path)
+    asked, told = messages("two"), queue.SimpleQueue[Price | None]()
+    with Engine.load(tmp_path, dtype="float32", prompt_cache=None) as engine:
+        cold = engine.ask(asked, GREEDY)
+    with Engine.load(tmp_path, dtype="float32") as engine:
+        engine.warm_ahead(asked, then=told.put)
+        price = told.get(timeout=60)
+        assert price is not None
+        assert price.tokens < 10 < price.prompt_tokens
+        end = engine.ask(asked, GREEDY)
+        assert (end.metrics.image_s, end.text) == (None, cold.text)
