@@ -28,7 +28,6 @@ from tokamac.engine.events import Role, StepToken
 from tokamac.engine.files import exists
 from tokamac.engine.vision.picture import Picture, kind_of
 
-from .chat.attachments import PICTURE
 from .chat.conversation import EDITED
 from .chat.listing import ending_text
 from .chat.preferences import budget_spent
@@ -38,7 +37,7 @@ from .reports.verdict import figures_text, prompt_text, sentence
 from .store import export, foreign
 from .store.export import branch, to_json, to_markdown, write
 from .store.store import Store
-from .store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError
+from .store.values import PICTURE, Archive, Attachment, StoredChat, StoredMessage, StoreError
 from .text import markdown
 from .text.latex import to_rows, to_unicode
 from .text.markdown import task_box, tokens

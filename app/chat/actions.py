@@ -255,6 +255,8 @@ ACTIONS: tuple[Action, ...] = (
         also=("add", "file")),
     Action("detach", ("backspace",), "Detach", "In an empty input box: remove the last attachment.", bound=False,
         slash="detach", argument="[NAME]", plain_help="Remove an attachment, or the last one.", also=("drop",)),
+    Action("paste", ("ctrl+v",), "Paste picture", "Attach the picture in the clipboard; without one, paste what was copied here.",
+        slash="paste", plain_help="Attach the picture in the clipboard to the next prompt.", yields=True),
     Action("shell", ("!",), "Shell command",
         "Run a shell command and attach its output: type ! and the command, such as !ls. It asks first. Esc ends it.",
         shown="! first", bound=False, slash="shell", argument="[COMMAND]", plain_argument="COMMAND",

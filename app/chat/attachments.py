@@ -11,7 +11,6 @@
 #
 #     the user's words
 
-import base64
 import codecs
 import hashlib
 import io
@@ -24,7 +23,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -34,7 +32,7 @@ from tokamac.engine.files import NotRegularError, TooLargeError, exists, expande
 from tokamac.engine.vision.cost import PicturePrice
 from tokamac.engine.vision.picture import SUFFIXES, Picture
 
-from ..store.values import Attachment
+from ..store.values import PICTURE, Attachment, pictures_of
 from ..text import units
 from ..text.sanitise import sanitise, sanitise_line
 
@@ -101,7 +99,6 @@ def fence_for(text: str) -> str:
 LONG_PASTE_CHARACTERS = 2_000
 LONG_PASTE_LINES = 30  # a longer paste would bury the text around it
 
-PICTURE = "picture"  # the kind whose text is the file in base64
 _PASTE = "paste"
 _PASTED = "pasted text"
 _COMMAND = "command"
@@ -139,21 +136,19 @@ def whole(words: str, attachments: Iterable[Attachment]) -> str:
     return "\n\n".join([*blocks, words] if words else blocks)
 
 
-def pictures_of(attachments: Iterable[Attachment]) -> tuple[Picture, ...]:
-    return tuple(_picture(each.name, each.text) for each in attachments if each.kind == PICTURE)
-
-
-@lru_cache(maxsize=32)
-def _picture(name: str, encoded: str) -> Picture:
-    with suppress(ValueError):
-        return Picture(hashlib.sha256(base64.b64decode(encoded)).hexdigest(), name, encoded=encoded)
-    return Picture("", name, encoded=encoded)  # the engine says that it was changed
-
-
 def picture_attachment(typed: str, path: Path) -> Attachment:
     """Return a picture's file as an attachment. Raises AttachError."""
     try:
         found = Picture.of(path, sanitise_line(typed))
+    except PictureError as error:
+        raise AttachError(error.message, error.hint) from error
+    return Attachment(found.name, found.encoded, PICTURE)
+
+
+def pasted_picture(data: bytes) -> Attachment:
+    """Return the clipboard's picture, named by its hash: pasted again, it is the same. Raises AttachError."""
+    try:
+        found = Picture.of(data, f"clipboard-{hashlib.sha256(data).hexdigest()[:6]}.png")
     except PictureError as error:
         raise AttachError(error.message, error.hint) from error
     return Attachment(found.name, found.encoded, PICTURE)
@@ -169,6 +164,15 @@ def dropped(text: str) -> str | None:
     path = words[0] if path is None and len(words) == 1 else path
     absolute = path is not None and PurePath(path).is_absolute()
     return path if absolute and path and kind_of(path) == PICTURE and is_file(path) else None
+
+
+def size_text(attachment: Attachment, tokens: int | None, price: PicturePrice | None) -> str:
+    """Return what an attachment costs: tokens; before they are counted, bytes or characters."""
+    if attachment.kind == PICTURE:
+        return units.size(picture_bytes(attachment)) if price is None else price_text(price)
+    if tokens is None:
+        return f"{units.count(len(attachment.text))} characters"
+    return f"{units.count(tokens)} token{'' if tokens == 1 else 's'}"
 
 
 def price_text(price: PicturePrice) -> str:

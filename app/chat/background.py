@@ -11,12 +11,12 @@ from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.vision.cost import PicturePrice
 
 from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, Priced, Warm, Warmed
-from ..store.values import Attachment
+from ..store.values import Attachment, pictures_of
 from ..system_files import SystemPart
 from ..text import units
 from ..text.sanitise import REPLACEMENT, sanitise, sanitise_line
 from ..tools.calls import call_line
-from .attachments import Draft, pictures_of, whole
+from .attachments import Draft, whole
 from .conversation import Conversation, Reply, Turn, cut_here, messages, prompts_of
 from .steps import Ask, Step, Titled
 

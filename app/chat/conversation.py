@@ -31,8 +31,8 @@ from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import Sampling, TemplateOptions, ToolSpec
 from tokamac.engine.perf.diagnosis import Diagnosis
 
-from ..store.values import Attachment, ToolResult
-from .attachments import Draft, pictures_of, whole
+from ..store.values import Attachment, ToolResult, pictures_of
+from .attachments import Draft, whole
 
 Ending = Literal["stop", "length", "full", "loop", "cancelled", "lost", "failed", "tool_calls"]
 # What a model is told of a call that nobody answered.
@@ -539,8 +539,10 @@ class Conversation:
         said = cut_here(reply)
         return reply if said.text or said.thinking else None
 
-    def request(self, system: str, draft: str | None = None) -> tuple[Message, ...]:
-        more: Sequence[Turn] = () if draft is None else (Turn(draft),)
+    def request(
+        self, system: str, draft: str | None = None, attachments: tuple[Attachment, ...] = ()
+    ) -> tuple[Message, ...]:
+        more: Sequence[Turn] = () if draft is None else (Turn(draft, attachments=attachments),)
         return messages(system, [*self.sent(self.turns), *more])
 
     def sent(self, turns: Sequence[Turn]) -> list[Turn]:

@@ -5,6 +5,7 @@
 
 import base64
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,13 @@ from ..backend.client import how_ended
 from ..text.sanitise import safe_link, sanitise
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
+# What writes the clipboard's picture. AppleScript writes data as text: «data PNGf89504E47…».
+PASTES = {
+    "osascript": ("osascript", "-e", "the clipboard as «class PNGf»"),
+    "wl-paste": ("wl-paste", "-t", "image/png"),
+    "xclip": ("xclip", "-selection", "clipboard", "-t", "image/png", "-o"),
+}
+APPLE_DATA = re.compile("«data PNGf((?:[0-9A-F]{2})+)»".encode())
 FILE = "copied.txt"
 # What pbcopy must find: it reads its input in the encoding of the locale, and without one in MacRoman.
 UTF8 = {"LC_ALL": "", "LC_CTYPE": "UTF-8"}
@@ -84,6 +92,31 @@ def copy_by_tool(text: str) -> str:
     except OSError as error:
         raise NotTakenError(f"{tool[0]} can't be run: {error.strerror}") from None
     return tool[0]
+
+
+def copied_picture() -> bytes:
+    """Return the PNG in the clipboard. Raises NotTakenError."""
+    if os.environ.get("SSH_CONNECTION"):
+        raise NotTakenError("over SSH, the clipboard is the other machine's")
+    wanted = {"wl-paste": "WAYLAND_DISPLAY", "xclip": "DISPLAY"}
+    name = next((each for each in PASTES if wanted.get(each, "PATH") in os.environ and shutil.which(each)), None)
+    if name is None:
+        raise NotTakenError("this system has no osascript, wl-paste or xclip")
+    try:
+        done = subprocess.run(
+            PASTES[name], capture_output=True, timeout=OPENING_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise NotTakenError(f"{name} did not finish within {OPENING_S:g} s") from None
+    except OSError as error:
+        raise NotTakenError(f"{name} can't be run: {error.strerror}") from None
+    data = done.stdout
+    if name == "osascript":
+        told = APPLE_DATA.fullmatch(data.strip())
+        data = b"" if told is None else bytes.fromhex(told[1].decode("ascii"))
+    if done.returncode or not data:
+        raise NotTakenError("the clipboard holds no picture")
+    return data
 
 
 def open_address(address: str) -> None:

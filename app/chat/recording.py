@@ -120,7 +120,9 @@ def _node(message: StoredMessage) -> MessageNode:
         case "tool":
             outcome: Outcome = next((each for each, state in OUTCOMES.items() if state == message.state), "done")
             call = message.calls[0] if message.calls else ToolCall("")
-            return MessageNode(message.id, message.parent, result=ToolResult(call, message.text, outcome))
+            return MessageNode(
+                message.id, message.parent, result=ToolResult(call, message.text, outcome, message.attachments)
+            )
 
 
 def _reply(message: StoredMessage) -> Reply:
@@ -269,7 +271,10 @@ class Ledger:
 
     def _put_result(self, chat: str, node: MessageNode, result: ToolResult) -> None:
         kept = self._store.add_message(
-            chat, self._before(node), "tool", result.text, calls=(result.call,), state=OUTCOMES[result.outcome]
+            *(chat, self._before(node), "tool", result.text),
+            calls=(result.call,),
+            state=OUTCOMES[result.outcome],
+            attachments=result.attachments,
         )
         self._ids[node.key] = kept.id
 

@@ -608,6 +608,7 @@ class Session(SessionState):
         conversation = self._in_hand.conversation
         tree = conversation.tree
         assert tree.head is not None  # the reply that calls
+        result = result.told_to(sees=self.engine.info is not None and self.engine.info.sees)
         return self._of(conversation, ToolAnswered(tree.add_result(tree.head, result).key, result))
 
     def _reply_to_results(self) -> list[Step]:
@@ -629,7 +630,8 @@ class Session(SessionState):
     def draft_paused(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Warm up the paused draft as ``submit`` would send it, if idle; counts attachments, reloads the model."""
         self.idle.seen()
-        draft = Draft(text.strip(), attachments).whole
+        words = text.strip()
+        draft = Draft(words, attachments).whole
         if self.engine.phase is EnginePhase.UNLOADED:
             return self.start() if draft else []
         if self.engine.phase is not EnginePhase.IDLE:
@@ -637,7 +639,7 @@ class Session(SessionState):
         counts = self.counts.ask(self.engine.info, attachments)
         if not self.engine.load.prompt_cache:
             return counts
-        warm = self.warmup.draft_paused(draft, self.conversation.request(self.system_text, draft))
+        warm = self.warmup.draft_paused(draft, self.conversation.request(self.system_text, words, attachments))
         return [*counts, *warm]
 
     def select(self, key: int | None) -> list[Step]:

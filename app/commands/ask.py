@@ -512,7 +512,7 @@ def _answer(
                     break
                 if why := tools.why_stop(end.tool_calls):
                     break
-                results = tools.answer(end.tool_calls)
+                results = [each.told_to(sees=engine.spec.sees) for each in tools.answer(end.tool_calls)]
                 said = Message("assistant", end.text, end.thinking, end.tool_calls)
                 messages = [*messages, said, *(each.as_message for each in results)]
                 if kept is not None:

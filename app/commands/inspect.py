@@ -578,6 +578,11 @@ def _title(found: "Inspection") -> str:
     return f"{title}\n{known}" if known else title
 
 
+def picture_text(tokens: int, least: int, most: int) -> str:
+    by_size = "whatever its size" if least == most else f"of 1,024 × 768 pixels; {least:,} to {most:,} by its size"
+    return f"{tokens:,} tokens, {by_size}"
+
+
 def _figures(found: "Inspection") -> list[list[str]]:
     memory, prompt, phases = found.memory, found.case.prompt, found.prediction
     decode, prefill = (None, None) if phases is None else (phases.decode, phases.prefill)
@@ -589,6 +594,7 @@ def _figures(found: "Inspection") -> list[list[str]]:
     return [
         ["KV cache", kept],
         ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
+        *([] if found.picture is None else [["a picture", picture_text(*found.picture)]]),
         *([] if found.rounding is None else [["what weights multiply", str(found.rounding)]]),
         ["this machine" if found.place.local else "machine", f"{sanitise_line(found.chip.label)}, {speed}"],
         *([["", chip.condition]] if chip.condition else []),

@@ -21,7 +21,6 @@ from tokamac.engine.options import Sampling, TemplateOptions
 
 from .. import INTERRUPTED
 from ..chat.attachments import (
-    PICTURE,
     AttachError,
     Draft,
     PDFError,
@@ -35,7 +34,7 @@ from ..chat.attachments import (
 from ..options import SAMPLING_FLAGS
 from ..parser import did_you_mean
 from ..reports.verdict import pressure_sentence
-from ..store.values import Attachment
+from ..store.values import PICTURE, Attachment
 from ..text.sanitise import sanitise_line
 from ..text.terminal import Progress, is_terminal, note
 from ..text.units import rate, seconds

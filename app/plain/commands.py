@@ -42,9 +42,10 @@ from ..backend.processes import (
 from ..backend.protocol import LookedAt, ReplyEvent
 from ..chat import actions, commands, setup
 from ..chat.actions import ACTIONS
-from ..chat.attachments import Draft, output_of, read_named
+from ..chat.attachments import Draft, output_of, pasted_picture, read_named, size_text
 from ..chat.connection import GuideChat
 from ..chat.controller import Bridge, RefusedError, first_question, recording_of
+from ..chat.external_programs import NotTakenError, copied_picture
 from ..chat.figures import LISTED_FIGURES, explain, listed
 from ..chat.listing import EXCERPT, ago, date_of, excerpt, part
 from ..chat.settings_form import Form, whole_number
@@ -153,6 +154,13 @@ def attach(view: PlainView, path: str) -> None:
         _attach(view, read_named(path, Path()))
 
 
+def paste(view: PlainView, _: str) -> None:
+    try:
+        _attach(view, pasted_picture(copied_picture()))
+    except NotTakenError as error:
+        raise RefusedError(f"There is no picture to paste: {error}.") from None
+
+
 def shell(view: PlainView, text: str) -> None:
     """Run a shell command, with the user's consent, and attach its output."""
     if not text:
@@ -189,8 +197,7 @@ def _attach(view: PlainView, made: Attachment) -> None:
     if steps := session.count_context(view.line.draft):  # what it costs, which the engine knows
         view.chat.perform(steps)
         view.settle_counts()
-    tokens = session.tokens(made)
-    price = f"{len(made.text):,} characters" if tokens is None else f"{count(tokens)} tokens"
+    price = size_text(made, session.tokens(made), session.picture(made))
     view.tell(f"Attached to the next prompt: {made.name}, {price}.")
 
 
@@ -799,6 +806,7 @@ LISTS: Mapping[str, Callable[[PlainView, str], None]] = {
     "editor": editor,
     "attach": attach,
     "detach": detach,
+    "paste": paste,
     "shell": shell,
     "ask_guide": ask,
     "help": help_,

@@ -8,17 +8,22 @@
 #         ├── StoreReplacedError    file or log was replaced: Store.follow reopens it
 #         └── StoreDamagedError     file is corrupt: Store.set_aside makes room for a new one
 
+import base64
 import errno
+import hashlib
 import re
 import sqlite3
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.events import Message, Role, ToolCall
+from tokamac.engine.vision.picture import Picture
 
 # Of a message: whole; being written; ended early by the user or by a crash; ended by an error.
 State = Literal["complete", "partial", "stopped", "failed"]
@@ -47,6 +52,21 @@ class Attachment:
     kind: str = "text"
 
 
+PICTURE = "picture"  # the kind whose text is the file in base64
+UNSEEN = "[a picture, which this model can't see]"
+
+
+def pictures_of(attachments: Iterable[Attachment]) -> tuple[Picture, ...]:
+    return tuple(_picture(each.name, each.text) for each in attachments if each.kind == PICTURE)
+
+
+@lru_cache(maxsize=32)
+def _picture(name: str, encoded: str) -> Picture:
+    with suppress(ValueError):
+        return Picture(hashlib.sha256(base64.b64decode(encoded)).hexdigest(), name, encoded=encoded)
+    return Picture("", name, encoded=encoded)  # the engine says that it was changed
+
+
 # Of a call: it was run; running it failed, or it was stopped meanwhile; the user did not allow it, or it was stopped
 # before.
 Outcome = Literal["done", "failed", "refused"]
@@ -59,10 +79,20 @@ class ToolResult:
     call: ToolCall
     text: str
     outcome: Outcome = "done"
+    attachments: tuple[Attachment, ...] = ()
 
     @property
     def as_message(self) -> Message:
-        return Message("tool", self.text, tool_call_id=self.call.id, name=self.call.name)
+        images = pictures_of(self.attachments)
+        return Message("tool", self.text, tool_call_id=self.call.id, name=self.call.name, images=images)
+
+    def told_to(self, *, sees: bool) -> "ToolResult":
+        """Return the result as a model is told it that may not see."""
+        if sees or not self.attachments:
+            return self
+        return replace(
+            self, text="\n".join(filter(None, [self.text, *[UNSEEN] * len(self.attachments)])), attachments=()
+        )
 
 
 @dataclass(frozen=True, slots=True)

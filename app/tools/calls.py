@@ -9,7 +9,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.options import ToolSpec
 
-from ..store.values import ToolResult
+from ..store.values import Attachment, ToolResult
 from ..text.sanitise import reveal, sanitise, sanitise_line
 
 LONGEST_RESULT = 24_000  # characters of a result: some 6,000 tokens
@@ -37,8 +37,16 @@ class Tool(Protocol):
     def spec(self) -> ToolSpec:
         """Name, description and argument schema."""
 
-    def run(self, arguments: Mapping[str, Any]) -> str:
+    def run(self, arguments: Mapping[str, Any]) -> "str | Shown":
         """Run on any thread, within seconds. Raises ToolError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a tool returns beside words."""
+
+    text: str
+    pictures: tuple[Attachment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,9 @@ def result_of(tool: Tool, call: ToolCall) -> ToolResult:
     """Run a call; return its result or error. Never raises."""
     try:
         check_arguments(tool.spec, call.values)
-        return ToolResult(call, bounded(tool.run(call.values)))
+        found = tool.run(call.values)
+        shown = found if isinstance(found, Shown) else Shown(found, ())
+        return ToolResult(call, bounded(shown.text), attachments=shown.pictures)
     except ToolError as error:
         return ToolResult(call, bounded(f"Error: {error.one_line()}"), "failed")
     except Exception as error:  # whatever a tool, or a server's reply, does must not end the chat

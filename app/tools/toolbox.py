@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from tokamac.engine.errors import OptionError, TokamacError
+from tokamac.engine.errors import OptionError, PictureError, TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.options import TOOL_NAME, ToolSpec
 from tokamac.engine.requirements import pip_install
+from tokamac.engine.vision.picture import Picture
 
 from ..settings import McpServer, Settings
-from ..store.values import ToolResult
+from ..store.values import PICTURE, Attachment, ToolResult
 from ..text.sanitise import sanitise, sanitise_line
 from .builtin import AllowedFolders, Calculate, Clock, ListFolder, ReadFile, SearchFiles
-from .calls import ActingTool, Furthest, Preview, Tool, ToolError, check_arguments, result_of
+from .calls import ActingTool, Furthest, Preview, Shown, Tool, ToolError, check_arguments, result_of
 from .changes import RUNNING, EditFile, WriteFile, WriteJournal
 from .sandbox import RunCommand
 
@@ -30,6 +31,7 @@ from .sandbox import RunCommand
 
 MISSING = f"MCP servers need the package mcp: {pip_install('tokamac[mcp]')}"
 MOST_TOOLS = 64  # of one server
+MOST_PICTURES = 8  # of one result
 LONGEST_DESCRIPTION = 2_000
 LONGEST_REASON = 200
 LOG_BYTES = 1 << 20  # of what servers write to stderr, after which the file begins anew
@@ -48,7 +50,7 @@ class McpTool:
     name: str
     server: "McpConnection"
 
-    def run(self, arguments: Mapping[str, Any]) -> str:
+    def run(self, arguments: Mapping[str, Any]) -> str | Shown:
         """Call it; return the texts of the result. Raises ToolError."""
         return self.server.call(self.name, arguments)
 
@@ -80,17 +82,19 @@ class McpConnection:
                 continue  # a schema that no model can be told
         return tools
 
-    def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """Return the texts of a call's result. Raises ToolError."""
+    def call(self, tool: str, arguments: Mapping[str, Any]) -> str | Shown:
+        """Return the texts and pictures of a call's result. Raises ToolError."""
         try:
             result = self._running().call(tool, dict(arguments), self.server.seconds)
         except McpError as error:
             self.close()
             raise ToolError(error.one_line()) from error
-        text = "\n".join(_text(each) for each in result.content)
+        found = [_block(each) for each in result.content]
+        text = "\n".join(each for each in found if isinstance(each, str))
+        pictures = tuple(each for each in found if isinstance(each, Attachment))[:MOST_PICTURES]
         if result.is_error:
             raise ToolError(text or "the server says no more than that it failed")
-        return text
+        return Shown(text, pictures) if pictures else text
 
     @property
     def is_running(self) -> bool:
@@ -112,8 +116,14 @@ class McpConnection:
             return self._life
 
 
-def _text(block: Any) -> str:
-    text = getattr(block, "text", None)
+def _block(block: Any) -> str | Attachment:
+    text, data = (getattr(block, name, None) for name in ("text", "data"))
+    if getattr(block, "type", None) == "image" and isinstance(data, str):
+        try:
+            found = Picture.of_base64(data)
+        except PictureError as error:
+            return f"[{error.message}]"
+        return Attachment(f"picture-{found.digest[:6]}", found.encoded, PICTURE)
     return text if isinstance(text, str) else f"[{getattr(block, 'type', 'something')}, which is not text]"
 
 

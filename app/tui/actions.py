@@ -17,10 +17,10 @@ from ..backend.processes import ShellCommand, ShellEnding, ShellError, user_shel
 from ..backend.protocol import Loaded, LookedAt, StopLooking, WhatIf
 from ..chat import actions, commands, setup
 from ..chat.actions import LEADER
-from ..chat.attachments import AttachError, Draft, output_of, read_named, shell_command, unescaped
+from ..chat.attachments import AttachError, Draft, output_of, pasted_picture, read_named, shell_command, unescaped
 from ..chat.background import PATH, ContextUse, PriceQuestion
 from ..chat.controller import ChatController, History, RefusedError, UserChoice, first_question, recording_of
-from ..chat.external_programs import NotTakenError, open_address
+from ..chat.external_programs import NotTakenError, copied_picture, open_address
 from ..chat.listing import ChatSearch, excerpt
 from ..chat.preferences import Written
 from ..chat.session import Session
@@ -626,6 +626,23 @@ class PromptActions:
             chat.reading.remove(path)
             chat.view.draw()
 
+    def paste(self, _: str) -> None:
+        """Attach the clipboard's picture; without one, paste the text that was copied here."""
+        self._screen.run_worker(self._paste())
+        self._prompt.focus()
+
+    async def _paste(self) -> None:
+        try:
+            self._prompt.attach(pasted_picture(await asyncio.to_thread(copied_picture)))
+        except AttachError as error:
+            self._chat.view.tell(error.one_line(), "warning")
+        except NotTakenError as error:
+            if self._screen.app.clipboard:
+                self._prompt.action_paste()
+            else:
+                self._chat.view.tell(f"There is no picture to paste: {error}. The terminal's own key pastes text.")
+        self._chat.view.draw()
+
     def detach(self, name: str) -> None:
         named = [each for each in self._prompt.attachments if name in ("", each.name)]
         if not named:
@@ -732,6 +749,7 @@ class PromptActions:
         "editor": editor,
         "attach": attach,
         "detach": detach,
+        "paste": paste,
         "shell": shell,
         "earlier": earlier,
         "later": later,

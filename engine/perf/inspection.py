@@ -149,6 +149,7 @@ class Inspection:
     draft: "Inspection | None" = None
     heads: tuple[StoredHeads, ...] = ()
     rounding: RoundingCost | None = None
+    picture: tuple[int, int, int] | None = None
 
     @property
     def draft_step(self) -> float | None:
@@ -208,6 +209,9 @@ class Inspection:
             "bandwidth_source": chip.source,
             "bandwidth_condition": chip.condition or None,
             "reason": self.reason,
+            "picture_tokens": None
+            if self.picture is None
+            else dict(zip(("tokens", "least", "most"), self.picture, strict=True)),
             "rounding": None if self.rounding is None else {**asdict(self.rounding), "rounded": self.rounding.is_small},
         }
 
@@ -249,7 +253,16 @@ def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> In
         prediction=outcome.prediction,
         kv_table=table,
         rounding=_rounding(ref, case, loaded.place),
+        picture=_picture(ref),
     )
+
+
+def _picture(ref: ModelRef) -> tuple[int, int, int] | None:
+    if ref.folder is None or ref.config.get("model_type") not in FAMILIES:
+        return None
+    from ..vision.eyes import tokens_of_pictures
+
+    return tokens_of_pictures(ref.folder, ref.config)
 
 
 def with_heads(found: Inspection, folder: Path, config: Mapping[str, Any]) -> Inspection:

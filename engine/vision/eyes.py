@@ -385,6 +385,18 @@ def _flat(array: mx.array, wanted: tuple[int, ...] | None) -> mx.array:
     return array.reshape(array.shape[0], -1)
 
 
+EXAMPLE = (1024, 768)
+SIZES = (*((side, side) for side in (32, 256, 512, 1024, 2048, 4096)), (3840, 2160), (1080, 2400), (4096, 512))
+
+
+def tokens_of_pictures(folder: Path, config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Return the tokens of a picture of ``EXAMPLE``'s size, and the fewest and most of others; None without eyes."""
+    if isinstance(family := family_of(folder, config), str):
+        return None
+    found = [family.plan(*size).tokens for size in (EXAMPLE, *SIZES)]
+    return found[0], min(found), max(found)
+
+
 def stored_tower(folder: Path, family: PictureFamily) -> "dict[str, StoredTensor]":
     from ..model.safetensors import StoredTensor, locate_tensors
 

@@ -1,6 +1,8 @@
 """Pictures on their way through the app: files on the command line, blocks of clients, what a chat keeps."""
 
 import base64
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,16 @@ import pytest
 from tests.app.serve.serving import Served, serving
 from tests.engine.vision.test_families import build
 from tests.golden.vision import picture
+from tokamac.app import cli
 from tokamac.app.backend.protocol import Generate, decode_request, encode
-from tokamac.app.chat.attachments import AttachError, Draft, dropped, read_named, whole
+from tokamac.app.chat.attachments import AttachError, Draft, dropped, pasted_picture, price_text, read_named, whole
 from tokamac.app.chat.conversation import Turn
 from tokamac.app.chat.conversation import messages as told_of
+from tokamac.app.chat.external_programs import NotTakenError, copied_picture
+from tokamac.app.store.values import Attachment, ToolResult, pictures_of
 from tokamac.engine import Engine, Message, Sampling
+from tokamac.engine.events import ToolCall
+from tokamac.engine.vision.cost import PicturePrice
 
 pytest.importorskip("PIL")
 DATA = base64.b64encode(picture("photo")).decode()
@@ -77,6 +84,64 @@ def test_nothing_is_fetched_and_what_is_no_picture_is_a_400(served: Served, url:
     content = [{"type": "image_url", "image_url": {"url": url}}]
     status, told = served.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
     assert (status, told["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+
+
+# What each tool writes: AppleScript's form as recorded on macOS, the others the file itself.
+TOOLS = {
+    "osascript": ("", f"printf '%s\\n' '«data PNGf{picture('alpha').hex().upper()}»'"),
+    "wl-paste": ("WAYLAND_DISPLAY", 'cat "$0.png"'),
+    "xclip": ("DISPLAY", 'cat "$0.png"'),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_clipboards_picture_is_attached_by_its_hash(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs, script = TOOLS[name]
+    for each in ("SSH_CONNECTION", "WAYLAND_DISPLAY", "DISPLAY"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if needs:
+        monkeypatch.setenv(needs, "x")
+    tool = tmp_path / name
+    (tmp_path / f"{name}.png").write_bytes(picture("alpha"))
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    made = pasted_picture(copied_picture())
+    assert pictures_of((made,))[0].data == picture("alpha")
+    assert re.fullmatch(r"clipboard-[0-9a-f]{6}\.png", made.name)
+    for wrong in ("exit 1", "echo no", "printf '«data TEXT00»'") if name == "osascript" else ("exit 1", "true"):
+        tool.write_text(f"#!/bin/sh\n{wrong}\n")
+        with pytest.raises(NotTakenError, match="holds no picture"):
+            copied_picture()
+    with pytest.raises(AttachError, match="is not a picture"):
+        pasted_picture(b"no")
+    monkeypatch.setenv("SSH_CONNECTION", "x")
+    with pytest.raises(NotTakenError, match="over SSH"):
+        copied_picture()
+
+
+def test_a_price_says_what_is_seen_of_a_picture() -> None:
+    told = price_text(PicturePrice((3840, 2160), (1568, 882), 1196, 1.5, 0.6))
+    assert told == "3,840 × 2,160, seen at 1,568 × 882, 1,196 tokens, about 2.1 s"
+    assert price_text(PicturePrice((64, 64), (64, 64), 4)) == "64 × 64, 4 tokens"
+
+
+def test_a_tools_picture_is_kept_and_told_in_words_to_a_model_that_reads_text_alone() -> None:
+    shown = Attachment("a", DATA, "picture")
+    result = ToolResult(ToolCall("look"), "here", attachments=(shown,))
+    assert result.told_to(sees=True).as_message.pictures[0].data == picture("photo")
+    blind = result.told_to(sees=False).as_message
+    assert (blind.content, blind.images) == ("here\n[a picture, which this model can't see]", ())
+
+
+def test_inspect_says_what_a_picture_costs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(model), "--json", "--table"]) == 0
+    found = json.loads(capsys.readouterr().out)["picture_tokens"]
+    assert 0 < found["least"] <= found["tokens"] <= found["most"]
+    assert cli.main(["inspect", str(model)]) == 0
+    assert f"{found['tokens']:,} tokens, of 1,024 × 768 pixels; {found['least']} to " in capsys.readouterr().out
 
 
 def test_a_chat_keeps_a_picture_as_an_attachment_and_sends_it_beside_the_words(tmp_path: Path) -> None:

@@ -520,14 +520,21 @@ def test_a_server_takes_no_name_and_so_no_consent_of_another_tool(tmp_path: Path
 
 
 SERVER = '''
-import os, sys, time
+import base64, os, sys, time
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABpfZFQAAAAABJRU5ErkJggg=="
 app = MCPServer("probe")
 
 @app.tool()
 def shout(text: str, times: int = 1) -> str:
     """Shout a text."""
     return text.upper() * times + os.environ.get("PROBE", "")
+
+@app.tool()
+def look() -> list:
+    """Look."""
+    return ["a dot", Image(data=base64.b64decode(DOT), format="png")]
 
 @app.tool()
 def fail() -> str:
@@ -568,9 +575,15 @@ def server(tmp_path: Path) -> Callable[..., McpConnection]:
 def test_a_server_tells_its_tools_and_is_called_and_survives_its_death(server: Callable[..., McpConnection]) -> None:
     connection = server()
     tools = {tool.spec.name: tool for tool in connection.tools()}
-    assert set(tools) == {"probe_shout", "probe_fail", "probe_hang", "probe_die"}
+    assert set(tools) == {"probe_shout", "probe_look", "probe_fail", "probe_hang", "probe_die"}
     assert tools["probe_shout"].spec.description == "Shout a text."
     assert told(tools["probe_shout"], text="ab", times=2) == "ABAB!"
+    seen = result_of(tools["probe_look"], ToolCall("probe_look", "{}", "1"))
+    assert (seen.text, seen.attachments[0].kind, seen.as_message.pictures[0].data[:4]) == (
+        "a dot",
+        "picture",
+        b"\x89PNG",
+    )
     assert told(tools["probe_fail"]).startswith("Error: ")
     assert "type integer" in told(tools["probe_shout"], text="a", times="2")
     assert "probe" in told(tools["probe_die"])

@@ -27,12 +27,11 @@ from tokamac.engine.files import expanded
 
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, PartialCommand, by_slash, command_at, matching
-from ...chat.attachments import PICTURE, Draft, dropped, is_long, pasted, picture_bytes, price_text, shell_command
+from ...chat.attachments import Draft, dropped, is_long, pasted, shell_command, size_text
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import Notice
 from ...store.values import Attachment
-from ...text import units
 from ...text.sanitise import sanitise, sanitise_line
 from ..markdown.rows import wrapped
 from ..theme import FAINT
@@ -574,16 +573,6 @@ def _attached(
     for each in attachments:
         name, size = ("$text-error", "$text-error") if each is largest else ("$text-primary", FAINT)
         chip = Content.styled(f"+ {sanitise_line(each.name)}", name)
-        chips.append(chip + Content.styled(f" {_size(each, session)}", size))
+        chips.append(chip + Content.styled(f" {size_text(each, session.tokens(each), session.picture(each))}", size))
     chips += [Content.styled(each, FAINT) for each in pending]
     return [Content("   ").join(chips)] if chips else []
-
-
-def _size(attachment: Attachment, session: Session) -> str:
-    tokens = session.tokens(attachment)
-    if attachment.kind == PICTURE:
-        price = session.picture(attachment)
-        return units.size(picture_bytes(attachment)) if price is None else price_text(price)
-    if tokens is None:
-        return f"{units.count(len(attachment.text))} characters"
-    return f"{units.count(tokens)} token{'' if tokens == 1 else 's'}"

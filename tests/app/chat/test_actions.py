@@ -39,7 +39,7 @@ send: enter; newline: shift+enter, ctrl+j, alt+enter; stop: escape; new_chat: ct
 context: ctrl+x i; shell: !; branches: f6, ctrl+x t; regenerate: ctrl+x r; search_prompts: ctrl+r; pin_turn: p;
 keep_going: ctrl+k; choose_model: ctrl+o; system_prompt: ctrl+s; settings: ctrl+t; profile: ctrl+x p;
 convert: f4, ctrl+x c; explain: f2, ctrl+x e; steps: f10, ctrl+x s; sure: ctrl+x o; what_if: f3, ctrl+x w; attach: @;
-detach: backspace; earlier: up; later: down; undo: ctrl+underscore, ctrl+slash; redo: ctrl+y; editor: ctrl+g;
+detach: backspace; earlier: up; later: down; undo: ctrl+underscore, ctrl+slash; redo: ctrl+y; editor: ctrl+g; paste: ctrl+v;
 toggle_panel: ctrl+b, ctrl+x b; all_figures: f5, ctrl+x y; palette: ctrl+p; messages: tab; gauges: ctrl+x f; edit: e;
 again: r; continue: g; older: [; newer: ]; fork: f; copy_message: y; copy_code: c; links: l;
 scroll_top: ctrl+home, ctrl+x a; scroll_end: ctrl+end, ctrl+x z; page_up: pageup, f8, ctrl+x u;
