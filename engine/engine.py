@@ -594,10 +594,7 @@ class Engine:
         return self.run(price, self._runner.request(given, Sampling(), Recorder(), continues=continues, template=told))
 
     def picture_price(self, picture: "Picture | str | os.PathLike[str] | bytes") -> "PicturePrice":
-        """Return a picture's tokens, the size it is seen at, and the seconds that it takes to see and to read.
-
-        Waits for a reply in progress. Raises PictureError, for a model without eyes as well.
-        """
+        """Return the size a picture is seen at, its tokens and seconds. Waits for a reply. Raises PictureError."""
         from .runner import picture_price
 
         return self.run(picture_price, Picture.of(picture))

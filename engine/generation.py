@@ -63,7 +63,7 @@ class Generation:
             yield done
 
     def see(self, tokens: int) -> Iterator[None]:
-        """Compute the features of the pictures among the next ``tokens``; yield after each."""
+        """Encode the pictures among the next ``tokens``; yield after each."""
         if (sight := self._sight) is None:
             return
         begin = len(self.cached_ids)

@@ -258,7 +258,7 @@ def warm_stable(
 
 
 def tower_s(runner: Runner, operations: int) -> float | None:
-    """Return the seconds of a tower's operations: at the speed of the last picture, else at that of prefill here."""
+    # At the speed of the last picture, else at that of prefill.
     if not operations:
         return 0.0
     runtime = runner.runtime

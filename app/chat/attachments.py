@@ -167,7 +167,6 @@ def dropped(text: str) -> str | None:
 
 
 def size_text(attachment: Attachment, tokens: int | None, price: PicturePrice | None) -> str:
-    """Return what an attachment costs: tokens; before they are counted, bytes or characters."""
     if attachment.kind == PICTURE:
         return units.size(picture_bytes(attachment)) if price is None else price_text(price)
     if tokens is None:

@@ -87,7 +87,6 @@ class ToolResult:
         return Message("tool", self.text, tool_call_id=self.call.id, name=self.call.name, images=images)
 
     def told_to(self, *, sees: bool) -> "ToolResult":
-        """Return the result as a model is told it that may not see."""
         if sees or not self.attachments:
             return self
         return replace(

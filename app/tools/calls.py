@@ -43,8 +43,6 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a tool returns beside words."""
-
     text: str
     pictures: tuple[Attachment, ...]
 

@@ -83,7 +83,7 @@ class McpConnection:
         return tools
 
     def call(self, tool: str, arguments: Mapping[str, Any]) -> str | Shown:
-        """Return the texts and pictures of a call's result. Raises ToolError."""
+        """Raises ToolError."""
         try:
             result = self._running().call(tool, dict(arguments), self.server.seconds)
         except McpError as error:

@@ -627,7 +627,6 @@ class PromptActions:
             chat.view.draw()
 
     def paste(self, _: str) -> None:
-        """Attach the clipboard's picture; without one, paste the text that was copied here."""
         self._screen.run_worker(self._paste())
         self._prompt.focus()
 

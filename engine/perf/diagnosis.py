@@ -83,17 +83,14 @@ KV_BITS = 8  # bits that keep a reply the same to the eye (bench --kv-quality me
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Possible changes. packed_kv: caches at KV_BITS, or None. chunk: prefill tokens. throttles: seen meanwhile.
-
-    tower_operations: for the pictures that the reply saw.
-    """
+    """Possible changes. packed_kv: caches at KV_BITS, or None. chunk: prefill tokens. throttles: seen meanwhile."""
 
     packed_kv: tuple[KVUse, ...] | None
     bits_per_weight: float | None
     keeps_prompts: bool
     chunk: int
     throttles: tuple[Slowing, ...] = ()
-    tower_operations: int = 0
+    tower_operations: int = 0  # of the pictures seen
 
 
 @dataclass(frozen=True, slots=True)

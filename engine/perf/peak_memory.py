@@ -273,7 +273,7 @@ SINK_SCORES = 3
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at the highest call. kv: room to grow included. image: temporaries of seeing a picture, before it."""
+    """Bytes at the highest call. kv: room to grow included. image: of seeing, before it."""
 
     weights: int
     kv: int

@@ -1,4 +1,4 @@
-"""What a tower takes for a picture, from the shapes of its weights: operations, memory, and so seconds."""
+"""What a tower takes for a picture: operations and memory, from the shapes of its weights."""
 
 import math
 import re
@@ -18,11 +18,9 @@ _ROWS = 3.5  # rows of the layer's input that exist beside queries, keys, values
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """A tower as held. in_layers, after: parameters that each patch, or each token, is multiplied by."""
-
-    nbytes: int
-    in_layers: int
-    after: int
+    nbytes: int  # as held
+    in_layers: int  # parameters that each patch is multiplied by
+    after: int  # the same of each token
     layers: int
     width: int
     heads: int
@@ -32,7 +30,7 @@ class TowerShape:
     def of(
         cls, stored: "Mapping[str, StoredTensor]", vision: Mapping[str, Any], group_size: int, *, wide: bool
     ) -> "TowerShape":
-        """stored: a tower's own tensors by their names in it. wide: 16-bit numbers are held as float32."""
+        # wide: 16-bit numbers are held as float32.
         in_layers, after, numbers, widest = 0, 0, set[str](), 0
         for name, tensor in stored.items():
             scales = stored.get(f"{name.rpartition('.')[0]}.scales")
@@ -52,18 +50,13 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class TowerCost:
-    """Of one picture. working: bytes at most, beside the tower's weights."""
-
     operations: int
-    working: int
+    working: int  # bytes beside the tower's weights
 
 
 @dataclass(frozen=True, slots=True)
 class PicturePrice:
-    """What a picture costs. size: (width, height) as it is; seen: as the model is shown it.
-
-    tokens: with those that mark it. see_s, read_s: of the tower, and of prefilling its tokens; None where no speed is known yet.
-    """
+    """seen: the (width, height) the model is shown. see_s, read_s: of tower and prefill; None if not known."""
 
     size: tuple[int, int]
     seen: tuple[int, int]
@@ -79,7 +72,7 @@ class PicturePrice:
 def cost_of(
     shape: TowerShape, family: "PictureFamily", plan: "PicturePlan", value_bytes: int, device: AttentionDevice
 ) -> TowerCost:
-    """A product takes two operations a parameter and row, attention four a pair of patches and number of its width."""
+    # A product takes two operations a parameter and row, attention four a pair of patches and number of its width.
     patches = plan.tokens * family.merge**2
     mean, most = family.attended(patches)
     attention = 4 * patches * mean * shape.width * shape.layers

@@ -74,14 +74,13 @@ class Sight:
         return first if first > begin else last
 
     def unseen(self, begin: int, end: int | None = None) -> Iterator[ShownPicture]:
-        """Yield the pictures that have tokens from ``begin`` to ``end`` and are still to be seen."""
         numbers = self.groups[begin:end]
         for number, each in enumerate(self.pictures, 1):
             if not self.eyes.has_seen(each) and (numbers == number).any():
                 yield each
 
     def needs(self, begin: int) -> tuple[int, int]:
-        """Return the bytes of the tower, where it is not loaded, and of seeing any picture from ``begin`` on."""
+        # Bytes of the tower, where it is not loaded, and of seeing any picture from ``begin`` on.
         working = max((self.eyes.cost(each.plan).working for each in self.unseen(begin)), default=0)
         return (self.eyes.tower_bytes if working else 0), working
 
@@ -117,10 +116,7 @@ class Sight:
 
 @dataclass(slots=True)
 class Eyes:
-    """What a loaded model sees with. Its tower is read when the first picture is to be seen.
-
-    operations_per_s: of the last picture; None before one was seen.
-    """
+    """What a loaded model sees with. Its tower is read when the first picture is to be seen."""
 
     family: PictureFamily
     folder: Path
@@ -132,7 +128,7 @@ class Eyes:
     shape: TowerShape
     device: AttentionDevice
     seen_s: float = 0.0
-    operations_per_s: float | None = None
+    operations_per_s: float | None = None  # of the last picture
     _ready: bool = False
     _tower: "nn.Module | None" = None
     _features: "OrderedDict[str, mx.array]" = field(default_factory=OrderedDict)
@@ -219,11 +215,10 @@ class Eyes:
 
     @property
     def tower_bytes(self) -> int:
-        """Bytes that reading the tower takes; 0 once it is there."""
         return 0 if self._tower is not None else self.shape.nbytes
 
     def price(self, picture: Picture) -> tuple[PicturePrice, int]:
-        """Return what a picture costs, without seconds, and the tower's operations. Raises PictureError."""
+        """Raises PictureError."""
         size = extent(picture)
         plan = self.family.plan(*size)
         return PicturePrice(size, plan.size, plan.tokens), self.cost(plan).operations
@@ -232,7 +227,6 @@ class Eyes:
         return seen.key in self._features
 
     def forget(self) -> int:
-        """Drop the features that are held; return their bytes."""
         freed = sum(each.nbytes for each in self._features.values())
         self._features.clear()
         return freed
@@ -390,7 +384,7 @@ SIZES = (*((side, side) for side in (32, 256, 512, 1024, 2048, 4096)), (3840, 21
 
 
 def tokens_of_pictures(folder: Path, config: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Return the tokens of a picture of ``EXAMPLE``'s size, and the fewest and most of others; None without eyes."""
+    # Of a picture of EXAMPLE's size, and the fewest and most of others.
     if isinstance(family := family_of(folder, config), str):
         return None
     found = [family.plan(*size).tokens for size in (EXAMPLE, *SIZES)]

@@ -43,6 +43,7 @@ SECTIONS = {  # section: its module
     "lookup": "speculation",
     "search": "convert",
     "convert": "convert",
+    "vision": "vision",
     "real": "real",
     "real_chats": "real",
     "real_conversions": "real",

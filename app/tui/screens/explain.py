@@ -162,7 +162,9 @@ def _sections(reply: Reply, diagnosis: Diagnosis, width: int) -> Iterator[list[C
         yield [_title("outliers among the gaps"), *(row for line in lines for row in _indented(line, width, indent=2))]
     for concern, name in TITLES.items():
         terms = [term for term in known if term.concern == concern]
-        yield [_title(f"the numbers: {name}"), *(row for term in terms for row in _term(term, diagnosis.terms, width))]
+        if terms:
+            rows = (row for term in terms for row in _term(term, diagnosis.terms, width))
+            yield [_title(f"the numbers: {name}"), *rows]
 
 
 def _title(text: str) -> Content:

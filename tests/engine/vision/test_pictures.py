@@ -46,6 +46,14 @@ def test_hostile_files_are_a_picture_or_a_line() -> None:
     assert 50 < refused < 200
 
 
+def drawn(width: int, height: int, mode: str = "RGB") -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.new(mode, (width, height)).save(out, "PNG")
+    return out.getvalue()
+
+
 @pytest.mark.parametrize(("data", "why"), [
     (b"", "is empty"),
     (b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>", "is SVG, which is not read"),
@@ -53,6 +61,8 @@ def test_hostile_files_are_a_picture_or_a_line() -> None:
     (b"MZ\x90", "is not a picture"),
     (b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 20_000, 20_000, 1, 24, *[0] * 6), "can't be read: Image size"),
     (b"\xff" * (33 << 20), "is larger than"),
+    (drawn(10_000, 10_000, "1"), "has 10,000 × 10,000 pixels, and 64 million are the most"),
+    (drawn(40_000, 2, "L"), "has 40,000 × 2 pixels"),
 ])  # fmt: skip
 def test_what_is_no_picture_or_too_large_is_refused(data: bytes, why: str) -> None:
     with pytest.raises(PictureError, match=why):
@@ -113,25 +123,6 @@ def test_a_tower_that_is_not_whole_is_refused_and_text_still_works(tmp_path: Pat
         cut = picture("photo")[:300]
         with pytest.raises(PictureError, match="can't be read"):
             engine.ask([Message("user", "?", images=(cut,))], GREEDY)
-
-
-@pytest.mark.parametrize("case", ["gemma4", "gemma4_unified", "internvl", "lfm2_vl"])
-def test_a_converted_model_sees_what_its_source_did(case: str, tmp_path: Path) -> None:
-    build(case, tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "made", verify=False, dtype="float32", dequantize=True)
-    said = set()
-    for folder in ("source", "made"):
-        with Engine.load(tmp_path / folder, dtype="float32", prompt_cache=None) as engine:
-            said.add(engine.ask(messages("one"), GREEDY).text)
-    assert len(said) == 1
-
-
-def drawn(width: int, height: int) -> bytes:
-    from PIL import Image
-
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), (90, 120, 30)).save(out, "PNG")
-    return out.getvalue()
 
 
 def test_seeing_is_a_phase_of_its_own_and_has_a_price_before(tmp_path: Path) -> None:
