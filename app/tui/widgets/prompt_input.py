@@ -31,7 +31,7 @@ from ...chat.attachments import Draft, dropped, is_long, pasted, shell_command, 
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import Notice
-from ...store.values import Attachment
+from ...store.values import PICTURE, Attachment
 from ...text.sanitise import sanitise, sanitise_line
 from ..markdown.rows import wrapped
 from ..theme import FAINT
@@ -517,7 +517,8 @@ class Chips(Static):
         over = session.overfull(draft)
         pending = [f"reading {sanitise_line(name)} …" for name in reading]
         pending += [f"running {excerpt(running)} … {session.keymap.key('stop')} ends it"] if running else []
-        lines = [*_waiting(session.queued, most), *_attached(draft.attachments, pending, session, over=bool(over))]
+        chips = _attached(draft.attachments, pending, session, over=bool(over))
+        lines = [*_waiting(session.queued, most), *(row for chip in chips for row in self._wrapped(chip))]
         lines += self._wrapped(Content.styled(over, "$text-error")) if over else []
         self._lines = lines
         self._draw()
@@ -568,11 +569,15 @@ def _attached(
     *,
     over: bool,
 ) -> list[Content]:
+    # A picture's price is long: each has a line of its own, as far as there is room.
+    alone = sum(each.kind == PICTURE for each in attachments) <= MOST_WAITING
     largest = max(attachments, key=lambda each: session.tokens(each) or 0, default=None) if over else None
-    chips = []
+    chips, pictures = list[Content](), list[Content]()
     for each in attachments:
         name, size = ("$text-error", "$text-error") if each is largest else ("$text-primary", FAINT)
         chip = Content.styled(f"+ {sanitise_line(each.name)}", name)
-        chips.append(chip + Content.styled(f" {size_text(each, session.tokens(each), session.picture(each))}", size))
+        (pictures if alone and each.kind == PICTURE else chips).append(
+            chip + Content.styled(f" {size_text(each, session.tokens(each), session.picture(each))}", size)
+        )
     chips += [Content.styled(each, FAINT) for each in pending]
-    return [Content("   ").join(chips)] if chips else []
+    return [*pictures, *([Content("   ").join(chips)] if chips else [])]
