@@ -181,3 +181,14 @@ def test_a_picture_is_seen_while_the_question_is_written(tmp_path: Path) -> None
         assert price.tokens < 10 < price.prompt_tokens
         end = engine.ask(asked, GREEDY)
         assert (end.metrics.image_s, end.text) == (None, cold.text)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4_unified", "internvl", "lfm2_vl"])
+def test_a_converted_model_sees_what_its_source_did(case: str, tmp_path: Path) -> None:
+    build(case, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "made", verify=False, dtype="float32", dequantize=True)
+    said = set()
+    for folder in ("source", "made"):
+        with Engine.load(tmp_path / folder, dtype="float32", prompt_cache=None) as engine:
+            said.add(engine.ask(messages("one"), GREEDY).text)
+    assert len(said) == 1
