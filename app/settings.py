@@ -218,8 +218,8 @@ TITLES = ("model", "words")
 # Settings that are one value, not a table.
 VALUES = (
     "model", "profile", "theme", "system", "panel", "all_figures", "unload_after_min", "memory_gb", "parallel",
-    "speculation", "tint_guesses", "cpu_exact", "wired", "pace", "pace_on_battery", "models_folder", "keep_awake", "titles",
-    "toured",
+    "speculation", "tint_guesses", "cpu_exact", "wired", "pace", "pace_on_battery", "models_folder", "embedding_model",
+    "keep_awake", "titles", "toured",
 )  # fmt: skip
 OPTIONS = ("sampling", "template", "kv", "tools")  # tables that are a dataclass
 MAPS = ("system_prompts", "adapters", "drafts", "keys", "mcp", "profiles")  # tables whose keys are the user's
@@ -287,6 +287,7 @@ class Settings:
     pace: int = FULL_PACE
     pace_on_battery: int | None = None
     models_folder: str = ""
+    embedding_model: str = ""
     keep_awake: bool = True
     titles: str = "model"
     toured: bool = False

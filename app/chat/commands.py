@@ -163,9 +163,28 @@ def open_(chat: ChatController, name: str) -> None:
     """Open a chat by its ID, or by its number in the last list."""
     recording_of(chat)
     if name:
-        chat.open_chat(chat.find_chat(name).id)
+        stored, message = chat.find_place(name)
+        open_at(chat, stored.id, message)
     else:
         chat.view.open("open")
+
+
+def open_at(chat: ChatController, stored: str, message: int | None) -> None:
+    """Open a chat, at a message of whichever branch. Raises StoreError, RefusedError."""
+    chat.open_chat(stored)
+    if message is not None:
+        jump(chat, recording_of(chat).key_of(message))
+
+
+def jump(chat: ChatController, key: int | None) -> None:
+    """Show and select a message of the chat; None: one that this window does not know."""
+    tree = chat.session.conversation.tree
+    if key is None or key not in tree.nodes:
+        chat.view.tell("This message was added in another window. Open the chat again.")
+        return
+    if key not in {node.key for node in tree.path_to(tree.head)}:
+        chat.perform(chat.session.show_path(key))
+    chat.view.open("messages", str(key))
 
 
 def import_(chat: ChatController, written: str) -> None:

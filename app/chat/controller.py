@@ -404,7 +404,7 @@ class ChatController:
 
     Attributes:
         lines: whether the view prints lines: then lists are numbered, and notices name chats by their IDs too.
-        listed: the chats of the last list, by their numbers.
+        listed: the last list by its numbers: chats, and messages as CHAT:MESSAGE.
         reading: files that are being read, and go with the next prompt.
         shell: a command that runs, whose output goes with the next prompt.
         told_shadowed: names of prompt files that a command hides, and of which that was told.
@@ -616,18 +616,23 @@ class ChatController:
         return str(recording.file)
 
     def find_chat(self, name: str) -> StoredChat:
-        """Return a chat by its ID, or by its number in the last list. Raises StoreError.
+        """Return a chat by its ID, or by its number in the last list. Raises StoreError."""
+        return self.find_place(name)[0]
+
+    def find_place(self, name: str) -> tuple[StoredChat, int | None]:
+        """Return a chat, and a message of it after ID:MESSAGE. Raises StoreError.
 
         A number beyond the list may be a whole ID. It is never the beginning of one: that could be another chat by mistake.
         """
-        store = recording_of(self).store
-        if not self.lines or (number := whole_number(name)) is None:
-            return store.chat(name)
-        if 0 < number <= len(self.listed):
-            return store.chat(self.listed[number - 1])
-        if (chat := store.known(name)) is None:
-            raise StoreError(f"There is no number {name} in the last list", "/chats lists them.")
-        return chat
+        store, number = recording_of(self).store, whole_number(name) if self.lines else None
+        if number is not None and not 0 < number <= len(self.listed):
+            if (known := store.known(name)) is None:
+                raise StoreError(f"There is no number {name} in the last list", "/chats lists them.")
+            return known, None
+        chat, sign, written = (name if number is None else self.listed[number - 1]).partition(":")
+        if sign and (message := whole_number(written)) is None:
+            raise StoreError(f"{written!r:.40} is no number of a message", "Write ID:MESSAGE as a search shows it.")
+        return store.chat(chat), message if sign else None
 
     def begin_new(self) -> bool:
         """Leave the chat for a new one; return whether an unsent prompt stays with it."""

@@ -1,21 +1,37 @@
 """Lists of chats and messages: store matches, ages, one-line excerpts. Foreign text is sanitized here."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Self
 
-from ..models.local import short_name
+import platformdirs
+
+from tokamac.engine.perf.hardware import keep, read, store_file
+
+from ..models.local import OnDisk, embedding_model, short_name
+from ..settings import Settings
+from ..store.passages import nearest
 from ..store.store import Store
 from ..store.values import Hit, StoredChat, fold
+from ..text import units
 from ..text.sanitise import sanitise_line
 from .conversation import EDITED, ENDINGS, Ending, MessageNode
 
 MOST_CHATS = 200
 MOST_HITS = 50
+MOST_NEAR = 20  # found by meaning
+TOGETHER = 32  # passages that a model reads between two commits
+LARGE_PASSAGES = 100  # from here on the price of reading them is told, and it begins when it is asked for again
 LEAST_CHARACTERS = 2  # a single letter is found nearly everywhere
 EXCERPT = 40
+
+if TYPE_CHECKING:
+    from ..backend.embedding_process import EmbeddingProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,80 @@ class ChatSearch:
     def rename(self, chat: str, title: str) -> None:
         with Store.open(self.path) as store:
             store.rename(chat, title)
+
+
+@dataclass(frozen=True, slots=True)
+class MeaningPrice:
+    """What is read before the first answer. seconds: at last time's rate."""
+
+    model: OnDisk
+    passages: int
+    unread: int
+    seconds: float | None
+
+    @property
+    def is_large(self) -> bool:
+        return self.unread > LARGE_PASSAGES
+
+    def __str__(self) -> str:
+        wait = "" if self.seconds is None else f", about {units.seconds(self.seconds)}"
+        name, memory = short_name(self.model.model), units.size(self.model.nbytes)
+        return f"{name} reads {self.unread:,} of {self.passages:,} passages once{wait}; it takes {memory} of memory meanwhile."
+
+
+class MeaningSearch:
+    """Finds by meaning; its process runs until ``close``. Raises TokamacError."""
+
+    def __init__(self, path: Path, model: OnDisk) -> None:
+        self._path, self._model = path, model
+        self._name = f"{model.model} {model.fingerprint}"
+        self._rates = store_file("embedding.json")
+        self._embedder: EmbeddingProcess | None = None
+        self._one = Lock()  # a search that was begun ends before the next one begins
+
+    @classmethod
+    def here(cls, path: Path, settings: Settings, home: Path) -> Self:
+        return cls(path, embedding_model(settings.embedding_model, home, settings.models_path))
+
+    def price(self) -> MeaningPrice:
+        with Store.open(self._path) as store:
+            found, vectors = store.passages(), store.vectors(self._name)
+        texts = {each.key: len(each.text) for each in found if not each.deleted}
+        unread = texts.keys() - vectors.keys()
+        rate = read(self._rates, self._name)
+        seconds = None if rate is None else sum(texts[key] for key in unread) / rate
+        return MeaningPrice(self._model, len(texts), len(unread), seconds)
+
+    def find(self, text: str, told: Callable[[int, int], object], limit: int = MOST_NEAR) -> list[Hit]:
+        """Return the nearest, best first; what was read is kept. told: hears of passages read, and of all."""
+        from ..backend.embedding_process import EmbeddingProcess
+
+        with self._one, Store.open(self._path) as store:
+            if self._embedder is None:
+                log = platformdirs.user_log_path("tokamac") / "embedding.log"
+                self._embedder = EmbeddingProcess(self._model.model, log)
+            found, vectors = store.passages(), store.vectors(self._name)
+            unread = {each.key: each.text for each in found if not each.deleted and each.key not in vectors}
+            keys, began = list(unread), time.monotonic()
+            for first in range(0, len(keys), TOGETHER):
+                told(first, len(keys))
+                batch = keys[first : first + TOGETHER]
+                made = self._embedder.vectors([unread[key] for key in batch], "document")
+                store.keep_vectors(self._name, new := dict(zip(batch, made, strict=True)))
+                vectors |= new
+            if len(keys) > TOGETHER:
+                keep(self._rates, {self._name: sum(map(len, unread.values())) / (time.monotonic() - began)})
+            (question,) = self._embedder.vectors([text], "query")
+            return nearest(found, vectors, question, limit)
+
+    def close(self) -> None:
+        if self._embedder is not None:
+            self._embedder.close()
+
+
+def beside(hits: Sequence[Hit], near: Sequence[Hit]) -> tuple[Hit, ...]:
+    known = {(hit.message, hit.file) for hit in hits}
+    return (*hits, *(hit for hit in near if (hit.message, hit.file) not in known))
 
 
 def ago(seconds: float) -> str:
@@ -148,6 +238,10 @@ def plain_hit(hit: Hit) -> Hit:
 def excerpt(text: str) -> str:
     line = sanitise_line(" ".join(text.split()))
     return line if len(line) <= EXCERPT else line[: EXCERPT - 1] + "…"
+
+
+def place_of(hit: Hit) -> str:
+    return f"{hit.chat}:{hit.message}"
 
 
 def part(hit: Hit) -> str:

@@ -188,6 +188,7 @@ SPEED_FIELDS = (
 )
 APP_FIELDS = (
     Field("models_folder", "Models folder", "whole path; empty: ~/Models/tokamac", _folder, ""),
+    Field("embedding_model", "Search by meaning", "model for it; empty: the smallest here", str.strip, ""),
     Field("panel", "Side panel", "on or off", _switch, show=_show_switch, choices=SWITCH),
     Field("all_figures", "All figures in it", "on or off", _switch, show=_show_switch, choices=SWITCH),
     Field(

@@ -5,12 +5,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.files import expanded
 
-from ..chat.listing import part
+from ..chat.listing import part, place_of
 from ..parser import ActionParser, Parser
 from ..text.sanitise import sanitise_line
 from ..text.terminal import ModelText, json_line, note, table
@@ -18,7 +19,7 @@ from ..text.units import count
 
 if TYPE_CHECKING:
     from ..store.store import Questions, Store
-    from ..store.values import Archive, StoredChat
+    from ..store.values import Archive, Hit, StoredChat
 
 
 # What each action is done to.
@@ -34,8 +35,8 @@ TARGETS = {
 }
 DOES = {
     "list": "chats, last used first",
-    "search": "find titles and messages with all the words",
-    "show": "print a chat",
+    "search": "find titles, messages and attached files with all the words, or by --meaning",
+    "show": "print a chat; ID:MESSAGE prints the branch of a message",
     "export": "write a chat to a new .md, .json (with all branches), .html or .svg file",
     "import": "read a chat of .md or .json; or all of an export of ChatGPT, Claude, Open WebUI (.zip, .json), of LM "
     "Studio's conversations folder or Ollama's db.sqlite: again, it adds what is new",
@@ -53,6 +54,7 @@ def parser() -> ActionParser:
         "Manage saved chats. IDs can be abbreviated. TOKAMAC_DATA_DIR moves them.",
         "  tokamac chats\n"
         "  tokamac chats search memory bandwidth\n"
+        "  tokamac chats search --meaning why decoding is slow\n"
         "  tokamac chats show k3v7\n"
         "  tokamac chats export k3v7 -o bandwidth.html\n"
         "  tokamac chats import bandwidth.md",
@@ -65,10 +67,12 @@ def parser() -> ActionParser:
     made.add_argument("--dry-run", action="store_true", help="import: count, and change nothing")
     made.add_argument("--deleted", action="store_true", help="list: deleted chats")
     made.add_argument("--set-aside", action="store_true", help="repair: set a file beyond repair aside, unchanged")
+    made.add_argument("--meaning", action="store_true", help="search: by meaning, with an embedding model that is here")
     made.add_argument("--json", action="store_true", help="one JSON object")
     made.only([action for action, target in TARGETS.items() if target], "target")
     made.only(("export",), "output")
     made.only(("import",), "dry_run")
+    made.only(("search",), "meaning")
     made.only(("list",), "deleted")
     made.only(("repair",), "set_aside")
     return made
@@ -86,6 +90,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error(f"--output has no effect with {action}")
     if options.dry_run and action != "import":
         parser.error(f"--dry-run has no effect with {action}")
+    if options.meaning and action != "search":
+        parser.error(f"--meaning has no effect with {action}")
     if options.deleted and action != "list":
         parser.error(f"--deleted has no effect with {action}")
     if options.set_aside and action != "repair":
@@ -164,15 +170,28 @@ def _list(store: "Questions", _: str, options: argparse.Namespace) -> Done:
     return {"chats": [_plain(chat) for chat in found]}, _listed(found, deleted=options.deleted)
 
 
-def _search(store: "Questions", words: str, _: argparse.Namespace) -> Done:
-    chats, hits = store.chats(words, limit=sys.maxsize), store.search(words, limit=sys.maxsize)
-    messages = [
-        {"chat": hit.chat, "title": hit.title, "role": hit.role, "text": hit.snippet, "marks": hit.marks}
-        for hit in hits
-    ]
+def _by_meaning(store: "Questions", words: str) -> "list[Hit]":
+    from .. import settings
+    from ..chat.listing import MeaningSearch
+
+    path = settings.default_path()
+    search = MeaningSearch.here(store.file, settings.load(path).settings, path.parent)
+    try:
+        if (price := search.price()).unread:
+            note(f"{price} Ctrl-C stops it; what was read is kept.")
+        return search.find(words, lambda _, __: None)
+    finally:
+        search.close()
+
+
+def _search(store: "Questions", words: str, options: argparse.Namespace) -> Done:
+    chats = [] if options.meaning else store.chats(words, limit=sys.maxsize)
+    hits = _by_meaning(store, words) if options.meaning else store.search(words, limit=sys.maxsize)
+    told = ("chat", "message", "title", "role", "file", "marks", "likeness")
+    messages = [{**{name: getattr(hit, name) for name in told}, "text": hit.snippet} for hit in hits]
     rows = [["id", "when", "where", "text"]]
     rows += [[chat.id, _day(chat.updated_at), "title", sanitise_line(chat.title)] for chat in chats]
-    rows += [[hit.chat, _day(hit.created_at), hit.role, part(hit)] for hit in hits]
+    rows += [[place_of(hit), _day(hit.created_at), sanitise_line(hit.file) or hit.role, part(hit)] for hit in hits]
     places = f"{count(len(rows) - 1)} place{'' if len(rows) == 2 else 's'}"
     text = f"{table(rows)}\n\n{places}; tokamac chats show ID prints a chat" if len(rows) > 1 else "nothing was found"
     return {"chats": [_plain(chat) for chat in chats], "messages": messages}, text
@@ -180,8 +199,14 @@ def _search(store: "Questions", words: str, _: argparse.Namespace) -> Done:
 
 def _show(store: "Questions", target: str, _: argparse.Namespace) -> Done:
     from ..store.export import loads, to_json
+    from ..store.values import StoreError
 
-    archive = store.archive(_chat(store, target).id)
+    name, sign, message = target.partition(":")
+    archive = store.archive(_chat(store, name).id)
+    if sign:
+        if message not in {str(each.id) for each in archive.messages}:
+            raise StoreError(f"Chat {archive.chat.id} has no message {message!r:.20}", "Take ID:MESSAGE from a search.")
+        archive = replace(archive, chat=replace(archive.chat, head=store.tip(int(message))))
     return {"id": archive.chat.id, **loads(to_json(archive))}, _read(archive)
 
 

@@ -78,6 +78,12 @@ class OnDisk:
     worse: str = ""
     owner: str = ""
 
+    @property
+    def fingerprint(self) -> str:
+        """What changes when its weights do."""
+        times = [part.stat().st_mtime for part in self.path.glob("*.safetensors")]
+        return f"{max(times, default=0):.0f}"
+
 
 @dataclass(frozen=True, slots=True)
 class LocalModels:
@@ -129,6 +135,42 @@ def gguf_models(cache: Path) -> "tuple[KeptGguf, ...]":
     snapshots = (path for each in _repositories(cache) for path in each.glob("snapshots/*"))
     found = kept_models(lm_studio_models().gguf, snapshots)
     return tuple(replace(each, name=name_of_gguf(each.file)) if each.owner == HUB else each for each in found)
+
+
+def embedding_models(cache: Path, folders: Iterable[str], models_folder: Path | None = None) -> list[OnDisk]:
+    """Return models that make vectors of texts, smallest first."""
+    from tokamac.engine.hub.cache import is_whole, lm_studio_models
+    from tokamac.engine.model.config import embeds
+
+    cached = [
+        OnDisk(name if revision == "main" else f"{name}@{revision}", "cache", path, 0)
+        for folder, name in _repositories(cache).items()
+        for revision, path in _revisions(folder)
+    ]
+    places = [*map(expanded, folders), *_converted(models_folder), *lm_studio_models().folders]
+    found = [*cached, *(OnDisk(str(path), "folder", path, 0) for path in dict.fromkeys(places))]
+    able = [each for each in found if (embeds(each.path) or "embed" in short_name(each.model).casefold())]
+    sized = [
+        replace(each, nbytes=sum(part.stat().st_size for part in each.path.glob("*.safetensors")))
+        for each in able
+        if is_whole(each.path)
+    ]
+    return sorted(sized, key=lambda each: each.nbytes)
+
+
+def embedding_model(wanted: str, home: Path, models_folder: Path) -> OnDisk:
+    """Return the one that is wanted, else the smallest here. Raises ModelNotFoundError."""
+    here = embedding_models(hub_cache(), Folders(home / FOLDERS_FILE).all(), models_folder)
+    if wanted and is_folder(wanted):
+        path = expanded(wanted).absolute()
+        return OnDisk(str(path), "folder", path, sum(part.stat().st_size for part in path.glob("*.safetensors")))
+    fitting = [each for each in here if wanted in ("", each.model)]
+    if fitting:
+        return fitting[0]
+    missing = (
+        f"the embedding model {sanitise_line(wanted)} is not on this disk" if wanted else "no embedding model is here"
+    )
+    raise ModelNotFoundError(missing, f"`tokamac models pull {wanted or EMBEDDING_MODEL}` brings one.")
 
 
 def _converted(models_folder: Path | None) -> list[Path]:
@@ -243,6 +285,7 @@ def _free_bytes(cache: Path) -> int | None:
 
 
 FOLDERS_FILE = "folders.json"
+EMBEDDING_MODEL = "Qwen/Qwen3-Embedding-0.6B"  # what is offered where there is none
 
 MOST = 30
 

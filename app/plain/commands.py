@@ -47,12 +47,12 @@ from ..chat.connection import GuideChat
 from ..chat.controller import Bridge, RefusedError, first_question, recording_of
 from ..chat.external_programs import NotTakenError, copied_picture
 from ..chat.figures import LISTED_FIGURES, explain, listed
-from ..chat.listing import EXCERPT, ago, date_of, excerpt, part
+from ..chat.listing import EXCERPT, MeaningSearch, ago, date_of, excerpt, part, place_of
 from ..chat.settings_form import Form, whole_number
 from ..chat.steps import EnginePhase
 from ..models.jobs import ConversionJob, ConversionPhase
 from ..models.local import FOLDERS_FILE, Folders, hub_cache, lasting, models_on_disk
-from ..store.values import Attachment, StoredChat
+from ..store.values import Attachment, Hit, StoredChat
 from ..text import units
 from ..text.sanitise import sanitise, sanitise_line
 from ..text.units import count, short, size
@@ -79,13 +79,50 @@ def chats(view: PlainView, words: str) -> None:
     view.chat.listed = tuple(chat.id for chat in found)
     if words:
         hits = store.search(words, MOST_LISTED)
-        lines += [f"{hit.title}, {hit.role}: {part(hit)} ({hit.chat})" for hit in hits]
-        view.chat.listed += tuple(hit.chat for hit in hits)
+        lines += map(_hit_line, hits)
+        view.chat.listed += tuple(place_of(hit) for hit in hits)
+    _show_found(view, lines, "No matches." if words else "No chats yet.")
+
+
+def _hit_line(hit: Hit) -> str:
+    return f"{hit.title}, {hit.file or hit.role}: {part(hit)} ({place_of(hit)})"
+
+
+def _show_found(view: PlainView, lines: Sequence[str], nothing: str) -> None:
     if lines:
         view.show("\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1)))
         view.console.aside("/open NUMBER or ID opens one.")
     else:
-        view.show("No matches." if words else "No chats yet.")
+        view.show(nothing)
+
+
+def find_meaning(view: PlainView, words: str) -> None:
+    if not words:
+        view.tell("Write what you look for after the command: /meaning why is decoding slow")
+        return
+    preferences = view.chat.preferences
+    search = MeaningSearch.here(recording_of(view.chat).file, preferences.settings, preferences.home)
+    rarely = Rarely()
+
+    def tell(done: int, total: int) -> None:
+        if done and rarely.due():
+            view.tell(f"{done:,} of {total:,} passages are read.")
+
+    try:
+        if (price := search.price()).unread:
+            view.tell(f"{price} Ctrl-C stops it; what was read is kept.")
+        hits = search.find(words, tell)
+    finally:
+        search.close()
+    view.chat.listed = tuple(place_of(hit) for hit in hits)
+    _show_found(view, list(map(_hit_line, hits)), "No chats yet.")
+
+
+def show_turn(view: PlainView, key: str) -> None:
+    """Print the turn of a message that was gone to."""
+    turns = view.chat.session.turns
+    at = next((at for at, turn in enumerate(turns, 1) if int(key) in (turn.key, turn.reply_key)), len(turns))
+    view.show(last_turn(turns[:at], len(turns)))
 
 
 def _chat_line(chat: StoredChat, now: float) -> str:
@@ -779,6 +816,8 @@ def jobs(view: PlainView, written: str) -> None:
 LISTS: Mapping[str, Callable[[PlainView, str], None]] = {
     "stop": stop,
     "chats": chats,
+    "find_meaning": find_meaning,
+    "messages": show_turn,
     "open": open_,
     "branches": branches,
     "context": context,

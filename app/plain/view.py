@@ -103,11 +103,13 @@ def _outline_line(tree: Tree, key: int, *, shown: bool) -> str:
     return f"turn {turn}, {who}, version {number} of {many}{', shown now' if shown else ''}: {said}"
 
 
-def last_turn(turns: Sequence[Turn]) -> str:
+def last_turn(turns: Sequence[Turn], total: int = 0) -> str:
+    """Return the last turn as text. total: turns of the whole path, where these are its beginning."""
     if not turns:
         return "No messages yet."
     turn = turns[-1]
-    lines = [f"Turn {len(turns)} of {len(turns)}."] if len(turns) > 1 else []
+    total = total or len(turns)
+    lines = [f"Turn {len(turns)} of {total}."] if total > 1 else []
     lines += [f"system: {text}" for text in turn.system]
     lines += [f"you{_version(turn.place)}: {turn.prompt}"] if turn.key or turn.prompt else []  # else there is no prompt
     lines += [f"attached: {each.name}" for each in turn.attachments]

@@ -4,7 +4,9 @@
 # one is backed up first. The file is in a folder that only its user can read.
 #
 #     chats ──head──▶ messages ──parent──▶ messages        search: index of the words of all finished messages
-#                         ▲── attachments
+#                         ▲── attachments               file_search: names and words of attachments
+#
+# vectors: what an embedding model made of passages (passages.py), by their hash.
 #
 # Parents are older than children, so there are no cycles; keys include the chat, so trees don't cross chats.
 #
@@ -107,7 +109,31 @@ END""",
 
 # FTS5's own rows of totals and of structure, as in an index of nothing: with broken ones SQLite opens none, even to
 # mend it.
-EMPTY_INDEX = "REPLACE INTO search_data (id, block) VALUES (1, x''), (10, x'00000000000000')"
+EMPTY_INDEX = "REPLACE INTO {}_data (id, block) VALUES (1, x''), (10, x'00000000000000')"
+INDEXES = ("search", "file_search")
+
+# A row of ``attachments`` has no number that stays, so the index numbers it by its message and position.
+_FILE = "({0}message << 20 | {0}position)"
+_FILE_WORDS = "{0}name, CASE {0}kind WHEN 'picture' THEN '' ELSE {0}text END"
+_FILES: Step = (
+    f"CREATE INDEX attachments_by_number ON attachments ({_FILE.format('')})",
+    f"CREATE VIEW attached (id, name, text) AS SELECT {_FILE.format('')}, {_FILE_WORDS.format('')} FROM attachments",
+    """
+CREATE VIRTUAL TABLE file_search USING fts5 (
+    name, text, content = 'attached', content_rowid = 'id', tokenize = "unicode61 remove_diacritics 2", prefix = '1 2'
+)""",
+    f"""
+CREATE TRIGGER file_added AFTER INSERT ON attachments BEGIN
+    INSERT INTO file_search (rowid, name, text) VALUES ({_FILE.format("new.")}, {_FILE_WORDS.format("new.")});
+END""",
+    f"""
+CREATE TRIGGER file_removed AFTER DELETE ON attachments BEGIN
+    INSERT INTO file_search (file_search, rowid, name, text)
+    VALUES ('delete', {_FILE.format("old.")}, {_FILE_WORDS.format("old.")});
+END""",
+    "INSERT INTO file_search (file_search) VALUES ('rebuild')",
+    "CREATE TABLE vectors (hash BLOB, model TEXT, vector BLOB NOT NULL, PRIMARY KEY (hash, model)) STRICT, WITHOUT ROWID",
+)
 
 # Messages of the role "tool", and calls. SQLite changes no CHECK, so the table is made anew, with what hangs on it.
 _TOOLS: Step = (
@@ -138,6 +164,7 @@ STEPS: tuple[Step, ...] = (
     ),
     _TOOLS,
     ("ALTER TABLE chats ADD COLUMN pinned_at REAL", "ALTER TABLE chats ADD COLUMN folder TEXT NOT NULL DEFAULT ''"),
+    _FILES,
 )
 
 

@@ -17,6 +17,7 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.events import ToolCall
 
 from ..text.strict_json import ShapeError, build
+from .database import INDEXES
 from .values import (
     MARKS,
     Archive,
@@ -365,14 +366,34 @@ Mark = tuple[int, int]
 # What is looked through: the user's messages, replies, and the system messages of an import, which are shown like them.
 SEARCHED = "m.state <> 'partial'"
 _COLUMNS = "m.id, m.chat, m.role, m.created_at, c.title"
-_INDEXED = f"""
-SELECT {_COLUMNS}, highlight(search, 0, :open, :close) AS shown
-FROM search CROSS JOIN messages m ON m.id = search.rowid CROSS JOIN chats c ON c.id = m.chat
-WHERE search MATCH :match AND {SEARCHED} AND c.deleted_at IS NULL"""
-_SCANNED = f"""
-SELECT {_COLUMNS}, m.text AS shown
-FROM messages m CROSS JOIN chats c ON c.id = m.chat
-WHERE {SEARCHED} AND c.deleted_at IS NULL"""
+_CHATS = f"CROSS JOIN chats c ON c.id = m.chat WHERE {SEARCHED} AND c.deleted_at IS NULL"
+_FILES = "CROSS JOIN attachments a ON a.message"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where words are looked for, as SQL."""
+
+    index: str
+    text: str
+    found: str
+    all: str
+    columns: str
+    names: tuple[str, ...] = ()
+
+
+_PLACES = (
+    _Place("search", "m.text", "search CROSS JOIN messages m ON m.id = search.rowid", "messages m", "'' AS file"),
+    _Place(
+        "file_search",
+        "CASE a.kind WHEN 'picture' THEN '' ELSE a.text END",
+        f"file_search {_FILES} = file_search.rowid >> 20 AND a.position = file_search.rowid & 0xfffff"
+        " CROSS JOIN messages m ON m.id = a.message",
+        f"messages m {_FILES} = m.id",
+        "a.name AS file",
+        ("a.name",),
+    ),
+)
 
 
 def search(connection: sqlite3.Connection, query: Query, limit: int) -> list[Hit]:
@@ -380,14 +401,20 @@ def search(connection: sqlite3.Connection, query: Query, limit: int) -> list[Hit
         return []
     # The index marks matches inside the text. Nobody can have put these marks into a message: they are drawn now.
     opening, closing = f"<{secrets.token_hex(8)}>", f"</{secrets.token_hex(8)}>"
-    sql = _INDEXED if query.match else _SCANNED
-    sql += "".join(f" AND m.text LIKE :part{number} ESCAPE '\\'" for number in range(len(query.parts)))
     values = {f"part{number}": like(part) for number, part in enumerate(query.parts)}
-    rows = connection.execute(
-        f"{sql} ORDER BY {'search.rowid' if query.match else 'm.id'} DESC LIMIT :limit",
-        {**values, "match": query.match, "open": opening, "close": closing, "limit": limit},
-    )
-    return [_hit(row, opening, closing, query.parts) for row in rows]
+    values |= {"match": query.match, "open": opening, "close": closing}
+    hits: list[Hit] = []
+    for place in _PLACES:
+        shown = f"highlight({place.index}, {len(place.names)}, :open, :close)" if query.match else place.text
+        sql = f"SELECT {_COLUMNS}, {place.columns}, {shown} AS shown FROM {place.found if query.match else place.all} {_CHATS}"
+        sql += f" AND {place.index} MATCH :match" if query.match else ""
+        order = f"{place.index}.rowid" if query.match else "m.id"
+        for number in range(len(query.parts)):
+            told = (f"{text} LIKE :part{number} ESCAPE '\\'" for text in (place.text, *place.names))
+            sql += f" AND ({' OR '.join(told)})"
+        rows = connection.execute(f"{sql} ORDER BY {order} DESC LIMIT :limit", {**values, "limit": limit})
+        hits += [_hit(row, opening, closing, query.parts) for row in rows]
+    return sorted(hits, key=lambda hit: -hit.message)[:limit]
 
 
 def merge_index(connection: sqlite3.Connection, pages: int) -> bool:
@@ -395,9 +422,12 @@ def merge_index(connection: sqlite3.Connection, pages: int) -> bool:
 
     pages: to write; negative for the first part (https://www.sqlite.org/fts5.html#the_merge_command).
     """
-    before = connection.total_changes
-    connection.execute("INSERT INTO search (search, rank) VALUES ('merge', ?)", (pages,))
-    return connection.total_changes - before > 1
+    more = False
+    for index in INDEXES:
+        before = connection.total_changes
+        connection.execute(f"INSERT INTO {index} ({index}, rank) VALUES ('merge', ?)", (pages,))
+        more |= connection.total_changes - before > 1
+    return more
 
 
 def _hit(row: sqlite3.Row, opening: str, closing: str, parts: Iterable[str]) -> Hit:
@@ -415,6 +445,7 @@ def _hit(row: sqlite3.Row, opening: str, closing: str, parts: Iterable[str]) -> 
         marks=inside,
         start=start,
         length=len(text),
+        file=row["file"],
     )
 
 

@@ -25,8 +25,8 @@ from typing import Any, Self
 
 from tokamac.engine.events import Role, ToolCall
 
-from . import database, messages
-from .database import EMPTY_INDEX, Database
+from . import database, messages, passages
+from .database import EMPTY_INDEX, INDEXES, Database
 from .messages import parse
 from .values import (
     Archive,
@@ -188,6 +188,14 @@ class Questions:
     def search(self, typed: str, limit: int = 50) -> list[Hit]:
         with self._database.reading() as connection:
             return messages.search(connection, parse(typed), limit)
+
+    def passages(self) -> list[passages.Passage]:
+        with self._database.reading() as connection:
+            return passages.passages(connection)
+
+    def vectors(self, model: str) -> dict[bytes, bytes]:
+        with self._database.reading() as connection:
+            return passages.vectors_of(connection, model)
 
     def searchable(self) -> int:
         return int(self._database.read(f"SELECT count(*) FROM messages m WHERE {messages.SEARCHED}")[0][0])
@@ -355,6 +363,8 @@ class Store(Questions):
             connection.executemany(f"DELETE FROM attachments WHERE message IN ({mine})", gone)
             connection.executemany("DELETE FROM messages WHERE chat = ?", gone)
             connection.executemany("DELETE FROM chats WHERE id = ?", gone)
+            if gone:
+                passages.forget(connection)
         if gone:
             pages, more = -_MERGED_PAGES, True
             while more:  # a part at a time, so that other programs can write in between
@@ -457,8 +467,13 @@ class Store(Questions):
         Raises StoreDamagedError where the messages can't be read either.
         """
         with self._database.writing() as connection:
-            connection.execute(EMPTY_INDEX)
-            connection.execute("INSERT INTO search (search) VALUES ('rebuild')")
+            for index in INDEXES:
+                connection.execute(EMPTY_INDEX.format(index))
+                connection.execute(f"INSERT INTO {index} ({index}) VALUES ('rebuild')")
+
+    def keep_vectors(self, model: str, vectors: Mapping[bytes, bytes]) -> None:
+        with self._database.writing() as connection:
+            passages.keep(connection, model, vectors)
 
     def recover(self) -> int:
         folder = self.file.parent

@@ -157,7 +157,8 @@ class Hit:
     """A search hit.
 
     snippet: a part of the text from character ``start``. marks: sorted, disjoint (begin, end) in the snippet.
-    length: characters of the whole text.
+    length: characters of the whole text. file: the attachment's name where it is the text of one. likeness: cosine of
+    what was found by meaning.
     """
 
     chat: str
@@ -169,6 +170,8 @@ class Hit:
     marks: tuple[tuple[int, int], ...]
     start: int
     length: int
+    file: str = ""
+    likeness: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

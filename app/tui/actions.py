@@ -21,7 +21,7 @@ from ..chat.attachments import AttachError, Draft, output_of, pasted_picture, re
 from ..chat.background import PATH, ContextUse, PriceQuestion
 from ..chat.controller import ChatController, History, RefusedError, UserChoice, first_question, recording_of
 from ..chat.external_programs import NotTakenError, copied_picture, open_address
-from ..chat.listing import ChatSearch, excerpt
+from ..chat.listing import ChatSearch, MeaningSearch, excerpt
 from ..chat.preferences import Written
 from ..chat.session import Session
 from ..chat.settings_form import Sheet
@@ -101,7 +101,10 @@ class Dialogs:
 
     # Chats ----------------------------------------------------------------------------------------------------------------
 
-    def chats(self, words: str) -> None:
+    def find_meaning(self, words: str) -> None:
+        self.chats(words, by_meaning=True)
+
+    def chats(self, words: str, *, by_meaning: bool = False) -> None:
         from .screens.chats import Background, ChatsScreen
 
         chat, recording = self._chat, recording_of(self._chat)
@@ -110,7 +113,7 @@ class Dialogs:
             recording.look_up_title()  # the list can change it
             chat.view.draw()
             if pick is not None:
-                self._chat.attempt(lambda: self.open_at(pick.chat, pick.message))
+                chat.attempt(lambda: commands.open_at(chat, pick.chat, pick.message))
 
         listed = ChatsScreen(
             ChatSearch(recording.file),
@@ -120,23 +123,10 @@ class Dialogs:
             changed=recording.look,
             folded=self._folded,
             words=words,
+            by_meaning=by_meaning,
+            meaning=lambda: MeaningSearch.here(recording.file, chat.preferences.settings, chat.preferences.home),
         )
         self._screen.app.push_screen(listed, closed)
-
-    def open_at(self, stored: str, message: int | None) -> None:
-        self._chat.open_chat(stored)
-        if message is not None:
-            self.jump(recording_of(self._chat).key_of(message))
-
-    def jump(self, key: int | None) -> None:
-        """Show and select a message of the chat; None: one that this window does not know."""
-        tree = self._chat.session.conversation.tree
-        if key is None or key not in tree.nodes:
-            self._chat.view.tell("This message was added in another window. Open the chat again.")
-            return
-        if key not in {node.key for node in tree.path_to(tree.head)}:
-            self._chat.perform(self._chat.session.show_path(key))
-        self._chat.view.open("messages", str(key))
 
     def delete_open(self, open_: str) -> bool:
         """Delete the open chat, for the list of chats; return whether it is deleted."""
@@ -161,7 +151,7 @@ class Dialogs:
 
         def chosen(key: int | None) -> None:
             if key is not None:
-                self.jump(key)
+                commands.jump(chat, key)
             else:  # the selected message has prices again
                 chat.perform(chat.session.select(chat.view.selected))
 
@@ -468,6 +458,7 @@ class Dialogs:
     ACTIONS: ClassVar[Mapping[str, Callable[["Dialogs", str], None]]] = {
         "chats": chats,
         "open": chats,
+        "find_meaning": find_meaning,
         "branches": branches,
         "context": context,
         "edit_earlier": edit_earlier,

@@ -1,4 +1,4 @@
-"""Ctrl+L: search all chats by title and message. F6: the conversation as a tree."""
+"""Ctrl+L: search all chats by title, message and file, by words or meaning. F6: the conversation as a tree."""
 
 # Folders come between pinned and other chats; folding lasts until the app quits. In the tree, messages without
 # versions share a column, and each version shows the price of continuing its path.
@@ -23,15 +23,29 @@ from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 from textual.worker import Worker, get_current_worker
 
+from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Price, Role
 
 from ...chat.actions import Keymap
 from ...chat.background import of_path
 from ...chat.conversation import Tree
-from ...chat.listing import ChatFolder, ChatMatches, ChatSearch, ago, date_of, excerpt, grouped, plain_hit, said_in
+from ...chat.listing import (
+    ChatFolder,
+    ChatMatches,
+    ChatSearch,
+    MeaningSearch,
+    ago,
+    beside,
+    date_of,
+    excerpt,
+    grouped,
+    plain_hit,
+    said_in,
+)
 from ...models.local import short_name
 from ...store.values import Hit, StoredChat, StoreError
 from ...text.sanitise import sanitise, sanitise_line
+from ...text.units import minutes
 from ..theme import FAINT
 from ..widgets.prompt_input import TextInput
 from .dialog import Dialog
@@ -81,7 +95,9 @@ def hit_row(hit: Hit) -> Content:
         snippet += Content(before) + Content.styled(_one_line(hit.snippet[begin:stop]), "bold underline $text-primary")
         end = stop
     found = Content("  ") + Content.styled(WHO[hit.role], FAINT) + snippet + Content(_one_line(hit.snippet[end:]))
-    return found + Content.styled(f"\n      in {sanitise_line(hit.title)}", FAINT)
+    file = f"{sanitise_line(hit.file)} in " if hit.file else ""
+    near = "" if hit.likeness is None else " · by meaning"
+    return found + Content.styled(f"\n      in {file}{sanitise_line(hit.title)}{near}", FAINT)
 
 
 def _one_line(text: str) -> str:
@@ -105,12 +121,12 @@ INDENT = "  "  # before the chats of a folder
 Entry = StoredChat | Hit | ChatFolder | None  # what a row is of; None is the heading of a date
 
 
-def _identity(entry: Entry) -> tuple[type, str | int] | None:
+def _identity(entry: Entry) -> tuple[type, str] | None:
     match entry:
         case StoredChat():
             return StoredChat, entry.id
         case Hit():
-            return Hit, entry.message
+            return Hit, f"{entry.message} {entry.file}"
         case ChatFolder():
             return ChatFolder, entry.name
         case _:
@@ -159,6 +175,7 @@ class ChatsScreen(Dialog[Pick]):
         Binding("ctrl+k", "pin", "Pin", id="chats.pin", priority=True),
         Binding("ctrl+f", "move", "Folder", id="chats.folder", priority=True),
         Binding("ctrl+y", "next_folder", "Next folder", id="chats.next_folder", priority=True),
+        Binding("ctrl+g", "meaning", "By meaning", id="chats.meaning", priority=True),
         Binding("left", "fold", "Fold", id="chats.fold", show=False, priority=True),
         Binding("right", "unfold", "Unfold", id="chats.unfold", show=False, priority=True),
     ]
@@ -174,8 +191,14 @@ class ChatsScreen(Dialog[Pick]):
         changed: Callable[[], bool] = lambda: False,
         folded: set[str] | None = None,
         words: str = "",
+        by_meaning: bool = False,
+        meaning: Callable[[], MeaningSearch] | None = None,
     ) -> None:
         super().__init__()
+        self._by_meaning, self._new_meaning = by_meaning, meaning
+        self._meaning: MeaningSearch | None = None
+        self._agreed = False  # the price of a search by meaning was told
+        self._near: tuple[str, Sequence[Hit]] = ("", ())  # words, and what was found by their meaning
         self._words = words
         self._folded = set() if folded is None else folded
         self._background = background
@@ -195,7 +218,9 @@ class ChatsScreen(Dialog[Pick]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
             box.border_title = "Chats"
-            yield TextInput(self._words, placeholder="Search titles and messages", select_on_focus=False, compact=True)
+            yield TextInput(
+                self._words, placeholder="Search titles, messages, files", select_on_focus=False, compact=True
+            )
             yield Static("", id="state", classes="note", markup=False)
             yield OptionList(markup=False, compact=True)
 
@@ -203,6 +228,10 @@ class ChatsScreen(Dialog[Pick]):
         self.say_keys(*LISTING)
         self.find(self._words)
         self.set_interval(LOOK_BACKGROUND_S, self._look)
+
+    def on_unmount(self) -> None:
+        if self._meaning is not None:
+            self.run_worker(self._meaning.close, thread=True)
 
     def _look(self) -> None:
         if self._changed() and self._naming is None:
@@ -239,7 +268,8 @@ class ChatsScreen(Dialog[Pick]):
         known = (
             _identity(self._entries[self.query_one(OptionList).highlighted or 0]) if stays and at is not None else None
         )
-        self._shown = found
+        text, near = self._near
+        self._shown = replace(found, hits=beside(found.hits, near if found.text == text else ()))
         self._fill(at or 0)
         if known is not None:
             self._point(lambda entry: _identity(entry) == known)
@@ -251,14 +281,20 @@ class ChatsScreen(Dialog[Pick]):
                 )
             )
         self._say(self._state())
+        if self._by_meaning:
+            self._by_meaning = False
+            self.action_meaning()
 
     def _state(self) -> str:
         found = self._shown
         if found.folder is not None:
             return f"Folder: {sanitise_line(found.folder)} · Ctrl+Y shows the next one"
-        if not found.chats and not found.hits:
-            return "No matches." if found.text.strip() else "No chats yet."
-        if not found.folders or found.text.strip():
+        if found.text.strip():
+            said = "Ctrl+G searches by meaning." if self._new_meaning is not None else ""
+            return said if found.chats or found.hits else f"No matches. {said}".rstrip()
+        if not found.chats:
+            return "No chats yet."
+        if not found.folders:
             return ""
         many = "1 folder" if len(found.folders) == 1 else f"{len(found.folders)} folders"
         return f"{many} · Left and Right fold one · Ctrl+Y shows one alone"
@@ -331,6 +367,45 @@ class ChatsScreen(Dialog[Pick]):
         state.update(text)
         state.display = bool(text)
 
+    def action_meaning(self) -> None:
+        text = self.query_one(Input).value
+        if self._new_meaning is None or self._folder is not None or not text.strip():
+            self._say("Write what you look for in all chats, then Ctrl+G finds it by meaning.")
+        else:
+            self._say("Searching by meaning …")
+            self._find_meaning(text, self._new_meaning)
+
+    @work(thread=True, exclusive=True, group="meaning")
+    def _find_meaning(self, text: str, new: Callable[[], MeaningSearch]) -> None:
+        asked, begun = get_current_worker(), time.monotonic()
+
+        def tell(done: int, total: int) -> None:
+            if not asked.is_cancelled:
+                left = f", {minutes((time.monotonic() - begun) / done * (total - done))} left" if done else ""
+                said = f"Reading for the search by meaning: {done:,} of {total:,} passages{left}"
+                self.app.call_from_thread(self._say, said)
+
+        try:
+            meaning = self._meaning = self._meaning or new()
+            if not self._agreed and (price := meaning.price()).is_large:
+                self._agreed = True
+                self.app.call_from_thread(self._say, f"{price} Ctrl+G again begins.")
+                return
+            near = meaning.find(text, tell)
+        except TokamacError as error:
+            if not asked.is_cancelled:
+                self.app.call_from_thread(self._say, error.one_line())
+            return
+        if not asked.is_cancelled:
+            self.app.call_from_thread(self._show_near, text, near)
+
+    def _show_near(self, text: str, near: Sequence[Hit]) -> None:
+        if self._naming is None and text == self.query_one(Input).value and self.is_mounted:
+            self._near = text, near
+            self._show(self._shown, stays=True)
+            self._point(lambda entry: isinstance(entry, Hit) and entry.likeness is not None)
+            self._say("" if any(hit.likeness is not None for hit in self._shown.hits) else "Nothing more by meaning.")
+
     # Choosing -------------------------------------------------------------------------------------------------------------
 
     @on(Input.Submitted)
@@ -377,6 +452,7 @@ class ChatsScreen(Dialog[Pick]):
             return self._naming is None and self._folder is None and not self.query_one(Input).value
         return self._naming is None or action not in (
             "delete",
+            "meaning",
             "undo",
             "rename",
             "to_list",

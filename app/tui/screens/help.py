@@ -36,7 +36,7 @@ GROUPS: dict[str, str] = {
         "messages edit edit_reply again continue older newer fork pin_turn copy_message copy_code links"
     ),
     "Conversations": (
-        "new_chat private chats open title pin folder context regenerate compact edit_earlier "
+        "new_chat private chats find_meaning open title pin folder context regenerate compact edit_earlier "
         "undo_turn branches delete_chat restore_chat export import"
     ),
     "Models and settings": (

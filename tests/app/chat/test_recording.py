@@ -12,7 +12,7 @@ from tests.app.chat.test_session import LOADED, METRICS, Clock, done
 from tests.app.conftest import Start, refuse_writes, reply_of
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import AskCount, Counted, Load, ReplyEvent
-from tokamac.app.chat import recording
+from tokamac.app.chat import commands, recording
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, REPLACED, SAVED, Recording
@@ -405,7 +405,7 @@ async def test_a_message_of_another_window_is_gone_to(chat: Start) -> None:
         await c.type("half a thought")
         with Store.open(recording.store.file) as other:
             theirs = other.add_message(name, other.path(name)[-1].id, "user", "from the other window")
-        c.app.view.dialogs.open_at(name, theirs.id)
+        commands.open_at(c.app.chat, name, theirs.id)
         await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one", "from the other window"])
         assert c.transcript.selected == theirs.id
         assert c.prompt.text == "half a thought"

@@ -12,6 +12,7 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from tests.app.conftest import Chat, Start
 from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
+from tokamac.app.chat import commands
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.controller import GIVEN_UP
 from tokamac.app.chat.conversation import MessageNode, Reply, Tree
@@ -645,7 +646,7 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
     async with chat("fast", size=(80, 20), ready=False) as c:
         await opened(c)
         for key, word in ((5, "shout"), (3, "whisper")):
-            c.app.view.dialogs.jump(key)
+            commands.jump(c.app.chat, key)
             await c.until(lambda word=word: word in c.screen_text(), word)
             assert c.transcript.selected == 2
             assert c.transcript.has_focus
@@ -658,7 +659,7 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
 async def test_one_at_the_beginning_has_none_before_it(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", size=(80, 20), ready=False) as c:
         await imported(c, tmp_path, FIRST)
-        c.app.view.dialogs.jump(1)
+        commands.jump(c.app.chat, 1)
         await c.pilot.pause()
         assert c.transcript.selected == 2
         assert "shout" in c.screen_text()
