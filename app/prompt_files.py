@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.files import atomic_write, read_text
+from tokamac.engine.files import read_text
 from tokamac.engine.hub.names import nearest
 from tokamac.engine.options import Sampling, TemplateOptions
 
+from . import own_files
+from .own_files import LARGEST_BYTES, OwnFileError
 from .settings import Profile, option_hints, profile_of
 from .text.sanitise import sanitise_line
 
 T = TypeVar("T")
 
-LARGEST_BYTES = 256 << 10
 MOST_FILES = 500
 ARGUMENTS = "$ARGUMENTS"
 KEYS = ("description", "model", "tools", "schema", *option_hints(Sampling), *option_hints(TemplateOptions))
@@ -33,7 +34,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _FENCE = "---"
 
 
-class PromptFileError(TokamacError):
+class PromptFileError(OwnFileError):
     """There is no such prompt, or it can't be used; the message names the file."""
 
 
@@ -74,30 +75,18 @@ def names(folder: Path) -> list[str]:
 
 
 def read(folder: Path, name: str) -> PromptFile:
-    """Raises PromptFileError."""
+    """Raises OwnFileError."""
     file = path_of(folder, name)
-    try:
-        written = read_text(file, LARGEST_BYTES)
-    except FileNotFoundError:
+    if (written := own_files.read(file)) is None:
         near = nearest(name, names(folder))
         hint = f"Did you mean {near}?" if near is not None else f"/prompts edit {name} makes it."
-        raise PromptFileError(f"there is no prompt {name}", hint) from None
-    except (OSError, UnicodeDecodeError) as error:
-        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise PromptFileError(f"{file.name} can't be read: {why}", "Check it in an editor.") from error
+        raise PromptFileError(f"there is no prompt {name}", hint)
     return _parse(written, name, folder)
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    """Raises PromptFileError."""
-    file = path_of(folder, name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as out:
-            out.write(f"{text.strip()}\n".encode())
-    except OSError as error:
-        raise PromptFileError(f"{file} can't be written: {error.strerror}", "Check the folder.") from error
-    return file
+    """Raises OwnFileError."""
+    return own_files.write(path_of(folder, name), text)
 
 
 def _parse(written: str, name: str, folder: Path) -> PromptFile:

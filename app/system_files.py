@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from tokamac.engine.errors import TokamacError
-from tokamac.engine.files import atomic_write, is_file, read_text
+from tokamac.engine.files import is_file
 
+from . import own_files
+from .own_files import OwnFileError
 from .text.sanitise import sanitise_line
 
-LARGEST_BYTES = 256 << 10  # some 60,000 tokens: no more than that is meant for every message
 PROJECT_FILES = ("AGENTS.md", "README.md")
 
 
-class SystemFileError(TokamacError):
+class SystemFileError(OwnFileError):
     """A file for the system prompt can't be read or written."""
 
 
@@ -42,26 +42,20 @@ def memory_file(home: Path, profile: str) -> Path:
 
 
 def memory(home: Path, profile: str) -> list[SystemPart]:
-    """Return the facts of a profile, if there are any. Raises SystemFileError."""
+    """Return the facts of a profile, if there are any. Raises OwnFileError."""
     file = memory_file(home, profile)
     return [SystemPart("memory", file.name, text)] if (text := _read(file)) else []
 
 
 def remember(home: Path, profile: str, fact: str) -> None:
-    """Add a line to the facts. Raises SystemFileError."""
+    """Add a line to the facts. Raises OwnFileError."""
     known = _read(memory_file(home, profile))
     write_memory(home, profile, "\n".join(filter(None, (known, f"- {' '.join(fact.split())}"))))
 
 
 def write_memory(home: Path, profile: str, text: str) -> None:
-    """Raises SystemFileError."""
-    file = memory_file(home, profile)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as out:
-            out.write(f"{text.strip()}\n".encode())
-    except OSError as error:
-        raise SystemFileError(f"{file} can't be written: {error.strerror}", "Check the folder.") from error
+    """Raises OwnFileError."""
+    own_files.write(memory_file(home, profile), text)
 
 
 def project_file(folder: Path) -> Path:
@@ -74,7 +68,7 @@ def project_file(folder: Path) -> Path:
 
 
 def project(path: str | None) -> list[SystemPart]:
-    """Return what a project's file says; None is no file. Raises SystemFileError."""
+    """Return what a project's file says; None is no file. Raises OwnFileError."""
     if path is None:
         return []
     if not (text := _read(Path(path))):
@@ -83,10 +77,4 @@ def project(path: str | None) -> list[SystemPart]:
 
 
 def _read(file: Path) -> str:
-    try:
-        return read_text(file, LARGEST_BYTES).strip()
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise SystemFileError(f"{sanitise_line(str(file))} can't be read: {why}", "It is not sent.") from error
+    return (own_files.read(file) or "").strip()

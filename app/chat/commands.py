@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.files import exists, expanded, read_text
+from tokamac.engine.files import exists, expanded
 
+from .. import own_files
 from .. import prompt_files as files
 from ..backend.processes import ShellError, working_folder
 from ..backend.protocol import Load
@@ -284,7 +285,7 @@ def edit_prompt(chat: ChatController, name: str) -> None:
     """Have the user's editor write the prompt file ``name``, and say what is wrong with it."""
     folder = prompt_folder(chat)
     file = files.path_of(folder, name)
-    known = read_text(file, files.LARGEST_BYTES) if exists(file) else ""
+    known = own_files.read(file) or ""
     text = chat.view.edited(known)
     if not text.strip() or text.strip() == known.strip():
         raise RefusedError(f"{file.name} is unchanged.")

@@ -9,7 +9,7 @@ import shutil
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from zipfile import BadZipFile, ZipFile
 from tokamac.engine.errors import access_hint
 from tokamac.engine.files import expanded, open_regular, sizes
 
-from .. import settings
+from .. import own_files, settings
 from ..parser import Parser
 from ..text.sanitise import sanitise_line
 from ..text.strict_json import ShapeError, build
@@ -30,7 +30,7 @@ from .backup import CHATS, FORMAT, MANIFEST, SETTINGS, VERSION, BackedUpFile, Ba
 if TYPE_CHECKING:
     from ..store.values import Archive
 
-MOST_MANIFEST = 1 << 16  # bytes
+MOST_MANIFEST = 1 << 19  # bytes
 DISK = 2.2  # bytes of a disk that a byte of chats takes meanwhile: a copy, the chats themselves, and their index
 NOTHING = "Nothing was restored."
 UNREADABLE = (
@@ -47,7 +47,7 @@ UNREADABLE = (
 def parser() -> Parser:
     made = Parser(
         "restore",
-        "Add the chats and settings of a backup that are not here. Nothing is replaced: what is here stays as it is.",
+        "Add what a backup has and is not here: chats, settings, prompts, memory. Nothing is replaced.",
         "  tokamac restore ~/tokamac.zip",
     )
     made.add_argument("file", metavar="FILE", help="what `tokamac backup` wrote")
@@ -62,7 +62,7 @@ class Restored:
     Attributes:
         new, extended, same: chats; extended ones had more messages in the backup.
         deleted: chats deleted here.
-        taken, kept: setting names.
+        taken, kept: names of settings, and of files beside them.
     """
 
     new: int = 0
@@ -94,7 +94,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # 
         print(f"{count(done.deleted)} of them deleted here: `tokamac chats list --deleted`, `tokamac chats restore ID`")
     for said, names in (("taken", done.taken), ("kept as they are here", done.kept)):
         if names:
-            print(f"settings {said}: {', '.join(map(sanitise_line, names))}")
+            print(f"settings and files {said}: {', '.join(map(sanitise_line, names))}")
     return 0
 
 
@@ -112,6 +112,10 @@ def _restored(path: Path, archive: ZipFile) -> Restored:
         copy, kept = Path(folder) / CHATS, Path(folder) / SETTINGS
         for name, target, member in ((CHATS, copy, manifest.chats), (SETTINGS, kept, manifest.settings)):
             _extract(archive, name, member, target)
+        texts = dict[str, str]()
+        for number, member in enumerate(manifest.files):
+            _extract(archive, member.name, member, Path(folder) / f"{number}")
+            texts[member.name] = (Path(folder) / f"{number}").read_text(encoding="utf-8")
         text = kept.read_text(encoding="utf-8")
         settings.loads(text)  # before anything is changed
         try:
@@ -128,7 +132,17 @@ def _restored(path: Path, archive: ZipFile) -> Restored:
             done.same += not merged.added and not merged.is_new
             done.deleted += store.chat(merged.chat).deleted_at is not None
     taken, differ = settings.adopt(settings.default_path(), text)
-    return replace(done, taken=tuple(taken), kept=tuple(differ))
+    new, other = _adopt(settings.default_path().parent, texts)
+    return replace(done, taken=(*taken, *new), kept=(*differ, *other))
+
+
+def _adopt(home: Path, texts: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Write the files that are missing here; return their names, and those of others that differ."""
+    here = {name: own_files.read(home / name) for name in texts}
+    new = [name for name, text in here.items() if text is None]
+    for name in new:
+        own_files.write(home / name, texts[name])
+    return new, [name for name, text in here.items() if text is not None and text.strip() != texts[name].strip()]
 
 
 def _manifest(path: Path, archive: ZipFile) -> Manifest:
@@ -144,18 +158,22 @@ def _manifest(path: Path, archive: ZipFile) -> Manifest:
         table = loads(file.read(MOST_MANIFEST + 1).decode())
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ShapeError(f'it has no "format": "{FORMAT}"')
-    if table.get("version") != VERSION:
+    if table.get("version") not in (1, VERSION):
         raise BackupError(
             f"{path} is of version {table.get('version')!r:.20}, and this tokamac reads {VERSION}", "Update tokamac."
         )
     manifest: Manifest = build(Manifest, table, "manifest")
-    if sorted(names) != sorted((MANIFEST, CHATS, SETTINGS)):
-        other = next((name for name in names if name not in (MANIFEST, CHATS, SETTINGS)), "")
+    known = (MANIFEST, CHATS, SETTINGS, *(file.name for file in manifest.files))
+    if sorted(names) != sorted(known) or len(known) > own_files.MOST_FILES + 3:
+        other = next((name for name in names if name not in known), "")
         raise BadZipFile(
             f"it holds {other!r:.40}, which no backup does" if other else "a file is missing or there twice"
         )
     if manifest.settings.bytes > settings.LARGEST_BYTES:
         raise BadZipFile(f"its {SETTINGS} is too large")
+    for own in manifest.files:
+        if own.bytes > own_files.LARGEST_BYTES or not own_files.NAME.fullmatch(own.name):
+            raise BadZipFile(f"{own.name!r:.60} is no prompt or memory, or too large")
     return manifest
 
 

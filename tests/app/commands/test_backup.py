@@ -17,6 +17,7 @@ import pytest
 
 from tests.app.commands.conftest import Result, Run
 from tokamac.app import settings
+from tokamac.app.own_files import NAME, write
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, Attachment
@@ -107,6 +108,27 @@ def test_a_backup_brings_all_back_on_another_machine(tokamac: Run, home: Callabl
         for kept in ("title", "created_at", "updated_at", "model", "settings", "draft", "pinned_at", "folder"):
             assert getattr(after[name].chat, kept) == getattr(each.chat, kept), kept
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_prompts_and_memory_come_along_and_none_is_replaced(
+    tokamac: Run, home: Callable[[str], Path], tmp_path: Path
+) -> None:
+    texts = {"prompts/review.md": "Review: $ARGUMENTS\n", "prompts/form.json": "{}\n", "memory.md": "- I use Linux\n",
+             "memory/at%2Fwork.md": "- Be brief\n"}  # fmt: skip
+    (own := settings.default_path().parent).mkdir(parents=True)
+    for name, text in {**texts, "prompts/.hidden.md": "x", "prompts/x.txt": "x"}.items():
+        write(own / name, text)
+    tokamac("backup", tmp_path / "b.zip")
+    home("second")
+    other = settings.default_path().parent
+    write(other / "memory.md", "- Mine\n")
+    for taken in (sorted({*texts} - {"memory.md"}), []):
+        done = result(tokamac("restore", tmp_path / "b.zip", "--json"))["settings"]
+        assert (sorted(done["taken"]), done["kept"]) == (taken, ["memory.md"])
+        assert {name: (other / name).read_text() for name in texts} == {**texts, "memory.md": "- Mine\n"}
+    assert not (other / "prompts" / "x.txt").exists()
+    for name in ("prompts/../x.md", "memory/.x.md", "prompts/a/b.md", "other.md", "/etc/x.md"):
+        assert not NAME.fullmatch(name), name
 
 
 def test_nothing_secret_is_in_a_backup(tokamac: Run, home: Callable[[str], Path], tmp_path: Path) -> None:
@@ -253,7 +275,7 @@ WRONG = "PRAGMA ignore_check_constraints = ON; UPDATE "
         (given(settings=b"\xff"), "is no backup"), (given(settings=b"a" * (5 << 20)), "too large"),
         (given(other=b"x"), "which no backup does"), (given(manifest=b"["), "is no backup"),
         (given(manifest=b'{"format": "other"}'), "tokamac-backup"),
-        (given(manifest=b'{"format": "tokamac-backup", "version": 2}'), "Update tokamac"),
+        (given(manifest=b'{"format": "tokamac-backup", "version": 3}'), "Update tokamac"),
         (given(manifest=b" " * (1 << 20)), "too large"),
         (lambda members, _: {name: members[name] for name in ("manifest.json", "settings.toml")}, "missing"),
     ],
