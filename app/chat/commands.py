@@ -1,4 +1,4 @@
-"""What the actions of a chat and its messages do: a function over the ``Chat`` and the text after the slash command.
+"""What the actions do (app/chat/actions.py says it of each): a function over the chat and the text after the slash command.
 
 What can't be done raises a ``TokamacError``, which ``do`` tells.
 """
@@ -48,7 +48,6 @@ def _titled(chat: ChatController, stored: StoredChat) -> str:
 
 
 def new_chat(chat: ChatController, _: str) -> None:
-    """Start another conversation; this one is saved."""
     if chat.session.turns or chat.lines:
         chat.view.tell("New chat. The model stays loaded.")
     if chat.begin_new():
@@ -56,7 +55,6 @@ def new_chat(chat: ChatController, _: str) -> None:
 
 
 def private(chat: ChatController, _: str) -> None:
-    """Begin a chat of which nothing is kept, or end and forget it."""
     begins = not chat.private
     chat.be_private(private=begins)
     kept = "neither the chat, nor the prompt cache on disk, nor what you type"
@@ -65,7 +63,6 @@ def private(chat: ChatController, _: str) -> None:
 
 
 def title(chat: ChatController, text: str) -> None:
-    """Give the conversation a title."""
     recording = recording_of(chat)
     if recording.chat is None:
         raise RefusedError("This chat has no messages yet, so it can't have a title.")
@@ -103,7 +100,6 @@ def folder(chat: ChatController, name: str) -> None:
 
 
 def delete_chat(chat: ChatController, name: str) -> None:
-    """Delete the chat ``name``, or the open one."""
     recording = recording_of(chat)
     if not (wanted := name or recording.chat):
         raise RefusedError("There is nothing to delete yet.")
@@ -137,7 +133,6 @@ def delete(chat: ChatController, stored: StoredChat, *, back: str) -> None:
 
 
 def restore_chat(chat: ChatController, name: str) -> None:
-    """Restore and open the chat ``name``, or the one deleted last."""
     store = recording_of(chat).store
     found = chat.find_chat(name) if name else store.last_deleted()
     if found is None:
@@ -151,7 +146,6 @@ def restore_chat(chat: ChatController, name: str) -> None:
 
 
 def fork(chat: ChatController, _: str) -> None:
-    """Continue from the selected message in a copy; this chat stays as it is."""
     recording, node = recording_of(chat), chat.selected()
     stored = None if node is None else recording.stored(node.key)
     if recording.chat is None or stored is None:
@@ -161,7 +155,6 @@ def fork(chat: ChatController, _: str) -> None:
 
 
 def open_(chat: ChatController, name: str) -> None:
-    """Open a chat by its ID, or by its number in the last list."""
     recording_of(chat)
     if name:
         stored, message = chat.find_place(name)
@@ -189,7 +182,6 @@ def jump(chat: ChatController, key: int | None) -> None:
 
 
 def import_(chat: ChatController, written: str) -> None:
-    """Create a chat from a file, and open it."""
     file = recording_of(chat).file
     if not written:
         raise RefusedError("Write the file after the command: /import chat.md (or .json)")
@@ -210,7 +202,6 @@ def _imported(chat: ChatController, file: Path, written: str) -> Callable[[], No
 
 
 def export(chat: ChatController, written: str) -> None:
-    """Export the chat to a new file: the one that is named, or one named after the title."""
     recording = recording_of(chat)
     if not chat.session.turns:
         raise RefusedError("There is nothing to export yet.")
@@ -269,7 +260,6 @@ def prompt_folder(chat: ChatController) -> Path:
 
 
 def prompt_files(chat: ChatController, written: str) -> None:
-    """List the user's prompts, edit one, or make one of the last message."""
     verb, _, name = written.partition(" ")
     name = name.strip().removeprefix("/").removesuffix(".md")
     match verb:
@@ -376,12 +366,10 @@ def send_prompt(chat: ChatController, name: str, arguments: str, attachments: tu
 
 
 def regenerate(chat: ChatController, text: str) -> None:
-    """Regenerate the last reply, or write several versions of it at once."""
     _again(chat, text, None)
 
 
 def again(chat: ChatController, text: str) -> None:
-    """Regenerate the selected reply, or write several versions of it at once."""
     _again(chat, text, _selected_key(chat))
 
 
@@ -394,7 +382,6 @@ def _again(chat: ChatController, text: str, key: int | None) -> None:
 
 
 def shorter(chat: ChatController, text: str) -> None:
-    """Regenerate the last reply with fewer tokens."""
     tokens = whole_number(text) if text else None
     if text and not tokens:
         raise RefusedError("Write a number of tokens after the command: /shorter 200")
@@ -485,7 +472,6 @@ def _loads_of(chat: ChatController, names: Sequence[str]) -> list[Load]:
 
 
 def continue_(chat: ChatController, _: str) -> None:
-    """Continue the selected reply."""
     chat.reply(lambda: chat.session.continue_reply(_selected_key(chat)))
 
 
@@ -539,12 +525,10 @@ def edit_reply(chat: ChatController, text: str) -> None:
 
 
 def older(chat: ChatController, _: str) -> None:
-    """Show the previous version."""
     _step(chat, -1)
 
 
 def newer(chat: ChatController, _: str) -> None:
-    """Show the next version."""
     _step(chat, 1)
 
 
@@ -602,7 +586,6 @@ def links_of(chat: ChatController) -> "list[OpenableLink]":
 
 
 def stats(chat: ChatController, _: str) -> None:
-    """Say the figures of the last reply."""
     chat.view.show(listed(chat.session, known=True))
 
 
