@@ -4,6 +4,7 @@
 # settings can't start programs or allow tools.
 
 import argparse
+import errno
 import hashlib
 import shutil
 import struct
@@ -81,6 +82,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:  # noqa: ARG001  # 
     except UNREADABLE as error:
         raise BackupError(f"{path} is no backup, or is damaged: {error}", NOTHING) from error
     except OSError as problem:
+        if problem.errno == errno.EINVAL:  # its directory names a place before its first byte
+            raise BackupError(f"{path} is no backup, or is damaged: {problem.strerror}", NOTHING) from problem
         said = f"{problem.filename or path}: {problem.strerror or problem}"
         raise BackupError(
             f"{path} can't be restored: {said}", access_hint(problem, "Check the path and the disk.")
