@@ -119,6 +119,10 @@ def parser() -> Parser:
         help="web page allowed to send requests, such as http://localhost:3000 or app://obsidian.md; repeatable",
     )  # fmt: skip
     made.add_argument(
+        "--fetch-images", action="store_true",
+        help="fetch pictures that requests name by a web address, from public ones alone: at most 8 of 4 MB in 20 s",
+    )  # fmt: skip
+    made.add_argument(
         "--engine", metavar="SOCKET", help="use a running chat's engine over this socket (what /serve does)"
     )
     made.add_argument(
@@ -352,6 +356,7 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
         token=token_of(token_file()) if _needs_token(options) else None,
         log=user_log_path("tokamac") / "serve-engine.log",
         idle_s=60 * options.idle or math.inf,
+        fetches=options.fetch_images,
     )
 
 

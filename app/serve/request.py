@@ -254,7 +254,7 @@ EFFORTS: Mapping[str, tuple[Thinking, ...]] = {
 }
 PARTS = ("text", "input_text", "output_text")  # parts of a message that are text
 PICTURES = ("image_url", "input_image", "image")
-NOT_FETCHED = "Send the picture itself: a data: URL, or base64; none is fetched."
+NOT_FETCHED = "Send the picture itself: a data: URL, or base64; addresses are fetched by `serve --fetch-images` alone."
 THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")  # and that are thinking
 # Fields of Sampling that the interfaces write in other ways.
 NOT_PLAIN = {"max_tokens", "logprobs", "logit_bias", "stop"}

@@ -41,6 +41,7 @@ from .body import UnreadableBodyError, read_apart
 from .clients import CLIENT_HEADER
 from .embeddings import OllamaEmbeddings, OpenAIEmbeddings
 from .engine import check_told
+from .fetched import with_pictures
 from .gate import Gate
 from .launched import FirstPrompts, state_folder
 from .metrics import OTHER, ServerMetrics
@@ -96,9 +97,11 @@ class ServerApp:
     Args:
         gate: authorization.
         log: receives a line per request.
+        fetches: whether pictures named by a web address are fetched.
     """
 
-    def __init__(self, pool: ModelPool, gate: Gate, log: Callable[[str], None]) -> None:
+    def __init__(self, pool: ModelPool, gate: Gate, log: Callable[[str], None], *, fetches: bool = False) -> None:
+        self._fetches = fetches
         self.stopping, self._metrics = asyncio.Event(), ServerMetrics()
         self._pool, self._gate, self._log = pool, gate, log
         self._first_prompts = FirstPrompts(state_folder(), log)
@@ -281,6 +284,12 @@ class ServerApp:
         return await while_wanted(work, request.receive, self.stopping)
 
     async def _read(self, request: Request, outcome: RequestOutcome) -> tuple[Mapping[str, Any], Runner]:
+        given, run = await self._understood(request, outcome)
+        if self._fetches:
+            given = await self._wanted(request, asyncio.to_thread(with_pictures, given))
+        return given, run
+
+    async def _understood(self, request: Request, outcome: RequestOutcome) -> tuple[Mapping[str, Any], Runner]:
         body = await read_body(request)
         outcome.body_bytes = len(body)
         run: Runner = _at_once if len(body) < LONG_BODY else asyncio.to_thread

@@ -51,7 +51,7 @@ class ServerOptions:
 
     hosts, origins: allowed beyond loopback's. card: builds the announcement of the engine to the user's other
     programs; None: not announced. engine: socket of a running chat's engine, used instead of an own one. idle_s: how long a model
-    stays in memory unused; inf for ever.
+    stays in memory unused; inf for ever. fetches: pictures named by a web address.
     """
 
     offer: Offer
@@ -63,6 +63,7 @@ class ServerOptions:
     card: CardMaker | None = None
     engine: Path | None = None
     idle_s: float = math.inf
+    fetches: bool = False
     log: Path = field(default_factory=Path)
     command: tuple[str, ...] = CHILD_COMMAND
 
@@ -188,7 +189,7 @@ async def serve(
                 return ending.interrupted
             model = loaded.result()
             hosts = (*LOOPBACK_NAMES, host, *options.hosts) if is_loopback(host) else None
-            app = ServerApp(pool, Gate(hosts, options.origins, options.token), note)
+            app = ServerApp(pool, Gate(hosts, options.origins, options.token), note, fetches=options.fetches)
             server = ending.server = QuietServer(_config(app))
             serving = asyncio.ensure_future(server.serve(sockets=[listening]))
             ready(model)

@@ -18,6 +18,8 @@ from tokamac.app.chat.attachments import AttachError, Draft, dropped, pasted_pic
 from tokamac.app.chat.conversation import Turn
 from tokamac.app.chat.conversation import messages as told_of
 from tokamac.app.chat.external_programs import NotTakenError, copied_picture
+from tokamac.app.serve.fetched import with_pictures
+from tokamac.app.serve.request import RequestError
 from tokamac.app.store.values import Attachment, ToolResult, pictures_of
 from tokamac.engine import Engine, Message, Sampling
 from tokamac.engine.events import ToolCall
@@ -64,11 +66,8 @@ def test_clients_blocks_are_the_same_picture(served: Served, alone: Any) -> None
     own = {"role": "user", "content": "what is it?", "images": [DATA]}
     options = {"temperature": 0, "num_predict": 8}
     status, told = served.ask("/api/chat", {"messages": [own], "stream": False, "options": options})
-    assert (status, told["message"]["content"], told["prompt_eval_count"]) == (
-        200,
-        alone.text,
-        alone.metrics.prompt_tokens,
-    )
+    assert (status, told["message"]["content"]) == (200, alone.text)
+    assert told["prompt_eval_count"] == alone.metrics.prompt_tokens
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     turns = [("user", [TEXT]), ("assistant", [call]), ("user", [result])]
@@ -84,6 +83,19 @@ def test_nothing_is_fetched_and_what_is_no_picture_is_a_400(served: Served, url:
     content = [{"type": "image_url", "image_url": {"url": url}}]
     status, told = served.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
     assert (status, told["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+
+
+def test_a_server_that_may_fetches_pictures_from_public_addresses_alone() -> None:
+    url, asked = "https://a.org/x.png", []
+    block, source = {"type": "input_image", "image_url": url}, {"type": "image", "source": {"type": "url", "url": url}}
+    nested = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    given = {"messages": [{"content": [nested, source]}], "input": [block], "tools": [block]}
+    made = with_pictures(given, lambda address, **_: asked.append(address) or picture("alpha"))
+    (first, second), whole = made["messages"][0]["content"], made["input"][0]["image_url"]
+    assert (asked, first["image_url"], made["tools"]) == ([url], {"url": whole, "detail": "low"}, [block])
+    assert base64.b64decode(second["source"]["data"]) == base64.b64decode(whole.partition(",")[2]) == picture("alpha")
+    with pytest.raises(RequestError, match="only public ones are fetched"):
+        with_pictures({"input": [{**block, "image_url": "http://127.0.0.1/a.png"}]})
 
 
 # What each tool writes: AppleScript's form as recorded on macOS, the others the file itself.

@@ -182,7 +182,9 @@ def test_a_source_without_a_tokenizer_is_told(tmp_path):
 def test_by_default_a_text_weighs_errors_and_a_tied_head_counts_as_a_head(tmp_path):
     source = make_source(tmp_path, "tied")
     model = Streamed(streamable_source(open_source(source)))
-    ids = streaming.calibration_sequences(load_tokenizer(source, read_config(source), ""), calibration_text(None), SEQUENCES)
+    ids = streaming.calibration_sequences(
+        load_tokenizer(source, read_config(source), ""), calibration_text(None), SEQUENCES
+    )
     importance = activation_statistics(model, ids)
     weights = mx.load(str(source / "model.safetensors"))
     convert(source, tmp_path / "out", embed_bits=4)
