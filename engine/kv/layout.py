@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..device import device_kind
 from ..errors import OptionError
-from ..vision.positions import PictureGroups, sees_ahead
+from ..vision.positions import PictureGroups, picture_groups
 from .costs import STEP, grown, token_bytes
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ class Growing:
 
         reach: the window the model asks for, if any.
         """
-        ahead = sees_ahead(reach)
+        if (ahead := picture_groups()) is not None:
+            ahead = ahead.within(reach)
         if not as_array and ahead is None and (reach is None or start + count <= reach):
             return None if count == 1 else "causal"
         if count == 1 and ahead is None:
@@ -277,7 +278,9 @@ class Ring:
         return parts
 
     def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
-        stop, ahead = start + count, sees_ahead(reach)
+        stop = start + count
+        if (ahead := picture_groups()) is not None:
+            ahead = ahead.within(reach)
         if reach is not None and reach >= self.window:
             reach = None
         if not as_array and ahead is None and stop <= min(self.window, reach or stop):

@@ -24,14 +24,13 @@ class PictureGroups:
         own, other = self.of[rows][:, None], self.of[columns][None]
         return mask | ((own == other) & (own > 0))
 
+    def within(self, reach: int | None) -> "PictureGroups | None":
+        """Return these where they see ahead in a layer with such a window, else None."""
+        return None if self.slides and reach is None else self
+
 
 _groups: ContextVar[PictureGroups | None] = ContextVar("groups", default=None)
-
-
-def sees_ahead(reach: int | None) -> PictureGroups | None:
-    """Return the pictures whose tokens see each other in a layer with such a window; None: no token sees ahead."""
-    groups = _groups.get()
-    return None if groups is None or (groups.slides and reach is None) else groups
+picture_groups = _groups.get  # of this pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -937,10 +937,7 @@ REQUESTS = st.one_of(
         background=st.booleans(),
         kv_bits=st.none() | st.tuples(NUMBERS, NUMBERS),
     ),
-    st.builds(protocol.Cancel, NUMBERS),
-    st.builds(protocol.KeepGoing, NUMBERS),
-    st.builds(protocol.Hold, NUMBERS),
-    st.builds(protocol.GoOn, NUMBERS),
+    *(st.builds(kind, NUMBERS) for kind in (protocol.Cancel, protocol.KeepGoing, protocol.Hold, protocol.GoOn)),
     st.builds(protocol.Warm, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskCount, NUMBERS, TEXT),
@@ -956,6 +953,7 @@ REQUESTS = st.one_of(
     st.builds(protocol.Share, TEXT),
     st.builds(protocol.Join, st.none() | st.builds(protocol.Load, TEXT, KV), st.none() | FLOATS),
     st.builds(protocol.LimitMemory, st.none() | NUMBERS),
+    st.builds(protocol.SetPace, NUMBERS, st.none() | NUMBERS),
     st.just(protocol.Quit()),
 )
 PRICE = st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)

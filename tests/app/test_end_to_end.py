@@ -135,7 +135,7 @@ def test_a_first_run_to_a_chat_that_is_continued(tmp_path: Path) -> None:
         tmux.press("C-n")
         ask(tmux, home, "Which keys make a new line?")
         tmux.press("C-l")
-        tmux.shows("Search titles and messages")
+        tmux.shows("Search titles, messages, files")
         tmux.write("ceiling")
         tmux.shows("what is a ceiling")
         tmux.press("Enter")
@@ -380,7 +380,7 @@ def test_what_is_written_after_another_program_came_and_went_outlives_a_kill(tmp
             terminal.press(key)
         until(lambda: replied("the first prompt"), "a reply")
         terminal.press(CHATS)  # a second connection of the app
-        terminal.wait_for("Search titles and messages", PATIENCE_S)
+        terminal.wait_for("Search titles, messages, files", PATIENCE_S)
         terminal.press(ESCAPE)
         inode = log.stat().st_ino
         commands()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -652,9 +653,9 @@ def test_servers_added_changed_or_removed_are_noticed(server: Callable[..., McpC
     del server  # its script is there
     how = McpServer(sys.executable, (str(tmp_path / "server.py"),))
     box = Toolbox(Settings(mcp={"a": how}), tmp_path, tmp_path / "log")
-    assert box.start("a") == 4
+    assert box.start("a") == 5
     box.update({"a": how, "b": how, "no name": how})
-    assert [(name, box.state_of(name)) for name in box.servers] == [("a", "running, 4 tools"), ("b", "not started")]
+    assert [(name, box.state_of(name)) for name in box.servers] == [("a", "running, 5 tools"), ("b", "not started")]
     box.update({"a": replace(how, seconds=9.0)})
     assert [(name, box.state_of(name)) for name in box.servers] == [("a", "not started")]
     with pytest.raises(McpError, match="not in the settings any more"):
@@ -684,12 +685,12 @@ def test_tools_are_listed_with_their_server_and_consent(server: Callable[..., Mc
     box.start("probe")
     after = box.listed(["probe"], (), {"probe_shout"})
     at = next(at for at, each in enumerate(after) if each.server)
-    assert after[at].about == "running, 4 tools"
+    assert after[at].about == "running, 5 tools"
     shout = after[at + 1]
     assert (shout.name, shout.switch, shout.on, shout.of_server) == ("probe_shout", "probe", True, True)
     assert shout.consent == "always"
     box.close()
-    assert box.state_of("probe") == "ended, 4 tools; a call starts it again"
+    assert box.state_of("probe") == "ended, 5 tools; a call starts it again"
 
 
 # On the screen --------------------------------------------------------------------------------------------------------------
@@ -912,7 +913,7 @@ class CallingEngine:
     """Ends every reply with a call. told: the results it was given."""
 
     def __init__(self, problem: str = "") -> None:
-        self.problem, self.told = problem, list[str]()
+        self.problem, self.told, self.spec = problem, list[str](), SimpleNamespace(sees=False)
 
     def __enter__(self) -> Self:
         return self
