@@ -91,7 +91,7 @@ def peak_bytes(source: Source, options: Options, chosen: Choices, sequences: int
     of_weight = max((4 * math.prod(shape) + 8 * shape[-1] ** 2 for shape in shapes.values()), default=0)
     count = sequences or SEQUENCES
     activations = 5 * count * LENGTH * max((max(shape[-2:]) for layer in layers for shape in layer), default=0)
-    return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes(source.config, count)
+    return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes()
 
 
 class _Packer:

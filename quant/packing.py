@@ -12,7 +12,7 @@ from mlx import nn
 
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import OptionError
-from tokamac.engine.model.weights import VISION_FILE, text_config
+from tokamac.engine.model.weights import VISION_FILE
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import PartName, Tensor, part_of
 from tokamac.engine.vision.eyes import family_of
@@ -295,9 +295,9 @@ def uniform(options: Options) -> Packing:
     return Packing(options.packed_bits, options.group, "affine")
 
 
-def attention_bytes(config: Mapping[str, Any], sequences: int) -> int:
-    heads = int(text_config(config).get("num_attention_heads") or 0) if device_kind() == "cpu" else 0
-    return FLOAT_BYTES * 2 * sequences * heads * LENGTH**2
+def attention_bytes() -> int:
+    """Return what attention holds beside its results: on a CPU one head's scores and mask; fused on a GPU."""
+    return FLOAT_BYTES * 2 * LENGTH**2 if device_kind() == "cpu" else 0
 
 
 def working(name: str, weight: mx.array) -> mx.array:
