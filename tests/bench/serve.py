@@ -89,7 +89,7 @@ class ServeProcess:
     def close(self) -> None:
         """End it."""
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(120)
         self._log.shutdown()
         assert self._process.stderr is not None
         self._process.stderr.close()
