@@ -187,15 +187,9 @@ def fetch(
     return WebPage(last, text)
 
 
-def fetch_picture(
-    address: str,
-    *,
-    resolve: Resolve = resolved,
-    public: Callable[[str, int, Resolve], str] = public,
-    deadline_s: float = DEADLINE_S,
-) -> bytes:
+def fetch_picture(address: str, *, deadline_s: float = DEADLINE_S) -> bytes:
     """Fetch a picture's file, of any form. Raises ToolError."""
-    _, kind, body = _Fetch(lambda host, port: public(host, port, resolve), deadline_s).run(address)
+    _, kind, body = _Fetch(lambda host, port: public(host, port, resolved), deadline_s).run(address)
     if not kind.lower().startswith("image/"):
         raise ToolError(f"what is there is {kind:.60}, not a picture")
     return body
