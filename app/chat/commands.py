@@ -390,14 +390,16 @@ def shorter(chat: ChatController, text: str) -> None:
 
 def undo_turn(chat: ChatController, _: str) -> None:
     """Take the last turn back; first offer to restore the files that it wrote."""
-    box, calls = chat.preferences.toolbox, chat.session.last_calls()
-    if box is None or chat.session.replying or not (back := box.journal.of(calls)[0]):
+    box, turn = chat.preferences.toolbox, chat.session.last_turn()
+    calls = [node.result.call for node in turn if node.result is not None]
+    kept = chat.recording.writes(node.key for node in turn) if calls and chat.recording is not None else []
+    if box is None or chat.session.replying or not (back := box.journal.of(calls, kept)[0]):
         _take_back(chat)
         return
 
     def answered(answer: int) -> None:
         if answer == 0:
-            chat.view.tell(restored(box.journal.of(calls)))
+            chat.view.tell(restored(box.journal.of(calls, kept)))
         _take_back(chat)
 
     lines: list[Line] = [("", f"{sanitise_line(str(each.path))}{NEW if each.after is None else ''}") for each in back]

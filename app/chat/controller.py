@@ -477,7 +477,8 @@ class ChatController:
                 self.preferences.stop_tools()
             case RunTool(call):
                 self.view.draw(step)
-                self.preferences.run_tool(call, self._tool_ended)
+                keep = None if self.recording is None else self.recording.keeper()
+                self.preferences.run_tool(call, self._tool_ended, keep)
             case _:
                 self.view.draw(step)
 

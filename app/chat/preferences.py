@@ -25,6 +25,7 @@ from .settings_form import whole_number
 
 if TYPE_CHECKING:
     from ..tools.calls import Furthest, Preview
+    from ..tools.changes import Keep
     from ..tools.toolbox import Toolbox
     from .session import Session
 
@@ -212,10 +213,10 @@ class Preferences:
         self._given = replace(self._given, tools=None)
         self.own = replace(self.own, tools=tuple(names))
 
-    def run_tool(self, call: ToolCall, then: Callable[[ToolResult], None]) -> None:
-        """Run a call of any chat on a thread; ``then`` runs there too."""
+    def run_tool(self, call: ToolCall, then: Callable[[ToolResult], None], keep: "Keep | None" = None) -> None:
+        """Run a call of any chat on a thread; ``then`` and ``keep`` run there too."""
         if self.toolbox is not None:
-            self.toolbox.run_later(call, then)
+            self.toolbox.run_later(call, then, keep)
 
     def furthest(self, tool: str) -> "Furthest":
         return "always" if self.toolbox is None else self.toolbox.furthest(tool)

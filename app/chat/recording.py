@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.events import CacheUse, ToolCall
 from tokamac.engine.lab.passes import PassLog
@@ -25,6 +25,7 @@ from ..store.values import (
     LEFT_OUT,
     OUTCOMES,
     PINNED,
+    FileWrite,
     FinalState,
     Json,
     Merged,
@@ -58,6 +59,9 @@ from .steps import (
     VersionsBegun,
 )
 from .versions import Versions
+
+if TYPE_CHECKING:
+    from ..tools.changes import Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,11 @@ class Ledger:
     @property
     def growing(self) -> int | None:
         return self._ids.get(self._last) if self._last in self._open else None
+
+    @property
+    def last(self) -> int | None:
+        """The newest message, if it is stored."""
+        return self._ids.get(self._last)
 
     def stored(self, key: int) -> int | None:
         return self._ids.get(key)
@@ -651,6 +660,16 @@ class Recording:
         if self.chat is not None:
             self._owe("own", lambda chat: self.store.set_settings(chat, as_settings(self._preferences.own)))
 
+    def keeper(self) -> "Keep | None":
+        """Return what notes a write of the running chat's tools, on any thread; None: its last message is not stored."""
+        running = self._session.running
+        message = None if running is None else self._of(running.conversation).ledger.last
+        return None if message is None else partial(keep_write, self.file, message)
+
+    def writes(self, keys: Iterable[int]) -> list[FileWrite]:
+        """Return what tools wrote after these messages. Raises StoreError."""
+        return self.store.writes([stored for key in keys if (stored := self.stored(key)) is not None])
+
     def stored(self, key: int) -> int | None:
         return self.ledger.stored(key)
 
@@ -784,6 +803,18 @@ class Recording:
             self._tell(TITLE.format(error.one_line()))
             return False
         return True
+
+
+def keep_write(file: Path, message: int, write: FileWrite) -> Callable[[], None]:
+    """Note a write, on any thread; return what forgets it. Raises StoreError."""
+    with Store.open(file) as store:
+        noted = store.note_write(message, write)
+
+    def drop() -> None:
+        with Store.open(file) as store:
+            store.forget_write(noted)
+
+    return drop
 
 
 def _adapter(session: Session) -> dict[str, Any]:

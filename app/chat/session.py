@@ -220,11 +220,10 @@ class Session(SessionState):
         back = returned([Draft(prompt.prompt or "", prompt.attachments)])
         return [Moved(tuple(self.turns)), *back, *self._warm_history()]
 
-    def last_calls(self) -> list[ToolCall]:
-        """Return the calls that were answered since the last prompt."""
+    def last_turn(self) -> list[MessageNode]:
+        """Return the messages from the last prompt on."""
         path = self.conversation.tree.path_to(self.conversation.tree.head)
-        last = next((at for at in reversed(range(len(path))) if path[at].prompt is not None), 0)
-        return [node.result.call for node in path[last:] if node.result is not None]
+        return path[next((at for at in reversed(range(len(path))) if path[at].prompt is not None), 0) :]
 
     def shorten(self, tokens: int | None = None) -> list[Step]:
         """Regenerate the last reply with at most ``tokens``; None: a quarter of its length."""

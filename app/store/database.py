@@ -6,7 +6,8 @@
 #     chats ──head──▶ messages ──parent──▶ messages        search: index of the words of all finished messages
 #                         ▲── attachments               file_search: names and words of attachments
 #
-# vectors: what an embedding model made of passages (passages.py), by their hash.
+# vectors: what an embedding model made of passages (passages.py), by their hash. writes: of tools, below the message
+# that they followed, with the file as it was; noted before the file changes.
 #
 # Parents are older than children, so there are no cycles; keys include the chat, so trees don't cross chats.
 #
@@ -151,6 +152,21 @@ _TOOLS: Step = (
     *(statement for statement in _SEARCH if "VIRTUAL" not in statement),
 )
 
+# Paths are bytes: a name need not be text.
+_WRITES: Step = (
+    """
+CREATE TABLE writes (
+    id      INTEGER PRIMARY KEY,
+    message INTEGER NOT NULL REFERENCES messages (id) DEFERRABLE INITIALLY DEFERRED,
+    path    BLOB NOT NULL,
+    root    BLOB NOT NULL,
+    mode    INTEGER,
+    before  BLOB,
+    after   BLOB NOT NULL
+) STRICT""",
+    "CREATE INDEX writes_by_message ON writes (message)",
+)
+
 # What leads to each version, from 1; the program's version is their number.
 STEPS: tuple[Step, ...] = (
     (
@@ -165,6 +181,7 @@ STEPS: tuple[Step, ...] = (
     _TOOLS,
     ("ALTER TABLE chats ADD COLUMN pinned_at REAL", "ALTER TABLE chats ADD COLUMN folder TEXT NOT NULL DEFAULT ''"),
     _FILES,
+    _WRITES,
 )
 
 

@@ -12,6 +12,7 @@
 # title, draft and head the last write wins. Long-running programs poll ``changed`` and ``follow``.
 
 import json
+import os
 import re
 import sqlite3
 import time
@@ -32,6 +33,7 @@ from .values import (
     Archive,
     Attachment,
     BranchPreview,
+    FileWrite,
     FinalState,
     Followed,
     Hit,
@@ -52,6 +54,7 @@ from .values import (
 Clock = Callable[[], float]
 PREVIEW_CHARS = 80
 MOST_FOLDER_CHARS = 60
+WRITES_BYTES = 64 << 20  # of files as they were before tools wrote them
 UNDO_S = 30 * 86400.0  # how long a deleted chat can be brought back
 _MERGED_PAGES = 500  # of the search index in one transaction: some 2 MB
 _ID = re.compile(f"[{messages.ID_CHARS}]{{1,{messages.ID_LENGTH}}}")
@@ -196,6 +199,16 @@ class Questions:
     def vectors(self, model: str) -> dict[bytes, bytes]:
         with self._database.reading() as connection:
             return passages.vectors_of(connection, model)
+
+    def writes(self, messages: Collection[int]) -> list[FileWrite]:
+        """Return what tools wrote after these messages, oldest first."""
+        wanted = "SELECT * FROM writes WHERE message IN (SELECT value FROM json_each(?)) ORDER BY id"
+        return [
+            FileWrite(
+                Path(os.fsdecode(row["path"])), Path(os.fsdecode(row["root"])), row["before"], row["after"], row["mode"]
+            )
+            for row in self._database.read(wanted, (json.dumps(list(messages)),))
+        ]
 
     def searchable(self) -> int:
         return int(self._database.read(f"SELECT count(*) FROM messages m WHERE {messages.SEARCHED}")[0][0])
@@ -360,7 +373,8 @@ class Store(Questions):
         with self._database.writing() as connection:
             gone = [(row["id"],) for row in connection.execute(old, (self._now() - older_than_s,))]
             mine = "SELECT id FROM messages WHERE chat = ?"
-            connection.executemany(f"DELETE FROM attachments WHERE message IN ({mine})", gone)
+            for table in ("attachments", "writes"):
+                connection.executemany(f"DELETE FROM {table} WHERE message IN ({mine})", gone)
             connection.executemany("DELETE FROM messages WHERE chat = ?", gone)
             connection.executemany("DELETE FROM chats WHERE id = ?", gone)
             if gone:
@@ -460,6 +474,23 @@ class Store(Questions):
         if changed.rowcount != 1:
             hint = "Open the chat again to see its state."
             raise StoreError(f"Message {reply} is not a reply that is being written here", hint)
+
+    def note_write(self, message: int, write: FileWrite) -> int:
+        """Note a write before it is made; files as they were are kept up to WRITES_BYTES, the newest ones."""
+        row = (message, os.fsencode(write.path), os.fsencode(write.root), write.mode, write.before, write.after)
+        old = "SELECT id, sum(coalesce(length(before), 0)) OVER (ORDER BY id DESC) AS so_far FROM writes"
+        with self._database.writing() as connection:
+            added = connection.execute(
+                "INSERT INTO writes (message, path, root, mode, before, after) VALUES (?, ?, ?, ?, ?, ?)", row
+            )
+            connection.execute(
+                f"DELETE FROM writes WHERE id IN (SELECT id FROM ({old}) WHERE so_far > ?)", (WRITES_BYTES,)
+            )
+            return int(added.lastrowid or 0)
+
+    def forget_write(self, write: int) -> None:
+        with self._database.writing() as connection:
+            connection.execute("DELETE FROM writes WHERE id = ?", (write,))
 
     def repair_search(self) -> None:
         """Rebuild the search index: the first remedy after StoreDamagedError. Seconds per 100,000 messages.

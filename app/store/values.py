@@ -95,6 +95,17 @@ class ToolResult:
 
 
 @dataclass(frozen=True, slots=True)
+class FileWrite:
+    """A tool's write below ``root``. before: None where there was no file; after: SHA-256 of what is written."""
+
+    path: Path
+    root: Path
+    before: bytes | None
+    after: bytes
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoredChat:
     """A conversation. ``title`` is empty until there is a message.
 

@@ -6,19 +6,21 @@ import secrets
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import ToolCall
 from tokamac.engine.files import HELD, to_disk
 from tokamac.engine.options import ToolSpec
 
+from ..store.values import FileWrite
 from ..text.sanitise import reveal, sanitise_line
 from .builtin import AllowedFolders, text_of
 from .calls import Furthest, Line, Preview, ToolError
@@ -33,8 +35,11 @@ CONTEXT = 3
 KEPT_BYTES = 64 << 20  # of files as they were
 MOST_REMEMBERED = 64  # changes that were shown
 
-# The call that runs on this thread: a change is noted with it.
+# The call that runs on this thread: a change is noted with it. And what keeps a note beyond this process, returns what
+# drops it again, and raises TokamacError; None: nothing does.
+Keep = Callable[[FileWrite], Callable[[], None]]
 RUNNING: ContextVar[ToolCall | None] = ContextVar("RUNNING", default=None)
+KEEPS: ContextVar[Keep | None] = ContextVar("KEEPS", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class FileChange:
 
 
 @contextmanager
-def _folder_of(change: FileChange, *, make: bool = False) -> Iterator[int]:
+def _folder_of(change: FileChange | FileWrite, *, make: bool = False) -> Iterator[int]:
     """Yield the descriptor of the file's folder. make: where it is missing. Raises OSError at a link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     at = os.open(change.root, flags)
@@ -107,37 +112,75 @@ def apply(change: FileChange) -> None:
 
 
 class WriteJournal:
-    """The changes that calls made while the chat runs, up to KEPT_BYTES: what can be taken back with their turn."""
+    """What calls write, noted before they do: in the chat's store, or here, up to KEPT_BYTES, where none keeps it."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[ToolCall, FileChange, str]] = []
+        self._made: list[tuple[ToolCall, FileWrite]] = []
         self._lock = threading.Lock()
 
-    def note(self, change: FileChange) -> None:
-        if (call := RUNNING.get()) is None:
-            return
-        digest = sha256(change.after or b"").hexdigest()
+    @contextmanager
+    def noting(self, change: FileChange) -> Iterator[None]:
+        """Note what is written inside; drop the note if it raises. Raises ToolError, before anything is written."""
+        call, keep = RUNNING.get(), KEEPS.get()
+        write = FileWrite(change.path, change.root, change.before, _digest(change.after or b""), change.mode)
+        try:
+            drop = self._remember(call, write) if keep is None else keep(write)
+        except TokamacError as error:
+            raise ToolError(f"what it replaces can't be kept: {error.one_line()}") from error
+        try:
+            yield
+        except BaseException:
+            with suppress(TokamacError):  # a note of what was not written takes nothing back
+                drop()
+            raise
+
+    def _remember(self, call: ToolCall | None, write: FileWrite) -> Callable[[], None]:
+        if call is None:
+            return lambda: None
         with self._lock:
-            self._made.append((call, replace(change, after=b""), digest))
-            while sum(len(each.before or b"") for _, each, _ in self._made) > KEPT_BYTES:
+            self._made.append(noted := (call, write))
+            while sum(len(each.before or b"") for _, each in self._made) > KEPT_BYTES:
                 del self._made[0]
 
-    def of(self, calls: Collection[ToolCall]) -> tuple[list[FileChange], list[Path]]:
-        """Return what takes back the changes of these calls, and the files that somebody changed since."""
+        def drop() -> None:
+            with self._lock:
+                self._made = [each for each in self._made if each is not noted]
+
+        return drop
+
+    def of(self, calls: Collection[ToolCall], kept: Iterable[FileWrite] = ()) -> tuple[list[FileChange], list[Path]]:
+        """Return what takes back the writes of these calls and those kept, and the files that somebody changed since."""
         with self._lock:
-            found = [(each, digest) for call, each, digest in self._made if any(call is given for given in calls)]
-        first = {each.path: each for each, _ in reversed(found)}
-        last = {each.path: digest for each, digest in found}
+            found = [*kept, *(each for call, each in self._made if any(call is given for given in calls))]
+        by_path: dict[Path, list[FileWrite]] = {}
+        for each in found:
+            by_path.setdefault(each.path, []).append(each)
         back, stay = list[FileChange](), list[Path]()
-        for path, change in first.items():
-            now = None
-            with suppress(OSError, ToolError), _folder_of(change) as folder:
-                now, _ = _read(folder, path.name)
-            if now is not None and sha256(now).hexdigest() == last[path]:
-                back.append(replace(change, before=now, after=change.before))
-            else:
+        for path, writes in reversed(by_path.items()):
+            try:
+                now = current(writes[0])
+            except (OSError, ToolError):
+                stay.append(path)
+                continue
+            while writes and now == writes[-1].before:  # it was not made, or somebody took it back
+                writes.pop()
+            if writes and now is not None and _digest(now) == writes[-1].after:
+                first = writes[0]
+                back.append(FileChange(path, first.root, now, first.before, first.mode))
+            elif writes:
                 stay.append(path)
         return back, stay
+
+
+def _digest(data: bytes) -> bytes:
+    return sha256(data).digest()
+
+
+def current(write: FileWrite) -> bytes | None:
+    """Return what the file holds now; None: it is not there. Raises OSError and ToolError."""
+    with suppress(FileNotFoundError), _folder_of(write) as folder:
+        return _read(folder, write.path.name)[0]
+    return None
 
 
 class _FileWriter(ABC):
@@ -167,10 +210,10 @@ class _FileWriter(ABC):
         if key in self._shown and self._shown.pop(key) != change.before:
             raise ToolError(f"{change.path.name} was changed after the user was shown this change", "Read it again.")
         try:
-            apply(change)
+            with self._journal.noting(change):
+                apply(change)
         except OSError as error:
             raise ToolError(f"{change.path.name} can't be written: {error.strerror or error}") from error
-        self._journal.note(change)
         rows = diff(*(("" if each is None else each.decode("utf-8")) for each in (change.before, change.after)))
         counts = (sum(mark == which for mark, _ in rows) for which in "+-")
         return f"Wrote {self._folders.name(change.path)}: {next(counts)} lines added, {next(counts)} removed."

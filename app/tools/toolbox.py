@@ -22,7 +22,7 @@ from ..store.values import PICTURE, Attachment, ToolResult
 from ..text.sanitise import sanitise, sanitise_line
 from .builtin import AllowedFolders, Calculate, Clock, ListFolder, ReadFile, SearchFiles
 from .calls import ActingTool, Furthest, Preview, Shown, Tool, ToolError, check_arguments, result_of
-from .changes import RUNNING, EditFile, WriteFile, WriteJournal
+from .changes import KEEPS, RUNNING, EditFile, Keep, WriteFile, WriteJournal
 from .sandbox import RunCommand
 
 # Each MCP server has a thread with its own event loop, starts on first use and ends with the chat. If it dies or is
@@ -452,8 +452,14 @@ class Toolbox:
         RUNNING.set(call)
         return result_of(tool, call)
 
-    def run_later(self, call: ToolCall, then: Callable[[ToolResult], None]) -> None:
-        threading.Thread(target=lambda: then(self.run(call)), name=f"tool-{call.name}", daemon=True).start()
+    def run_later(self, call: ToolCall, then: Callable[[ToolResult], None], keep: Keep | None = None) -> None:
+        """Run a call on a thread. keep: what keeps a note of what it writes."""
+
+        def work() -> None:
+            KEEPS.set(keep)
+            then(self.run(call))
+
+        threading.Thread(target=work, name=f"tool-{call.name}", daemon=True).start()
 
     def stop(self) -> None:
         """End the commands that run."""

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.app.test_web_pages import site_on_this_machine
 from tokamac.app.chat.commands import restored
 from tokamac.app.chat.steps import AskConsent, EnginePhase, RunTool, StopTools
 from tokamac.app.settings import Settings
+from tokamac.app.store.store import Store
 from tokamac.app.store.values import ToolResult
 from tokamac.app.text.sanitise import sanitise
 from tokamac.app.tools import sandbox
@@ -118,9 +120,7 @@ def test_a_change_is_whole_keeps_the_mode_and_is_taken_back_unless_somebody_chan
     assert (home / "a.txt").read_text() == "one\nzwei\nthree\n"
     assert stat.S_IMODE((home / "a.txt").stat().st_mode) == 0o751
     assert not [each for each in home.rglob(".*") if each.name not in (".git", ".env")], "nothing is left beside"
-    assert box.journal.of([call("edit_file", path="a.txt", old="two", new="2")]) == ([], []), (
-        "an equal call, of another turn"
-    )
+    assert box.journal.of([call("edit_file", path="a.txt", old="two", new="2")]) == ([], []), "of another turn"
     (home / "b.txt").write_text("mine")
     assert restored(box.journal.of(calls)) == "Restored: deep.txt, a.txt. Not restored: b.txt was changed since."
     assert (home / "a.txt").read_text() == "one\ntwo\nthree\n"
@@ -248,7 +248,7 @@ def test_the_profile_for_a_mac_denies_first_and_names_folders_as_parameters() ->
     assert MAC_PROFILE.rstrip().endswith("(deny network*)")
 
 
-async def test_undo_offers_to_restore_the_file(
+async def test_undo_offers_to_restore_the_file_after_a_restart(
     chat: Callable[..., Any], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)
@@ -263,9 +263,45 @@ async def test_undo_offers_to_restore_the_file(
         await choose(running, "down", "enter")
         await running.phase(EnginePhase.IDLE)
         assert (home / "a.txt").read_text() == "one\nzwei\nthree\n"
+    async with chat("calls-write", resume=True) as running:
         running.app.view.do("undo_turn")
         await running.on(ChoiceScreen)
         await running.pilot.press("enter")
         await running.until(lambda: not running.session.turns, "the turn is taken back")
         assert (home / "a.txt").read_text() == "one\ntwo\nthree\n"
         assert "Restored: a.txt." in running.notices
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+from tests.app.test_tool_attacks import box_of, call
+from tokamac.app.chat.recording import keep_write
+file, home, when, message = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+rename = os.rename
+def killed(*given, **named):
+    if when == "after":
+        rename(*given, **named)
+    os.kill(os.getpid(), 9)
+os.rename = killed
+box_of(home).run_later(call("edit_file", path="a.txt", old="two", new="2"), print, lambda write: keep_write(file, message, write))
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after", "changed since", "taken back"])
+def test_what_was_written_can_be_taken_back_whenever_the_program_is_killed(home: Path, when: str) -> None:
+    file, a = home.parent / "chats" / "chats.db", home / "a.txt"
+    with Store.open(file) as store:
+        asked = store.add_message(store.new_chat().id, None, "user", "Write it.")
+        moment = "before" if when == "before" else "after"
+        command = [sys.executable, "-c", KILLED, str(file), str(home), moment, str(asked.id)]
+        assert subprocess.run(command, stdin=subprocess.PIPE, timeout=60.0, check=False).returncode == -9
+        if when in ("changed since", "taken back"):
+            a.write_text({"changed since": "mine", "taken back": "one\ntwo\nthree\n"}[when])
+        found = box_of(home).journal.of([], store.writes([asked.id]))
+        assert [len(each) for each in found] == {"after": [1, 0], "changed since": [0, 1]}.get(when, [0, 0])
+        restored(found)
+        assert a.read_text() == ("mine" if when == "changed since" else "one\ntwo\nthree\n")
+        store.delete(asked.chat)
+        assert (store.purge(-1.0), store.writes([asked.id])) == (1, [])

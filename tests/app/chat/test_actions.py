@@ -345,18 +345,8 @@ def test_no_text_names_a_key_that_can_be_changed() -> None:
     """A key's name may stand in a text only where it is a dialog's own, or not the user's to change."""
     changeable = {action.key_name for action in ACTIONS if action.bound and action.scope == "chat"} - {"Esc"}
     own = {
-        "F3",
-        "F4",
-        "F5",
-        "F6",
-        "F7",
-        "Ctrl+K",
-        "Ctrl+S",
-        "Ctrl+R",
-        "Ctrl+Z",
-        "Ctrl+G",
-        "Ctrl+Y",
-    }  # of dialogs, which have them by themselves
+        "F3", "F4", "F5", "F6", "F7", "Ctrl+K", "Ctrl+S", "Ctrl+R", "Ctrl+Z", "Ctrl+G", "Ctrl+Y",
+    }  # of dialogs, which have them by themselves  # fmt: skip
     pattern = re.compile(r"(?:Ctrl|Alt)\+[A-Z][a-z]*|\bF[0-9]{1,2}\b")
     named = set()
     app = Path(keymap_module.__file__).parent.parent

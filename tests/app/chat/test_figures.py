@@ -34,24 +34,11 @@ from tokamac.engine.speculation.ledger import TUNING
 # Every figure of the side panel explains itself: formula, inputs, source, meaning; what is unknown says why.
 
 METRICS = Metrics(
-    prompt_tokens=150,
-    cached_tokens=100,
-    prefill_tokens=49,
-    generated_tokens=21,
-    ttft_s=2.5,
-    prefill_s=2.0,
-    total_s=3.5,
-    prefill_tps=24.5,
-    decode_tps=20.0,
-    itl_ms=Gaps(50.0, 51.0, 52.0, 90.0),
-    kv_bytes=20_000_000,
-    weight_bytes_per_token=2_000_000_000,
-    kv_bytes_per_step=20_000_000,
-    achieved_gbs=40.4,
-    ceiling_tps=40.0,
-    expected_tps=25.0,
-    peak_memory_bytes=3_000_000_000,
-)
+    prompt_tokens=150, cached_tokens=100, prefill_tokens=49, generated_tokens=21, ttft_s=2.5, prefill_s=2.0, total_s=3.5,
+    prefill_tps=24.5, decode_tps=20.0, itl_ms=Gaps(50.0, 51.0, 52.0, 90.0), kv_bytes=20_000_000,
+    weight_bytes_per_token=2_000_000_000, kv_bytes_per_step=20_000_000, achieved_gbs=40.4, ceiling_tps=40.0,
+    expected_tps=25.0, peak_memory_bytes=3_000_000_000,
+)  # fmt: skip
 INFO = model_spec(
     "org/model",
     parameters=4_000_000_000,
@@ -442,24 +429,11 @@ def test_what_loading_took_is_explained() -> None:
 # The sentence under a reply, the figures of the panel, and how numbers are written.
 
 VERDICT_METRICS = Metrics(
-    prompt_tokens=1500,
-    cached_tokens=300,
-    prefill_tokens=1200,
-    generated_tokens=79,
-    ttft_s=2.45,
-    prefill_s=2.4,
-    total_s=3.504,
-    prefill_tps=500.0,
-    decode_tps=74.0,
-    itl_ms=Gaps(13.0, 15.0, 16.0, 20.0),
-    kv_bytes=1,
-    weight_bytes_per_token=1,
-    kv_bytes_per_step=1,
-    achieved_gbs=1.0,
-    ceiling_tps=100.0,
-    expected_tps=None,
+    prompt_tokens=1500, cached_tokens=300, prefill_tokens=1200, generated_tokens=79, ttft_s=2.45, prefill_s=2.4,
+    total_s=3.504, prefill_tps=500.0, decode_tps=74.0, itl_ms=Gaps(13.0, 15.0, 16.0, 20.0), kv_bytes=1,
+    weight_bytes_per_token=1, kv_bytes_per_step=1, achieved_gbs=1.0, ceiling_tps=100.0, expected_tps=None,
     peak_memory_bytes=None,
-)
+)  # fmt: skip
 
 
 def found(name: PartName, seconds: float, *remedies: Remedy, **more: Any) -> Diagnosis:
@@ -713,25 +687,14 @@ def test_the_share_is_unknown_where_a_part_is() -> None:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (units.count(None), "unknown"),
-        (units.short(32768), "32.8k"),
-        (units.short(4_022_468_096), "4.02B"),
-        (units.size(2_263_000_000), "2.26 GB"),
-        (units.rate(1234.5), "1,234 tok/s"),
-        (units.rate(9.996), "10.0 tok/s"),
-        (units.rate(None), "unknown"),
-        (units.bandwidth(4.986), "4.99 GB/s"),
-        (units.bandwidth(None), "unknown"),
-        (units.milliseconds(16.26), "16.3 ms"),
-        (units.seconds(0.0994), "99 ms"),
-        (units.seconds(125), "2 min 05 s"),
-        (units.seconds(3599.6), "1 h 00 min"),
-        (units.seconds(107_667), "29 h 54 min"),
-        (units.minutes(20), "under a minute"),
-        (units.minutes(59.6 * 60), "1 h 00 min"),
-        (units.minutes(None), "unknown"),
+        (units.count(None), "unknown"), (units.short(32768), "32.8k"), (units.short(4_022_468_096), "4.02B"),
+        (units.size(2_263_000_000), "2.26 GB"), (units.rate(1234.5), "1,234 tok/s"), (units.rate(9.996), "10.0 tok/s"),
+        (units.rate(None), "unknown"), (units.bandwidth(4.986), "4.99 GB/s"), (units.bandwidth(None), "unknown"),
+        (units.milliseconds(16.26), "16.3 ms"), (units.seconds(0.0994), "99 ms"), (units.seconds(125), "2 min 05 s"),
+        (units.seconds(3599.6), "1 h 00 min"), (units.seconds(107_667), "29 h 54 min"),
+        (units.minutes(20), "under a minute"), (units.minutes(59.6 * 60), "1 h 00 min"), (units.minutes(None), "unknown"),
     ],
-)
+)  # fmt: skip
 def test_numbers_as_written(written: str, expected: str) -> None:
     assert written == expected
 

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import zipfile
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from tokamac.app.export import bring_all
 from tokamac.app.store import foreign
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import StoreError
+from tokamac.app.store.values import StoreError, pictures_of
+from tokamac.engine.vision.picture import BYTES
 
 
 def gpt(role: str, *parts: Any, kind: str = "text", **more: Any) -> dict[str, Any]:
@@ -24,13 +26,16 @@ def node(parent: str | None, message: dict[str, Any] | None = None) -> dict[str,
     return {"parent": parent, "message": message}
 
 
+PNG = b"\x89PNG\r\n\x1a\n of a sky"
+DATA_URL = f"data:image/png;base64,{b64encode(PNG).decode()}"
+HUGE = {"content_type": "image_asset_pointer", "asset_pointer": "sediment://file_huge"}
 PICTURE = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://file-abc"}
 THOUGHTS = gpt("assistant") | {"content": {"content_type": "thoughts", "thoughts": [{"content": "Red scatters less."}]}}
 CHATGPT = {
     "conversation_id": "c1", "title": "Sky\x1b", "create_time": 1700000000.5, "current_node": "b2",
     "mapping": {
         "root": node(None), "s": node("root", gpt("system", "", metadata={"is_visually_hidden_from_conversation": True})),
-        "a": node("s", gpt("user", "Why red?", PICTURE, kind="multimodal_text")), "t": node("a", THOUGHTS),
+        "a": node("s", gpt("user", "Why red?", PICTURE, HUGE, kind="multimodal_text")), "t": node("a", THOUGHTS),
         "b1": node("t", gpt("assistant", "Dust.", metadata={"model_slug": "gpt-x"})), "b2": node("a", gpt("assistant", "Air.\0")),
         "call": node("b2", gpt("assistant", "search()", recipient="browser")), "tool": node("call", gpt("tool", "found")),
     },
@@ -48,7 +53,8 @@ CLAUDE = {
 WEBUI = {
     "id": "w1", "title": "Web", "created_at": 1700000000,
     "chat": {"params": {"system": "Be brief."}, "history": {"currentId": "2", "messages": {
-        "1": {"parentId": None, "role": "user", "content": "Hi", "timestamp": 1.7e9, "files": [{"type": "image", "name": "p.png"}]},
+        "1": {"parentId": None, "role": "user", "content": "Hi", "timestamp": 1.7e9,
+              "files": [{"type": "image", "name": "picture", "url": DATA_URL}, {"type": "image", "url": DATA_URL[:-3] + "*"}]},
         "2": {"parentId": "1", "role": "assistant", "content": "Ho", "timestamp": 1700000002, "model": "llama"},
         "3": {"parentId": "1", "role": "assistant", "content": "Hum", "timestamp": 1700000003},
     }}},
@@ -84,6 +90,8 @@ def zipped(path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as made:
         made.writestr("export/conversations.json", json.dumps([CHATGPT]))
         made.writestr("../../evil.json", "{}")
+        made.writestr("user-1/file-abc-sky.png", PNG)
+        made.writestr("file_huge.dat", PNG + bytes(BYTES), zipfile.ZIP_DEFLATED)
     return path
 
 
@@ -104,26 +112,30 @@ FILES: dict[str, Callable[[Path], Path]] = {
 EXPECTED = {
     "ChatGPT": (
         "Sky\x1b",
-        ["Why red?\n\n[picture file-abc]", "Air.\ufffd"],
+        ["Why red?\n\n[picture file_huge]", "Air.\ufffd"],
         {("Dust.", "Red scatters less.", "gpt-x")},
     ),
     "Claude": ("Sea", ["Why blue?\n\n[picture a.png]", "Sky."], {("It absorbs red.", "Water.", "")}),
-    "Open WebUI": ("Web", ["Hi\n\n[picture p.png]", "Ho"], {("Ho", "", "llama"), ("Hum", "", "")}),
+    "Open WebUI": ("Web", ["Hi\n\n[picture picture]", "Ho"], {("Ho", "", "llama"), ("Hum", "", "")}),
     "LM Studio": ("Studio", ["Sing\n\n[picture x.png]", "Lo"], {("La", "", ""), ("Lo", "Hm.", "qwen")}),
     "Ollama": ("Oh", ["Hey", "Yo"], {("Yo", "Short.", "gemma")}),
 }
+SEEN = ("ChatGPT", "Open WebUI")
 
 
 @pytest.mark.parametrize("program", FILES)
 def test_chats_of_another_program_come_with_their_branches_and_once(tmp_path: Path, program: str) -> None:
     path, (title, said, held) = FILES[program](tmp_path), EXPECTED[program]
     with Store.open(tmp_path / "own" / "chats.db") as store:
-        assert bring_all(store, path, now=0.0, dry_run=True)[0] == []
+        none, told = bring_all(store, path, now=0.0, dry_run=True)
+        assert (none, "1 pictures; 1 pictures are not in it" in told) == ([], program in SEEN)
         assert store.chats() == []
         (chat,), summary = bring_all(store, path, now=0.0)
         assert (chat.title, f"1 chats of {program}" in summary) == (title, True)
         assert [each.text for each in store.path(chat.id)] == said
         tree = store.archive(chat.id)
+        seen = [each.data for message in tree.messages for each in pictures_of(message.attachments)]
+        assert seen == ([PNG] if program in SEEN else [])
         assert held <= {(each.text, each.thinking, each.model) for each in tree.messages}
         assert all(each.created_at > 1.6e9 for each in tree.messages)
         again, summary = bring_all(store, path, now=1.0)
