@@ -2,13 +2,18 @@
 
 import gc
 import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
 
 from tests.app.commands.conftest import Run, tokamac  # noqa: F401
 from tests.engine.helpers import write_model
@@ -525,6 +530,73 @@ def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():
         last = list(engine.generate([Message("user", "What is prefill?")], Sampling(temperature=0, max_tokens=20)))[-1]
     assert last.metrics.expected_tps <= 1.001 / latency.host.step_s
     assert all(remedy.name != "quiet machine" for remedy in last.diagnosis.remedies)
+
+
+# What a decoded token sends to the device and reads from it, beside mlx-lm's own loop over the same weights and caches.
+
+
+class Sent:
+    """Counts evaluations, the operations in them, and reads by the host."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[str] = Counter()
+        for name in ("eval", "async_eval"):
+            patch.setattr(mx, name, self._counted(getattr(mx, name)))
+        for name in ("tolist", "item"):
+            patch.setattr(mx.array, name, self._counted(getattr(mx.array, name), "reads"))
+
+    def _counted(self, call: Callable[..., Any], kind: str = "evaluations") -> Callable[..., Any]:
+        def counted(*arrays: Any) -> Any:
+            self.counts[kind] += 1
+            if kind == "evaluations":
+                known = [each for _, each in tree_flatten(arrays) if isinstance(each, mx.array)]
+                mx.export_to_dot(graph := StringIO(), *known)
+                self.counts["operations"] += graph.getvalue().count("shape=rectangle")
+            return call(*arrays)
+
+        return counted
+
+
+def sent_a_token(decode: Callable[[int], object]) -> dict[str, float]:
+    """Return what each of 24 tokens sent, past the first eight."""
+    found, _ = [], decode(1)  # what the prompt sends is not asked of the second more than of the first
+    for tokens in (8, 32):
+        with pytest.MonkeyPatch.context() as patch:
+            sent = Sent(patch)
+            decode(tokens)
+        found.append(sent.counts)
+    return {kind: (found[1][kind] - found[0][kind]) / 24 for kind in ("evaluations", "operations", "reads")}
+
+
+@pytest.mark.parametrize(
+    (
+        "kv",
+        "theirs",
+        "more",
+    ),  # a token that is no number is seen on the device; a window's slot is computed in each layer
+    [
+        (KVSpec(), {}, 2),
+        (
+            KVSpec(key_bits=8, value_bits=8, group_size=32),
+            {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+            2,
+        ),
+        (KVSpec(window=32, keep=0), {"max_kv_size": 32}, 8),
+    ],
+    ids=["whole", "packed", "window"],
+)
+def test_a_token_sends_no_more_than_in_mlx_lms_loop(
+    tmp_path: Path, kv: KVSpec, theirs: dict[str, int], more: int
+) -> None:
+    folder = write_model(tmp_path, dtype=mx.float16, vocab_size=512, eos_token_id=511)
+    model, _ = load_model(folder)
+    with Engine.load(folder, kv=kv, speculation=None) as engine:
+        ours = sent_a_token(lambda n: [*engine.generate(PROMPT[:16], Sampling(temperature=0, max_tokens=n))])
+    peer = sent_a_token(lambda n: [*generate_step(mx.array(PROMPT[:16]), model, max_tokens=n, **theirs)])
+    print(ours, peer)
+    assert ours["evaluations"] == peer["evaluations"] == 1
+    assert ours["reads"] == peer["reads"] == 1
+    assert ours["operations"] <= peer["operations"] + more
 
 
 # Conversion by the path a GPU takes: the search in MLX's own operations, beside the CPU's.
