@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from textual import _wait
 from textual.events import Paste
 from textual.pilot import Pilot, WaitForScreenTimeout
 from textual.screen import Screen
@@ -36,6 +37,9 @@ from tokamac.app.tui.widgets.transcript import Transcript
 
 Shown = TypeVar("Shown", bound=Screen[Any])
 Start = Callable[..., Any]  # the `chat` fixture
+
+# After each key, Textual waits until its process was idle for so long: at its own 20 ms that is most of these tests' time.
+_wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.01, 0.0005
 
 OFTEN_S, SOON_S, SELDOM_S = (
     0.01,

@@ -164,16 +164,18 @@ async def test_prices_and_a_name_in_wide_letters_take_no_more_room_than_there_is
             (MUCH, 40, "next: 1.24k tokens, about 2.1 s"),
         ):
             c.session.warmup.price = price
-            assert said in await drawn(c, width)
+            await drawn(c, width, said)
         c.session.warmup.price = None
         again = KnownPrice(PriceQuestion("again", ()), MUCH)
         edit = KnownPrice(PriceQuestion("edit", (), most=True), SOME)
         c.session.prices.known = (again, edit, KnownPrice(PriceQuestion("fork", (), key=2), DISK))
-        assert "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB" in await drawn(c, 60)
-        assert "r: 1.24k · e: ≤310 MB · f: 310 MB" in await drawn(c, 40)
+        await drawn(c, 60, "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB")
+        await drawn(c, 40, "r: 1.24k · e: ≤310 MB · f: 310 MB")
         c.session.engine.info = replace(c.session.engine.info, name="通义千问大语言模型指令微调版本四比特-7B")
         for width in (40, 60, 120):
-            *_, line = (line for line in (await drawn(c, width)).splitlines() if "7B" in line)  # the panel names it too
+            *_, line = (
+                line for line in (await drawn(c, width, "7B")).splitlines() if "7B" in line
+            )  # the panel names it too
             assert cell_len(line.rstrip()) <= width
             assert "help" in line
             name = line.strip("● ").split()[0]
@@ -181,11 +183,12 @@ async def test_prices_and_a_name_in_wide_letters_take_no_more_room_than_there_is
             assert cell_len(name) <= 28
 
 
-async def drawn(c: Chat, width: int) -> str:
-    """Return the screen once it is so wide, and shows what the session holds now."""
+async def drawn(c: Chat, width: int, said: str) -> str:
+    """Return the screen once it is so wide, and says this."""
     await c.pilot.resize_terminal(width, 24)
+    await c.until(lambda: c.app.screen.size.width == width)
     c.app.chat.perform([])
-    await c.pilot.pause()
+    await c.until(lambda: said in c.screen_text(), said)
     return c.screen_text()
 
 

@@ -471,6 +471,7 @@ async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None
         await c.until(lambda: gauges(c).has_focus)
         await c.until(lambda: "first token" in c.screen_text())
         await c.pilot.resize_terminal(80, 24)
+        await c.until(lambda: c.app.screen.size.width == 80)
         await c.send("/gauges")
         await c.until(lambda: "too narrow for the gauges" in c.notices)
 
