@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ BYTES = 32 << 20  # of a file
 PIXELS = 64 << 20  # of a picture: decoded, 3 bytes each
 SIDE = 1 << 15
 MOST = 64  # pictures in a conversation
+EXTENTS = 4096  # pictures whose extent is remembered
 
 # First bytes of what is read, and of what people try beside it.
 KINDS = (
@@ -119,11 +121,21 @@ def pillow() -> Any:
     return PIL
 
 
+_extents: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by digest
+
+
 def extent(picture: Picture) -> tuple[int, int]:
-    """Return (width, height) from the header."""
+    """Return (width, height) as shown: of a picture that was opened before, without a look at its bytes."""
+    if (known := _extents.get(picture.digest)) is not None:
+        return known
     image = _opened(picture)
+    # A PNG may tell how it is turned behind its pixels: Pillow decodes all of it.
     turned = _guarded(picture, lambda: image.getexif().get(0x0112, 1)) in (5, 6, 7, 8)
-    return (image.height, image.width) if turned else (image.width, image.height)
+    found = (image.height, image.width) if turned else (image.width, image.height)
+    _extents[picture.digest] = found
+    while len(_extents) > EXTENTS:
+        _extents.popitem(last=False)
+    return found
 
 
 def decoded(picture: Picture) -> Any:

@@ -77,8 +77,10 @@ def test_a_messages_pictures_are_read_at_once_and_known_by_their_hash(tmp_path: 
     assert (by_path.digest, by_path.data, by_path.name) == (by_bytes.digest, picture("photo"), "a.png")
     with pytest.raises(PictureError, match="can't be read"):
         Message("user", "?", images=(path,))
+    gone = Picture(by_path.digest, encoded="AAAA")
     with pytest.raises(PictureError, match="has changed"):
-        _ = Picture(by_path.digest, encoded="AAAA").data
+        _ = gone.data
+    assert extent(by_path) == extent(gone), "the picture was opened once"
 
 
 def test_a_model_that_reads_text_alone_says_so() -> None:
@@ -106,6 +108,22 @@ def test_the_second_question_on_a_picture_takes_no_tower_and_no_prefill(case: st
         together = engine.generate_many([messages(prompt) for prompt in cold], GREEDY)
         texts = {prompt: event.text for prompt, _, event in together if hasattr(event, "metrics")}
         assert texts == {at: each.text for at, each in enumerate(cold.values())}
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.usefixtures("all_worth_storing")
+def test_after_a_restart_a_picture_is_not_seen_again(case: str, tmp_path: Path) -> None:
+    build(case, tmp_path / "model")
+    cache, (first,) = PromptCacheSpec(folder=tmp_path / "cache"), messages("one")
+    chat, replies = [first, Message("assistant", "I see " * 600), Message("user", "what is it?")], []
+    for _ in range(2):
+        with Engine.load(tmp_path / "model", dtype="float32", prompt_cache=cache) as engine:
+            replies.append(engine.ask(chat, GREEDY))
+            seen_s = runtime_of(engine).eyes.seen_s
+    cold, warm = replies
+    assert warm.text == cold.text
+    assert warm.metrics.cached_tokens >= 0.99 * warm.metrics.prompt_tokens
+    assert seen_s == 0 < cold.metrics.image_s
 
 
 def test_a_tower_that_is_not_whole_is_refused_and_text_still_works(tmp_path: Path) -> None:
