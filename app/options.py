@@ -523,7 +523,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--pace": {
         "type": pace, "metavar": "N",
-        "help": "per cent of the time the GPU may work; it rests between steps (default: pace in the settings, at first 100)",
+        "help": "per cent of the time the model may work; it rests between steps (default: pace in the settings, at first 100)",
     },
     "--draft": {
         "type": draft_name, "metavar": "MODEL",

@@ -23,17 +23,9 @@ IOREG = """+-o AGXAcceleratorG16G  <class AGXAcceleratorG16G, id 0x1, registered
 
 # A 16 GB M1 Pro, macOS 14.5, at work: vm_stat's figures (whose "free" leaves the speculative pages out).
 PAGES = Pages(
-    size=16384,
-    free=3451 + 292,
-    active=211037,
-    inactive=209842,
-    wired=150258,
-    speculative=292,
-    purgeable=276,
-    file_backed=122200,
-    anonymous=298971,
-    compressor=434189,
-)
+    size=16384, free=3451 + 292, active=211037, inactive=209842, wired=150258, speculative=292, purgeable=276,
+    file_backed=122200, anonymous=298971, compressor=434189,
+)  # fmt: skip
 
 # Macs in use, by their GiB, as people published their vm_stat. That of 24 does not tell files from programs:
 # speculative pages are files, and the rest is counted as programs.

@@ -540,25 +540,15 @@ class _Stamps:
         step = decode_phase(WORK, CHIP, LATENCY, self.prefilled + len(tokens))
         decode = rates.decode_rate(tokens)
         return rates.Metrics(
-            prompt_tokens=self.prompt,
-            cached_tokens=self.cached,
-            prefill_tokens=new,
-            generated_tokens=len(tokens),
-            ttft_s=tokens[0] - self.begun if tokens else None,
-            prefill_s=prefill_s,
-            total_s=tokens[-1] - self.begun if tokens else None,
-            prefill_tps=rates.rate(new, prefill_s),
-            decode_tps=decode,
-            itl_ms=rates.gap_percentiles(rates.gaps_ms(tokens)),
-            kv_bytes=kv,
-            weight_bytes_per_token=WEIGHT_BYTES,
-            kv_bytes_per_step=kv,
+            prompt_tokens=self.prompt, cached_tokens=self.cached, prefill_tokens=new, generated_tokens=len(tokens),
+            ttft_s=tokens[0] - self.begun if tokens else None, prefill_s=prefill_s,
+            total_s=tokens[-1] - self.begun if tokens else None, prefill_tps=rates.rate(new, prefill_s),
+            decode_tps=decode, itl_ms=rates.gap_percentiles(rates.gaps_ms(tokens)), kv_bytes=kv,
+            weight_bytes_per_token=WEIGHT_BYTES, kv_bytes_per_step=kv,
             achieved_gbs=rates.achieved_gbs(WEIGHT_BYTES + kv, decode),
-            ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv),
-            expected_tps=step.expected_tps,
-            peak_memory_bytes=WEIGHT_BYTES + kv,
-            batch_width=rates.rate(self.rows, len(tokens) or None),
-        )
+            ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv), expected_tps=step.expected_tps,
+            peak_memory_bytes=WEIGHT_BYTES + kv, batch_width=rates.rate(self.rows, len(tokens) or None),
+        )  # fmt: skip
 
 
 class ScriptedReply:

@@ -199,11 +199,11 @@ def thinking(chat: ChatController, text: str) -> None:
 
 
 def pace(chat: ChatController, written: str) -> None:
-    """Change how much of the time the GPU may work, or say it."""
+    """Change how much of the time the model may work, or say it."""
     if written:
         settings(chat, f"pace {written.rstrip(' %')}")
     load, last = chat.session.engine.load, chat.session.progress.metrics
-    now = f"The GPU may work {load.pace} % of the time"
+    now = f"The model may work {load.pace} % of the time"
     now += "" if load.pace_on_battery is None else f", on battery {load.pace_on_battery} %"
     full = None if last is None else last.expected_tps
     rests = full is not None and load.pace < FULL_PACE

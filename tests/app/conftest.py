@@ -41,11 +41,8 @@ Start = Callable[..., Any]  # the `chat` fixture
 # After each key, Textual waits until its process was idle for so long: at its own 20 ms that is most of these tests' time.
 _wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.01, 0.0005
 
-OFTEN_S, SOON_S, SELDOM_S = (
-    0.01,
-    1.0,
-    0.05,
-)  # to look at the screen is work too, which what is waited for has to wait for
+# To look at the screen is work too, which what is waited for has to wait for.
+OFTEN_S, SOON_S, SELDOM_S = 0.01, 1.0, 0.05
 
 
 def strips_of(screen: Screen[Any]) -> list[Strip]:

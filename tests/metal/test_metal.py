@@ -477,8 +477,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         launch_alone(decoder, lane)
 
     monkeypatch.setattr(Generation, "prefill", read)
-    monkeypatch.setattr(Decoder, "_launch", decode)
-    monkeypatch.setattr(Decoder, "_launch_alone", decode_alone)
+    for name, launched in (("_launch", decode), ("_launch_alone", decode_alone)):
+        monkeypatch.setattr(Decoder, name, launched)
     return seen
 
 
@@ -540,15 +540,13 @@ class Sent:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[str] = Counter()
-        for name in ("eval", "async_eval"):
-            patch.setattr(mx, name, self._counted(getattr(mx, name)))
-        for name in ("tolist", "item"):
-            patch.setattr(mx.array, name, self._counted(getattr(mx.array, name), "reads"))
+        for owner, name in ((mx, "eval"), (mx, "async_eval"), (mx.array, "tolist"), (mx.array, "item")):
+            patch.setattr(owner, name, self._counted(getattr(owner, name), evaluates=owner is mx))
 
-    def _counted(self, call: Callable[..., Any], kind: str = "evaluations") -> Callable[..., Any]:
+    def _counted(self, call: Callable[..., Any], *, evaluates: bool) -> Callable[..., Any]:
         def counted(*arrays: Any) -> Any:
-            self.counts[kind] += 1
-            if kind == "evaluations":
+            self.counts["evaluations" if evaluates else "reads"] += 1
+            if evaluates:
                 known = [each for _, each in tree_flatten(arrays) if isinstance(each, mx.array)]
                 mx.export_to_dot(graph := StringIO(), *known)
                 self.counts["operations"] += graph.getvalue().count("shape=rectangle")
@@ -593,7 +591,6 @@ def test_a_token_sends_no_more_than_in_mlx_lms_loop(
     with Engine.load(folder, kv=kv, speculation=None) as engine:
         ours = sent_a_token(lambda n: [*engine.generate(PROMPT[:16], Sampling(temperature=0, max_tokens=n))])
     peer = sent_a_token(lambda n: [*generate_step(mx.array(PROMPT[:16]), model, max_tokens=n, **theirs)])
-    print(ours, peer)
     assert ours["evaluations"] == peer["evaluations"] == 1
     assert ours["reads"] == peer["reads"] == 1
     assert ours["operations"] <= peer["operations"] + more

@@ -171,24 +171,14 @@ def figures() -> Metrics:
     """The figures of a reply that took two seconds."""
     kv = 1300 * KV_BYTES_PER_TOKEN
     return Metrics(
-        prompt_tokens=1200,
-        cached_tokens=1000,
-        prefill_tokens=200,
-        generated_tokens=100,
-        ttft_s=0.5,
-        prefill_s=0.4,
-        total_s=2.5,
-        prefill_tps=rates.rate(200, 0.4),
-        decode_tps=rates.rate(100, 2.0),
-        itl_ms=rates.gap_percentiles((19.0, 20.0, 20.0, 21.0, 24.0)),
-        kv_bytes=kv,
-        weight_bytes_per_token=WEIGHT_BYTES,
-        kv_bytes_per_step=kv,
+        prompt_tokens=1200, cached_tokens=1000, prefill_tokens=200, generated_tokens=100, ttft_s=0.5, prefill_s=0.4,
+        total_s=2.5, prefill_tps=rates.rate(200, 0.4), decode_tps=rates.rate(100, 2.0),
+        itl_ms=rates.gap_percentiles((19.0, 20.0, 20.0, 21.0, 24.0)), kv_bytes=kv,
+        weight_bytes_per_token=WEIGHT_BYTES, kv_bytes_per_step=kv,
         achieved_gbs=rates.achieved_gbs(WEIGHT_BYTES + kv, 50.0),
-        ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv),
-        expected_tps=150.0,
+        ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv), expected_tps=150.0,
         peak_memory_bytes=WEIGHT_BYTES + kv,
-    )
+    )  # fmt: skip
 
 
 class StillClock:

@@ -43,21 +43,10 @@ from tokamac.engine.perf.what_if import Machine, WhatIfCase, elsewhere, outcome
 CHIP = Chip("Test", 10, bandwidth_gbs=400.0, fp16_tflops=20.0, source="table")
 KV = KVUse(bytes_per_token=131_072, limit=None, fixed_bytes=0)
 WORK = Workload(
-    traits=("dense",),
-    layers=32,
-    hidden=4096,
-    launches=500,
-    shared_bytes=4_000_000_000,
-    expert_bytes=0,
-    active=0.0,
-    prefill_parameters=7_500_000_000,
-    head_parameters=500_000_000,
-    kv=(KV,),
-    attention=(),
-    products=(),
-    query_heads=32,
-    vocabulary=1000,
-)
+    traits=("dense",), layers=32, hidden=4096, launches=500, shared_bytes=4_000_000_000, expert_bytes=0, active=0.0,
+    prefill_parameters=7_500_000_000, head_parameters=500_000_000, kv=(KV,), attention=(), products=(),
+    query_heads=32, vocabulary=1000,
+)  # fmt: skip
 
 MIXTURE = replace(
     WORK,
@@ -102,24 +91,13 @@ def reply(
     step = decode_phase(work, CHIP, LATENCY, context)
     ttft_s = wait_s + prefill_s
     return Metrics(
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        prefill_tokens=prompt - cached,
-        generated_tokens=generated,
-        ttft_s=ttft_s,
-        prefill_s=prefill_s,
-        total_s=ttft_s + (generated - 1) * step_s,
-        prefill_tps=rate(prompt - cached, prefill_s),
-        decode_tps=rate(1, step_s) if generated > 1 else None,
-        itl_ms=None,
-        kv_bytes=None,
-        weight_bytes_per_token=work.weight_bytes(),
-        kv_bytes_per_step=work.kv_bytes(context),
-        achieved_gbs=None,
-        ceiling_tps=step.ceiling_tps,
-        expected_tps=step.expected_tps,
-        peak_memory_bytes=None,
-    )
+        prompt_tokens=prompt, cached_tokens=cached, prefill_tokens=prompt - cached, generated_tokens=generated,
+        ttft_s=ttft_s, prefill_s=prefill_s, total_s=ttft_s + (generated - 1) * step_s,
+        prefill_tps=rate(prompt - cached, prefill_s), decode_tps=rate(1, step_s) if generated > 1 else None,
+        itl_ms=None, kv_bytes=None, weight_bytes_per_token=work.weight_bytes(),
+        kv_bytes_per_step=work.kv_bytes(context), achieved_gbs=None, ceiling_tps=step.ceiling_tps,
+        expected_tps=step.expected_tps, peak_memory_bytes=None,
+    )  # fmt: skip
 
 
 def verdict(metrics: Metrics, situation: Situation = PLAIN, work: Workload = WORK) -> Diagnosis:

@@ -113,20 +113,9 @@ CALLS = (
 LAYER = LayerCache(heads=2, key_dim=64, value_dim=64, value_bytes=4)
 CPU, METAL = AttentionDevice("cpu"), AttentionDevice("metal")
 SHAPE = ModelShape(
-    weights=1000,
-    hidden=256,
-    heads=4,
-    queries=256,
-    mlp=768,
-    experts=0,
-    experts_used=0,
-    expert_mlp=0,
-    vocabulary=16,
-    value_bytes=4,
-    order="at once",
-    device=CPU,
-    layers=(LAYER,) * 6,
-)
+    weights=1000, hidden=256, heads=4, queries=256, mlp=768, experts=0, experts_used=0, expert_mlp=0, vocabulary=16,
+    value_bytes=4, order="at once", device=CPU, layers=(LAYER,) * 6,
+)  # fmt: skip
 
 
 def test_a_first_chunk_by_hand():

@@ -364,20 +364,14 @@ def test_the_order_is_of_the_machine_and_the_catalogue_alone(most: int | None, g
 @pytest.mark.parametrize(
     ("chip", "cores", "memory_gb", "first"),
     [
-        ("M1", 8, 8, "gemma-4-e2b-it-4bit"),
-        ("M1", 8, 16, "gemma-4-e2b-it-8bit"),
-        ("M2", 10, 16, "gemma-4-e2b-it-8bit"),
-        ("M4", 10, 16, "gemma-4-e2b-it-8bit"),
-        ("M4", 10, 24, "gemma-4-e2b-it-8bit"),
-        ("M5", 10, 24, "gemma-4-e4b-it-4bit"),
-        ("M3 Pro", 18, 36, "gemma-4-26b-a4b-it-4bit"),
-        ("M4 Pro", 20, 48, "Qwen3.6-35B-A3B-4bit"),
-        ("M1 Max", 32, 64, "Qwen3.6-35B-A3B-4bit"),
-        ("M4 Max", 40, 64, "gemma-4-12B-it-4bit"),
-        ("M5 Max", 40, 128, "Qwen3.8-27B-4bit"),
-        ("M3 Ultra", 80, 512, "Qwen3.5-122B-A10B-6bit"),
+        ("M1", 8, 8, "gemma-4-e2b-it-4bit"), ("M1", 8, 16, "gemma-4-e2b-it-8bit"),
+        ("M2", 10, 16, "gemma-4-e2b-it-8bit"), ("M4", 10, 16, "gemma-4-e2b-it-8bit"),
+        ("M4", 10, 24, "gemma-4-e2b-it-8bit"), ("M5", 10, 24, "gemma-4-e4b-it-4bit"),
+        ("M3 Pro", 18, 36, "gemma-4-26b-a4b-it-4bit"), ("M4 Pro", 20, 48, "Qwen3.6-35B-A3B-4bit"),
+        ("M1 Max", 32, 64, "Qwen3.6-35B-A3B-4bit"), ("M4 Max", 40, 64, "gemma-4-12B-it-4bit"),
+        ("M5 Max", 40, 128, "Qwen3.8-27B-4bit"), ("M3 Ultra", 80, 512, "Qwen3.5-122B-A10B-6bit"),
     ],
-)
+)  # fmt: skip
 def test_the_first_of_the_list_suits_the_mac(chip: str, cores: int, memory_gb: float, first: str) -> None:
     place = elsewhere(chip, cores, memory_gb)
     start = next(each for each in standings(nominal(place)) if each.start)

@@ -115,7 +115,7 @@ def test_the_second_question_on_a_picture_takes_no_tower_and_no_prefill(case: st
 def test_after_a_restart_a_picture_is_not_seen_again(case: str, tmp_path: Path) -> None:
     build(case, tmp_path / "model")
     cache, (first,) = PromptCacheSpec(folder=tmp_path / "cache"), messages("one")
-    chat, replies = [first, Message("assistant", "I see " * 600), Message("user", "what is it?")], []
+    chat, replies = [first, Message("assistant", "I see " * 300), Message("user", "what is it?")], []
     for _ in range(2):
         with Engine.load(tmp_path / "model", dtype="float32", prompt_cache=cache) as engine:
             replies.append(engine.ask(chat, GREEDY))
