@@ -524,13 +524,10 @@ class _Stamps:
         """Return what the real engine would have recorded."""
         computed = self.prefilled - self.cached - 1
         return rates.Recorder(
-            prefill_began_s=self.begun,
-            prompt_tokens=self.prompt,
-            cached_tokens=self.cached,
-            token_times=list(self.tokens),
-            ids=[own_id(number) for number in range(len(self.tokens))],
+            prefill_began_s=self.begun, prompt_tokens=self.prompt, cached_tokens=self.cached,
+            token_times=list(self.tokens), ids=[own_id(number) for number in range(len(self.tokens))],
             pieces=[(computed, self.prefill_end)] if computed > 0 else [],
-        )
+        )  # fmt: skip
 
     def metrics(self) -> rates.Metrics:
         """Return the metrics so far."""

@@ -162,14 +162,9 @@ def replies(draw: st.DrawFn) -> Finished:
     accepted = draw(st.integers(0, min(drafted, max(many - 1, 0))))
     told = Speculated((DraftCount("lookup", drafted, accepted),), draw(st.floats(-2, 2))) if drafted else Speculated()
     recorder = Recorder(
-        accepted_s=start_s,
-        began_s=start_s + wait_s / 2,
-        prefill_began_s=start_s + wait_s,
-        prompt_tokens=prompt,
-        cached_tokens=draw(st.integers(0, prompt - 1)),
-        token_times=times,
-        speculated=[lambda: told],
-    )
+        accepted_s=start_s, began_s=start_s + wait_s / 2, prefill_began_s=start_s + wait_s, prompt_tokens=prompt,
+        cached_tokens=draw(st.integers(0, prompt - 1)), token_times=times, speculated=[lambda: told],
+    )  # fmt: skip
     gbs = draw(st.one_of(st.none(), st.floats(20, 900)))
     expected = draw(st.one_of(st.none(), st.floats(1, 300)))
     cost = StepCost(WORK.weight_bytes(), WORK.kv_bytes(prompt + many // 2), gbs, expected)

@@ -162,9 +162,7 @@ def test_a_piece_in_stages_is_the_same_and_a_stopped_one_is_gone(name: str, spec
     ("name", "spec"),
     [
         ("llama", KVSpec(key_bits=8, value_bits=4)),
-        ("gemma3_text", KVSpec()),
-        ("qwen3_next", KVSpec()),
-        ("mamba2", KVSpec()),
+        *((name, KVSpec()) for name in ("gemma3_text", "qwen3_next", "mamba2")),
     ],
 )
 def test_a_piece_that_was_let_go_of_between_its_stages_never_was(name: str, spec: KVSpec):

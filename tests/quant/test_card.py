@@ -41,13 +41,9 @@ from tokamac.quant.writer import card, command
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
 BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)
 MADE = Provenance(
-    name="org/name",
-    id="org/name",
-    config_sha256="c0",
-    shards=(ShardMark("model.safetensors", 12, "5a"),),
-    versions={"tokamac": "0.1.0", "mlx": "0.32.4", "mlx-lm": None},
-    card={"license": "apache-2.0"},
-)
+    name="org/name", id="org/name", config_sha256="c0", shards=(ShardMark("model.safetensors", 12, "5a"),),
+    versions={"tokamac": "0.1.0", "mlx": "0.32.4", "mlx-lm": None}, card={"license": "apache-2.0"},
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

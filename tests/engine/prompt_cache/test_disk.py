@@ -199,7 +199,7 @@ class Bench:
 BENCHES = {kind: Bench(kind) for kind in KINDS}
 
 
-def ask(bench: Bench, store: CacheStore, prompt: list[int], reply: list[int]) -> int:
+def ask(bench: Bench, store: CacheStore | PromptCache, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does: take, prefill, mark, decode; check the logits; return how many tokens were found computed."""
     lease = store.acquire(prompt, None)
     cached = len(lease.ids)
@@ -459,18 +459,8 @@ def opened(bench: Bench, root: Path, budgets: Budgets | None = None) -> PromptCa
 
 
 def ask_disk(bench: Bench, cache: PromptCache, prompt: list[int], reply: list[int]) -> int:
-    """Do as a request does, and what can wait after it; check the logits; return how many tokens were found computed."""
-    lease = cache.acquire(prompt, None)
-    cached = len(lease.ids)
-    assert lease.ids == prompt[:cached]
-    with lease:
-        if cached < len(prompt) - 1:
-            compute(bench.model, lease, prompt[:-1])
-        cache.checkpoint(lease)
-        found = compute(bench.model, lease, prompt)
-        assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
-        if reply:
-            compute(bench.model, lease, prompt + reply)
+    """Do so, and what can wait after it."""
+    cached = ask(bench, cache, prompt, reply)
     cache.flush(PATIENCE_S)
     assert cache.trouble is None
     return cached
