@@ -120,10 +120,12 @@ def keep_real_model(home: Path) -> None:
 
 
 @asynccontextmanager
-async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tuple[TokamacApp, Pilot[Any]]]:
-    """Open the chat, ask ``questions``, and leave what the screen shows then."""
+async def chatting(
+    questions: Sequence[str], *, kept: bool = False, warm: bool = True, **options: Any
+) -> AsyncIterator[tuple[TokamacApp, Pilot[Any]]]:
+    """Open the chat, ask ``questions``, and leave what the screen shows then. kept: the real model is on the disk."""
     with tempfile.TemporaryDirectory() as scratch, nobody(Path(scratch)):
-        if options.get("model") == REAL_MODEL:
+        if kept or options.get("model") == REAL_MODEL:
             keep_real_model(Path(scratch))
         save_settings(Path(scratch) / "settings.toml", Settings(theme=THEME, toured=True))
         app, bridge = build(
@@ -137,7 +139,7 @@ async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tu
         try:
             async with app.run_test(size=(120, 36), notifications=False) as pilot:
                 await idle(app, pilot)
-                if "engine" not in options:
+                if warm and "engine" not in options:
                     await measured(app)
                 for question in questions:
                     app.chat.perform(app.chat.session.submit(question))

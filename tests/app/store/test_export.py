@@ -61,20 +61,11 @@ def archives(draw: Any, *, branches: bool = True) -> Archive:
         parent = draw(earlier) if branches else (number - 1 or None)
         messages.append(
             StoredMessage(
-                number,
-                "",
-                parent,
-                draw(st.sampled_from(["system", "user", "assistant"])),
-                draw(TEXTS),
-                draw(TEXTS),
-                draw(st.sampled_from(["complete", "stopped", "failed"])),
-                draw(MOMENTS),
-                draw(TEXTS),
-                draw(OBJECTS),
-                draw(st.none() | OBJECTS),
-                tuple(draw(st.lists(ATTACHMENTS, max_size=2))),
+                number, "", parent, draw(st.sampled_from(["system", "user", "assistant"])), draw(TEXTS), draw(TEXTS),
+                draw(st.sampled_from(["complete", "stopped", "failed"])), draw(MOMENTS), draw(TEXTS), draw(OBJECTS),
+                draw(st.none() | OBJECTS), tuple(draw(st.lists(ATTACHMENTS, max_size=2))),
             )
-        )
+        )  # fmt: skip
     head = (draw(st.integers(1, len(messages))) if branches else len(messages)) if messages else None
     origin = draw(st.sampled_from(["words", "model", "user"]))
     chat = StoredChat("", draw(LINES), origin, draw(MOMENTS), draw(MOMENTS), draw(TEXTS), draw(OBJECTS), "", head)
