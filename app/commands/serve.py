@@ -293,19 +293,21 @@ def _needs_token(options: argparse.Namespace) -> bool:
 
 
 def _print_config(options: argparse.Namespace, model: str) -> None:
+    from ..models.local import lasting, shown_name
     from ..serve.clients import KEY, client_config
 
     key = KEY
     if _needs_token(options):
         key = "TOKEN"
         print(f"# TOKEN is what {token_file()} holds\n")
-    print(client_config(options.host, options.port, options.alias[0] if options.alias else model, key))
+    name = options.alias[0] if options.alias else shown_name(lasting(model))
+    print(client_config(options.host, options.port, name, key))
 
 
 def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> "ServerOptions":
     from platformdirs import user_log_path
 
-    from ..models.local import lasting
+    from ..models.local import lasting, shown_name
     from ..serve.engine import TEXT_EVERY_S
     from ..serve.gate import token_of
     from ..serve.model_pool import Offer
@@ -343,8 +345,8 @@ def _server_options(parser: Parser, options: argparse.Namespace, model: str) -> 
     return ServerOptions(
         Offer(
             load,
-            model if options.engine is None else "",  # whatever the chat has
-            tuple(options.alias),
+            shown_name(load.model) if options.engine is None else "",  # whatever the chat has
+            (*options.alias, model),
             tuple(options.allow),
             options.allow_downloaded,
             load_of,

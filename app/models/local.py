@@ -54,7 +54,7 @@ def short_name(model: str) -> str:
 
 def shown_name(model: str) -> str:
     """Return a Hugging Face id whole, and of a path its end: the rest would fill a line."""
-    return short_name(model) if model.startswith("/") else sanitise_line(model)
+    return short_name(model).removesuffix(".gguf") if model.startswith("/") else sanitise_line(model)
 
 
 # Where a model is, which decides what can be done with it. A folder is the user's own; models: in the models folder;

@@ -235,6 +235,9 @@ class ModelPool:
         admissions = [each.engine.admission for each in self.loaded]
         return sum(min(each.open, each.places) for each in admissions), sum(each.waiting for each in admissions)
 
+    def source(self, id: str) -> str:
+        return self._offer.loaded_as(id).model
+
     async def offered(self) -> list[str]:
         here = {each.id for each in self.loaded}
         return [

@@ -481,11 +481,11 @@ def _parameters(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
-def facts_of(id: str, spec: ModelSpec | None) -> OllamaModel:
+def facts_of(id: str, model: str, spec: ModelSpec | None) -> OllamaModel:
     """Read a local model's facts. What its folder doesn't say stays empty."""
     folder = None if spec is None else spec.path
     with suppress(TokamacError, OSError):
-        folder = download.find(id) if folder is None else folder
+        folder = download.find(model) if folder is None else folder
     config = _json(folder, "config.json")
     template, nbytes, changed_s = "", 0, 0.0
     if folder is not None:

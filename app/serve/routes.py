@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from tokamac.engine.perf.memory import give_back_freed
 from tokamac.engine.text.length import COUNTED
 
+from ..models.local import shown_name
 from ..reports import cache_use
 from ..text import units
 from ..text.sanitise import sanitise_line
@@ -373,7 +374,7 @@ class ServerApp:
 
     async def _facts(self, id: str) -> OllamaModel:
         spec = next((each.served.info for each in self._pool.loaded if each.id == id), None)
-        return await asyncio.to_thread(facts_of, id, spec)
+        return await asyncio.to_thread(facts_of, id, self._pool.source(id), spec)
 
     def _count_request(self, path: str, status: int, outcome: RequestOutcome) -> None:
         ended = [each.end.metrics for each in outcome.replies if each.ended is not None]
@@ -432,7 +433,7 @@ def model_entry(model: ServedModel) -> dict[str, Any]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created))
     return {
         "id": model.id, "object": "model", "created": model.created, "owned_by": "tokamac",
-        "type": "model", "display_name": model.info.name, "created_at": created,
+        "type": "model", "display_name": shown_name(model.info.name), "created_at": created,
         "max_model_len": model.info.capacity or model.info.context_length, "loaded": True,
     }  # fmt: skip
 

@@ -315,5 +315,5 @@ def test_a_context_of_another_server_changes_nothing() -> None:
 
 def test_a_gguf_file_is_told_of_as_one_with_its_size(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", {"architecture": "llama", "case": "llama"})
-    entry = facts_of(str(tmp_path / "model.gguf"), None).entry
+    entry = facts_of("model", str(tmp_path / "model.gguf"), None).entry
     assert (entry["details"]["format"], entry["size"]) == ("gguf", (tmp_path / "model.gguf").stat().st_size)

@@ -690,7 +690,10 @@ def test_a_server_that_is_killed_under_load_leaves_no_engine_and_its_port(tmp_pa
         until(is_gone)
     with command(tmp_path, "--port", str(port), model=model) as (_, again):
         assert again == port
-        assert Served(again).ask(CHAT, HI)[0] == 200
+        served = Served(again)
+        assert all(served.ask(CHAT, {**HI, "model": name})[0] == 200 for name in ("model", model))
+        (entry,) = served.ask("/v1/models")[1]["data"]
+        assert (entry["id"], entry["display_name"]) == ("model", "model"), "no path of this machine is told"
 
 
 def received(raw: socket.socket) -> bytes:

@@ -517,11 +517,9 @@ def test_warm_equals_cold_for_random_trees_of_conversations(kind: str) -> None:
     machine = type("Machine", (Conversations,), {"kind": kind})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=settings.default.max_examples // 6,
-        stateful_step_count=20,
-        deadline=None,
+        max_examples=settings.default.max_examples // 6, stateful_step_count=20, deadline=None,
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     case().runTest()
 
 
