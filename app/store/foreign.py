@@ -68,8 +68,8 @@ class ForeignChats:
     def summary(self) -> str:
         messages = sum(len(each.messages) for each in self.archives)
         parts = [f"{len(self.archives):,} chats of {self.program}, {messages:,} messages"]
-        parts += [f"{self.pictures:,} pictures"] if self.pictures else []
-        parts += [f"{self.named:,} pictures are not in it or can't be read: their names are kept"] if self.named else []
+        parts += [f"pictures: {self.pictures:,}"] if self.pictures else []
+        parts += [f"pictures by name alone, not in it or unreadable: {self.named:,}"] if self.named else []
         parts += [f"{self.left_out:,} messages of tools or without text are left out"] if self.left_out else []
         parts += [f"{self.unread:,} chats can't be read"] if self.unread else []
         return "; ".join(parts)

@@ -102,7 +102,13 @@ def install() -> Step:
         began_s = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", scratch], check=True)
         subprocess.run([f"{scratch}/bin/pip", "install", "-q", str(ROOT)], check=True)
-        return Step("install", "`make chat`, Enter", 1, time.monotonic() - began_s, PEERS["install"])
+        return Step(
+            "install",
+            "`make chat`, Enter; timed: a new environment, pip",
+            1,
+            time.monotonic() - began_s,
+            PEERS["install"],
+        )
 
 
 async def asking(hands: Newcomer, text: str) -> None:
