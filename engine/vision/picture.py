@@ -37,6 +37,7 @@ OTHERS = (
 )
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 READABLE = "Give a PNG, JPEG, WebP, GIF or BMP file."
+TURNS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # where a PNG tells how it is turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,10 @@ def extent(picture: Picture) -> tuple[int, int]:
     """Return (width, height) as shown: of a picture that was opened before, without a look at its bytes."""
     if (known := _extents.get(picture.digest)) is not None:
         return known
-    image = _opened(picture)
-    # A PNG may tell how it is turned behind its pixels: Pillow decodes all of it.
-    turned = _guarded(picture, lambda: image.getexif().get(0x0112, 1)) in (5, 6, 7, 8)
+    image = _opened(picture, data := picture.data)
+    # A PNG may tell how it is turned behind its pixels: to ask for that Pillow decodes all of it.
+    asks = image.format != "PNG" or any(each in data for each in TURNS)
+    turned = asks and _guarded(picture, lambda: image.getexif().get(0x0112, 1)) in (5, 6, 7, 8)
     found = (image.height, image.width) if turned else (image.width, image.height)
     _extents[picture.digest] = found
     while len(_extents) > EXTENTS:
@@ -140,13 +142,12 @@ def extent(picture: Picture) -> tuple[int, int]:
 
 def decoded(picture: Picture) -> Any:
     """Return Pillow's RGB image of the first frame, turned as EXIF says, without alpha."""
-    image = _opened(picture)
+    image = _opened(picture, picture.data)
     turn = pillow().ImageOps.exif_transpose
     return _guarded(picture, lambda: turn(image).convert("RGB"))
 
 
-def _opened(picture: Picture) -> Any:
-    data = picture.data
+def _opened(picture: Picture, data: bytes) -> Any:
     kind, library = kind_of(data, picture.name), pillow().Image
     image = _guarded(picture, lambda: library.open(io.BytesIO(data), formats=(kind,)))
     if not (0 < image.width <= SIDE and 0 < image.height <= SIDE and image.width * image.height <= PIXELS):

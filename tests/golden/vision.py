@@ -252,10 +252,8 @@ def count_published(folder: Path) -> None:
     import transformers
     from PIL import Image
 
-    found, given = (
-        {},
-        {each.stem.replace("__", "/"): json.loads(each.read_text()) for each in sorted(folder.glob("*.json"))},
-    )
+    given = {each.stem.replace("__", "/"): json.loads(each.read_text()) for each in sorted(folder.glob("*.json"))}
+    found: dict[str, Any] = {}
     for name, config in {**given, **KNOWN}.items():
         kind = ALIKE.get(config.get("model_type", ""), config.get("model_type", ""))
         if kind not in CASES or "vision_config" not in config or name == "google/gemma-4-26b-a4b-it.prerelease":

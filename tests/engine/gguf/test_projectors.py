@@ -19,37 +19,21 @@ from tokamac.engine.metrics import Recorder
 
 pytest.importorskip("PIL")
 SEES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\.")
+PIXELS = {"image_min_pixels": 4096, "image_max_pixels": 20_000}
 # A golden case: llama.cpp's names of its language model and projector, and keys that these alone have.
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3",
-        "gemma3",
-        {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 2},
-        {"projector.scale_factor": 2},
-    ),
+    "gemma3": ("gemma3", "gemma3", {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 2},
+               {"projector.scale_factor": 2}),
     "idefics3": ("llama", "idefics3", {}, {"projector.scale_factor": 2, "preproc_image_size": 168}),
-    "lfm2_vl": (
-        "lfm2",
-        "lfm2",
-        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "feed_forward_length": 256},
-        {"projector.scale_factor": 2, "image_size": 256},
-    ),
+    "lfm2_vl": ("lfm2", "lfm2", {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "feed_forward_length": 256},
+                {"projector.scale_factor": 2, "image_size": 256}),
     "mistral3": ("llama", "pixtral", {}, {"spatial_merge_size": 2, "image_size": 100}),
     "pixtral": ("llama", "pixtral", {}, {"image_size": 80}),
-    "qwen2_5_vl": (
-        "qwen2vl",
-        "qwen2.5vl_merger",
-        {"rope.dimension_sections": [2, 3, 3, 0]},
-        {"n_wa_pattern": 2, "window_size": 56, "image_size": 560, "image_min_pixels": 3136, "image_max_pixels": 20_000},
-    ),
-    "qwen3_vl": (
-        "qwen3vl",
-        "qwen3vl_merger",
-        {"rope.dimension_sections": [4, 2, 2, 0]},
-        {"is_deepstack_layers": [True, False, True], "spatial_merge_size": 2, "image_size": 80}
-        | {"image_min_pixels": 4096, "image_max_pixels": 20_000},
-    ),
-}
+    "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger", {"rope.dimension_sections": [2, 3, 3, 0]},
+                   {"n_wa_pattern": 2, "window_size": 56, "image_size": 560, **PIXELS, "image_min_pixels": 3136}),
+    "qwen3_vl": ("qwen3vl", "qwen3vl_merger", {"rope.dimension_sections": [4, 2, 2, 0]},
+                 {"is_deepstack_layers": [True, False, True], "spatial_merge_size": 2, "image_size": 80, **PIXELS}),
+}  # fmt: skip
 
 
 def language_part(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -67,11 +51,8 @@ def language_part(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def write_projector(path: Path, stored: dict[str, Any], kind: str, more: dict[str, Any]) -> None:
     """Write the part that sees as llama.cpp's converter does, by the package's table of names."""
-    vision, names, writer = (
-        stored["config"]["vision_config"],
-        get_tensor_name_map(MODEL_ARCH.MMPROJ, 8),
-        GGUFWriter(path, "clip"),
-    )
+    vision, names = stored["config"]["vision_config"], get_tensor_name_map(MODEL_ARCH.MMPROJ, 8)
+    writer = GGUFWriter(path, "clip")
     qwen = kind.startswith("qwen")
     layers, heads = ("depth", "num_heads") if qwen else ("num_hidden_layers", "num_attention_heads")
     keys = {"embedding_length": vision["hidden_size"], "feed_forward_length": vision["intermediate_size"]}
@@ -99,13 +80,10 @@ def parts(name: str, values: Any, names: Any, vision: dict[str, Any]) -> Any:
     if (deep := re.match(r"visual\.deepstack_merger_list\.(\d+)\.(.+)", name)) is not None:
         yield f"v.deepstack.{vision['deepstack_visual_indexes'][int(deep[1])]}.{deep[2].replace('linear_', '')}", values
         return
-    name = name.replace("vision_tower.vision_model.", "vision_tower.").replace(
-        "vision_tower.", "vision_tower.vision_model."
-    )
+    name = re.sub(r"vision_tower\.(vision_model\.)?", "vision_tower.vision_model.", name)
     if vision.get("model_type") == "pixtral" and re.search("[qk]_proj", name):
-        values = (
-            values.reshape(vision["num_attention_heads"], 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        )
+        heads = values.reshape(vision["num_attention_heads"], 2, -1, values.shape[1])
+        values = heads.swapaxes(1, 2).reshape(values.shape)
     forms = (name, f"model.{name}", name.replace(".vision_model.", "."))
     known = next(found for form in forms if (found := names.get_name(form, try_suffixes=(".weight", ".bias"))))
     if "patch_embd.weight" in known and values.ndim == 5:
