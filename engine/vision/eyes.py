@@ -24,7 +24,7 @@ from ..kv.costs import AttentionDevice
 from .cost import PicturePrice, TowerCost, TowerShape, cost_of
 from .families import FAMILIES, PictureFamily, PicturePlan
 from .picture import MOST, Picture, decoded, extent
-from .positions import PictureGroups, Places, placed, take_deep, use_planes, why_no_planes
+from .positions import PictureGroups, Places, placed, take_deep, take_given, use_planes, why_no_planes
 
 if TYPE_CHECKING:
     from mlx import nn
@@ -91,16 +91,17 @@ class Sight:
         eyes, end = self.eyes, begin + len(part)
         low, high = np.searchsorted(self.where, (begin, end))
         ids = mx.array([[eyes.stands if each < 0 else each for each in part]])
-        more: dict[str, Any] = {}
-        deep = None
+        given = deep = None
         if high > low:
-            more["input_embeddings"], deep = eyes.embed(ids, self, int(low), int(high), begin)
+            given, deep = eyes.embed(ids, self, int(low), int(high), begin)
+        takes = given is not None and eyes.family.takes_embeddings
+        more: dict[str, Any] = {"input_embeddings": given} if takes else {}
         groups = None
         if self.whole and high > low:
             padded = np.zeros(max(end, len(self.groups)), np.int32)
             padded[: len(self.groups)] = self.groups
             groups = PictureGroups(mx.array(padded[:end]), eyes.family.sees_ahead == "slides")
-        with placed(self._places(begin, end), groups, deep):
+        with placed(self._places(begin, end), groups, deep, given):
             logits: mx.array = model(ids, cache=caches, **more)
         return logits
 
@@ -162,6 +163,8 @@ class Eyes:
                 use_planes(self.model, family.sections, interleaved=family.interleaved)
             if family.deep_layers:
                 take_deep(list(self._inner.model.layers[: family.deep_layers]))
+            if not family.takes_embeddings:
+                take_given(self._inner.model.embed_tokens)
             self._ready = True
 
     @property

@@ -16,14 +16,17 @@ from .processing import (
     LANCZOS,
     MOST_ASPECT,
     Numbers,
+    canvas_of,
     closest_grid,
     fitting,
     longest_edge,
     normalised,
+    padded,
     patches,
     scaled,
     tiled,
     too_narrow,
+    undistorted,
     whole_tiles,
     within_patches,
 )
@@ -57,7 +60,7 @@ class PictureFamily(ABC):
     mark: what the template writes for a picture. token: a picture's own, in the text. stands: the id of such a token in
     tables of the language model, if another. sees_ahead: its tokens attend to each other both ways; "slides": in
     layers with a window alone. sections: of rotary positions in a plane, if any. merge: patches in a row that become
-    one token.
+    one token. takes_embeddings: whether the language model's class does.
     """
 
     mark: str
@@ -68,6 +71,7 @@ class PictureFamily(ABC):
     interleaved: bool = False
     deep_layers: int = 0
     merge: int = 1
+    takes_embeddings: bool = True
     usual: ClassVar[Config] = {}  # what a config's tower has where it does not say
 
     def _completed(self, config: Config) -> dict[str, Any]:
@@ -422,6 +426,60 @@ class InternVL(PictureFamily):
         return name if kept else None
 
 
+class Llama4(PictureFamily):
+    """Tiles on a canvas of the picture's form, dark where it does not reach; then the whole picture in one tile."""
+
+    mark, token = "<|image|>", "<|patch|>"
+    takes_embeddings = False
+    usual: ClassVar[Config] = {
+        **{"hidden_size": 768, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16},
+        **{"image_size": 448, "patch_size": 14, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 7680},
+        **{"projector_input_dim": 4096, "projector_output_dim": 4096},
+    }
+
+    def __init__(self, config: Config, settings: Config) -> None:
+        self._config = self._completed(config)
+        vision = self._config["vision_config"]
+        self._tile, self._patch = (_one(vision[key]) for key in ("image_size", "patch_size"))
+        if {int(each) for each in (settings.get("size") or {}).values()} - {self._tile}:
+            raise PictureError(f"its pictures are not cut into tiles of {self._tile} × {self._tile}")
+        self._numbers = Numbers.of(settings, BILINEAR, HALF, HALF)
+        self._most, self._largest = int(settings.get("max_patches") or 16), bool(settings.get("resize_to_max_canvas"))
+        self.merge = round(1 / float(vision["pixel_shuffle_ratio"]))
+        self._each = (self._tile // self._patch // self.merge) ** 2
+
+    def plan(self, width: int, height: int) -> PicturePlan:
+        columns, rows = canvas_of(width, height, self._tile, self._most, largest=self._largest)
+        whole = columns * self._tile, rows * self._tile
+        room = (
+            whole if self._largest else (min(max(width, self._tile), whole[0]), min(max(height, self._tile), whole[1]))
+        )
+        own, tiles = self.token * self._each, columns * rows if columns * rows > 1 else 0
+        row = "<|tile_x_separator|>".join([own] * columns) + "<|tile_y_separator|>"
+        text = f"<|image_start|>{row * rows if tiles else ''}<|image|>{own}<|image_end|>"
+        return PicturePlan(text, self._each * (tiles + 1), undistorted(width, height, *room), (rows, columns))
+
+    def pixels(self, image: Any, plan: PicturePlan) -> "Pixels":
+        import numpy as np
+
+        rows, columns = plan.grid
+        canvas = padded(scaled(image, *plan.size, self._numbers), columns * self._tile, rows * self._tile)
+        cut = tiled(canvas, columns, rows, self._tile, self._numbers)
+        cut += [scaled(image, self._tile, self._tile, self._numbers)] if len(cut) > 1 else []
+        return np.stack([patches(normalised(each, self._numbers, half=True), self._patch) for each in cut])
+
+    def attended(self, patches: int) -> tuple[float, int]:  # noqa: ARG002  # within a tile
+        return self._each * self.merge**2, self._each * self.merge**2
+
+    def tower(self) -> "nn.Module":
+        from .towers import Llama4Tower
+
+        return Llama4Tower(self._config, self._tile // self._patch, self.merge)
+
+    def own_name(self, name: str) -> str | None:
+        return name if name.startswith(("vision_model.", "multi_modal_projector.")) else None
+
+
 def _one(size: Any) -> int:
     """Return a side, given once or for both. Raises PictureError."""
     sides = {int(each) for each in (size if isinstance(size, list | tuple) else [size])}
@@ -496,6 +554,7 @@ FAMILIES: dict[str, Callable[[Config, Config], PictureFamily]] = {
     "smolvlm": Idefics3,
     "internvl": InternVL,
     "lfm2_vl": Lfm2VL,
+    "llama4": Llama4,
     "llava": Mistral3,
     "mistral3": Mistral3,
     "qwen2_5_vl": Qwen25VL,

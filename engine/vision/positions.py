@@ -46,13 +46,19 @@ places = _places.get
 # (layers, T, width): what the first layers add at the tokens of pictures.
 _deep: ContextVar[mx.array | None] = ContextVar("deep", default=None)
 
+# (1, T, width): what stands for the embeddings of a pass's ids, where the model's class takes ids alone.
+_given: ContextVar[mx.array | None] = ContextVar("given", default=None)
+
 
 @contextmanager
-def placed(at: Places | None, groups: PictureGroups | None, deep: mx.array | None) -> Iterator[None]:
-    first, second, third = _places.set(at), _groups.set(groups), _deep.set(deep)
+def placed(
+    at: Places | None, groups: PictureGroups | None, deep: mx.array | None, given: mx.array | None = None
+) -> Iterator[None]:
+    first, second, third, fourth = _places.set(at), _groups.set(groups), _deep.set(deep), _given.set(given)
     try:
         yield
     finally:
+        _given.reset(fourth)
         _places.reset(first)
         _groups.reset(second)
         _deep.reset(third)
@@ -92,6 +98,21 @@ def take_deep(layers: list[Any]) -> None:
     """Have the first layers add what pictures bring to each."""
     for index, layer in enumerate(layers):
         layer.__class__ = _deepened(type(layer), index)
+
+
+def take_given(embeds: Any) -> None:
+    """Have a module of embeddings give those of pictures, where a pass has such."""
+    embeds.__class__ = _giving(type(embeds))
+
+
+def _giving(kind: type[Any]) -> type[Any]:
+    class Given(kind):
+        def __call__(self, ids: mx.array) -> mx.array:
+            found: mx.array = super().__call__(ids) if (given := _given.get()) is None else given
+            return found
+
+    Given.__name__, Given.__qualname__, Given.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Given
 
 
 def _deepened(kind: type[Any], index: int) -> type[Any]:

@@ -41,9 +41,18 @@ def scaled(image: Any, width: int, height: int, numbers: Numbers) -> Any:
     return image if image.size == (width, height) else image.resize((width, height), resample=numbers.resample)
 
 
-def normalised(image: Any, numbers: Numbers) -> "Pixels":
-    """Return an RGB image as (3, H, W) float32."""
+def normalised(image: Any, numbers: Numbers, *, half: bool = False) -> "Pixels":
+    """Return an RGB image as (3, H, W) float32. half: in steps that are rounded to bfloat16."""
     import numpy as np
+
+    if half:
+        import mlx.core as mx
+
+        exact = mx.array(np.moveaxis(np.asarray(image, np.uint8), -1, 0)).astype(mx.float32)
+        parts = (mx.array(each).astype(mx.bfloat16)[:, None, None] for each in (numbers.mean, numbers.std))
+        with mx.stream(mx.cpu):
+            levels, (middle, spread) = (exact * numbers.factor).astype(mx.bfloat16), parts
+            return np.array(((levels - middle) / spread).astype(mx.float32))
 
     values = np.moveaxis(np.asarray(image, np.uint8), -1, 0).astype(np.float64) * numbers.factor
     mean, std = (np.array(each, np.float32)[:, None, None] for each in (numbers.mean, numbers.std))
@@ -129,6 +138,30 @@ def closest_grid(width: int, height: int, tile: int, least: int, most: int) -> t
         if away < nearest or (away == nearest and width * height > 0.5 * tile**2 * columns * rows):
             best, nearest = (columns, rows), away
     return best
+
+
+def canvas_of(width: int, height: int, tile: int, most: int, *, largest: bool) -> tuple[int, int]:
+    """Return the (columns, rows) of at most ``most`` tiles in which a picture keeps most of its size, on the least space."""
+    import numpy as np
+
+    grids = [(c, r) for r in range(1, most + 1) for c in range(1, most // r + 1)]
+    sides = np.array(grids, np.float32) * tile / np.array((width, height), np.float32)
+    scales = sides.min(axis=1)
+    bigger = scales[scales >= 1]
+    best = scales.max() if largest or not len(bigger) else bigger.min()
+    return min((grid for grid, scale in zip(grids, scales, strict=True) if scale == best), key=math.prod)
+
+
+def undistorted(width: int, height: int, most_width: int, most_height: int) -> tuple[int, int]:
+    across, down = most_width / width, most_height / height
+    if across < down:
+        return most_width, max(1, min(math.floor(height * across), most_height))
+    return max(1, min(math.floor(width * down), most_width)), most_height
+
+
+def padded(image: Any, width: int, height: int) -> Any:
+    """Return an image whose rest, right and below, is black."""
+    return image if image.size == (width, height) else image.crop((0, 0, width, height))
 
 
 def tiled(image: Any, columns: int, rows: int, tile: int, numbers: Numbers) -> list[Any]:

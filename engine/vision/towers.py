@@ -527,6 +527,90 @@ class Lfm2Tower(nn.Module):
         return self.multi_modal_projector(mx.concatenate(seen))
 
 
+class Llama4Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        self.heads = heads
+
+    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> Any:
+        shape = (*x.shape[:2], self.heads, -1)
+        queries, keys, values = (project(x).reshape(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
+        queries, keys = neighbours_turned(queries, cos, sin), neighbours_turned(keys, cos, sin)
+        queries, keys, values = (each.transpose(0, 2, 1, 3) for each in (queries, keys, values))
+        return self.o_proj(attend(queries, keys, values, queries.shape[-1] ** -0.5))
+
+
+def neighbours_turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Rotate (B, N, H, D) by angles (N, D / 2), in float32: each pair of neighbours by one."""
+    pairs = x.astype(mx.float32).reshape(*x.shape[:-1], -1, 2)
+    first, second, cos, sin = pairs[..., 0], pairs[..., 1], cos[:, None], sin[:, None]
+    return mx.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+class Llama4Layer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.self_attn = Llama4Attention(width, config["num_attention_heads"])
+        self.mlp = SiglipMLP({**config, "hidden_act": "gelu"})
+
+    def __call__(self, x: mx.array, cos: mx.array, sin: mx.array) -> Any:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama4Adapter(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        out = config["projector_output_dim"]
+        self.fc1 = nn.Linear(config["intermediate_size"], config["projector_input_dim"], bias=False)
+        self.fc2 = nn.Linear(out, out, bias=False)
+
+    def __call__(self, x: mx.array) -> Any:
+        return nn.gelu(self.fc2(nn.gelu(self.fc1(x))))
+
+
+class Llama4Vision(nn.Module):
+    """(tiles, N, 3 · P²) → (tokens, width). What sums up a tile stands last, and is left out."""
+
+    def __init__(self, config: Config, side: int, merge: int) -> None:
+        super().__init__()
+        width, self.side, self.merge = config["hidden_size"], side, merge
+        self.patch_embedding = {"linear": Patches(3 * config["patch_size"] ** 2, width, bias=False)}
+        self.class_embedding, self.positional_embedding_vlm = mx.zeros((width,)), mx.zeros((side**2 + 1, width))
+        self.layernorm_pre, self.layernorm_post = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.model = {"layers": [Llama4Layer(config) for _ in range(config["num_hidden_layers"])]}
+        self.vision_adapter = {"mlp": Llama4Adapter(config)}
+        self.dim = width // config["num_attention_heads"]
+        self.base = float((config.get("rope_parameters") or config).get("rope_theta") or 10_000.0)
+
+    def __call__(self, patches: mx.array) -> Any:
+        rows, columns = blockwise(self.side, self.side, 1)
+        cos, sin = plane_angles(columns + 1, rows + 1, self.dim, self.base)
+        cos, sin = mx.pad(cos, [(0, 1), (0, 0)], constant_values=1), mx.pad(sin, [(0, 1), (0, 0)])
+        seen = self.patch_embedding["linear"](patches)
+        last = mx.broadcast_to(self.class_embedding, (len(seen), 1, seen.shape[-1]))
+        x = self.layernorm_pre(mx.concatenate([seen, last], axis=1) + self.positional_embedding_vlm)
+        for layer in self.model["layers"]:
+            x = layer(x, cos, sin)
+        x = self.layernorm_post(x)[:, :-1]
+        return self.vision_adapter["mlp"](squares(x, self.side, self.side, self.merge))
+
+
+class Llama4Tower(nn.Module):
+    def __init__(self, config: Config, side: int, merge: int) -> None:
+        super().__init__()
+        vision = config["vision_config"]
+        self.vision_model = Llama4Vision(vision, side, merge)
+        out = nn.Linear(vision["vision_output_dim"], config["text_config"]["hidden_size"], bias=False)
+        self.multi_modal_projector = {"linear_1": out}
+
+    def __call__(self, patches: mx.array, _: tuple[int, int]) -> Any:
+        return self.multi_modal_projector["linear_1"](self.vision_model(patches))
+
+
 class InternAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -139,7 +139,7 @@ def scale_with_pillow() -> None:
 
 def shown_pixels(found: Any) -> Any:
     """Return the pixels of one picture, flat and without what fills up a batch."""
-    pixels = found["pixel_values"]
+    pixels = np.asarray(found["pixel_values"].float())
     if "pixel_attention_mask" in found:
         pixels = pixels[np.asarray(found["pixel_attention_mask"]) > 0]
     if "image_position_ids" in found:
@@ -170,6 +170,7 @@ def make(case: str) -> None:
     from tests.golden.make import load, saved_shapes
 
     given = CASES[case]
+    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None  # which Llama 4's class asks for
     marks = list(dict.fromkeys([*given["named"].values(), *given["ids"].values(), given["mark"], *given["marks"]]))
     kept, ids = {}, {}
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
@@ -183,7 +184,7 @@ def make(case: str) -> None:
         processor, images = made_processor(given, tokenizer, given["settings"], given["more"])
         for kind in SIZES:
             (folder / kind).write_bytes(picture(kind))
-            pixels = shown_pixels(images([load_image(str(folder / kind))], return_tensors="np"))
+            pixels = shown_pixels(images([load_image(str(folder / kind))], return_tensors="pt"))
             kept[f"{kind} pixels"] = pixels[np.linspace(0, len(pixels) - 1, SHOWN).astype(int)].astype(np.float32)
         for prompt, turns in PROMPTS.items():
             shown = [load_image(str(folder / each)) for names, _ in turns for each in names] or None
@@ -191,6 +192,7 @@ def make(case: str) -> None:
                 conversation(prompt), chat_template=template(given["mark"]), add_generation_prompt=True, tokenize=False
             )
             inputs = processor(images=shown, text=[text], return_tensors="pt", add_special_tokens=False)
+            inputs = {key: each.float() if each.is_floating_point() else each for key, each in inputs.items()}
             kept[prompt] = torch.log_softmax(model(**inputs).logits[0, -ROWS:].double(), -1).float().numpy()
             ids[prompt] = inputs["input_ids"][0].tolist()
         config = json.loads((folder / "config.json").read_text())
@@ -216,6 +218,10 @@ KNOWN: dict[str, dict[str, Any]] = {
         "scale_factor": 4,
     },
     "Qwen/Qwen2.5-VL-7B-Instruct": {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280}},
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
+        "model_type": "llama4",
+        "vision_config": {"hidden_size": 1408, "image_size": 336, "vision_output_dim": 4096},
+    },
     "OpenGVLab/InternVL3-1B-hf": {"model_type": "internvl", "vision_config": {"attention_bias": True}},
 }
 ALIKE = {"smolvlm": "idefics3", "qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5", "llava": "pixtral"}
@@ -230,6 +236,8 @@ def published_settings(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     if kind == "idefics3":
         each = (side // patch // config["scale_factor"]) ** 2
         return {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}, {"image_seq_len": each}
+    if kind == "llama4":
+        return {"size": {"height": side, "width": side}}, {"patch_size": patch}
     if kind == "internvl":
         return {"size": {"height": 448, "width": 448}, "crop_to_patches": True}, {"image_seq_length": 256}
     if kind == "qwen2_5_vl":

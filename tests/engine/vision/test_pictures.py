@@ -89,7 +89,7 @@ def test_a_model_that_reads_text_alone_says_so() -> None:
         engine.ask(messages("one"))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "gemma4", "gemma4_small", "lfm2_vl", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("case", ["gemma3", "gemma4", "gemma4_small", "lfm2_vl", "llama4", "qwen2_5_vl", "qwen3_5"])
 def test_the_second_question_on_a_picture_takes_no_tower_and_no_prefill(case: str, tmp_path: Path) -> None:
     build(case, tmp_path / "model")
     cache = PromptCacheSpec(folder=tmp_path / "cache")
