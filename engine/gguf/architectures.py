@@ -96,7 +96,8 @@ def places_of(file: GgufFile, tensor: GgufTensor) -> Iterator[Place]:
         if int(found[1]) >= params.layers:
             return
         names, begin = {**LAYER, **family.layer}, f"{family.stem}.{int(found[1])}."
-    change = MINUS_ONE if family.less_one and stem.endswith("norm") else LOG if stem in family.logs else ""
+    less_one = family.less_one and stem.endswith("norm") and leaf != "bias"
+    change = MINUS_ONE if less_one else LOG if stem in family.logs else ""
     for part, (order, shape) in _parts(family, params, tensor, stem, names).items():
         reshape = family.shapes.get(stem, tuple)
         yield Place(begin + part, "" if stem in family.bare else leaf, reshape(shape), order, change)

@@ -92,6 +92,12 @@ def _experts(params: HyperParameters) -> Config:
     return config | ({"shared_expert_intermediate_size": params.shape(shared)[-1]} if params.has(shared) else {})
 
 
+def _hunyuan_moe(params: HyperParameters) -> Config:
+    widths = _experts(params)
+    shared = params.shape("blk.0.ffn_down_shexp.weight")[-1]
+    return widths | {"num_shared_expert": max(1, shared // widths["intermediate_size"])}
+
+
 def _sliding(period: int) -> Callable[[HyperParameters], Config]:
     def more(params: HyperParameters) -> Config:
         slides = params.slides or [(index + 1) % period != 0 for index in range(params.layers)]
@@ -104,6 +110,18 @@ def _phi3(params: HyperParameters) -> Config:
     original = params.number("rope.scaling.original_context_length", params.number("context_length"))
     window = params.find("attention.sliding_window")  # 0 in Phi-4, which has none
     return {"original_max_position_embeddings": original} | ({"sliding_window": window} if window else {})
+
+
+def _ministral3(params: HyperParameters) -> Config:
+    scaling = rope_scaling(params) or {"rope_type": "default"}
+    rope = {
+        "original_max_position_embeddings": params.number("context_length"),
+        "rope_theta": params.number("rope.freq_base", 1e6),
+        "llama_4_scaling_beta": params.number("attention.temperature_scale", 0.0),
+        "mscale": 1.0,
+        "mscale_all_dim": params.number("rope.scaling.yarn_log_multiplier", 0.0),
+    }
+    return {"rope_parameters": rope | scaling, "rope_scaling": None}
 
 
 def _lfm2(params: HyperParameters) -> Config:
@@ -382,6 +400,7 @@ PER_LAYER_TOP = {
     "per_layer_token_embd": "embed_tokens_per_layer", "per_layer_model_proj": "per_layer_model_projection",
     "per_layer_proj_norm": "per_layer_projection_norm",
 }  # fmt: skip
+HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 MIXTRAL = Architecture(
     "mixtral",
     {"ffn_gate_inp": "block_sparse_moe.gate"}
@@ -432,8 +451,10 @@ FAMILIES: dict[str, Architecture] = {
     "granite": Architecture("granite", turned=True, head_dim=False, keys=GRANITE),
     "granitemoe": Architecture("granitemoe", {**MIXTRAL.layer, "ffn_gate_inp": "block_sparse_moe.router.layer"},
                                turned=True, head_dim=False, keys={**GRANITE, **MIXTRAL.keys}),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", {"attn_q_norm": "self_attn.query_layernorm",
-                                                       "attn_k_norm": "self_attn.key_layernorm"}),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", HUNYUAN),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", HUNYUAN | {"ffn_gate_inp": "mlp.gate.wg"}
+                                | {f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+                                more=_hunyuan_moe, keys={"num_experts": "expert_count", "moe_topk": "expert_used_count"}),
     "minimax-m2": Architecture("minimax_m2",
                                {**MIXTRAL.layer, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}, wide=True,
                                keys={**MIXTRAL.keys, "rotary_dim": "rope.dimension_count"}, bare=frozenset({"exp_probs_b"})),
@@ -441,7 +462,13 @@ FAMILIES: dict[str, Architecture] = {
                           | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}, wide=True,
                           keys=DEEPSEEK_KEYS, bare=frozenset({"exp_probs_b"}), more=_glm4_moe,
                           given={"n_group": 1, "topk_group": 1, "scoring_func": "noaux_tc"}),
+    "mistral3": Architecture("ministral3", turned=True, more=_ministral3),
     "olmo2": Architecture("olmo2", NORM_AFTER),
+    "nemotron": Architecture("nemotron", less_one=True, partial=True, keys={"norm_eps": LAYER_NORM["layer_norm_eps"]},
+                             given={"hidden_act": "relu2"}),
+    "stablelm": Architecture("stablelm", partial=True, head_dim=False, keys=LAYER_NORM,
+                             more=lambda params: {"use_qkv_bias": params.has("blk.0.attn_q.bias"),
+                                                  "use_parallel_residual": bool(params.find("use_parallel_residual"))}),
     "smollm3": Architecture("smollm3", turned=True, given={"no_rope_layer_interval": 4}),
     "starcoder2": Architecture("starcoder2", {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, head_dim=False,
                          keys={"norm_epsilon": "attention.layer_norm_epsilon"},

@@ -28,14 +28,9 @@ SCALES = {
     Kind.Q2_K: (-4, -2),
 }
 ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-INTERLEAVED = {
-    "llama",
-    "granite",
-    "granitemoe",
-    "smollm3",
-    "arcee",
-}  # whose rotation works on neighbours, unlike the original's
-ADDED_ONE = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+# Whose rotation works on neighbours, unlike the original's.
+INTERLEAVED = {"llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3"}
+ADDED_ONE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"}
 STATE_SPACE = {"falcon-h1", "nemotron_h_moe"}
 EXPERT = re.compile(
     r"(.*)\.(?:block_sparse_moe|mlp|mixer|feed_forward)\.experts\.(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight"
