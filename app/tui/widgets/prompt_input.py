@@ -23,11 +23,11 @@ from textual.widgets.input import Selection
 from textual.widgets.option_list import Option
 from textual.worker import get_current_worker
 
-from tokamac.engine.files import expanded
+from tokamac.engine.files import expanded, is_file
 
 from ...chat import actions
 from ...chat.actions import NEWLINE_KEYS, PartialCommand, by_slash, command_at, matching
-from ...chat.attachments import Draft, dropped, is_long, pasted, shell_command, size_text
+from ...chat.attachments import LINES, Draft, dropped, is_long, pasted, shell_command, size_text
 from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import Notice
@@ -448,11 +448,23 @@ class Prompt(TextBox):
         self.post_message(self.Paused(self.draft))
 
     def _complete(self) -> None:
+        if self._typing:
+            self._take_named_file()
         self.completions.complete((self._command_at_cursor() or self._path_at_cursor()) if self._typing else None)
 
     def _path_at_cursor(self) -> PartialPath | None:
         row, column = self.cursor_location
         return path_at(self.document.get_line(row), column)
+
+    def _take_named_file(self) -> None:
+        """Attach the file whose whole name was typed, once a space follows it: who goes on writing means that one."""
+        row, column = self.cursor_location
+        before = self.document.get_line(row)[:column]
+        if not before.endswith(" ") or (named := path_at(before, column - 1)) is None:
+            return
+        ranged = LINES.fullmatch(named.part)
+        if is_file(expanded(named.part)) or (ranged is not None and is_file(expanded(ranged[1]))):
+            self._take_path(named.part, named.start)
 
     def _command_at_cursor(self) -> PartialCommand | None:
         return command_at(self.text, *self.cursor_location) if self.obeys else None
@@ -471,9 +483,13 @@ class Prompt(TextBox):
         if path.endswith("/"):
             self.replace(f"@{path}", (row, named.start), (row, column))
         else:
-            follows = self.document.get_line(row)[: named.start].strip()
-            self.replace(f"{path} " if follows else "", (row, named.start), (row, column))
-            self.post_message(self.Picked(path))
+            self._take_path(path, named.start)
+
+    def _take_path(self, path: str, start: int) -> None:
+        row, column = self.cursor_location
+        follows = self.document.get_line(row)[:start].strip()
+        self.replace(f"{path} " if follows else "", (row, start), (row, column))
+        self.post_message(self.Picked(path))
 
     def _pick_command(self, name: str) -> None:
         named, action = self._command_at_cursor(), by_slash(name)

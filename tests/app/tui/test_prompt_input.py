@@ -227,6 +227,18 @@ async def test_a_folder_that_is_chosen_is_looked_into(chat: Start, folder: Path)
         await c.until(lambda: names(c) == ["./notes/decode.md"])
 
 
+async def test_a_file_whose_name_was_typed_is_attached_as_one_goes_on(chat: Start, folder: Path) -> None:
+    async with chat("fast") as c:
+        for typed, text, attached in (
+            ("@notes/decode.md What", "What", 1),
+            (" in @data.csv or @no.md ?", "What in data.csv or @no.md ?", 2),
+        ):
+            await c.pilot.press(*("space" if each == " " else each for each in typed))
+            await c.until(lambda attached=attached: len(names(c)) == attached)
+            assert c.prompt.text == text
+        assert names(c) == ["notes/decode.md", "data.csv"]
+
+
 async def test_a_path_that_was_only_pasted_is_not_followed(chat: Start, folder: Path) -> None:
     async with chat("fast") as c:
         await c.paste("as it says in @data.csv")
