@@ -588,7 +588,8 @@ def plain_text(part: Fields, field: str) -> str:
 def part_text(part: Fields, kinds: Sequence[str] = PARTS) -> str:
     kind = part.needed_text("type")
     if kind not in kinds:
-        raise unsupported(part.name("type"), f"{kind!r:.40}", "Only text can be read.")
+        hears = "No model here hears: send text or pictures." if "audio" in kind else "Only text can be read."
+        raise unsupported(part.name("type"), f"{kind!r:.40}", hears)
     part.idle("annotations", "logprobs", "cache_control", "citations")
     text = part.needed_text("text")
     part.done()

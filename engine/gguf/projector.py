@@ -73,6 +73,15 @@ def _idefics3(keys: ProjectorKeys) -> tuple[Config, Config]:
     return {"scale_factor": int(keys.number("projector.scale_factor", 2))}, settings
 
 
+def _internvl(keys: ProjectorKeys) -> tuple[Config, Config]:
+    vision: Config = {"attention_bias": "v.blk.0.attn_q.bias" in keys.file.tensors}
+    vision |= {"use_qk_norm": "v.blk.0.attn_q_norm.weight" in keys.file.tensors}
+    vision |= {"norm_type": "layer_norm" if "v.blk.0.ln1.bias" in keys.file.tensors else "rms_norm"}
+    side = int(keys.number("image_size"))
+    ratio = 1 / int(keys.number("projector.scale_factor", 2))
+    return {"downsample_ratio": ratio, "vision_config": vision}, {"size": {"height": side, "width": side}}
+
+
 def _lfm2(keys: ProjectorKeys) -> tuple[Config, Config]:
     merge = int(keys.number("projector.scale_factor", 2))
     config: Config = {"projector_hidden_size": keys.rows("mm.1.weight")}
@@ -129,6 +138,16 @@ KINDS = {
     "idefics3": ProjectorKind(
         "idefics3", _idefics3, "vision_model.encoder.layers", SIGLIP, {**_in("vision_model"), "mm.model.fc": "connector"}
     ),
+    "internvl": ProjectorKind(
+        "internvl", _internvl, "vision_tower.encoder.layer",
+        {**{f"attn_{part}": f"attention.{part}_proj" for part in "qkv"}, "attn_out": "attention.projection_layer",
+         "attn_q_norm": "attention.q_norm", "attn_k_norm": "attention.k_norm", "ls1": "lambda_1", "ls2": "lambda_2",
+         "ln1": "layernorm_before", "ln2": "layernorm_after", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        {PATCHES: "vision_tower.embeddings.patch_embeddings.projection",
+         "v.position_embd": "vision_tower.embeddings.position_embeddings",
+         "v.class_embd": "vision_tower.embeddings.cls_token", "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+         "mm.model.mlp.1": "multi_modal_projector.linear_1", "mm.model.mlp.3": "multi_modal_projector.linear_2"},
+    ),
     "lfm2": ProjectorKind(
         "lfm2_vl", _lfm2, "vision_tower.encoder.layers", SIGLIP,
         {**_in("vision_tower"), "mm.input_norm": "multi_modal_projector.layer_norm",
@@ -155,7 +174,8 @@ KINDS = {
     ),
 }  # fmt: skip
 COPIES = ("v.token_embd.img_break",)  # of what the language model's file has
-WHOLE = "mm_input_projection_weight"  # a parameter, not a module's
+# Parameters, not a module's.
+WHOLE = ("mm_input_projection_weight", ".position_embeddings", ".cls_token", ".lambda_1", ".lambda_2")
 
 
 def settings_beside(folder: Path, text: Mapping[str, Any]) -> tuple[Config, Config] | str:
@@ -167,7 +187,8 @@ def settings_beside(folder: Path, text: Mapping[str, Any]) -> tuple[Config, Conf
     if path is None:
         return "its file holds no tower, and no vision projector (mmproj-….gguf) lies beside it"
     file = read_gguf(path)
-    name = file.metadata.get("clip.vision.projector_type") or file.metadata.get("clip.projector_type")
+    names = (file.metadata.get(f"clip.{part}projector_type") for part in ("vision.", "", "audio."))
+    name = next(filter(None, names), "")
     if (kind := KINDS.get(str(name))) is None:
         return f"the vision projector beside it is of the kind {str(name)[:40]}, which is not supported yet"
     keys = ProjectorKeys(file, int(text["hidden_size"]))
@@ -212,6 +233,7 @@ def arrays_beside(folder: Path) -> "dict[str, mx.array]":
             continue
         second = name == f"{PATCHES}.weight.1"
         stem, _, leaf = name.removesuffix(".1" if second else "").rpartition(".")
+        stem = name if name == "v.class_embd" else stem
         if (block := BLOCK.fullmatch(stem)) is not None:
             part = turned.get(block[2], block[2])
             own = kind.layer.get(part) or (part if merged and part in IN_PARTS else None)
@@ -241,6 +263,10 @@ def _joined(found: "dict[str, mx.array]", kind: ProjectorKind) -> "dict[str, mx.
         found[name.replace(".attn_q.", ".attn.qkv.")] = mx.concatenate(parts)
     if (second := found.pop("patch_embed.proj.1.weight", None)) is not None:
         found["patch_embed.proj.weight"] = mx.stack([found["patch_embed.proj.weight"], second], axis=2)
+    if kind.model_type == "internvl":
+        for part in ("cls_token", "position_embeddings"):
+            name = f"vision_tower.embeddings.{part}"
+            found[name] = found[name].reshape(1, -1, found[name].shape[-1])
     if kind.model_type == "lfm2_vl":  # whose patches have colours last
         name = "vision_tower.embeddings.patch_embedding.weight"
         found[name] = mx.moveaxis(found[name], 1, -1).reshape(len(found[name]), -1)

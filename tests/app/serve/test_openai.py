@@ -123,6 +123,8 @@ def test_parts_of_text_are_read_and_others_refused(client: openai.OpenAI) -> Non
     with pytest.raises(openai.BadRequestError) as refused:
         said({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}})
     assert refused.value.param == "messages[0].content[0].image_url.url"
+    with pytest.raises(openai.BadRequestError, match="No model here hears"):
+        said({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}})
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -25,6 +25,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 2},
                {"projector.scale_factor": 2}),
     "idefics3": ("llama", "idefics3", {}, {"projector.scale_factor": 2, "preproc_image_size": 168}),
+    "internvl": ("qwen2", "internvl", {}, {"projector.scale_factor": 2, "image_size": 56, "patch_size": 14}),
+    "internvl_qwen3": ("qwen3", "internvl", {}, {"projector.scale_factor": 2, "image_size": 56, "patch_size": 14}),
     "lfm2_vl": ("lfm2", "lfm2", {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "feed_forward_length": 256},
                 {"projector.scale_factor": 2, "image_size": 256}),
     "mistral3": ("llama", "pixtral", {}, {"spatial_merge_size": 2, "image_size": 100}),
@@ -81,10 +83,15 @@ def parts(name: str, values: Any, names: Any, vision: dict[str, Any]) -> Any:
         yield f"v.deepstack.{vision['deepstack_visual_indexes'][int(deep[1])]}.{deep[2].replace('linear_', '')}", values
         return
     name = re.sub(r"vision_tower\.(vision_model\.)?", "vision_tower.vision_model.", name)
+    if "layer_scale_init_value" in vision:  # InternVL's, by its first names
+        name = re.sub(r"(lambda_\d|position_embeddings)$", r"\1.weight", name)
+        for number, part in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2")):
+            name = name.replace(f"multi_modal_projector.{part}", f"mlp1.{number}")
+        values = np.squeeze(values)
     if vision.get("model_type") == "pixtral" and re.search("[qk]_proj", name):
         heads = values.reshape(vision["num_attention_heads"], 2, -1, values.shape[1])
         values = heads.swapaxes(1, 2).reshape(values.shape)
-    forms = (name, f"model.{name}", name.replace(".vision_model.", "."))
+    forms = (name, f"model.{name}", name.replace(".vision_model.", "."), "model." + name.replace(".vision_model.", "."))
     known = next(found for form in forms if (found := names.get_name(form, try_suffixes=(".weight", ".bias"))))
     if "patch_embd.weight" in known and values.ndim == 5:
         yield known, values[:, :, 0]
@@ -106,8 +113,9 @@ def test_it_sees_as_the_model_that_it_was_made_of(case: str, tmp_path: Path) -> 
     if case == "gemma3":  # a file tells no scale but that of heads
         stored["config"]["text_config"]["query_pre_attn_scalar"] = stored["config"]["text_config"]["head_dim"]
         (tmp_path / "original" / "config.json").write_text(json.dumps(stored["config"]))
-    if case == "lfm2_vl":  # tiles and budgets are not told: those that all of them have
-        own = {key: stored["settings"][key] for key in ("encoder_patch_size", "image_mean", "image_std", "resample")}
+    if case in ("lfm2_vl", "internvl", "internvl_qwen3"):  # tiles and budgets are not told: those that all of them have
+        told = ("encoder_patch_size", "image_mean", "image_std", "resample", "size")
+        own = {key: stored["settings"][key] for key in told if key in stored["settings"]}
         (tmp_path / "original" / "preprocessor_config.json").write_text(json.dumps(own))
     there = tmp_path / "there"
     there.mkdir()
