@@ -17,7 +17,7 @@ from .. import own_files
 from .. import prompt_files as files
 from ..backend.processes import ShellError, working_folder
 from ..backend.protocol import Load
-from ..models.local import hub_cache, lasting, must_be_downloaded
+from ..models.local import hub_cache, lasting, must_be_downloaded, shown_name
 from ..store.store import Store
 from ..store.values import Attachment, StoredChat, StoreError
 from ..text.sanitise import sanitise, sanitise_line
@@ -451,7 +451,10 @@ def compare(chat: ChatController, text: str) -> None:
     """Write the last reply, or the selected one, with several values of one setting at once."""
     session, key = chat.session, _selected_key(chat)
     if not text:
-        raise RefusedError(f"Write a setting and its values: {versions.EXAMPLES}.")
+        choices = [] if chat.recording is None else chat.recording.store.choices()
+        kept = ", ".join(f"{shown_name(model)} {count} of {all} times" for model, count, all in choices)
+        own = f" Of models that were compared you kept {kept}." if kept else ""
+        raise RefusedError(f"Write a setting and its values: {versions.EXAMPLES}.{own}")
     setting, *names = text.split()
     if setting.lower() in ("model", "models"):
         loads = _loads_of(chat, names)

@@ -64,6 +64,19 @@ _NEWEST_BELOW = """
 WITH RECURSIVE down (id) AS (
     SELECT ? UNION ALL SELECT m.id FROM down JOIN messages m ON m.chat = ? AND m.parent = down.id
 ) SELECT max(id) FROM down"""
+# Replies that models wrote in a comparison of which one is on the path that is read.
+_CHOICES = """
+WITH RECURSIVE made AS MATERIALIZED (
+    SELECT id, chat, parent, model FROM messages WHERE json_extract(metrics, '$.compared') <> '' AND state = 'complete'
+), up (chat, id, parent) AS (
+    SELECT m.chat, m.id, m.parent FROM chats c JOIN messages m ON m.chat = c.id AND m.id = c.head
+    WHERE c.deleted_at IS NULL AND c.id IN (SELECT chat FROM made)
+    UNION ALL SELECT m.chat, m.id, m.parent FROM up JOIN messages m ON m.chat = up.chat AND m.id = up.parent
+), kept AS (SELECT chat, parent, model FROM made WHERE id IN (SELECT id FROM up))
+SELECT m.model, sum(m.model = k.model) AS kept, count(*) AS compared FROM made m
+JOIN kept k ON k.chat = m.chat AND k.parent IS m.parent
+WHERE EXISTS (SELECT 1 FROM made o WHERE o.chat = m.chat AND o.parent IS m.parent AND o.model <> m.model)
+GROUP BY m.model ORDER BY kept DESC, compared, m.model"""
 _STOP = "UPDATE messages SET state = 'stopped', owner = NULL WHERE owner = ?"
 
 
@@ -209,6 +222,10 @@ class Questions:
             )
             for row in self._database.read(wanted, (json.dumps(list(messages)),))
         ]
+
+    def choices(self) -> list[tuple[str, int, int]]:
+        """Return (model, comparisons in which its reply was kept, comparisons), most kept first."""
+        return [(row["model"], int(row["kept"]), int(row["compared"])) for row in self._database.read(_CHOICES)]
 
     def searchable(self) -> int:
         return int(self._database.read(f"SELECT count(*) FROM messages m WHERE {messages.SEARCHED}")[0][0])

@@ -98,12 +98,13 @@ def test_a_comparison_takes_two(session: Session) -> None:
 
 
 def test_the_plain_chat_compares_models_and_keeps_its_own(data: Path) -> None:
-    status, out, err = piped("hi\n/compare model list entitles\n/show model\nho\n", "fast")
+    status, out, err = piped("hi\n/compare model list entitles\n/show model\nho\n/compare\n", "fast")
     assert status == 0, err
     assert "with one model after the other" in err
     assert "Version 2 of 2 · entitles" in out
     models = [message.model for message in last_path(data) if message.role == "assistant"]
     assert models == ["list", "fast"]
+    assert "you kept list 1 of 1 times, entitles 0 of 1 times." in err
 
 
 def test_ask_compares_with_a_table(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
