@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from tokamac.engine.errors import shortened
 from tokamac.engine.files import exists, expanded
@@ -55,6 +55,13 @@ class Parser(argparse.ArgumentParser):
         self._speaker = self.prog
         self._see = f"`{self.prog} --help`"
         self._also: tuple[str, ...] = ()
+        self._model_is: Literal["", "optional", "required"] = ""
+
+    def add_model(self, kind: Callable[[str], str], about: str, *, required: bool = False) -> None:
+        """Take a model by place or with -m: ``options.model``, None where neither is given."""
+        self._model_is = "required" if required else "optional"
+        self.add_argument("model", nargs="?", type=kind, metavar="MODEL", help=about)
+        self.add_argument("-m", "--model", type=kind, dest="named", metavar="MODEL", help="the same as MODEL")
 
     def unnamed(self, flags: Iterable[str]) -> None:
         """Report errors as the program itself: the command was implied. flags: its own ones."""
@@ -70,6 +77,12 @@ class Parser(argparse.ArgumentParser):
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
             meant = did_you_mean(flag, [*self._option_string_actions, *self._also])
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        if self._model_is:
+            if None not in (options.model, options.named):
+                self.error("give MODEL once, with -m or without")
+            options.model = options.named if options.model is None else options.model
+            if options.model is None and self._model_is == "required":
+                self.error("the following arguments are required: MODEL")
         return options
 
     def _parse_known(

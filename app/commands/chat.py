@@ -47,8 +47,7 @@ def parser() -> Parser:
         "  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8,4 --kv-window 8192\n"
         "  tokamac chat --plain < questions.txt > answers.txt",
     )
-    made.add_argument("model", nargs="?", type=model_name, metavar="MODEL", help=MODEL)
-    made.add_argument("-m", "--model", type=model_name, dest="named", metavar="MODEL", help="the same as MODEL")
+    made.add_model(model_name, MODEL)
     made.add_argument(
         "--plain", action="store_true", help="plain lines, for screen readers, pipes and simple terminals"
     )
@@ -70,9 +69,6 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    if None not in (options.model, options.named):
-        parser.error("give MODEL once, with -m or without")
-    options.model = options.named if options.model is None else options.model
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
     check_speculation_flags(parser, options)

@@ -116,7 +116,7 @@ def parser() -> Parser:
         '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --nodes 2 --link thunderbolt5\n'
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
-    made.add_argument("model", type=_inspected, metavar="MODEL", help=MODEL)
+    made.add_model(_inspected, MODEL, required=True)
     held, computed = f"tokens in the context (default: {CONTEXT}, or --prompt)", "tokens of the prompt"
     made.add_argument("--context", type=positive, metavar="N", help=held)
     made.add_argument("--prompt", type=positive, metavar="N", help=f"{computed} (default: the whole context)")

@@ -71,9 +71,7 @@ def parser() -> Parser:
         "  tokamac serve --print-config\n"
         '  curl localhost:11435/v1/chat/completions -d \'{"messages": [{"role": "user", "content": "Why is decode slow?"}]}\'',
     )
-    made.add_argument(
-        "model", nargs="?", type=model_name, metavar="MODEL", help=f"{MODEL} (default: the model used last)"
-    )
+    made.add_model(model_name, f"{MODEL} (default: the model used last)")
     made.add_argument(
         "--host", default=HOST, help=f"address to listen on; others than localhost need a token (default: {HOST})"
     )

@@ -84,7 +84,7 @@ def parser() -> Parser:
         "  tokamac bench guide --kv-quality --kv-window 2048",
     )
     add, sizes = made.add_argument, kv_quality.depth_list
-    add("model", nargs="?", type=model_name, metavar="MODEL", help=f"{MODEL} (default: the model used last)")
+    made.add_model(model_name, f"{MODEL} (default: the model used last)")
     add(
         "--prompt",
         type=sizes,

@@ -598,9 +598,15 @@ def test_a_draft_model_that_would_have_no_effect_is_refused(tokamac: Run, words:
     assert why in done.err
 
 
+@pytest.mark.parametrize("command", ["chat", "serve", "bench", "inspect"])
+def test_a_model_is_named_once_by_its_place_or_with_m(tokamac: Run, command: str) -> None:
+    done = tokamac(command, "guide", "-m", "guide")
+    assert (done.status, "give MODEL once, with -m or without" in done.err) == (2, True)
+
+
 def test_bench_records_the_draft_model(tokamac: Run, tiny: Path) -> None:
     flags = ("--prompt", "8", "--max-tokens", "12", "--runs", "1", "--json")
-    record = json.loads(tokamac("bench", tiny, *flags, "--draft", tiny).out)
+    record = json.loads(tokamac("bench", "-m", tiny, *flags, "--draft", tiny).out)
     assert record["draft"]["name"] == str(tiny)
     assert "draft" not in json.loads(tokamac("bench", tiny, *flags).out)
 
