@@ -265,7 +265,7 @@ def loaded(folder: Path, kv: KVSpec) -> tuple[Any, dict[str, Any]]:
 
 
 def test_a_model_that_sees_too_is_text_only_in_the_list_and_in_its_notes(tmp_path: Path) -> None:
-    for case, expected in (("llama4", True), ("qwen3", False)):
+    for case, expected in (("kimi_k25", True), ("qwen3", False)):
         folder = tmp_path / case
         build(case, folder)
         assert prospect(str(folder), WhatIfCase(context=64, prompt=64), here()).text_only is expected
