@@ -262,6 +262,10 @@ class Eyes:
         if self.dtype is not None:
             tower.set_dtype(self.dtype)
         mx.eval(tower.parameters())
+        if self.device.kind == "cpu":
+            from ..cpu.layers import use_kernels
+
+            use_kernels(tower, logits=None)
         self._tower = tower
         return tower
 

@@ -6,12 +6,14 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from ..kv.attention import Scoring, fused
+
 Config = Mapping[str, Any]
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None = None) -> Any:
     """(B, H, N, D) each → (B, N, H · D)."""
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    out = fused(queries, keys, values, Scoring(scale, mask))
     return out.transpose(0, 2, 1, 3).reshape(out.shape[0], out.shape[2], -1)
 
 
