@@ -199,6 +199,7 @@ class ChatsScreen(Dialog[Pick]):
         self._meaning: MeaningSearch | None = None
         self._agreed = False  # the price of a search by meaning was told
         self._near: tuple[str, Sequence[Hit]] = ("", ())  # words, and what was found by their meaning
+        self._told = ("", "")  # words, and what the search by their meaning says: one by words ends beside it
         self._words = words
         self._folded = set() if folded is None else folded
         self._background = background
@@ -290,6 +291,8 @@ class ChatsScreen(Dialog[Pick]):
         if found.folder is not None:
             return f"Folder: {sanitise_line(found.folder)} · Ctrl+Y shows the next one"
         if found.text.strip():
+            if self._told[0] == found.text:
+                return self._told[1]
             said = "Ctrl+G searches by meaning." if self._new_meaning is not None else ""
             return said if found.chats or found.hits else f"No matches. {said}".rstrip()
         if not found.chats:
@@ -372,8 +375,12 @@ class ChatsScreen(Dialog[Pick]):
         if self._new_meaning is None or self._folder is not None or not text.strip():
             self._say("Write what you look for in all chats, then Ctrl+G finds it by meaning.")
         else:
-            self._say("Searching by meaning …")
+            self._tell(text, "Searching by meaning …")
             self._find_meaning(text, self._new_meaning)
+
+    def _tell(self, text: str, said: str) -> None:
+        self._told = (text, said)
+        self._say(said)
 
     @work(thread=True, exclusive=True, group="meaning")
     def _find_meaning(self, text: str, new: Callable[[], MeaningSearch]) -> None:
@@ -383,18 +390,18 @@ class ChatsScreen(Dialog[Pick]):
             if not asked.is_cancelled:
                 left = f", {minutes((time.monotonic() - begun) / done * (total - done))} left" if done else ""
                 said = f"Reading for the search by meaning: {done:,} of {total:,} passages{left}"
-                self.app.call_from_thread(self._say, said)
+                self.app.call_from_thread(self._tell, text, said)
 
         try:
             meaning = self._meaning = self._meaning or new()
             if not self._agreed and (price := meaning.price()).is_large:
                 self._agreed = True
-                self.app.call_from_thread(self._say, f"{price} Ctrl+G again begins.")
+                self.app.call_from_thread(self._tell, text, f"{price} Ctrl+G again begins.")
                 return
             near = meaning.find(text, tell)
         except TokamacError as error:
             if not asked.is_cancelled:
-                self.app.call_from_thread(self._say, error.one_line())
+                self.app.call_from_thread(self._tell, text, error.one_line())
             return
         if not asked.is_cancelled:
             self.app.call_from_thread(self._show_near, text, near)
@@ -404,7 +411,8 @@ class ChatsScreen(Dialog[Pick]):
             self._near = text, near
             self._show(self._shown, stays=True)
             self._point(lambda entry: isinstance(entry, Hit) and entry.likeness is not None)
-            self._say("" if any(hit.likeness is not None for hit in self._shown.hits) else "Nothing more by meaning.")
+            more = any(hit.likeness is not None for hit in self._shown.hits)
+            self._tell(text, "" if more else "Nothing more by meaning.")
 
     # Choosing -------------------------------------------------------------------------------------------------------------
 

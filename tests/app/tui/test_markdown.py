@@ -264,7 +264,7 @@ def test_a_diff_is_in_colours_while_it_is_written_too() -> None:
 
 def test_what_is_copied_of_code_has_nothing_of_its_frame() -> None:
     message = ReplyMessage("/home/me/models/m.gguf")
-    assert message.rows(40)[0].row.content.plain.strip() == "m.gguf"
+    assert message.rows(40)[0].row.content.plain.strip() == "m"
     message.end(Reply("so\n\n```py\nx = 1\ny = 2\n```\n"))
     page = Page(40)
     page.append(message)
